@@ -1,0 +1,1 @@
+"""Exact contrastive training at any batch size."""
