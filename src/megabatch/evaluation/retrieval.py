@@ -1,0 +1,265 @@
+"""Recall@k and median rank, both ways, without the matrix of all scores.
+
+A query's answers are ranked by score, and a tie is broken at random; every figure here is the
+expectation over those random orders, in closed form. For one query let
+
+- `above` be the wrong columns that score strictly more than its best right column,
+- `equal` the wrong columns that score the same as it, and
+- `tied` the right columns that score the same as it, itself included (at least 1).
+
+The `equal + tied` columns come in random order after the first `above`, so
+
+- a right answer is among the first k with probability `1 - C(equal, s) / C(equal + tied, s)`,
+  where `s = k - above` is the number of tied columns that still fit (0 if s <= 0, 1 if s > equal);
+- its expected rank is `above + 1 + equal / (tied + 1)`; with one right column a tie counts half.
+
+A collapsed model, all of whose features are equal, therefore scores exactly what guessing scores
+(`chance_metrics`), neither 0% nor 100%.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megabatch.similarity import ranks
+
+# Elements of one gathered block of features: 64 MiB in fp32.
+_CHUNK_ELEMENTS = 2**24
+
+
+@torch.no_grad()
+def retrieval_metrics(
+    x: Tensor,
+    y: Tensor,
+    *,
+    x_ids: Tensor | None = None,
+    y_ids: Tensor | None = None,
+    ks: Sequence[int] = (1, 5, 10),
+    group: object | None = None,
+) -> dict[str, float]:
+    """Recall@k and median rank of the inner products `x @ y.T`, in both directions.
+
+    Args:
+        x: features (m, d), any floating dtype, compared as they are: nothing is normalised.
+        y: features (n, d), of the same dtype and device.
+        x_ids, y_ids: int64 (m,) and (n,), both or neither. All columns whose id equals the row's
+            are right answers, and the best-ranked of them counts. Negative ids equal nothing.
+            Without ids row i belongs to column i, and m must equal n.
+        ks: the k of recall@k, each at least 1. One larger than the number of columns gives 1.
+        group: as in `megabatch.similarity.ranks`; features spread over several processes are
+            refused (gather them, or pass "local" to score each process's own).
+
+    Returns:
+        For `x_to_y` and `y_to_x` each: `x_to_y/recall@k` (a fraction), `x_to_y/median_rank`
+        (1 is best; mid-ranks where there are ties) and `x_to_y/queries`, the number of rows that
+        have a right answer at all: the others are left out of the figures.
+
+    Raises:
+        TypeError, ValueError: wrong kinds, shapes or lengths; features that are not finite; no row
+            with a right answer.
+    """
+    _check_features(x, y)
+    _check_ks(ks)
+    _check_one_process(group)
+    if (x_ids is None) != (y_ids is None):
+        missing = "x_ids" if x_ids is None else "y_ids"
+        raise ValueError(f"x_ids and y_ids go together, but {missing} is None")
+    if x_ids is None or y_ids is None:
+        if len(x) != len(y):
+            raise ValueError(
+                f"without ids row i of x belongs to row i of y, so both need the same number of "
+                f"rows; got {len(x)} and {len(y)}"
+            )
+        x_ids = y_ids = torch.arange(len(x), device=x.device)
+    else:
+        _check_ids("x_ids", x_ids, x)
+        _check_ids("y_ids", y_ids, y)
+    return {
+        **_one_way("x_to_y", x, y, x_ids, y_ids, ks, group),
+        **_one_way("y_to_x", y, x, y_ids, x_ids, ks, group),
+    }
+
+
+def chance_metrics(
+    x_ids: Tensor, y_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)
+) -> dict[str, float]:
+    """What answers in random order would score: the keys of `retrieval_metrics`, from ids alone."""
+    _check_ks(ks)
+    metrics: dict[str, float] = {}
+    for name, rows, columns in (("x_to_y", x_ids, y_ids), ("y_to_x", y_ids, x_ids)):
+        _, counts = _right_columns(rows, columns)[1:]
+        right = counts[counts > 0]
+        if not len(right):
+            raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
+        metrics |= summarise(name, torch.zeros_like(right), len(columns) - right, right, ks)
+    return metrics
+
+
+def summarise(
+    name: str, above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
+) -> dict[str, float]:
+    """The figures of one direction from each query's counts, int64 (q,) (see the module)."""
+    return {
+        **{f"{name}/recall@{k}": r for k, r in expected_recalls(above, equal, tied, ks).items()},
+        f"{name}/median_rank": _median(above + 1 + equal.double() / (tied + 1)),
+        f"{name}/queries": len(above),
+    }
+
+
+def expected_recalls(
+    above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
+) -> dict[int, float]:
+    """Mean over queries of the chance that a right answer is among the first k, for each k."""
+    missed = torch.ones(len(above), dtype=torch.float64, device=above.device)
+    recalls: dict[int, float] = {}
+    last = int((above + equal).max()) + 1  # from that rank on, every query has been answered
+    done = 0
+    for k in sorted(set(ks)):
+        for position in range(done, min(k, last)):
+            # Of the tied columns, `drawn` wrong ones came before this position.
+            drawn = position - above
+            wrong_left = (equal - drawn).clamp(min=0)
+            miss_here = wrong_left.double() / (wrong_left + tied)
+            missed = torch.where(drawn >= 0, missed * miss_here, missed)
+        done = max(done, min(k, last))
+        recalls[k] = float(1 - missed.mean())
+    return {k: recalls[k] for k in ks}
+
+
+def _one_way(
+    name: str,
+    x: Tensor,
+    y: Tensor,
+    x_ids: Tensor,
+    y_ids: Tensor,
+    ks: Sequence[int],
+    group: object | None,
+) -> dict[str, float]:
+    target, tied = _best_right_columns(x, y, x_ids, y_ids)
+    answerable = tied > 0
+    if not bool(answerable.any()):
+        raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
+    x, x_ids, target, tied = (t[answerable] for t in (x, x_ids, target, tied))
+    above, equal = ranks(x, y, target, ids=(x_ids, y_ids), group=group)
+    return summarise(name, above, equal, tied, ks)
+
+
+def _right_columns(x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns sorted by id (n,), and per row where its right ones start in it and how many."""
+    sorted_ids, order = y_ids.sort(stable=True)
+    start = torch.searchsorted(sorted_ids, x_ids)
+    counts = torch.searchsorted(sorted_ids, x_ids, right=True) - start
+    return order, start, torch.where(x_ids >= 0, counts, 0)
+
+
+def _best_right_columns(
+    x: Tensor, y: Tensor, x_ids: Tensor, y_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Per row its best-scoring column of the same id, and how many such columns share that score.
+
+    Only pairs of equal ids are scored, a bounded number at a time. A row without one: (0, 0).
+    """
+    order, start, counts = _right_columns(x_ids, y_ids)
+    target = torch.zeros_like(x_ids)
+    tied = torch.zeros_like(x_ids)
+    for rows in _chunks(counts, max(1, _CHUNK_ELEMENTS // max(1, x.shape[1]))):
+        count = counts[rows]
+        pair_row = torch.repeat_interleave(count)
+        first = count.cumsum(0) - count
+        within = torch.arange(len(pair_row), device=x.device) - first[pair_row]
+        pair_column = order[start[rows][pair_row] + within]
+        score = _scores(x[rows], y, pair_row, pair_column)
+        lowest = score.new_full((len(count),), -torch.inf)
+        best = lowest.scatter_reduce(0, pair_row, score, "amax")
+        is_best = score == best[pair_row]
+        tied[rows] = torch.zeros_like(count).scatter_add(0, pair_row, is_best.long())
+        target[rows] = torch.zeros_like(count).scatter_reduce(
+            0, pair_row[is_best], pair_column[is_best], "amax"
+        )
+    return target, tied
+
+
+def _scores(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Inner products of the given pairs (p,), 2^24 products at a time; half types in fp32."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    step = max(1, _CHUNK_ELEMENTS // max(1, x.shape[1]))
+    parts = [
+        (x[r].to(dtype) * y[c].to(dtype)).sum(1)
+        for r, c in zip(rows.split(step), columns.split(step), strict=True)
+    ]
+    return torch.cat(parts) if parts else x.new_zeros(0, dtype=dtype)
+
+
+def _chunks(counts: Tensor, most: int) -> Iterator[slice]:
+    """Runs of rows that have about `most` pairs together; a row alone may have more."""
+    part = counts.cumsum(0) // most
+    sizes = torch.unique_consecutive(part, return_counts=True)[1].tolist()
+    end = 0
+    for size in sizes:
+        yield slice(end, end + size)
+        end += size
+
+
+def _median(values: Tensor) -> float:
+    """The middle value, or the mean of the middle two (torch.median takes the lower)."""
+    ordered = values.sort().values
+    n = len(ordered)
+    return float((ordered[(n - 1) // 2] + ordered[n // 2]) / 2)
+
+
+def _check_features(x: Tensor, y: Tensor) -> None:
+    for name, features in (("x", x), ("y", y)):
+        if not isinstance(features, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(features).__name__}")
+        if features.ndim != 2:
+            raise ValueError(f"{name} must have shape (rows, d), got {tuple(features.shape)}")
+        if not features.is_floating_point():
+            raise TypeError(f"{name} must have a floating dtype, got {features.dtype}")
+        if not len(features):
+            raise ValueError(f"{name} has no rows")
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"x and y must have the same width, got {x.shape[1]} and {y.shape[1]}")
+    if x.dtype != y.dtype:
+        raise TypeError(f"x and y must have the same dtype, got {x.dtype} and {y.dtype}")
+    if x.device != y.device:
+        raise ValueError(f"x and y must be on the same device, got {x.device} and {y.device}")
+    for name, features in (("x", x), ("y", y)):
+        # A NaN compares with nothing, so its row would rank first: better no figure than that one.
+        broken = int((~features.isfinite().all(1)).sum())
+        if broken:
+            raise ValueError(f"{name} has {broken} of {len(features)} rows that are not finite")
+
+
+def _check_ids(name: str, ids: Tensor, features: Tensor) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+        came = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"{name} must be an int64 tensor, got {came}")
+    if ids.shape != (len(features),):
+        raise ValueError(f"{name} must have shape ({len(features)},), got {tuple(ids.shape)}")
+    if ids.device != features.device:
+        raise ValueError(f"{name} must be on {features.device} as the features, got {ids.device}")
+
+
+def _check_ks(ks: Sequence[int]) -> None:
+    if not len(ks):
+        raise ValueError("ks must name at least one k")
+    for k in ks:
+        if isinstance(k, bool) or not isinstance(k, int):
+            raise TypeError(f"ks must be integers, got {k!r}")
+        if k < 1:
+            raise ValueError(f"ks must be at least 1, got {k}")
+
+
+def _check_one_process(group: object | None) -> None:
+    distributed = torch.distributed
+    if group == "local" or not (distributed.is_available() and distributed.is_initialized()):
+        return
+    size = distributed.get_world_size(group)  # type: ignore[arg-type]
+    if size > 1:
+        raise ValueError(
+            f"group has {size} processes, but retrieval_metrics scores one process's features; "
+            'gather them first and pass group="local"'
+        )

@@ -1,0 +1,211 @@
+"""Retrieval figures against brute force over every order that ties allow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import megabatch.evaluation.retrieval as retrieval
+from megabatch.evaluation import chance_metrics, retrieval_metrics
+from megabatch.evaluation.retrieval import expected_recalls
+
+
+def brute_force(x: Tensor, y: Tensor, x_ids: list[int], y_ids: list[int], ks: list[int]) -> dict:
+    """The same figures from the whole matrix in float64, query by query, by counting subsets."""
+    scores = (x.double() @ y.double().T).tolist()
+    recalls: dict[int, list[float]] = {k: [] for k in ks}
+    expected_ranks = []
+    for i, row in enumerate(scores):
+        right = [j for j, b in enumerate(y_ids) if x_ids[i] >= 0 and b == x_ids[i]]
+        if not right:
+            continue
+        best = max(row[j] for j in right)
+        wrong = [row[j] for j in range(len(y_ids)) if j not in right]
+        above = sum(s > best for s in wrong)
+        equal = sum(s == best for s in wrong)
+        tied = sum(row[j] == best for j in right)
+        # P(the first right one of the tied group stands at place p of the group), p = 0, 1, ...
+        total = math.comb(equal + tied, tied)
+        place = [math.comb(equal + tied - 1 - p, tied - 1) / total for p in range(equal + 1)]
+        for k in ks:
+            recalls[k].append(sum(chance for p, chance in enumerate(place) if above + p < k))
+        expected_ranks.append(above + 1 + sum(p * chance for p, chance in enumerate(place)))
+    result = {f"recall@{k}": statistics.fmean(v) for k, v in recalls.items()}
+    return result | {
+        "median_rank": statistics.median(expected_ranks),
+        "queries": len(expected_ranks),
+    }
+
+
+def both_ways(x: Tensor, y: Tensor, x_ids: list[int], y_ids: list[int], ks: list[int]) -> dict:
+    there, back = brute_force(x, y, x_ids, y_ids, ks), brute_force(y, x, y_ids, x_ids, ks)
+    return {f"x_to_y/{k}": v for k, v in there.items()} | {
+        f"y_to_x/{k}": v for k, v in back.items()
+    }
+
+
+def features(rows: int, width: int, values: st.SearchStrategy[int]) -> st.SearchStrategy[Tensor]:
+    row = st.lists(values, min_size=width, max_size=width)
+    return st.lists(row, min_size=rows, max_size=rows).map(
+        lambda r: torch.tensor(r, dtype=torch.float64)
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[int], list[int], list[int]]:
+    """Small integers as features, so that scores are exact in any dtype and ties are common."""
+    m, n, d = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.integers(1, 3))
+    values = st.integers(-2, 2)
+    x, y = draw(features(m, d, values)), draw(features(n, d, values))
+    ids = st.integers(-1, 4)
+    x_ids = draw(st.lists(ids, min_size=m, max_size=m))
+    y_ids = draw(st.lists(ids, min_size=n, max_size=n))
+    x_ids[0] = y_ids[0] = 0  # at least one query has an answer
+    return x, y, x_ids, y_ids, draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=cases(), dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_equals_brute_force_with_ids_and_ties(case: tuple, dtype: torch.dtype) -> None:
+    x, y, x_ids, y_ids, ks = case
+    got = retrieval_metrics(
+        x.to(dtype), y.to(dtype), x_ids=torch.tensor(x_ids), y_ids=torch.tensor(y_ids), ks=ks
+    )
+    assert got == pytest.approx(both_ways(x, y, x_ids, y_ids, ks), abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), m=st.integers(1, 9))
+def test_without_ids_row_i_belongs_to_column_i(data: st.DataObject, m: int) -> None:
+    values = st.integers(-1, 1)
+    x, y = data.draw(features(m, 2, values)), data.draw(features(m, 2, values))
+    expected = both_ways(x, y, list(range(m)), list(range(m)), [1, 3])
+    assert retrieval_metrics(x, y, ks=(1, 3)) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_real_valued_features_of_any_float_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(150, 16).to(dtype), torch.randn(90, 16).to(dtype)
+    x_ids, y_ids = torch.randint(0, 60, (150,)), torch.randint(0, 60, (90,))
+    got = retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids)
+    expected = both_ways(x, y, x_ids.tolist(), y_ids.tolist(), [1, 5, 10])
+    # Products of half types are exact in fp32 and nearly so in their sums: no rank should move.
+    assert got == pytest.approx(expected, abs=1e-6)
+
+
+def test_recall_is_the_mean_over_all_orders_of_the_tied_columns() -> None:
+    above, wrong, right = 1, 3, 2
+    orders = list(itertools.permutations(["wrong"] * wrong + ["right"] * right))
+    for k in range(1, 8):
+        hits = [("right" in order[: max(0, k - above)]) for order in orders]
+        got = expected_recalls(*(torch.tensor([v]) for v in (above, wrong, right)), ks=[k])
+        assert got[k] == pytest.approx(statistics.fmean(hits), abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("m", "d"), [(64, 8), (1003, 37)])
+def test_a_collapsed_model_scores_chance(dtype: torch.dtype, m: int, d: int) -> None:
+    torch.manual_seed(1)
+    x = torch.nn.functional.normalize(torch.randn(d), dim=0).to(dtype).expand(m, d).contiguous()
+    got = retrieval_metrics(x, x.clone())
+    for way in ("x_to_y", "y_to_x"):
+        assert got[f"{way}/recall@1"] == pytest.approx(1 / m, abs=1e-5)
+        assert got[f"{way}/recall@10"] == pytest.approx(10 / m, abs=1e-4)
+        assert got[f"{way}/median_rank"] == pytest.approx((m + 1) / 2, abs=1)
+
+
+def test_chance_is_what_a_collapsed_model_and_random_orders_score() -> None:
+    torch.manual_seed(2)
+    x_ids, y_ids = torch.randint(0, 40, (300,)), torch.arange(40).repeat(2)
+    chance = chance_metrics(x_ids, y_ids)
+    same = torch.ones(300, 4), torch.ones(80, 4)
+    assert retrieval_metrics(*same, x_ids=x_ids, y_ids=y_ids) == pytest.approx(chance, abs=1e-12)
+    assert chance["x_to_y/recall@1"] == pytest.approx(2 / 80)
+    assert chance["x_to_y/recall@5"] == pytest.approx(1 - math.comb(78, 5) / math.comb(80, 5))
+    drawn = []
+    for seed in range(20):
+        torch.manual_seed(seed)
+        noise = torch.randn(300, 16), torch.randn(80, 16)
+        drawn.append(retrieval_metrics(*noise, x_ids=x_ids, y_ids=y_ids)["x_to_y/recall@10"])
+    assert statistics.fmean(drawn) == pytest.approx(chance["x_to_y/recall@10"], abs=0.02)
+
+
+def test_perfect_features_score_one_and_rank_one() -> None:
+    x = torch.eye(20)
+    got = retrieval_metrics(x, x, ks=(1,))
+    assert got == {
+        "x_to_y/recall@1": 1.0,
+        "x_to_y/median_rank": 1.0,
+        "x_to_y/queries": 20,
+        "y_to_x/recall@1": 1.0,
+        "y_to_x/median_rank": 1.0,
+        "y_to_x/queries": 20,
+    }
+
+
+def test_k_beyond_the_columns_is_one() -> None:
+    torch.manual_seed(3)
+    got = retrieval_metrics(torch.randn(5, 4), torch.randn(5, 4), ks=(5, 6, 10_000_000))
+    assert [got[f"x_to_y/recall@{k}"] for k in (5, 6, 10_000_000)] == pytest.approx([1, 1, 1])
+
+
+def test_queries_without_an_answer_are_left_out_and_counted() -> None:
+    x = torch.eye(3)
+    got = retrieval_metrics(
+        x, x[:2], x_ids=torch.tensor([0, 1, 7]), y_ids=torch.tensor([0, 1]), ks=(1,)
+    )
+    assert got["x_to_y/queries"] == 2
+    assert got["x_to_y/recall@1"] == 1.0
+
+
+def test_blocks_do_not_change_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    x, y = torch.randn(70, 6), torch.randn(50, 6)
+    x_ids, y_ids = torch.randint(0, 9, (70,)), torch.randint(-1, 9, (50,))
+    x_ids[:5] = -1
+    whole = retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids)
+    monkeypatch.setattr(retrieval, "_CHUNK_ELEMENTS", 17)
+    assert retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids) == whole
+
+
+IDS = torch.arange(4)
+GOOD = torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"x": torch.ones(4)}, ValueError, r"x must have shape \(rows, d\), got \(4,\)"),
+        ({"y": torch.ones(4, 3, dtype=torch.int64)}, TypeError, "y must have a floating dtype"),
+        ({"x": [[1.0]]}, TypeError, "x must be a tensor, got list"),
+        ({"y": torch.ones(4, 5)}, ValueError, "same width, got 3 and 5"),
+        ({"y": torch.ones(4, 3).double()}, TypeError, "same dtype"),
+        ({"x": torch.ones(0, 3)}, ValueError, "x has no rows"),
+        ({"x": torch.ones(4, 3, device="meta")}, ValueError, "same device, got meta and cpu"),
+        ({"y": torch.ones(5, 3)}, ValueError, "same number of rows; got 4 and 5"),
+        ({"y": GOOD * torch.nan}, ValueError, "y has 4 of 4 rows that are not finite"),
+        ({"x_ids": IDS}, ValueError, "y_ids is None"),
+        ({"x_ids": IDS[:3], "y_ids": IDS}, ValueError, r"x_ids must have shape \(4,\)"),
+        ({"x_ids": IDS, "y_ids": IDS.int()}, TypeError, "y_ids must be an int64 tensor"),
+        ({"x_ids": IDS, "y_ids": IDS + 9}, ValueError, "no row has a right answer"),
+        ({"ks": ()}, ValueError, "ks must name at least one"),
+        ({"ks": (0,)}, ValueError, "ks must be at least 1, got 0"),
+        ({"ks": (1.5,)}, TypeError, "ks must be integers, got 1.5"),
+    ],
+)
+def test_bad_input_is_named(arguments: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        retrieval_metrics(**({"x": GOOD, "y": GOOD} | arguments))
+
+
+def test_chance_without_any_right_answer_is_refused() -> None:
+    with pytest.raises(ValueError, match="no row has a right answer"):
+        chance_metrics(torch.tensor([0]), torch.tensor([1]))
