@@ -1,0 +1,116 @@
+"""`megabatch data`: write the built-in sets as shards, look into a data set."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+from megabatch.data.export import write_shards
+from megabatch.data.glyphs import load_glyphs
+from megabatch.data.pairs import BadSample, Pair, PairDataset
+from megabatch.data.sources import open_pairs
+from megabatch.errors import UsageError
+
+Split = Literal["train", "faces", "characters", "all"]
+
+
+@dataclass
+class Glyphs:
+    """Write the glyph set as WebDataset shards (png + txt + json)."""
+
+    output: Path
+    """Folder to make; it appears when all shards are written."""
+    split: Split = "train"
+    """Part of the set: train, the held-out faces, the held-out characters, or all."""
+    samples_per_shard: int = 10_000
+    """Pairs in each shard but the last."""
+
+
+@dataclass
+class Inspect:
+    """Read samples of a data set: how many there are, what they look like, what is wrong."""
+
+    data: tyro.conf.Positional[str]
+    """"glyphs", shards, tables, a pattern or a folder, as for training."""
+    split: Split | None = None
+    """Part of the glyph set."""
+    limit: int = 1_000
+    """Read at most so many samples, spread evenly; 0: all."""
+    image_column: str | None = None
+    """Column of image paths in a table."""
+    caption_column: str | None = None
+    """Column of captions in a table."""
+    separator: str | None = None
+    """Field separator of a text table."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `megabatch data ...`; returns the exit code."""
+    command = tyro.cli(
+        Annotated[Glyphs, tyro.conf.subcommand("glyphs")]
+        | Annotated[Inspect, tyro.conf.subcommand("inspect")],
+        prog="megabatch data",
+        description=__doc__,
+        args=argv,
+    )
+    if isinstance(command, Glyphs):
+        return glyphs(command)
+    return inspect(command)
+
+
+def glyphs(options: Glyphs) -> int:
+    """Write the glyph set as shards."""
+    if options.samples_per_shard < 1:
+        raise UsageError(f"--samples-per-shard {options.samples_per_shard}: expected at least 1")
+    pairs = load_glyphs().split(options.split)
+    shards = write_shards(pairs, options.output, samples_per_shard=options.samples_per_shard)
+    size = sum(path.stat().st_size for path in shards)
+    print(f"{len(pairs):,} pairs in {len(shards)} shards, {size / 1e6:.1f} MB: {options.output}")
+    return 0
+
+
+def inspect(options: Inspect) -> int:
+    """Read samples of a data set and print what was found; exit code 1 if none is usable."""
+    if options.limit < 0:
+        raise UsageError(f"--limit {options.limit}: expected at least 0")
+    dataset = open_pairs(
+        options.data,
+        split=options.split,
+        image_column=options.image_column,
+        caption_column=options.caption_column,
+        separator=options.separator,
+    )
+    pairs, bad, read = _read_some(dataset, options.limit)
+    print(f"{len(dataset):,} samples, {read:,} of them read, {sum(bad.values()):,} unusable")
+    for line in getattr(dataset, "damage", []):
+        print(f"damaged: {line}")
+    for reason, count in bad.most_common():
+        print(f"skipped {count:,} x {reason}")
+    for pair in pairs:
+        width, height = pair.image.size
+        print(f"{pair.key}: {width} x {height} {pair.image.mode}: {pair.caption}")
+    return 0 if sum(bad.values()) < read else 1
+
+
+def _read_some(dataset: PairDataset, limit: int) -> tuple[list[Pair], Counter[str], int]:
+    """Read samples; return the first five good ones, the bad ones by reason, how many were read."""
+    count = min(limit or len(dataset), len(dataset))
+    indices = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
+    first: list[Pair] = []
+    bad: Counter[str] = Counter()
+    for index in track(indices, "reading", console=Console(stderr=True), transient=True):
+        try:
+            pair = dataset[index]
+        except BadSample as sample:
+            bad[sample.reason] += 1
+            continue
+        if len(first) < 5:
+            first.append(pair)
+    return first, bad, count

@@ -1,0 +1,157 @@
+"""From indices to tensors: what one worker of the loader does."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from megabatch.data.pairs import ArrayDataset, BadSample, BatchTransform, PairDataset
+
+_REMEMBERED_CAPTIONS = 100_000  # 60 MB at 77 tokens each
+
+
+BadPosition = tuple[int, str, str]  # of one bad sample: position in the order, reason, key
+
+
+class Request(NamedTuple):
+    """Samples to fetch: `indices` stand at `start`, `start + 1`, ... of an epoch's order."""
+
+    epoch: int
+    start: int
+    indices: np.ndarray
+
+
+@dataclass
+class Chunk:
+    """Fetched samples, in the order asked for, without the bad ones.
+
+    images: (n, ...) and texts: (n, context) int64, None where n is 0; indices and positions: int64
+    (n,) numpy (a tensor would cost a file descriptor on its way from a worker); bad: position,
+    reason and key of each bad sample.
+    """
+
+    images: torch.Tensor | None
+    texts: torch.Tensor | None
+    indices: np.ndarray
+    positions: np.ndarray
+    bad: list[BadPosition] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class Fetcher:
+    """Fetches, transforms and tokenises samples; runs in the workers."""
+
+    def __init__(
+        self,
+        dataset: PairDataset,
+        transform: Callable[[Image.Image], torch.Tensor],
+        tokenizer: Callable[[list[str]], torch.Tensor],
+        seed: int,
+    ) -> None:
+        self.dataset = dataset
+        self.transform = transform
+        self.seed = seed
+        self._tokens = _RememberedTokens(tokenizer)
+
+    def __getitem__(self, request: Request) -> Chunk:
+        seeds = sample_seeds(self.seed, request.epoch, request.indices)
+        if isinstance(self.dataset, ArrayDataset) and isinstance(self.transform, BatchTransform):
+            arrays, captions = self.dataset.arrays(request.indices)
+            images = self.transform.batch(torch.from_numpy(arrays), torch.from_numpy(seeds))
+            positions = request.start + np.arange(len(captions))
+            return Chunk(images, self._tokens(captions), request.indices, positions)
+        return self._one_by_one(request, seeds)
+
+    def _one_by_one(self, request: Request, seeds: np.ndarray) -> Chunk:
+        images, captions, good, bad = [], [], [], []
+        with _random_state_kept():
+            for offset, (index, seed) in enumerate(zip(request.indices, seeds, strict=True)):
+                try:
+                    pair = self.dataset[int(index)]
+                except BadSample as sample:
+                    bad.append((request.start + offset, sample.reason, sample.key))
+                    continue
+                _seed_everything(int(seed))
+                images.append(self.transform(pair.image))
+                captions.append(pair.caption)
+                good.append(offset)
+        return Chunk(
+            torch.stack(images) if images else None,
+            self._tokens(captions) if captions else None,
+            request.indices[good],
+            request.start + np.array(good, dtype=np.int64),
+            bad,
+        )
+
+
+class _RememberedTokens:
+    """A tokenizer that works out each caption once; pairs come back every epoch."""
+
+    def __init__(self, tokenizer: Callable[[list[str]], torch.Tensor]) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[str, torch.Tensor] = {}
+
+    def __call__(self, captions: list[str]) -> torch.Tensor:
+        new = [caption for caption in dict.fromkeys(captions) if caption not in self._known]
+        if len(self._known) + len(new) > _REMEMBERED_CAPTIONS:
+            return self.tokenizer(captions)
+        if new:
+            # A copy of each row: a view would keep the whole batch's tensor alive.
+            self._known.update(zip(new, map(torch.clone, self.tokenizer(new)), strict=True))
+        return torch.stack([self._known[caption] for caption in captions])
+
+
+def sample_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
+    """Return an int64 seed >= 0 for each sample, a function of seed, epoch and index alone.
+
+    The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), applied to the indices from a start
+    that a hash of seed and epoch gives.
+    """
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    start = np.frombuffer(digest[:8], dtype="<u8")
+    z = start + indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+
+
+def _seed_everything(seed: int) -> None:
+    """Seed what transforms draw from, on the CPU: torchvision uses torch, others the rest."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Restore the process's random state: without workers it is the trainer's own."""
+    saved = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(saved[0])
+        np.random.set_state(saved[1])
+
+
+def join(chunks: Sequence[Chunk]) -> Chunk:
+    """Put chunks together, in order."""
+    full = [chunk for chunk in chunks if len(chunk)]
+    if len(full) == 1:
+        return full[0]
+    return Chunk(
+        torch.cat([c.images for c in full if c.images is not None]) if full else None,
+        torch.cat([c.texts for c in full if c.texts is not None]) if full else None,
+        np.concatenate([c.indices for c in full]) if full else np.empty(0, dtype=np.int64),
+        np.concatenate([c.positions for c in full]) if full else np.empty(0, dtype=np.int64),
+    )

@@ -1,0 +1,279 @@
+"""Global batches of pairs in an order that is exact: shuffle, resume, workers."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from megabatch.data.fetch import BadPosition, Chunk, Fetcher, Request, join
+from megabatch.data.pairs import PairDataset
+from megabatch.errors import UsageError
+
+
+@dataclass
+class Batch:
+    """Pairs: images (b, ...) as transformed; texts (b, context) int64; indices (b,) int64."""
+
+    images: torch.Tensor
+    texts: torch.Tensor
+    indices: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class PairLoader:
+    """Batches of pairs; the same (seed, epoch) gives the same batches with any number of workers.
+
+    Iterating gives the rest of the current epoch and moves on to the next. Each epoch visits the
+    samples in its own random order. Bad samples are skipped and counted in `skipped`, and the ones
+    after them fill the batch up. An epoch ends when fewer than `batch_size` samples are left.
+
+    With several ranks, rank r takes every `world_size`-th sample of one global order from the r-th
+    on, the same number on each rank, so no sample comes twice. Ranks skip their own bad samples,
+    and one with more of them may have fewer batches in an epoch.
+
+    Args:
+        dataset: the pairs; where it has `arrays` and the transform `batch`, those are used.
+        batch_size: pairs in a batch of this rank.
+        transform: image to tensor, all of one shape. Whatever it draws from torch, `random` or
+            numpy is seeded for each sample by (seed, epoch, index).
+        tokenizer: list of captions to (n, context) int64; each distinct caption is tokenised once.
+        seed: of the orders and the transform's randomness.
+        workers: processes that fetch; 0: none, in this process.
+        drop_last: leave out the samples at the end of an epoch that fill no whole batch.
+        shuffle: False: in the data set's order.
+        rank: this rank, 0 <= rank < world_size.
+        world_size: number of ranks that share the data.
+
+    Attributes:
+        skipped: reason to number of skips, over all epochs so far.
+        skipped_first: reason to the key of the first such sample.
+
+    Raises:
+        ValueError: a number out of its range.
+        UsageError: a batch larger than the data set; from iterating: too few usable samples in a
+            whole epoch for one batch.
+    """
+
+    def __init__(
+        self,
+        dataset: PairDataset,
+        *,
+        batch_size: int,
+        transform: Callable[[Image.Image], torch.Tensor],
+        tokenizer: Callable[[list[str]], torch.Tensor],
+        seed: int,
+        workers: int = 0,
+        drop_last: bool = True,
+        shuffle: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _check_range("batch_size", batch_size, 1)
+        _check_range("workers", workers, 0)
+        _check_range("seed", seed, 0, 2**32 - 1)
+        _check_range("world_size", world_size, 1)
+        _check_range("rank", rank, 0, world_size - 1)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.drop_last = drop_last
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world_size = world_size
+        self.samples = len(dataset) // world_size  # of this rank, in an epoch
+        if batch_size > self.samples:
+            ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+            raise UsageError(
+                f"the batch size {batch_size} is larger than the data set:"
+                f" {len(dataset)} pairs, at most {self.samples} in a batch{ranks}"
+            )
+        self.skipped: Counter[str] = Counter()
+        self.skipped_first: dict[str, str] = {}
+        self.epoch = 0
+        self._position = 0  # in this rank's order of the epoch: the first sample not yet used
+        self._chunks = self._data_loader(Fetcher(dataset, transform, tokenizer, seed), workers)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches in an epoch in which no sample is skipped."""
+        whole, rest = divmod(self.samples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches that are left of this epoch; then the next epoch is the current one.
+
+        The state is moved on before a batch is handed out: a state saved while it is worked on
+        continues with the batch after it.
+        """
+        fresh, batches = self._position == 0, 0
+        waiting: list[Chunk] = []
+        bad: list[BadPosition] = []
+        for chunk in self._chunks:
+            waiting.append(chunk)
+            bad += chunk.bad
+            while sum(map(len, waiting)) >= self.batch_size:
+                batch, rest = _cut(join(waiting), self.batch_size)
+                waiting = [rest]
+                bad = self._move_to(int(batch.positions[-1]) + 1, bad)
+                batches += 1
+                yield _batch(batch)
+                if self._position == 0:
+                    return  # that was the last one
+        last = join(waiting)
+        self._move_to(self.samples, bad)
+        if len(last) and not self.drop_last:
+            batches += 1
+            yield _batch(last)
+        if fresh and batches == 0:
+            raise UsageError(
+                f"a whole epoch of {self.samples} pairs gives no batch of {self.batch_size}:"
+                f" {'; '.join(self.report())}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the stream is, as JSON can hold it."""
+        return {
+            "epoch": self.epoch,
+            "position": self._position,
+            "skipped": dict(self.skipped),
+            "skipped_first": dict(self.skipped_first),
+            "order": self._order_facts(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state` was saved; batch size and workers may have changed.
+
+        Raises:
+            UsageError: the order was that of other data, another seed or other ranks.
+        """
+        was, now = state["order"], self._order_facts()
+        if was != now:
+            differences = ", ".join(
+                f"{k} was {was.get(k)}, is {now[k]}" for k in now if was.get(k) != now[k]
+            )
+            raise UsageError(f"the data cannot be continued where they were left: {differences}")
+        self.epoch = int(state["epoch"])
+        self._position = int(state["position"])
+        self.skipped = Counter(state["skipped"])
+        self.skipped_first = dict(state["skipped_first"])
+
+    def report(self) -> list[str]:
+        """Say in lines what was damaged or skipped so far; empty where nothing was."""
+        lines = [f"damaged: {line}" for line in getattr(self.dataset, "damage", [])]
+        for reason, count in self.skipped.most_common():
+            lines.append(f"skipped {count} x {reason} (first: {self.skipped_first[reason]})")
+        return lines
+
+    def _order_facts(self) -> dict[str, Any]:
+        """Return what the order of samples depends on."""
+        return {
+            "pairs": len(self.dataset),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "rank": self.rank,
+            "world_size": self.world_size,
+        }
+
+    def _order(self) -> np.ndarray:
+        """Return this rank's samples of the epoch, int64 (samples,)."""
+        n = len(self.dataset)
+        if self.shuffle:
+            # The legacy generator: numpy promises its stream for good, so a run can be continued
+            # under another numpy; the newer ones carry no such promise.
+            order = np.random.RandomState([self.seed, self.epoch]).permutation(n)
+        else:
+            order = np.arange(n)
+        return order[: self.samples * self.world_size][self.rank :: self.world_size]
+
+    def _requests(self, chunk_size: int) -> Iterator[Request]:
+        order = self._order()
+        for start in range(self._position, len(order), chunk_size):
+            yield Request(self.epoch, start, order[start : start + chunk_size])
+
+    def _data_loader(self, fetcher: Fetcher, workers: int) -> DataLoader:
+        # With workers a batch comes in pieces, so that all of them work on the next one. Pieces
+        # waiting add up to one batch, and each costs a file descriptor or two.
+        pieces = 4
+        chunk_size = self.batch_size
+        if workers:
+            chunk_size = min(self.batch_size, max(32, -(-self.batch_size // (pieces * workers))))
+        return DataLoader(
+            fetcher,  # type: ignore[arg-type]  # a map from requests, not from numbers
+            sampler=_Requests(self, chunk_size),
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            prefetch_factor=pieces if workers else None,
+            worker_init_fn=_leave_interrupts_to_the_parent,
+            # Its own: otherwise each epoch would take a number from the trainer's generator.
+            generator=torch.Generator(),
+        )
+
+    def _move_to(self, position: int, bad: list[BadPosition]) -> list[BadPosition]:
+        """Move on to `position`; count the bad samples before it and return the others.
+
+        Samples are fetched ahead: what lies behind `position` is counted when it is passed, so the
+        counts belong to the state and do not depend on the workers.
+        """
+        for at, reason, key in bad:
+            if at < position:
+                self.skipped[reason] += 1
+                self.skipped_first.setdefault(reason, key)
+        self._position = position
+        left = self.samples - position
+        if left < self.batch_size and (self.drop_last or left == 0):
+            self.epoch += 1
+            self._position = 0
+        return [item for item in bad if item[0] >= position]
+
+
+class _Requests:
+    """The loader's requests as the sampler that DataLoader wants: starts anew at each iter()."""
+
+    def __init__(self, loader: PairLoader, chunk_size: int) -> None:
+        self.loader = loader
+        self.chunk_size = chunk_size
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.loader._requests(self.chunk_size)
+
+
+def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:
+    images, texts = chunk.images, chunk.texts
+    assert images is not None
+    assert texts is not None
+    head = Chunk(images[:size], texts[:size], chunk.indices[:size], chunk.positions[:size])
+    tail = Chunk(images[size:], texts[size:], chunk.indices[size:], chunk.positions[size:])
+    return head, tail
+
+
+def _batch(chunk: Chunk) -> Batch:
+    assert chunk.images is not None
+    assert chunk.texts is not None
+    return Batch(chunk.images, chunk.texts, torch.from_numpy(np.ascontiguousarray(chunk.indices)))
+
+
+def _check_range(name: str, value: int, low: int, high: int | None = None) -> None:
+    if value < low or (high is not None and value > high):
+        upto = f" and at most {high}" if high is not None else ""
+        raise ValueError(f"{name}: {value}; expected at least {low}{upto}")
+
+
+def _unchanged(chunk: Any) -> Any:
+    return chunk
+
+
+def _leave_interrupts_to_the_parent(worker: int) -> None:
+    """On Ctrl-C the parent ends its workers; else each would print a traceback of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,108 @@
+"""What a source of pairs is, and what it says of a sample that cannot be used."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from PIL import Image
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One image with its caption; `key` names the sample in messages and stays the same."""
+
+    image: Image.Image
+    caption: str
+    key: str
+
+
+class BadSample(Exception):
+    """A sample that is skipped and counted.
+
+    `reason` is short and the same for all samples with the same fault, so that it can be counted;
+    `key` names the sample.
+    """
+
+    def __init__(self, reason: str, key: str) -> None:
+        super().__init__(reason, key)
+        self.reason = reason
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.key}"
+
+
+@runtime_checkable
+class PairDataset(Protocol):
+    """Pairs by index.
+
+    Every source is indexed once and then read at random, none is streamed. A stream with a shuffle
+    buffer is only roughly shuffled, cannot be resumed without reading everything again, and hands
+    samples out twice when workers share shards unevenly. An index gives an exact permutation of
+    each epoch, an exact resume (one number), and each sample at most once an epoch.
+
+    A source may also have `damage: list[str]`, one line for each file that could be read only in
+    part.
+    """
+
+    def __len__(self) -> int:
+        """Number of samples, bad ones included."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Pair:
+        """Sample `index`; raises BadSample if it cannot be used."""
+        ...
+
+
+@runtime_checkable
+class ArrayDataset(PairDataset, Protocol):
+    """A source that also hands out many images of one size at once: no sample of it is bad.
+
+    With a transform that has `batch` (see BatchTransform) this path is taken, which is many times
+    faster for small images.
+    """
+
+    def arrays(self, indices: Sequence[int] | np.ndarray, /) -> tuple[np.ndarray, list[str]]:
+        """Return images, uint8 (b, channels, height, width), and captions."""
+        ...
+
+
+@runtime_checkable
+class BatchTransform(Protocol):
+    """A transform that also takes many images of one size at once."""
+
+    def __call__(self, image: Image.Image, /) -> torch.Tensor:
+        """Transform one image."""
+        ...
+
+    def batch(self, images: torch.Tensor, seeds: torch.Tensor, /) -> torch.Tensor:
+        """Transform images, uint8 (b, channels, height, width).
+
+        Randomness, if any, must come from `seeds`, int64 (b,), not negative: one a sample, a
+        function of seed, epoch and index alone, so that no sample depends on its neighbours.
+        """
+        ...
+
+
+def decode_image(data: bytes, key: str) -> Image.Image:
+    """Decode an image file that is in memory; raises BadSample if it is none."""
+    try:
+        image = Image.open(io.BytesIO(data))
+        image.load()
+    # Pillow's readers let nearly every kind of exception through on damaged files (SyntaxError,
+    # struct.error, EOFError, DecompressionBombError ...): each means the same to the caller.
+    except Exception as error:
+        raise BadSample("undecodable image", key) from error
+    return image
+
+
+def clean_caption(caption: Any, key: str) -> str:
+    """Return the caption without white space around it; raises BadSample if nothing is left."""
+    if not isinstance(caption, str) or not caption.strip():
+        raise BadSample("empty caption", key)
+    return caption.strip()
