@@ -1,0 +1,182 @@
+"""Checkpoints that are whole or absent, whenever the process dies.
+
+A checkpoint is a folder `step-00000123` with `model.safetensors`, `optimizer.safetensors` and
+`state.json`; nothing in it is a pickle. It is written under another name beside its place, flushed
+to the disk, and renamed: a folder of the right name is complete. `state.json` also holds the size
+and SHA-256 of the other two files, so that later damage is found before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megabatch.errors import UsageError
+
+FORMAT = 1
+_PARTIAL = ".partial-"
+_TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
+
+
+@dataclass
+class Checkpoint:
+    """All that a run needs to go on: weights, optimizer tensors, and `state` as JSON holds it.
+
+    `state["step"]`: number of steps done.
+    """
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class CheckpointError(UsageError):
+    """A checkpoint could not be written, or none of those there can be read."""
+
+    exit_code = 1  # not a mistake in the command
+
+
+class _Damaged(Exception):
+    pass
+
+
+def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Write a checkpoint into `folder` (RUN/checkpoints), then delete all but the newest `keep`.
+
+    Returns:
+        The checkpoint's own folder.
+
+    Raises:
+        CheckpointError: it could not be written (a full disk, say). What was written of it is
+            removed, and the checkpoints that were there stay.
+    """
+    place = folder / f"step-{checkpoint.state['step']:08d}"
+    partial = folder / f"{_PARTIAL}{place.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _write_files(partial, checkpoint)
+        if place.exists():  # a damaged one that was passed over
+            shutil.rmtree(place)
+        os.replace(partial, place)
+        _flush_folder(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(_not_written(folder, checkpoint, error)) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for old in _newest_first(folder)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return place
+
+
+def load_newest(folder: Path) -> tuple[Checkpoint, list[str]] | None:
+    """Read the newest checkpoint that is whole; None if there is no checkpoint at all.
+
+    Returns:
+        The checkpoint, and why each newer one was passed over.
+
+    Raises:
+        CheckpointError: there are checkpoints, and every one is damaged.
+    """
+    passed_over: list[str] = []
+    for place in _newest_first(folder):
+        try:
+            return _read(place), passed_over
+        except _Damaged as damage:
+            passed_over.append(f"{place} is damaged: {damage}")
+    if passed_over:
+        raise CheckpointError(f"no checkpoint can be read; {'; '.join(passed_over)}")
+    return None
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what a killed process left half written."""
+    for partial in folder.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a .safetensors file and flush it to the disk.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+    """
+    # Tensors that share memory are refused by safetensors, and slices drag all of it along.
+    separate: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        shared = value.data_ptr() in seen or value.untyped_storage().nbytes() > value.nbytes
+        separate[name] = value.clone() if shared else value
+        seen.add(value.data_ptr())
+    save_file(separate, path, metadata={"format": "pt"})
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _write_files(partial: Path, checkpoint: Checkpoint) -> None:
+    for name, tensors in zip(_TENSOR_FILES, (checkpoint.model, checkpoint.optimizer), strict=True):
+        save_tensors(tensors, partial / name)
+    facts = {name: _facts(partial / name) for name in _TENSOR_FILES}
+    state = {"format": FORMAT, "files": facts, **checkpoint.state}
+    with (partial / "state.json").open("w", encoding="utf-8") as file:
+        json.dump(state, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _flush_folder(partial)
+
+
+def _read(place: Path) -> Checkpoint:
+    try:
+        state = json.loads((place / "state.json").read_text(encoding="utf-8"))
+        if state["format"] != FORMAT:
+            raise _Damaged(f"format {state['format']}, expected {FORMAT}")
+        for name, facts in state["files"].items():
+            if _facts(place / name) != facts:
+                raise _Damaged(f"{name} is not what was written")
+        model, optimizer = (load_file(place / name) for name in _TENSOR_FILES)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise _Damaged(" ".join(str(error).split()) or type(error).__name__) from error
+    return Checkpoint(model, optimizer, state)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make renames and new names in a folder outlive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _not_written(folder: Path, checkpoint: Checkpoint, error: Exception) -> str:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    older = _newest_first(folder)
+    left = f"{older[0]} is intact" if older else "there is no earlier one"
+    return (
+        f"the checkpoint of step {checkpoint.state['step']} could not be written: {reason}; {left}"
+    )

@@ -1,0 +1,97 @@
+"""Configurations as TOML files: packaged ones by name, others by path."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from dataclasses import fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from megabatch.errors import UsageError
+from megabatch.training.config import TrainConfig, accepts, describe_type
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_CONFIGS = resources.files("megabatch.training") / "configs"
+_NOT_SAVED = ("resume",)  # says how a run is started, not what it is
+
+
+def packaged() -> list[str]:
+    """Names of the configurations that come with the library."""
+    return sorted(f.name.removesuffix(".toml") for f in _CONFIGS.iterdir() if ".toml" in f.name)
+
+
+def load_config(name_or_path: str | Path) -> TrainConfig:
+    """Read a configuration: a packaged one's name, or a TOML file. Fields left out get defaults.
+
+    Raises:
+        UsageError: no such file, no TOML, keys that are no field, values of the wrong type; all
+            of a file's faults in one message.
+    """
+    name = str(name_or_path)
+    if name in packaged():
+        return _parse((_CONFIGS / f"{name}.toml").read_text(encoding="utf-8"), name)
+    try:
+        return _parse(Path(name).read_text(encoding="utf-8"), name)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"config: {name!r} is neither a file nor one of {', '.join(packaged())}"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"config: {name} cannot be read: {error}") from error
+
+
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Write every field but `resume`, atomically; `load_config` reads the same configuration.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    lines = ["# To repeat this run: megabatch train --config THIS_FILE --output ANOTHER_FOLDER"]
+    for key, value in to_dict(config).items():
+        # JSON's texts, numbers and truth values are TOML's too. TOML has no null.
+        lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """The fields that make a run what it is, as JSON and TOML hold them."""
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _NOT_SAVED}
+    return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _parse(text: str, source: str) -> TrainConfig:
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"config: {source} is not TOML: {error}") from error
+    hints = get_type_hints(TrainConfig)
+    reasons = []
+    for key, value in values.items():
+        if key not in hints:
+            close = difflib.get_close_matches(key, hints, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            reasons.append(f"{key} is not a setting{hint}")
+        elif isinstance(value, str) and Path in (hints[key], *get_args(hints[key])):
+            values[key] = Path(value)
+        elif not accepts(hints[key], value):
+            reasons.append(f"{key}: {value!r}; expected {describe_type(hints[key])}")
+    if reasons:
+        raise UsageError(f"config: {source}: {'; '.join(reasons)}")
+    return replace(TrainConfig(), **values)

@@ -1,0 +1,135 @@
+"""Everything that can be wrong with a run is found here, before anything starts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from megabatch.data import PairDataset, PairLoader, open_pairs
+from megabatch.errors import UsageError
+from megabatch.models import Towers, create
+from megabatch.training.config import TrainConfig, problems, resolve_device
+from megabatch.training.config_file import load_config, to_dict
+
+T = TypeVar("T")
+
+# A run may be continued under other values of these. Steps and epochs may grow: the schedule then
+# has its end later, and the steps from there on follow it.
+MAY_DIFFER = frozenset(
+    "output workers log_every checkpoint_every keep_checkpoints device evaluate epochs steps".split()
+)
+
+
+@dataclass
+class Setup:
+    """What a run works with."""
+
+    config: TrainConfig
+    device: torch.device
+    towers: Towers
+    loader: PairLoader
+    total_steps: int
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Open the data, build the model, and check that the run can be done.
+
+    Raises:
+        UsageError: it cannot; the message has every reason found.
+    """
+    reasons = problems(config)
+    if not reasons:
+        reasons += folder_problems(config)
+    dataset = _attempt(reasons, lambda: _open(config))
+    if dataset is not None:
+        reasons += length_problems(config, len(dataset))
+    if not reasons:
+        torch.manual_seed(config.seed)
+    towers = _attempt(reasons, lambda: create(config.model, pretrained=config.pretrained))
+    if reasons or dataset is None or towers is None:
+        raise UsageError(_all_of(reasons))
+    loader = PairLoader(
+        dataset,
+        batch_size=config.global_batch_size,
+        transform=towers.train_transform,
+        tokenizer=towers.tokenizer,
+        seed=config.seed,
+        workers=config.workers,
+    )
+    total_steps = _total_steps(config, len(dataset))
+    return Setup(config, resolve_device(config.device), towers, loader, total_steps)
+
+
+def folder_problems(config: TrainConfig) -> list[str]:
+    """Why the output folder cannot take this run: not writable, another run's, no run's."""
+    folder = config.output
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        return [f"output: {existing} is no folder"]
+    try:
+        # Permissions alone do not tell: root may do anything, and a disk may be read-only.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        return [f"output: {existing} cannot be written to: {error.strerror or error}"]
+    begun = [f for f in ("config.toml", "checkpoints", "metrics.jsonl") if (folder / f).exists()]
+    if begun and not config.resume:
+        return [
+            f"output: {folder} holds a run already; continue it with --resume, or choose another"
+        ]
+    if begun and "config.toml" not in begun:
+        return [f"resume: {folder} has {begun[0]} but no config.toml"]
+    return _differences(config) if begun else []
+
+
+def length_problems(config: TrainConfig, pairs: int) -> list[str]:
+    """Why a data set of so many pairs is too small for this run."""
+    if config.global_batch_size < 1:
+        return []
+    if config.global_batch_size > pairs:
+        return [f"global_batch_size: {config.global_batch_size}, but there are only {pairs} pairs"]
+    steps = _total_steps(config, pairs)
+    if config.warmup > steps >= 1:
+        return [f"warmup: {config.warmup} steps, but the run has only {steps}"]
+    return []
+
+
+def _differences(config: TrainConfig) -> list[str]:
+    now, before = to_dict(config), to_dict(load_config(config.output / "config.toml"))
+    changed = [
+        f"{key} was {before[key]}, is {now[key]}"
+        for key in now
+        if now[key] != before[key] and key not in MAY_DIFFER
+    ]
+    if not changed:
+        return []
+    return [f"resume: {config.output} is a run with other settings: {', '.join(changed)}"]
+
+
+def _open(config: TrainConfig) -> PairDataset:
+    return open_pairs(
+        config.train_data,
+        image_column=config.csv_img_key,
+        caption_column=config.csv_caption_key,
+        separator=config.csv_separator,
+    )
+
+
+def _total_steps(config: TrainConfig, pairs: int) -> int:
+    return config.steps or config.epochs * (pairs // config.global_batch_size)
+
+
+def _attempt(reasons: list[str], make: Callable[[], T]) -> T | None:
+    try:
+        return make()
+    except UsageError as error:
+        reasons.append(str(error))
+        return None
+
+
+def _all_of(reasons: list[str]) -> str:
+    return reasons[0] if len(reasons) == 1 else "\n  - ".join(["several things:", *reasons])
