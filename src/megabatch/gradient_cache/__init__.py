@@ -1,0 +1,5 @@
+"""Gradient caching: a large batch's exact gradients in the memory of one micro-batch."""
+
+from megabatch.gradient_cache.step import GradientCache
+
+__all__ = ["GradientCache"]

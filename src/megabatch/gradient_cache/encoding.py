@@ -1,0 +1,185 @@
+"""One encoder's two passes over the micro-batches of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.gradient_cache.batches import take, tensors_in
+from megabatch.gradient_cache.state import (
+    cuda_devices,
+    get_random_state,
+    gradient_wrappers,
+    keep_running_statistics,
+    modules_in,
+    set_random_state,
+    without_synchronisation,
+)
+
+Outputs = dict[Any, Tensor | None]  # by position (int) or keyword (str)
+
+
+class Encoding:
+    """An encoder with the batches that it takes in one step, and what is cached between passes.
+
+    After `forward`, `cached` holds the outputs of the whole batch as leaves of the loss's graph,
+    and `per_sample` the names of those that have a row per sample.
+    """
+
+    def __init__(self, name: str, encoder: Any, batches: tuple[Any, ...]) -> None:
+        """Look into the encoder; `name` is for messages."""
+        self.name = name
+        self.encoder = encoder
+        self.batches = batches
+        self.modules = modules_in(encoder)
+        self.wrappers = gradient_wrappers(self.modules)
+        self.devices = cuda_devices(tensors_in(batches), *(m.parameters() for m in self.modules))
+        self.requires_grad = isinstance(encoder, nn.Module) and any(
+            parameter.requires_grad for parameter in encoder.parameters()
+        )
+        self.random_states: list[dict[torch.device, Tensor]] = []
+        self.cached: Outputs = {}
+        self.per_sample: set[Any] = set()
+        self.by_keyword = False
+
+    def forward(self, micro_batches: list[slice]) -> None:
+        """Encode all micro-batches without a graph, remembering the random state before each."""
+        with without_synchronisation(self.wrappers):
+            pieces = [self._forward_one(rows) for rows in micro_batches]
+        if any(piece.keys() != pieces[0].keys() for piece in pieces):
+            raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
+        for key in pieces[0]:
+            self._cache(key, [piece[key] for piece in pieces], micro_batches)
+
+    def has_gradients(self) -> bool:
+        """Whether the loss sent a gradient to any output, so that `backward` has work to do."""
+        return any(t is not None and t.grad is not None for t in self.cached.values())
+
+    def backward(self, micro_batches: list[slice], synchronise: bool) -> None:
+        """Encode all micro-batches again, with a graph, and send the cached gradients through it.
+
+        With `synchronise` DDP and FSDP2 reduce the gradients over ranks in the last micro-batch.
+        """
+        gradients = {key: None if t is None else t.grad for key, t in self.cached.items()}
+        self.cached = {}
+        with keep_running_statistics(self.modules):
+            for i, rows in enumerate(micro_batches):
+                last = i == len(micro_batches) - 1
+                set_random_state(self.random_states[i])
+                with without_synchronisation([] if last and synchronise else self.wrappers):
+                    self._backward_one(rows, gradients, last)
+
+    def arguments(self) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        """The cached outputs as positional and keyword arguments of the loss."""
+        if self.by_keyword:
+            return [], {key: t for key, t in self.cached.items() if t is not None}
+        return list(self.cached.values()), {}
+
+    def single_output(self) -> Tensor:
+        """The cached output of an encoder that has only one."""
+        output = self.cached.get(0)
+        if len(self.cached) != 1 or output is None:
+            raise TypeError(
+                f"encoders: with several encoders each must return one tensor, but {self.name} "
+                f"returned {len(self.cached)} outputs named {sorted(map(str, self.cached))}"
+            )
+        return output
+
+    # The two functions below are functions so that a micro-batch's graph is gone when they return.
+
+    def _forward_one(self, rows: slice) -> Outputs:
+        self.random_states.append(get_random_state(self.devices))
+        idle = rows.start == rows.stop
+        statistics = keep_running_statistics(self.modules) if idle else contextlib.nullcontext()
+        # Whether a frozen module, or a callable that is no module, leads back to a parameter is
+        # seen from its outputs; a graph is recorded until one does, that is none or only one.
+        with statistics, torch.set_grad_enabled(not self.requires_grad):
+            outputs = self._encode(rows)
+        tensors = [output for output in outputs.values() if output is not None]
+        self.requires_grad |= any(output.requires_grad for output in tensors)
+        return {key: None if out is None else out.detach() for key, out in outputs.items()}
+
+    def _backward_one(self, rows: slice, gradients: Outputs, last: bool) -> None:
+        outputs, upstream = [], []
+        for key, output in self._encode(rows).items():
+            gradient = gradients[key]
+            if output is None or gradient is None or not output.requires_grad:
+                continue
+            if key in self.per_sample:
+                outputs.append(output[: rows.stop - rows.start])  # of an idle micro-batch: no row
+                upstream.append(gradient[rows])
+            else:  # once; but every micro-batch reaches the same parameters, as DDP expects
+                outputs.append(output)
+                upstream.append(gradient if last else torch.zeros_like(gradient))
+        if outputs:
+            torch.autograd.backward(outputs, upstream)
+
+    def _encode(self, rows: slice) -> Outputs:
+        # An idle micro-batch (another rank has more of them) encodes one row and keeps none of it:
+        # many models cannot take zero rows, and FSDP's collectives need every rank in each forward.
+        taken = rows if rows.start < rows.stop else slice(0, 1)
+        output = self.encoder(*(take(batch, taken) for batch in self.batches))
+        if isinstance(output, Tensor):
+            return {0: output}
+        self.by_keyword = isinstance(output, Mapping)
+        if not isinstance(output, (Mapping, tuple, list)):
+            raise TypeError(
+                f"encoders: expected {self.name} to return a tensor, or a tuple or mapping of "
+                f"tensors, got {type(output).__name__}"
+            )
+        outputs = dict(output) if isinstance(output, Mapping) else dict(enumerate(output))
+        for key, value in outputs.items():
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(
+                    f"encoders: output {key!r} of {self.name} is of type {type(value).__name__}, "
+                    "expected a tensor or None"
+                )
+        return outputs
+
+    def _cache(self, key: Any, pieces: list[Tensor | None], micro_batches: list[slice]) -> None:
+        """Put one output's micro-batches together, as a leaf that collects the loss's gradient."""
+        name = f"encoders: output {key!r} of {self.name}"
+        tensors = [piece for piece in pieces if piece is not None]
+        if not tensors:
+            self.cached[key] = None
+            return
+        if len(tensors) < len(pieces):
+            raise ValueError(f"{name} is None in some micro-batches only")
+        kept = [rows.stop - rows.start for rows in micro_batches]
+        encoded = [max(n, 1) for n in kept]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if shapes[0] in ((), (1,)) and len(set(shapes)) == 1:
+            if not _all_equal(tensors):
+                raise ValueError(
+                    f"{name} has shape {shapes[0]}, as a value shared by all samples, but differs "
+                    "between micro-batches (if it is per sample: return shape (rows, 1), or use "
+                    "micro-batches of at least 2 rows)"
+                )
+            whole = tensors[0].clone()  # it may be a parameter itself
+        elif shapes == [(n, *shapes[0][1:]) for n in encoded]:
+            self.per_sample.add(key)
+            whole = torch.cat([tensor[:n] for tensor, n in zip(tensors, kept, strict=True)])
+        else:
+            raise ValueError(
+                f"{name} has shape {_either(shapes)} in micro-batches of {_either(encoded)} rows; "
+                "expected a row per sample, or shape () or (1,)"
+            )
+        differentiable = whole.is_floating_point() or whole.is_complex()
+        self.cached[key] = whole.requires_grad_(self.requires_grad and differentiable)
+
+
+def _all_equal(tensors: list[Tensor]) -> bool:
+    """Whether all are the same, NaN equal to NaN: the one value that a step reads back."""
+    if len(tensors) == 1:
+        return True
+    values, first = torch.stack(tensors), tensors[0]
+    both_nan = (values != values) & (first != first)
+    return bool(((values == first) | both_nan).all())
+
+
+def _either(values: list[Any]) -> str:
+    return " or ".join(str(value) for value in dict.fromkeys(values))

@@ -1,0 +1,281 @@
+"""Gradient caching on two Gloo processes against one process with the whole batch, in float64."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megabatch.gradient_cache import GradientCache
+
+WORLD, WIDTH, DIMS = 2, 6, 4
+MICRO_BATCH_SIZE = 2
+SHARDS = {"equal": (4, 4), "unequal": (5, 1), "reversed": (3, 6)}
+
+
+class CountReduceScatter(TorchDispatchMode):
+    """Counts how often FSDP2 reduces gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Gather(torch.autograd.Function):
+    """All ranks' rows; the backward pass sums over ranks, as the losses' convention asks."""
+
+    @staticmethod
+    def forward(ctx, x, sizes):
+        ctx.rows = slice(sum(sizes[: dist.get_rank()]), sum(sizes[: dist.get_rank() + 1]))
+        padded = [x.new_zeros(max(sizes), x.shape[1]) for _ in sizes]
+        dist.all_gather(padded, F.pad(x, (0, 0, 0, max(sizes) - len(x))))
+        return torch.cat([part[:size] for part, size in zip(padded, sizes, strict=True)])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total[ctx.rows], None
+
+
+def clip_loss(x, y, scale):
+    labels = torch.arange(len(x))
+    logits = scale * x @ y.T
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def distributed_clip_loss(x, y, scale, sizes):
+    """n_ranks * (sum over local rows and columns) / (global count)."""
+    labels = torch.arange(len(x)) + sum(sizes[: dist.get_rank()])
+    rows = F.cross_entropy(scale * x @ Gather.apply(y, sizes).T, labels, reduction="sum")
+    columns = F.cross_entropy(scale * y @ Gather.apply(x, sizes).T, labels, reduction="sum")
+    return dist.get_world_size() * (rows + columns) / (2 * sum(sizes))
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, DIMS)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        hidden = hidden.reshape(x.shape[0], 8, -1).mean(2)  # impossible with zero rows
+        return F.normalize(self.second(hidden), dim=-1)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = Tower(), Tower()
+        self.scale = nn.Parameter(torch.tensor([1.1]))  # FSDP2 takes no 0-d parameter
+
+    def forward(self, images, texts):
+        return self.image(images), self.text(texts), self.scale.exp()
+
+
+def fresh_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def batches(sizes, rank):
+    """This rank's shard of a batch, and all of it."""
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(sum(sizes), WIDTH, generator=generator) for _ in range(2)]
+    return [batch.split(sizes)[rank] for batch in whole], whole
+
+
+def counting_ddp(module, counts):
+    """DDP that notes each reduction (of its only bucket) in `counts`."""
+    wrapped = DistributedDataParallel(module)
+
+    def hook(_, bucket):
+        counts.append(type(module).__name__)
+        return allreduce_hook(None, bucket)
+
+    wrapped.register_comm_hook(None, hook)
+    return wrapped
+
+
+def one_ddp_model(model, counts):
+    return counting_ddp(model, counts), lambda x, y, scale, sizes: distributed_clip_loss(
+        x, y, scale, sizes
+    )
+
+
+def two_ddp_encoders(model, counts):
+    encoders = (counting_ddp(model.image, counts), counting_ddp(model.text, counts))
+    return encoders, lambda x, y, sizes: distributed_clip_loss(x, y, 3.0, sizes)
+
+
+def methods_of_a_model_of_two_ddp_towers(model, counts):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image = counting_ddp(model.image, counts)
+            self.text = counting_ddp(model.text, counts)
+
+        def encode_image(self, x):
+            return self.image(x)
+
+        def encode_text(self, x):
+            return self.text(x)
+
+    pair = Pair()
+    encoders = (functools.partial(pair.encode_image), pair.encode_text)
+    return encoders, lambda x, y, sizes: distributed_clip_loss(x, y, 3.0, sizes)
+
+
+def one_ddp_encoder_for_both(model, counts):
+    tower = counting_ddp(model.image, counts)
+    return (tower, tower), lambda x, y, sizes: distributed_clip_loss(x, y, 3.0, sizes)
+
+
+def ddp_hidden_in_an_object(model, counts):
+    class Holder:
+        def __init__(self):
+            self.model = counting_ddp(model, counts)
+
+        def encode(self, *batches):
+            return self.model(*batches)
+
+    return Holder().encode, distributed_clip_loss
+
+
+def fsdp_model(model, counts):
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for module in (model.image, model.text, model):
+        fully_shard(module, mesh=mesh)
+    return model, distributed_clip_loss
+
+
+def two_fsdp_encoders(model, counts):
+    mesh = init_device_mesh("cpu", (WORLD,))
+    encoders = (fully_shard(model.image, mesh=mesh), fully_shard(model.text, mesh=mesh))
+    return encoders, lambda x, y, sizes: distributed_clip_loss(x, y, 3.0, sizes)
+
+
+# What is wrapped, and how often its gradients may be reduced in a step (None: not counted here).
+SETUPS = {
+    one_ddp_model: 1,
+    two_ddp_encoders: 2,
+    methods_of_a_model_of_two_ddp_towers: 2,
+    one_ddp_encoder_for_both: 1,
+    ddp_hidden_in_an_object: None,
+    fsdp_model: 3,  # each of the three sharded modules once
+    two_fsdp_encoders: 2,
+}
+
+
+def reference_gradients(setup, whole, steps):
+    """Gradients of one process with the whole batch, for the same use of the model."""
+    model = fresh_model()
+    images, texts = whole
+    for _ in range(steps):
+        x = model.image(images)
+        y = (model.image if setup is one_ddp_encoder_for_both else model.text)(texts)
+        learnt = setup in (one_ddp_model, ddp_hidden_in_an_object, fsdp_model)
+        loss = clip_loss(x, y, model.scale.exp() if learnt else 3.0)
+        loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def run_case(setup, sizes, rank, steps=2):
+    """Largest errors of loss and gradients, and reductions per step, of one setup on this rank."""
+    shard, whole = batches(sizes, rank)
+    expected_loss, expected = reference_gradients(setup, whole, steps)
+    model, counts = fresh_model(), []
+    encoders, loss = setup(model, counts)
+    step = GradientCache(encoders, loss, MICRO_BATCH_SIZE)
+    with CountReduceScatter() as scattered:
+        values = [step(*shard, sizes=sizes) for _ in range(steps)]
+    dist.all_reduce(values[-1], dist.ReduceOp.SUM)
+
+    error = 0.0
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if hasattr(gradient, "full_tensor"):
+            gradient = gradient.full_tensor()
+        if expected[name] is None:
+            error = max(error, 0.0 if gradient is None else float("inf"))
+        else:
+            error = max(error, (gradient - expected[name]).abs().max().item())
+    return {
+        "loss_error": abs(values[-1].item() / WORLD - expected_loss),
+        "gradient_error": error,
+        "reductions": (len(counts) + scattered.count) / steps,
+    }
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+    )
+    results = {
+        f"{setup.__name__} {name}": run_case(setup, sizes, rank)
+        for setup in SETUPS
+        for name, sizes in SHARDS.items()
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The results of all cases on each rank, from one start of the processes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, (str(folder),), nprocs=WORLD)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.fixture
+def _one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_a_static_graph_is_refused():
+    encoder = DistributedDataParallel(Tower(), static_graph=True)
+    with pytest.raises(ValueError, match="static_graph"):
+        GradientCache((encoder, encoder), clip_loss, 2)(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+
+
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("group", [None, "local", "world"])
+def test_any_group_with_one_process(group):
+    tower, x = Tower(), torch.randn(5, WIDTH)
+    step = GradientCache(
+        (tower, tower),
+        lambda x, y: clip_loss(x, y, 3.0),
+        2,
+        group=dist.group.WORLD if group == "world" else group,
+    )
+    value = step(x, 2 * x)
+    torch.testing.assert_close(value, clip_loss(tower(x), tower(2 * x), 3.0).detach())
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.__name__)
+def test_two_processes_give_the_gradients_of_one(results, setup, shards):
+    for rank in range(WORLD):
+        case = results[rank][f"{setup.__name__} {shards}"]
+        assert case["gradient_error"] < 1e-9
+        assert case["loss_error"] < 1e-9
+        if SETUPS[setup] is not None:
+            assert case["reductions"] == SETUPS[setup]
