@@ -1,0 +1,12 @@
+"""Reductions over a similarity matrix that is never formed.
+
+`S[i, j] = scale * <x_i, y_j>` for x (m, d) and y (n, d). Contrastive losses are a few lines of
+ordinary PyTorch over these.
+"""
+
+from megabatch.similarity.pointwise import paired
+from megabatch.similarity.ranking import ranks, topk
+from megabatch.similarity.statistics import Split, logsumexp, split_logsumexp
+from megabatch.similarity.sweep import set_workspace
+
+__all__ = ["Split", "logsumexp", "paired", "ranks", "set_workspace", "split_logsumexp", "topk"]

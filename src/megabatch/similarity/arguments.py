@@ -1,0 +1,106 @@
+"""Checks of what a caller passes in: every error names the argument, what came, what was expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of logits, statistics and gradient accumulators for features of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_features(name: str, value: Any) -> None:
+    """`value` must be an (n, d) floating-point tensor with d > 0."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor of shape (n, d), got {type(value).__name__}")
+    if value.dtype not in FLOATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise TypeError(f"{name}: expected one of {names}, got {value.dtype}")
+    if value.dim() != 2 or value.shape[1] == 0:
+        raise ValueError(f"{name}: expected shape (n, d) with d > 0, got {tuple(value.shape)}")
+
+
+def check_two(x: Any, y: Any, names: tuple[str, str] = ("x", "y")) -> None:
+    """Two feature matrices that can be multiplied: same width, dtype and device."""
+    check_features(names[0], x)
+    check_features(names[1], y)
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(
+            f"{names[1]}: expected width {x.shape[1]} as {names[0]} has, got {y.shape[1]}"
+        )
+    if x.dtype != y.dtype:
+        raise TypeError(f"{names[1]}: expected {x.dtype} as {names[0]} has, got {y.dtype}")
+    if x.device != y.device:
+        raise ValueError(f"{names[1]}: expected device {x.device} as {names[0]}, got {y.device}")
+
+
+def check_same_rows(x: Tensor, y: Tensor, names: tuple[str, str] = ("x", "y")) -> None:
+    """Row i of x belongs to row i of y, so there must be as many."""
+    if x.shape[0] != y.shape[0]:
+        raise ValueError(
+            f"{names[1]}: expected {x.shape[0]} rows, one for each row of {names[0]}, "
+            f"got {y.shape[0]}"
+        )
+
+
+def check_scalar(name: str, value: Any, like: Tensor) -> Tensor:
+    """A number, or a tensor of shape () or (1,), as a 0-d tensor in the accumulator's dtype.
+
+    A number becomes a filled tensor rather than a copy from the host, which a CUDA graph could
+    not capture.
+    """
+    dtype = accumulator_dtype(like.dtype)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return torch.full((), float(value), dtype=dtype, device=like.device)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}")
+    if value.shape not in ((), (1,)):
+        raise ValueError(f"{name}: expected shape () or (1,), got {tuple(value.shape)}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor, got {value.dtype}")
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+    return value.reshape(()).to(dtype)
+
+
+def check_vector(name: str, value: Any, length: int, like: Tensor) -> Tensor:
+    """A floating-point vector of one number a row, in the accumulator's dtype."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        came = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name}: expected a floating-point tensor of shape ({length},), got {came}")
+    _check_place(name, value, length, like)
+    return value.to(accumulator_dtype(like.dtype))
+
+
+def check_integers(name: str, value: Any, length: int, like: Tensor) -> Tensor:
+    """An int64 vector of one number a row."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name}: expected an int64 tensor of shape ({length},), got {type(value).__name__}"
+        )
+    if value.dtype != torch.int64:
+        raise TypeError(f"{name}: expected int64, got {value.dtype}")
+    _check_place(name, value, length, like)
+    return value
+
+
+def _check_place(name: str, value: Tensor, length: int, like: Tensor) -> None:
+    if tuple(value.shape) != (length,):
+        raise ValueError(f"{name}: expected shape ({length},), got {tuple(value.shape)}")
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+
+
+def cast_for_autocast(*features: Tensor) -> tuple[Tensor, ...]:
+    """Features in the dtype that a matmul's operands would have under the current autocast."""
+    kind = features[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return features
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(f if f.dtype == torch.float64 else f.to(dtype) for f in features)

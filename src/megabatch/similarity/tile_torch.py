@@ -1,0 +1,185 @@
+"""One block of the similarity matrix in torch operations: any device, the readable truth.
+
+A *state* holds one side's running statistics, one row or column of the matrix a column:
+`[largest negative, sum of e^(negative - largest), the same two over positives, sum of positive
+logits, number of positives]`; the last four are absent where no pair can be positive. A *pull*
+holds what the backward pass needs of a side: `[log-sum-exp over negatives, its upstream gradient,
+the same two over positives, upstream gradient of the sum of positive logits]`.
+
+Sums are kept as (largest, shifted sum) and not as a log-sum-exp, so that merging many blocks
+rounds only the sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity.pairs import Pairs
+
+#: Buffers of a block's size that live at once in the worst case (ids with a ceiling).
+BUFFERS = 6
+
+
+def logits(x: Tensor, y: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
+    """scale * x @ y.T with products and sums as accurate as the dtype's accumulator.
+
+    Raw logits are never rounded to half precision (at 16-32 a bf16 step is 0.125: probabilities
+    off by 6%). The CPU has no half-precision product with a wider result, so it multiplies in
+    float32, where products of halves are exact.
+    """
+    if x.dtype == accumulator_dtype(x.dtype):
+        return torch.mm(x * scale, y.T, out=out)
+    if x.device.type == "cuda":
+        return torch.mm(x, y.T, out_dtype=torch.float32).mul_(scale)  # type: ignore[call-overload]
+    return torch.mm(x.float().mul_(scale), y.float().T, out=out)
+
+
+def forward(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    pairs: Pairs,
+    rows: Tensor,
+    columns: Tensor | None,
+    buffers: tuple[Tensor, Tensor],
+) -> None:
+    """Merge the block x (m, d) against y (n, d) into the states `rows` and `columns`, in place."""
+    s = logits(x, y, scale, out=buffers[0])
+    positive, dropped = pairs.masks(s)
+    if positive is None and dropped is None:
+        shift = _merge_sum(rows[:2], s, 1, buffers[1])
+        if columns is not None and not _merge_shared(columns[:2], buffers[1], shift):
+            _merge_sum(columns[:2], s, 0, s)
+        return
+    excluded = _either(positive, dropped)
+    negatives = s.masked_fill(excluded, -torch.inf)
+    for state, dim in ((rows, 1), (columns, 0)):
+        if state is None:
+            continue
+        _merge_sum(state[:2], negatives, dim, buffers[1])
+        if positive is not None:
+            _merge_sum(state[2:4], s.masked_fill(~positive, -torch.inf), dim, buffers[1])
+            state[4] += s.masked_fill(~positive, 0).sum(dim)
+            state[5] += positive.sum(dim)
+
+
+def backward(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    pairs: Pairs,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    dx: Tensor | None,
+    dy: Tensor | None,
+    buffers: tuple[Tensor, Tensor],
+) -> None:
+    """Add dS @ y to dx and dS.T @ x to dy (accumulator dtype, without the factor `scale`).
+
+    `rows` and `columns` are pulls; dS combines both in the accumulator's dtype before it is
+    rounded for the products.
+    """
+    s = logits(x, y, scale, out=buffers[0])
+    positive, dropped = pairs.masks(s)
+    if positive is None:
+        ds = _pull(s, rows, columns, 0, buffers[1])
+    else:
+        ds = torch.where(
+            positive,
+            _pull(s.clone(), rows, columns, 2, torch.empty_like(s)),
+            _pull(s, rows, columns, 0, buffers[1]),
+        )
+    if dropped is not None:
+        ds = ds.masked_fill(dropped, 0)
+    if dx is not None:
+        _add_product(dx, ds, y)
+    if dy is not None:
+        _add_product(dy, ds.T, x)
+
+
+def _merge_sum(state: Tensor, s: Tensor, dim: int, out: Tensor) -> Tensor:
+    """Merge the exponentials of `s` along `dim` into (largest, shifted sum).
+
+    Leaves e^(s - shift) in `out` and returns the shift.
+    """
+    largest = torch.maximum(state[0], s.amax(dim))
+    # A row without any pair yet keeps -inf as its largest; shift by 0 there, not by -inf.
+    shift = largest.masked_fill(largest == -torch.inf, 0)
+    exponentials = torch.sub(s, shift.unsqueeze(dim), out=out).exp_()
+    state[1].mul_((state[0] - shift).exp_()).add_(exponentials.sum(dim))
+    state[0].copy_(largest)
+    return shift
+
+
+def _merge_shared(state: Tensor, exponentials: Tensor, shift: Tensor) -> bool:
+    """Merge the columns' sums of the rows' e^(s - shift), if they are as good as their own.
+
+    One exponential a logit instead of two. Weighting each row by e^(shift - reference) gives the
+    columns' sums relative to one reference; terms that underflowed on the way are below the
+    smallest normal number, so a sum above its power 2/3 has lost nothing that counts.
+    """
+    if exponentials.device.type != "cpu":  # the check would stall a GPU's stream
+        return False
+    reference = shift.max()
+    sums = (shift - reference).exp_() @ exponentials
+    if (sums < torch.finfo(sums.dtype).tiny ** (2 / 3)).any():
+        return False
+    largest = torch.maximum(state[0], reference)
+    state[1].mul_((state[0] - largest).exp_()).add_(sums.mul_((reference - largest).exp_()))
+    state[0].copy_(largest)
+    return True
+
+
+def _pull(
+    s: Tensor, rows: Tensor | None, columns: Tensor | None, start: int, out: Tensor
+) -> Tensor:
+    """The upstream gradients of each logit in `s`, over negatives (start 0) or positives (2).
+
+    Destroys `s`.
+    """
+    if rows is not None and columns is not None and start == 0 and _shareable(rows, columns):
+        reference = rows[0].max()
+        rows_factor = (reference - rows[0]).exp_().mul_(rows[1])
+        columns_factor = (reference - columns[0]).exp_().mul_(columns[1])
+        torch.add(rows_factor[:, None], columns_factor, out=out)
+        return out.mul_(s.sub_(reference).exp_())
+    if rows is not None:
+        torch.sub(s, rows[start, :, None], out=out).exp_().mul_(rows[start + 1, :, None])
+    else:
+        out.zero_()
+    if columns is not None:
+        out.addcmul_(s.sub_(columns[start]).exp_(), columns[start + 1])
+    if start == 2 and rows is not None:
+        out += rows[4, :, None]
+    if start == 2 and columns is not None:
+        out += columns[4]
+    return out
+
+
+def _shareable(rows: Tensor, columns: Tensor) -> bool:
+    """Whether one exponential serves both sides of a block: all their log-sum-exps lie close.
+
+    Within 40 of each other, what underflows relative to the largest (e^-87 in float32) is a
+    probability below e^-47.
+    """
+    if rows.device.type != "cpu":  # the check would stall a GPU's stream
+        return False
+    low, high = torch.aminmax(torch.cat([rows[0], columns[0]]))
+    return bool(high - low < 40)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if right.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif right.device.type == "cuda":
+        total += torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)  # type: ignore[call-overload]
+    else:
+        total.addmm_(left, right.float())
+
+
+def _either(first: Tensor | None, second: Tensor | None) -> Tensor:
+    if first is None or second is None:
+        return second if first is None else first  # type: ignore[return-value]
+    return first | second
