@@ -13,11 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import tempfile
 import unicodedata
-import warnings
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +22,7 @@ import numpy as np
 import PIL
 from PIL import Image, ImageDraw, ImageFont, features
 
+from megabatch.data.cache import default_cache_dir, read_arrays, write_arrays
 from megabatch.data.pairs import Pair
 from megabatch.errors import UsageError
 
@@ -40,6 +37,7 @@ HELD_OUT_FACES = ("DejaVuSerif-Bold", "DejaVuSerif-BoldItalic")
 HELD_OUT_PERCENT = 8  # of the names
 SPLITS = ("train", "faces", "characters", "all")
 
+_ARRAYS = ("images", "name_ids", "faces", "characters", "names", "face_names")
 _RENDERING_VERSION = 1  # raise when the same fonts would give other arrays
 
 
@@ -163,19 +161,13 @@ def load_glyphs(cache_dir: str | Path | None = None) -> GlyphSet:
     fonts = _font_files()
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     path = folder / f"glyphs-{_cache_key(fonts)}.npz"
-    glyphs = _read(path)
-    if glyphs is None:
+    arrays = read_arrays(path, _ARRAYS)
+    if arrays is None:
         glyphs = render(fonts)
-        _write(glyphs, path)
-    return glyphs
-
-
-def default_cache_dir() -> Path:
-    """Return the folder for what can be made again."""
-    if chosen := os.environ.get("MEGABATCH_CACHE"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megabatch"
+        write_arrays(path, {name: np.asarray(getattr(glyphs, name)) for name in _ARRAYS})
+        return glyphs
+    names, face_names = arrays.pop("names").tolist(), arrays.pop("face_names").tolist()
+    return GlyphSet(**arrays, names=names, face_names=face_names)
 
 
 def render(fonts: Sequence[Path]) -> GlyphSet:
@@ -269,49 +261,3 @@ def _cache_key(fonts: Sequence[Path]) -> str:
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _read(path: Path) -> GlyphSet | None:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return GlyphSet(
-                images=arrays["images"],
-                name_ids=arrays["name_ids"],
-                faces=arrays["faces"],
-                characters=arrays["characters"],
-                names=arrays["names"].tolist(),
-                face_names=arrays["face_names"].tolist(),
-            )
-    except FileNotFoundError:
-        return None
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        warnings.warn(f"glyph cache {path} is unreadable ({error}); drawing again", stacklevel=3)
-        return None
-
-
-def _write(glyphs: GlyphSet, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside and renamed: another process sees the whole file or none.
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
-    except OSError as error:
-        warnings.warn(f"glyphs are not cached: {error}", stacklevel=3)
-        return
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez_compressed(
-                file,
-                images=glyphs.images,
-                name_ids=glyphs.name_ids,
-                faces=glyphs.faces,
-                characters=glyphs.characters,
-                names=np.array(glyphs.names),
-                face_names=np.array(glyphs.face_names),
-            )
-        os.replace(partial, path)
-    except OSError as error:
-        warnings.warn(f"glyphs are not cached: {error}", stacklevel=3)
-        Path(partial).unlink(missing_ok=True)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from megabatch.data.fetch import BadPosition, Chunk, Fetcher, Request, join
+from megabatch.data.fetch import BadPosition, Chunk, Fetcher, join
+from megabatch.data.order import Order, Requests
 from megabatch.data.pairs import PairDataset
 from megabatch.errors import UsageError
 
@@ -33,7 +34,8 @@ class Batch:
 class PairLoader:
     """Batches of pairs; the same (seed, epoch) gives the same batches with any number of workers.
 
-    Iterating gives the rest of the current epoch and moves on to the next. Each epoch visits the
+    Iterating gives the rest of the current epoch and moves on to the next (the loader is its own
+    state: one iteration at a time). Each epoch visits the
     samples in its own random order. Bad samples are skipped and counted in `skipped`, and the ones
     after them fill the batch up. An epoch ends when fewer than `batch_size` samples are left.
 
@@ -85,28 +87,28 @@ class PairLoader:
         _check_range("rank", rank, 0, world_size - 1)
         self.dataset = dataset
         self.batch_size = batch_size
-        self.seed = seed
         self.drop_last = drop_last
-        self.shuffle = shuffle
-        self.rank = rank
-        self.world_size = world_size
-        self.samples = len(dataset) // world_size  # of this rank, in an epoch
-        if batch_size > self.samples:
+        self._order = Order(len(dataset), seed, shuffle, rank, world_size)
+        if batch_size > self._order.samples:
             ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
             raise UsageError(
                 f"the batch size {batch_size} is larger than the data set:"
-                f" {len(dataset)} pairs, at most {self.samples} in a batch{ranks}"
+                f" {len(dataset)} pairs, at most {self._order.samples} in a batch{ranks}"
             )
         self.skipped: Counter[str] = Counter()
         self.skipped_first: dict[str, str] = {}
-        self.epoch = 0
-        self._position = 0  # in this rank's order of the epoch: the first sample not yet used
-        self._chunks = self._data_loader(Fetcher(dataset, transform, tokenizer, seed), workers)
+        fetcher = Fetcher(dataset, transform, tokenizer, seed)
+        self._chunks = _chunks(fetcher, self._order, batch_size, workers)
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, from 0."""
+        return self._order.epoch
 
     @property
     def batches_per_epoch(self) -> int:
         """Batches in an epoch in which no sample is skipped."""
-        whole, rest = divmod(self.samples, self.batch_size)
+        whole, rest = divmod(self._order.samples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -115,7 +117,7 @@ class PairLoader:
         The state is moved on before a batch is handed out: a state saved while it is worked on
         continues with the batch after it.
         """
-        fresh, batches = self._position == 0, 0
+        order, fresh, batches = self._order, self._order.position == 0, 0
         waiting: list[Chunk] = []
         bad: list[BadPosition] = []
         for chunk in self._chunks:
@@ -127,27 +129,27 @@ class PairLoader:
                 bad = self._move_to(int(batch.positions[-1]) + 1, bad)
                 batches += 1
                 yield _batch(batch)
-                if self._position == 0:
+                if order.position == 0:
                     return  # that was the last one
         last = join(waiting)
-        self._move_to(self.samples, bad)
+        self._move_to(order.samples, bad)
         if len(last) and not self.drop_last:
             batches += 1
             yield _batch(last)
         if fresh and batches == 0:
             raise UsageError(
-                f"a whole epoch of {self.samples} pairs gives no batch of {self.batch_size}:"
+                f"a whole epoch of {order.samples} pairs gives no batch of {self.batch_size}:"
                 f" {'; '.join(self.report())}"
             )
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream is, as JSON can hold it."""
         return {
-            "epoch": self.epoch,
-            "position": self._position,
+            "epoch": self._order.epoch,
+            "position": self._order.position,
             "skipped": dict(self.skipped),
             "skipped_first": dict(self.skipped_first),
-            "order": self._order_facts(),
+            "order": self._order.facts(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,14 +158,14 @@ class PairLoader:
         Raises:
             UsageError: the order was that of other data, another seed or other ranks.
         """
-        was, now = state["order"], self._order_facts()
+        was, now = state["order"], self._order.facts()
         if was != now:
             differences = ", ".join(
                 f"{k} was {was.get(k)}, is {now[k]}" for k in now if was.get(k) != now[k]
             )
             raise UsageError(f"the data cannot be continued where they were left: {differences}")
-        self.epoch = int(state["epoch"])
-        self._position = int(state["position"])
+        self._order.epoch = int(state["epoch"])
+        self._order.position = int(state["position"])
         self.skipped = Counter(state["skipped"])
         self.skipped_first = dict(state["skipped_first"])
 
@@ -173,52 +175,6 @@ class PairLoader:
         for reason, count in self.skipped.most_common():
             lines.append(f"skipped {count} x {reason} (first: {self.skipped_first[reason]})")
         return lines
-
-    def _order_facts(self) -> dict[str, Any]:
-        """Return what the order of samples depends on."""
-        return {
-            "pairs": len(self.dataset),
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "rank": self.rank,
-            "world_size": self.world_size,
-        }
-
-    def _order(self) -> np.ndarray:
-        """Return this rank's samples of the epoch, int64 (samples,)."""
-        n = len(self.dataset)
-        if self.shuffle:
-            # The legacy generator: numpy promises its stream for good, so a run can be continued
-            # under another numpy; the newer ones carry no such promise.
-            order = np.random.RandomState([self.seed, self.epoch]).permutation(n)
-        else:
-            order = np.arange(n)
-        return order[: self.samples * self.world_size][self.rank :: self.world_size]
-
-    def _requests(self, chunk_size: int) -> Iterator[Request]:
-        order = self._order()
-        for start in range(self._position, len(order), chunk_size):
-            yield Request(self.epoch, start, order[start : start + chunk_size])
-
-    def _data_loader(self, fetcher: Fetcher, workers: int) -> DataLoader:
-        # With workers a batch comes in pieces, so that all of them work on the next one. Pieces
-        # waiting add up to one batch, and each costs a file descriptor or two.
-        pieces = 4
-        chunk_size = self.batch_size
-        if workers:
-            chunk_size = min(self.batch_size, max(32, -(-self.batch_size // (pieces * workers))))
-        return DataLoader(
-            fetcher,  # type: ignore[arg-type]  # a map from requests, not from numbers
-            sampler=_Requests(self, chunk_size),
-            batch_size=None,
-            collate_fn=_unchanged,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            prefetch_factor=pieces if workers else None,
-            worker_init_fn=_leave_interrupts_to_the_parent,
-            # Its own: otherwise each epoch would take a number from the trainer's generator.
-            generator=torch.Generator(),
-        )
 
     def _move_to(self, position: int, bad: list[BadPosition]) -> list[BadPosition]:
         """Move on to `position`; count the bad samples before it and return the others.
@@ -230,23 +186,34 @@ class PairLoader:
             if at < position:
                 self.skipped[reason] += 1
                 self.skipped_first.setdefault(reason, key)
-        self._position = position
-        left = self.samples - position
+        self._order.position = position
+        left = self._order.samples - position
         if left < self.batch_size and (self.drop_last or left == 0):
-            self.epoch += 1
-            self._position = 0
+            self._order.epoch += 1
+            self._order.position = 0
         return [item for item in bad if item[0] >= position]
 
 
-class _Requests:
-    """The loader's requests as the sampler that DataLoader wants: starts anew at each iter()."""
-
-    def __init__(self, loader: PairLoader, chunk_size: int) -> None:
-        self.loader = loader
-        self.chunk_size = chunk_size
-
-    def __iter__(self) -> Iterator[Request]:
-        return self.loader._requests(self.chunk_size)
+def _chunks(fetcher: Fetcher, order: Order, batch_size: int, workers: int) -> DataLoader:
+    """Return what gives the chunks that are left of the epoch, at each iter() anew."""
+    # With workers a batch comes in pieces, so that all of them work on the next one. Pieces
+    # waiting add up to one batch, and each costs a file descriptor or two.
+    pieces = 4
+    piece = batch_size
+    if workers:
+        piece = min(batch_size, max(32, -(-batch_size // (pieces * workers))))
+    return DataLoader(
+        fetcher,  # type: ignore[arg-type]  # a map from requests, not from numbers
+        sampler=Requests(order, piece),
+        batch_size=None,
+        collate_fn=_unchanged,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        prefetch_factor=pieces if workers else None,
+        worker_init_fn=_leave_interrupts_to_the_parent,
+        # Its own: otherwise each epoch would take a number from the trainer's generator.
+        generator=torch.Generator(),
+    )
 
 
 def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:
@@ -275,5 +242,5 @@ def _unchanged(chunk: Any) -> Any:
 
 
 def _leave_interrupts_to_the_parent(worker: int) -> None:
-    """On Ctrl-C the parent ends its workers; else each would print a traceback of its own."""
+    """On Ctrl-C the parent may finish its step and save: it still needs the workers for that."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

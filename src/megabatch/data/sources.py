@@ -64,8 +64,10 @@ def find_files(spec: str) -> list[Path]:
     paths: list[Path] = []
     for pattern in [spec] if Path(spec).exists() else expand_urls(spec):
         paths += _matches(pattern, spec)
-    shards = [path for path in paths if ".tar" in path.suffixes or path.suffix == ".tgz"]
     tables = [path for path in paths if path.suffix in TABLES]
+    # Compressed ones too: the reader says what is wrong with them.
+    shards = [path for path in paths if ".tar" in path.suffixes[-2:] or path.suffix == ".tgz"]
+    shards = [path for path in shards if path not in tables]
     if unknown := set(paths) - set(shards) - set(tables):
         raise UsageError(
             f"{min(unknown)} is no .tar shard and no {', '.join(TABLES)} table (from {spec!r})"

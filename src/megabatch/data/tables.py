@@ -67,8 +67,8 @@ class TablePairs:
         row = index - (int(self._ends[table - 1]) if table else 0)
         path = self.paths[table]
         key = f"{path.name}:row {row + 1}"
-        caption = clean_caption(self._captions[table][row].as_py(), key)
-        data = _image_bytes(self._images[table][row].as_py(), path.parent, key)
+        caption = clean_caption(_value(self._captions[table], row, key), key)
+        data = _image_bytes(_value(self._images[table], row, key), path.parent, key)
         return Pair(decode_image(data, key), caption, key)
 
 
@@ -89,7 +89,8 @@ def _column_names(path: Path, separator: str | None) -> list[str]:
     try:
         if path.suffix == ".parquet":
             return list(pa.parquet.read_schema(path).names)
-        with pa.csv.open_csv(path, parse_options=_parse_options(path, separator)) as reader:
+        options = _parse_options(path, separator, invalid_row_handler=lambda row: "skip")
+        with pa.csv.open_csv(path, parse_options=options) as reader:
             return list(reader.schema.names)
     except (OSError, pa.ArrowException) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
@@ -114,7 +115,11 @@ def _load(path: Path, columns: list[str], separator: str | None) -> tuple[pa.Tab
         table = pa.csv.read_csv(
             path,
             parse_options=_parse_options(path, separator, invalid_row_handler=skip),
-            convert_options=pa.csv.ConvertOptions(column_types=strings, include_columns=columns),
+            convert_options=pa.csv.ConvertOptions(
+                column_types=strings,
+                include_columns=columns,
+                check_utf8=False,  # one bad byte costs its row, not the file: see _value
+            ),
         )
     except (OSError, pa.ArrowException) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
@@ -139,6 +144,13 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
         column = column.cast(wide[column.type])
     joined = column.combine_chunks()
     return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
+
+
+def _value(column: pa.Array, row: int, key: str) -> Any:
+    try:
+        return column[row].as_py()
+    except UnicodeDecodeError as error:
+        raise BadSample("text is not UTF-8", key) from error
 
 
 def _image_bytes(value: Any, folder: Path, key: str) -> bytes:

@@ -1,0 +1,72 @@
+"""Small data sets to test with."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from megabatch.data.pairs import BadSample, Pair
+
+
+class Numbers:
+    """Sample i is a grey picture with caption "i"; some samples are bad."""
+
+    def __init__(self, n: int, bad: Sequence[int] = ()) -> None:
+        self.n = n
+        self.bad = frozenset(bad)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Pair:
+        if index in self.bad:
+            raise BadSample("odd" if index % 2 else "even", str(index))
+        return Pair(Image.new("L", (2, 2), index % 256), str(index), str(index))
+
+
+def to_pixels(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image))[None]
+
+
+def to_pixels_and_noise(image: Image.Image) -> torch.Tensor:
+    """A random augmentation that draws from all three generators."""
+    noise = torch.rand(1, 2, 2) + random.random() + np.random.rand()
+    return to_pixels(image).double() + noise
+
+
+def to_tokens(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([[int(caption), len(caption)] for caption in captions])
+
+
+def png(value: int = 0, size: tuple[int, int] = (4, 3)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, (value, 0, 0)).save(file, format="PNG")
+    return file.getvalue()
+
+
+def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def sample(key: str, value: int, caption: str) -> list[tuple[str, bytes]]:
+    """One sample as img2dataset writes it."""
+    facts = {"caption": caption, "key": key}
+    return [
+        (f"{key}.json", json.dumps(facts).encode()),
+        (f"{key}.png", png(value)),
+        (f"{key}.txt", caption.encode()),
+    ]

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabatch.data import fetch as module
+from megabatch.data.fetch import Fetcher, Request, join, sample_seeds
+from megabatch.data.glyphs import GlyphSet
+
+from .samples import Numbers, to_pixels, to_pixels_and_noise, to_tokens
+
+
+def test_bad_samples_are_left_out_with_their_positions():
+    fetcher = Fetcher(Numbers(20, bad=[3, 4]), to_pixels, to_tokens, seed=0)
+    chunk = fetcher[Request(0, 100, np.array([2, 3, 9, 4]))]
+    assert chunk.indices.tolist() == [2, 9]
+    assert chunk.positions.tolist() == [100, 102]
+    assert chunk.bad == [(101, "odd", "3"), (103, "even", "4")]
+    assert chunk.images is not None
+    assert chunk.images[:, 0, 0, 0].tolist() == [2, 9]
+    assert chunk.texts is not None
+    assert chunk.texts.tolist() == [[2, 1], [9, 1]]
+
+
+def test_nothing_good():
+    chunk = Fetcher(Numbers(9, bad=[1]), to_pixels, to_tokens, seed=0)[Request(0, 0, np.array([1]))]
+    assert len(chunk) == len(join([chunk, chunk])) == len(join([])) == 0
+
+
+def test_join_keeps_the_order():
+    fetcher = Fetcher(Numbers(20, bad=[5]), to_pixels, to_tokens, seed=0)
+    parts = [fetcher[Request(0, i, np.array([i, i + 1]))] for i in (8, 4, 0)]
+    whole = join(parts)
+    assert whole.indices.tolist() == [8, 9, 4, 0, 1]
+    assert whole.images is not None
+    assert whole.images[:, 0, 0, 0].tolist() == [8, 9, 4, 0, 1]
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    epoch=st.integers(0, 1000),
+    indices=st.lists(st.integers(0, 2**40), min_size=2, max_size=50, unique=True),
+)
+def test_seeds_belong_to_the_sample(seed: int, epoch: int, indices: list[int]):
+    seeds = sample_seeds(seed, epoch, np.array(indices))
+    assert seeds.dtype == np.int64
+    assert (seeds >= 0).all()
+    assert len(set(seeds.tolist())) == len(indices)
+    alone = [sample_seeds(seed, epoch, np.array([i]))[0] for i in indices]
+    assert seeds.tolist() == alone
+    assert set(seeds).isdisjoint(sample_seeds(seed, epoch + 1, np.array(indices)))
+    assert set(seeds).isdisjoint(sample_seeds(seed + 1, epoch, np.array(indices)))
+
+
+def test_augmentation_depends_on_nothing_but_seed_epoch_and_index():
+    def images(seed: int, epoch: int, indices: list[int]) -> torch.Tensor:
+        fetcher = Fetcher(Numbers(20), to_pixels_and_noise, to_tokens, seed)
+        result = fetcher[Request(epoch, 0, np.array(indices))].images
+        assert result is not None
+        return result
+
+    first = images(7, 3, [4, 5, 6])
+    torch.rand(5), random.random(), np.random.rand()
+    assert torch.equal(images(7, 3, [6, 4]), first[[2, 0]])
+    assert not torch.equal(images(7, 4, [4, 5, 6]), first)
+    assert not torch.equal(images(8, 3, [4, 5, 6]), first)
+    assert not torch.equal(first[0] - 4, first[1] - 5)
+
+
+def test_the_trainers_random_state_is_left_alone():
+    def draw() -> tuple:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        fetch()
+        return torch.rand(3).tolist(), random.random(), np.random.rand()
+
+    fetch = lambda: None  # noqa: E731
+    expected = draw()
+    fetcher = Fetcher(Numbers(20), to_pixels_and_noise, to_tokens, seed=0)
+    fetch = lambda: fetcher[Request(0, 0, np.arange(20))]  # noqa: E731
+    assert draw() == expected
+
+
+class CountingTokenizer:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, captions: list[str]) -> torch.Tensor:
+        self.seen += captions
+        return to_tokens([str(len(c)) for c in captions])
+
+
+class Twice:
+    """A transform with a batched form that says that it was used."""
+
+    def __call__(self, image) -> torch.Tensor:
+        return to_pixels(image) * 2
+
+    def batch(self, images: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        assert images.dtype == torch.uint8
+        assert seeds.shape == (len(images),)
+        self.seeds = seeds
+        return images * 2
+
+
+def test_the_batched_path_gives_what_the_other_gives(glyphs: GlyphSet):
+    part = glyphs.split("faces")
+    request = Request(2, 50, np.array([9, 5000, 77]))
+    transform = Twice()
+    fast = Fetcher(part, transform, CountingTokenizer(), seed=3)[request]
+    assert transform.seeds.tolist() == sample_seeds(3, 2, request.indices).tolist()
+    slow = Fetcher(part, Twice().__call__, CountingTokenizer(), seed=3)[request]
+    assert fast.images is not None
+    assert slow.images is not None
+    assert torch.equal(fast.images, slow.images)
+    assert torch.equal(fast.texts, slow.texts)
+    assert fast.indices.tolist() == slow.indices.tolist() == [9, 5000, 77]
+    assert fast.positions.tolist() == slow.positions.tolist() == [50, 51, 52]
+
+
+def test_each_caption_is_tokenised_once(glyphs: GlyphSet):
+    part = glyphs.split("train")
+    tokenizer = CountingTokenizer()
+    fetcher = Fetcher(part, Twice(), tokenizer, seed=0)
+    for epoch in range(2):
+        for start in range(0, len(part), 10_000):
+            fetcher[Request(epoch, start, np.arange(start, min(start + 10_000, len(part))))]
+    assert len(tokenizer.seen) == len(set(tokenizer.seen)) == 5_758
+
+
+def test_captions_beyond_those_remembered(monkeypatch):
+    monkeypatch.setattr(module, "_REMEMBERED_CAPTIONS", 4)
+    fetcher = Fetcher(Numbers(20), to_pixels, to_tokens, seed=0)
+    for start in (0, 3, 6, 0):
+        chunk = fetcher[Request(0, start, np.arange(start, start + 3))]
+        assert chunk.texts is not None
+        assert chunk.texts[:, 0].tolist() == [start, start + 1, start + 2]

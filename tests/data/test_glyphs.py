@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megabatch.data import glyphs as module
+from megabatch.data.glyphs import HELD_OUT_FACES, GlyphSet, load_glyphs
+from megabatch.errors import UsageError
+
+
+def image_of(glyphs: GlyphSet, face: str, character: str) -> np.ndarray:
+    is_face = glyphs.faces == glyphs.face_names.index(face)
+    (at,) = np.flatnonzero(is_face & (glyphs.characters == ord(character)))
+    return glyphs.images[at]
+
+
+def test_counts_of_the_fonts_in_matplotlib(glyphs: GlyphSet):
+    assert len(glyphs) == 45_715
+    assert len(glyphs.names) == len(set(glyphs.names)) == 6_494
+    assert len(glyphs.face_names) == 14
+
+
+def test_arrays_agree(glyphs: GlyphSet):
+    n = len(glyphs)
+    assert glyphs.images.shape == (n, 32, 32)
+    assert glyphs.images.dtype == np.uint8
+    for column in (glyphs.name_ids, glyphs.faces, glyphs.characters):
+        assert column.shape == (n,)
+        assert column.dtype == np.int64
+    for at in range(0, n, 997):
+        expected = unicodedata.name(chr(glyphs.characters[at])).lower()
+        assert glyphs.names[glyphs.name_ids[at]] == expected
+
+
+def test_nothing_is_cut_off_and_few_are_blank(glyphs: GlyphSet):
+    border = np.ones((32, 32), dtype=bool)
+    border[1:-1, 1:-1] = False
+    assert not glyphs.images[:, border].any()
+    blank = ~glyphs.images.any(axis=(1, 2))
+    assert blank.sum() == 21
+    assert {"braille pattern blank", "object replacement character"} <= {
+        glyphs.names[i] for i in glyphs.name_ids[blank]
+    }
+
+
+def test_size_and_height_tell_characters_apart(glyphs: GlyphSet):
+    large, small = (image_of(glyphs, "DejaVuSans", c) > 127 for c in "Oo")
+    assert large.sum() > 1.2 * small.sum()
+    rows = np.arange(32)
+    comma, quote = (
+        np.average(rows, weights=image_of(glyphs, "DejaVuSans", c).sum(axis=1)) for c in ",'"
+    )
+    assert comma > quote + 8
+
+
+def test_a_letter_is_in_the_middle(glyphs: GlyphSet):
+    columns = np.flatnonzero(image_of(glyphs, "DejaVuSans", "H").any(axis=0))
+    assert abs((columns[0] + columns[-1]) / 2 - 15.5) <= 1
+
+
+def test_splits_are_disjoint(glyphs: GlyphSet):
+    parts = {name: glyphs.split(name) for name in ("train", "faces", "characters")}
+    everything = np.concatenate([p.indices for p in parts.values()])
+    assert len(np.unique(everything)) == len(everything)
+    held = {glyphs.face_names.index(face) for face in HELD_OUT_FACES}
+    assert set(parts["faces"].faces) == held
+    assert held.isdisjoint(parts["train"].faces)
+    assert held.isdisjoint(parts["characters"].faces)
+    assert set(parts["characters"].name_ids).isdisjoint(parts["train"].name_ids)
+    assert set(parts["faces"].name_ids) <= set(parts["train"].name_ids)
+    assert len(glyphs.split("all")) == len(glyphs)
+
+
+def test_split_sizes_are_those_that_the_documentation_states(glyphs: GlyphSet):
+    def counts(name: str) -> tuple[int, int]:
+        part = glyphs.split(name)
+        return len(part), len(set(part.name_ids))
+
+    assert counts("train") == (36_098, 5_758)
+    assert counts("faces") == (5_804, 2_902)
+    assert counts("characters") == (3_097, 504)
+
+
+def test_unknown_split(glyphs: GlyphSet):
+    with pytest.raises(ValueError, match="'test'; expected one of train, faces"):
+        glyphs.split("test")
+
+
+def test_pairs(glyphs: GlyphSet):
+    part = glyphs.split("faces")
+    images, captions = part.arrays([3, 100, 3])
+    assert images.shape == (3, 1, 32, 32)
+    for row, index in enumerate([3, 100, 3]):
+        pair = part[index]
+        np.testing.assert_array_equal(np.asarray(pair.image), images[row, 0])
+        assert pair.caption == captions[row] == part.captions[index]
+    np.testing.assert_array_equal(part.images[100], images[1, 0])
+    assert part[0].key == "DejaVuSerif-Bold_u0021"
+    assert len({part[i].key for i in range(len(part))}) == len(part)
+
+
+def test_drawn_again_it_is_the_same(glyphs: GlyphSet):
+    fonts = module._font_files()
+    few = [path for path in fonts if path.stem in ("DejaVuSansDisplay", "DejaVuSansMono-Oblique")]
+    again = module.render(few)
+    for face, path in enumerate(few):
+        before = glyphs.images[glyphs.faces == glyphs.face_names.index(path.stem)]
+        np.testing.assert_array_equal(again.images[again.faces == face], before)
+
+
+@pytest.fixture
+def one_face(monkeypatch: pytest.MonkeyPatch) -> Path:
+    (font,) = (path for path in module._font_files() if path.stem == "DejaVuSansDisplay")
+    monkeypatch.setattr(module, "_font_files", lambda: [font])
+    return font
+
+
+def test_the_cache_gives_the_same_set(one_face: Path, tmp_path: Path, monkeypatch):
+    drawn = load_glyphs(tmp_path)
+    monkeypatch.setattr(module, "render", lambda fonts: pytest.fail("drawn again"))
+    cached = load_glyphs(tmp_path)
+    assert cached.names == drawn.names
+    assert cached.face_names == drawn.face_names
+    for column in ("images", "name_ids", "faces", "characters"):
+        np.testing.assert_array_equal(getattr(cached, column), getattr(drawn, column))
+        assert getattr(cached, column).dtype == getattr(drawn, column).dtype
+
+
+def test_a_broken_cache_is_drawn_again(one_face: Path, tmp_path: Path):
+    drawn = load_glyphs(tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.warns(UserWarning, match="unreadable"):
+        again = load_glyphs(tmp_path)
+    np.testing.assert_array_equal(again.images, drawn.images)
+    assert len(load_glyphs(tmp_path)) == len(drawn)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_a_warning(one_face: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="cached|unreadable"):
+        glyphs = load_glyphs(tmp_path / "file" / "folder")
+    assert len(glyphs) == 47
+
+
+def test_other_fonts_make_another_cache_file(one_face: Path, tmp_path: Path, monkeypatch):
+    load_glyphs(tmp_path / "cache")
+    changed = tmp_path / one_face.name
+    changed.write_bytes(one_face.read_bytes() + b"\0")
+    monkeypatch.setattr(module, "_font_files", lambda: [changed])
+    load_glyphs(tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_matplotlib_without_fonts(monkeypatch, tmp_path: Path):
+    import matplotlib
+
+    monkeypatch.setattr(matplotlib, "get_data_path", lambda: str(tmp_path))
+    with pytest.raises(UsageError, match="without its fonts"):
+        load_glyphs(tmp_path)

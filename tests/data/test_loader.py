@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megabatch.data.glyphs import GlyphSet
+from megabatch.data.loader import Batch, PairLoader
+from megabatch.errors import UsageError
+
+from .samples import Numbers, to_pixels, to_pixels_and_noise, to_tokens
+
+
+def loader(n: int = 100, bad: Sequence[int] = (), **options: Any) -> PairLoader:
+    settings = {"batch_size": 8, "transform": to_pixels, "tokenizer": to_tokens, "seed": 1}
+    return PairLoader(Numbers(n, bad), **{**settings, **options})
+
+
+def indices(batches: list[Batch]) -> list[list[int]]:
+    return [batch.indices.tolist() for batch in batches]
+
+
+def assert_equal(left: list[Batch], right: list[Batch]) -> None:
+    assert indices(left) == indices(right)
+    for a, b in zip(left, right, strict=True):
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.texts, b.texts)
+
+
+def test_a_batch_belongs_together():
+    for batch in loader(transform=to_pixels):
+        assert len(batch) == 8
+        assert batch.images.shape == (8, 1, 2, 2)
+        assert batch.images[:, 0, 0, 0].tolist() == batch.indices.tolist()
+        assert batch.texts[:, 0].tolist() == batch.indices.tolist()
+        assert batch.texts.dtype == batch.indices.dtype == torch.int64
+
+
+@given(
+    n=st.integers(1, 60),
+    batch_size=st.integers(1, 20),
+    bad=st.sets(st.integers(0, 59), max_size=30),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+    world_size=st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_each_sample_at_most_once_an_epoch(n, batch_size, bad, drop_last, shuffle, world_size):
+    bad = {i for i in bad if i < n}
+    share = n // world_size
+    seen: list[int] = []
+    left_over = n - share * world_size
+    if batch_size > share:
+        return
+    for rank in range(world_size):
+        order = {"drop_last": drop_last, "shuffle": shuffle, "rank": rank, "world_size": world_size}
+        data = loader(n, tuple(bad), batch_size=batch_size, **order)
+        try:
+            batches = list(data)
+        except UsageError:
+            batches = []
+            assert sum(data.skipped.values()) > share - batch_size
+        sizes = [len(batch) for batch in batches]
+        assert all(size == batch_size for size in (sizes if drop_last else sizes[:-1]))
+        assert data.epoch == 1
+        if not bad:
+            assert len(batches) == data.batches_per_epoch
+        seen += [i for batch in batches for i in batch.indices.tolist()]
+        left_over += share - sum(sizes)
+    assert len(seen) == len(set(seen))
+    assert bad.isdisjoint(seen)
+    assert len(seen) + left_over == n
+    if not drop_last and world_size == 1:
+        assert set(seen) == set(range(n)) - bad
+
+
+@given(
+    batch_size=st.integers(1, 12),
+    bad=st.sets(st.integers(0, 49), max_size=20),
+    stop=st.integers(0, 60),
+    resumed_batch_size=st.integers(1, 12),
+)
+@settings(max_examples=100, deadline=None)
+def test_resume_continues_the_very_stream(batch_size, bad, stop, resumed_batch_size):
+    def stream(data: PairLoader) -> list[int]:
+        return [i for batch in data for i in batch.indices.tolist()]
+
+    whole = stream(loader(50, tuple(bad), batch_size=1))
+    data = loader(50, tuple(bad), batch_size=batch_size, drop_last=False)
+    before: list[int] = []
+    iterator = iter(data)
+    for _ in range(stop):
+        batch = next(iterator, None)
+        if batch is None or data.epoch == 1:
+            return
+        before += batch.indices.tolist()
+    state = json.loads(json.dumps(data.state_dict()))
+    resumed = loader(50, tuple(bad), batch_size=resumed_batch_size, drop_last=False)
+    resumed.load_state_dict(state)
+    assert before + stream(resumed) == whole
+    assert sum(resumed.skipped.values()) == len(bad)
+
+
+def epochs(data: PairLoader, count: int) -> list[Batch]:
+    return [batch for _ in range(count) for batch in data]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_stream_is_a_function_of_the_seed(workers: int):
+    options = {"bad": (3, 4, 50), "transform": to_pixels_and_noise}
+    expected = epochs(loader(**options), 3)
+    data = loader(**options, workers=workers)
+    actual = epochs(data, 3)
+    assert_equal(actual, expected)
+    assert data.epoch == 3
+    per_epoch = len(expected) // 3
+    first, second = indices(expected)[:per_epoch], indices(expected)[per_epoch : 2 * per_epoch]
+    assert first != second
+    assert indices(epochs(loader(**options, seed=2), 1)) != first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 5, 12])
+def test_resume_in_mid_epoch_is_exact(workers: int, stop: int):
+    options = {"bad": (3, 40, 41), "transform": to_pixels_and_noise, "workers": workers}
+    reference = loader(**options)
+    expected = epochs(reference, 3)
+    data = loader(**options)
+    iterator = iter(data)
+    before = [next(iterator) for _ in range(stop)]
+    state = json.loads(json.dumps(data.state_dict()))
+    del iterator
+
+    resumed = loader(**options)
+    resumed.load_state_dict(state)
+    after = epochs(resumed, 3 - state["epoch"])
+    assert_equal(before + after, expected)
+    assert resumed.state_dict() == reference.state_dict()
+
+
+def test_state_before_the_batch_is_handed_out():
+    """A state saved while a batch is worked on continues with the next one, not this one."""
+    data = loader(16)
+    for number, _ in enumerate(data):
+        state = data.state_dict()
+        assert (state["epoch"], state["position"]) == [(0, 8), (1, 0)][number]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_breaks_off_goes_on_where_it_was(workers: int):
+    expected = epochs(loader(), 2)
+    data = loader(workers=workers)
+    first = [next(iter(data)) for _ in range(3)]
+    assert_equal(first + list(data) + list(data), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_counted_when_they_are_passed(workers: int):
+    data = loader(100, bad=range(40, 60), shuffle=False, workers=workers)
+    counts = []
+    for _ in data:
+        counts.append(sum(data.skipped.values()))
+    assert counts == [0, 0, 0, 0, 0, 20, 20, 20, 20, 20]
+    assert data.skipped == {"odd": 10, "even": 10}
+    assert data.skipped_first == {"odd": "41", "even": "40"}
+    assert sorted(data.report()) == [
+        "skipped 10 x even (first: 40)",
+        "skipped 10 x odd (first: 41)",
+    ]
+
+
+def test_a_batch_is_filled_up_with_the_samples_after_it():
+    data = loader(20, bad=[1, 2, 9], batch_size=4, shuffle=False)
+    assert indices(list(data)) == [[0, 3, 4, 5], [6, 7, 8, 10], [11, 12, 13, 14], [15, 16, 17, 18]]
+
+
+def test_the_last_batch():
+    sizes = [len(batch) for batch in loader(20, drop_last=False)]
+    assert sizes == [8, 8, 4]
+    assert loader(20, drop_last=False).batches_per_epoch == 3
+    assert loader(20).batches_per_epoch == len(list(loader(20))) == 2
+
+
+def test_ranks_share_one_order():
+    def stream(**ranks: int) -> list[int]:
+        return [i for batch in loader(103, batch_size=1, **ranks) for i in batch.indices.tolist()]
+
+    whole = stream()
+    assert [stream(rank=r, world_size=4) for r in range(4)] == [whole[r:100:4] for r in range(4)]
+
+
+def test_workers_end_at_once():
+    data = loader(workers=2)
+    list(data)
+    start = time.monotonic()
+    del data
+    gc.collect()
+    assert time.monotonic() - start < 4
+
+
+def test_nothing_usable():
+    data = loader(20, bad=range(20))
+    with pytest.raises(UsageError, match="whole epoch of 20 pairs gives no batch of 8: skipped 10"):
+        next(iter(data))
+
+
+def test_damage_is_reported():
+    data = loader()
+    data.dataset.damage = ["a.tar: breaks off"]
+    assert data.report() == ["damaged: a.tar: breaks off"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_trainers_random_state_is_left_alone(workers: int):
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    list(loader(transform=to_pixels_and_noise, workers=workers))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_batch_larger_than_the_data():
+    with pytest.raises(UsageError, match="batch size 101 is larger than the data set: 100 pairs"):
+        loader(100, batch_size=101)
+    with pytest.raises(UsageError, match="100 pairs, at most 25 in a batch on each of 4 ranks"):
+        loader(100, batch_size=26, world_size=4)
+    assert len(list(loader(100, batch_size=100))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("batch_size", 0), ("workers", -1), ("seed", -1), ("seed", 2**32), ("rank", 1)],
+)
+def test_numbers_out_of_range(name: str, value: int):
+    with pytest.raises(ValueError, match=f"{name}: {value}; expected at least"):
+        loader(**{name: value})
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"n": 99}, {"shuffle": False}])
+def test_a_state_of_another_order_is_refused(change: dict[str, Any]):
+    state = loader().state_dict()
+    with pytest.raises(UsageError, match=r"cannot be continued where they were left: .* was .* is"):
+        loader(**change).load_state_dict(state)
+
+
+def test_glyphs_come_fast_enough(glyphs: GlyphSet):
+    """At least 30,000 pairs/s, in the first epoch too, which tokenises every name."""
+
+    class AsTheyAre:
+        def __call__(self, image) -> torch.Tensor:
+            return to_pixels(image)
+
+        def batch(self, images: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+            return images
+
+    def tokens(captions: list[str]) -> torch.Tensor:
+        return torch.from_numpy(np.array([[len(c)] * 64 for c in captions]))
+
+    options = {"transform": AsTheyAre(), "tokenizer": tokens, "seed": 0}
+    data = PairLoader(glyphs.split("train"), batch_size=4096, **options)
+    start = time.process_time()
+    pairs = sum(len(batch) for batch in data)
+    assert pairs == 8 * 4096
+    assert pairs / (time.process_time() - start) > 30_000

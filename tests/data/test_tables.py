@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import csv
+import pickle
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from megabatch.data.pairs import BadSample
+from megabatch.data.tables import TablePairs
+from megabatch.errors import UsageError
+
+from .samples import png
+
+CAPTIONS = ["plain", 'with "quotes", commas', "two\nlines", "tab\there", "caf\u00e9"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    for i in range(5):
+        (tmp_path / "images" / f"{i}.png").write_bytes(png(i))
+    return tmp_path
+
+
+def write_text(path: Path, header: list[str], rows: list[list[str]], delimiter: str) -> Path:
+    with open(path, "w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([header, *rows])
+    return path
+
+
+def rows() -> list[list[str]]:
+    return [[str(i), f"images/{i}.png", caption] for i, caption in enumerate(CAPTIONS)]
+
+
+def check(pairs: TablePairs) -> None:
+    assert len(pairs) == 5
+    assert [pairs[i].caption for i in range(5)] == CAPTIONS
+    assert [pairs[i].image.getpixel((0, 0))[0] for i in range(5)] == list(range(5))
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t")])
+@pytest.mark.parametrize("columns", [("filepath", "title"), ("image", "caption")])
+def test_text_tables(folder: Path, name: str, delimiter: str, columns: tuple[str, str]):
+    path = write_text(folder / name, ["id", *columns], rows(), delimiter)
+    pairs = TablePairs([path])
+    check(pairs)
+    assert pairs[3].key == f"{name}:row 4"
+    check(pickle.loads(pickle.dumps(pairs)))
+
+
+def test_named_columns_and_separator(folder: Path):
+    path = write_text(folder / "a.csv", ["title", "picture", "words"], rows(), ";")
+    check(TablePairs([path], image_column="picture", caption_column="words", separator=";"))
+
+
+@pytest.mark.parametrize("kind", ["path", "bytes", "struct", "struct with paths"])
+def test_parquet(folder: Path, kind: str):
+    files = [f"images/{i}.png" for i in range(5)]
+    images = {
+        "path": files,
+        "bytes": [png(i) for i in range(5)],
+        "struct": [{"bytes": png(i), "path": None} for i in range(5)],
+        "struct with paths": [{"bytes": None, "path": name} for name in files],
+    }[kind]
+    path = folder / "a.parquet"
+    pa.parquet.write_table(pa.table({"image": images, "text": CAPTIONS}), path, row_group_size=2)
+    check(TablePairs([path]))
+
+
+def test_several_tables(folder: Path):
+    a = write_text(folder / "a.csv", ["id", "filepath", "title"], rows()[:2], ",")
+    b = write_text(folder / "b.tsv", ["id", "image", "caption"], rows()[2:], "\t")
+    check(TablePairs([a, b]))
+    assert TablePairs([a, b])[2].key == "b.tsv:row 1"
+
+
+def test_absolute_paths(folder: Path, tmp_path_factory):
+    path = tmp_path_factory.mktemp("elsewhere") / "a.csv"
+    write_text(path, ["filepath", "title"], [[str(folder / "images" / "3.png"), "three"]], ",")
+    assert TablePairs([path])[0].image.getpixel((0, 0))[0] == 3
+
+
+def test_bad_samples_keep_their_place(folder: Path):
+    (folder / "broken.png").write_bytes(b"no picture")
+    broken = [
+        ["images/0.png", ""],
+        ["images/9.png", "gone"],
+        ["broken.png", "broken"],
+        ["", "no path"],
+        ["images", "a folder"],
+        ["images/1.png", "good"],
+    ]
+    pairs = TablePairs([write_text(folder / "a.csv", ["filepath", "title"], broken, ",")])
+    reasons = []
+    for i in range(5):
+        with pytest.raises(BadSample) as caught:
+            pairs[i]
+        reasons.append(caught.value.reason)
+    missing = "missing image file"
+    assert reasons == ["empty caption", missing, "undecodable image", "no image", missing]
+    assert pairs[5].caption == "good"
+
+
+def test_nulls_in_parquet(folder: Path):
+    table = pa.table({"image": ["images/0.png", None, "images/1.png"], "text": [None, "a", "b"]})
+    pa.parquet.write_table(table, folder / "a.parquet")
+    pairs = TablePairs([folder / "a.parquet"])
+    with pytest.raises(BadSample, match="empty caption"):
+        pairs[0]
+    with pytest.raises(BadSample, match="no image"):
+        pairs[1]
+    assert pairs[2].caption == "b"
+
+
+def test_malformed_rows_are_left_out_and_counted(folder: Path):
+    path = folder / "a.csv"
+    path.write_text("filepath,title\nimages/0.png,a\nimages/1.png,b,too many\nimages/2.png,c\nx\n")
+    pairs = TablePairs([path])
+    assert [pairs[i].caption for i in range(len(pairs))] == ["a", "c"]
+    (line,) = pairs.damage
+    assert "2 rows left out, the first has 3 fields instead of 2" in line
+
+
+def test_a_row_that_is_not_utf8_costs_no_other(folder: Path):
+    path = folder / "a.csv"
+    path.write_bytes(b"filepath,title\nimages/0.png,\xff\xfe\nimages/1.png,good\n")
+    pairs = TablePairs([path])
+    assert pairs[1].caption == "good"
+    with pytest.raises(BadSample, match=r"not UTF-8: a\.csv:row 1"):
+        pairs[0]
+
+
+def test_numbers_as_captions(folder: Path):
+    path = write_text(folder / "a.csv", ["filepath", "title"], [["images/0.png", "007"]], ",")
+    assert TablePairs([path])[0].caption == "007"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_missing_columns_are_named_with_those_there(folder: Path, name: str):
+    path = folder / name
+    if name == "a.csv":
+        path.write_text("url,alt\nhttp://x,a\n")
+    else:
+        pa.parquet.write_table(pa.table({"url": ["x"], "alt": ["y"]}), path)
+    with pytest.raises(UsageError, match=r"no image column 'filepath' or .* are 'url', 'alt'"):
+        TablePairs([path])
+    with pytest.raises(UsageError, match=r"no caption column 'words'; its .* 'url', 'alt'"):
+        TablePairs([path], image_column="url", caption_column="words")
+
+
+@pytest.mark.parametrize(("name", "data"), [
+    ("a.parquet", b"no parquet"),
+    ("a.csv", b""),
+])  # fmt: skip
+def test_unreadable_tables(folder: Path, name: str, data: bytes):
+    (folder / name).write_bytes(data)
+    with pytest.raises(UsageError, match=f"cannot read .*{name}"):
+        TablePairs([folder / name])
+
+
+def test_no_rows(folder: Path):
+    (folder / "a.csv").write_text("filepath,title\n")
+    with pytest.raises(UsageError, match=r"no rows in .*a\.csv"):
+        TablePairs([folder / "a.csv"])
