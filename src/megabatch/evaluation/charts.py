@@ -1,0 +1,161 @@
+"""The report's charts: each drawn for a light and for a dark page, as SVG in a data URI."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megabatch.evaluation.metrics_log import Series
+
+_INK = {"light": "#1f2328", "dark": "#e6e6e6"}
+_FAINT = {"light": "#d5d9de", "dark": "#444b54"}
+_COLOURS = {
+    "light": {"model": "#2166ac", "baseline": "#e08214", "chance": "#7f7f7f"},
+    "dark": {"model": "#6baed6", "baseline": "#fdae61", "chance": "#a6a6a6"},
+}
+_HATCHES = {"model": "", "baseline": "//", "chance": ".."}  # told apart without colour, too
+_LABELS = {"model": "model", "baseline": "pixel nearest neighbour", "chance": "chance"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart as two data URIs, with what it shows in words."""
+
+    light: str
+    dark: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One panel of the comparison: figures of the model, the baseline (if any) and chance."""
+
+    title: str
+    ticks: Sequence[str]
+    model: Sequence[float]
+    chance: Sequence[float]
+    baseline: Sequence[float] | None = None
+
+
+def curves_chart(panels: Sequence[tuple[str, Series]]) -> Chart:
+    """Titled curves over training steps, two a row."""
+
+    def draw(figure: Figure, theme: str) -> None:
+        axes = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat
+        for ax, (title, series) in zip(axes, panels, strict=False):
+            _draw_curve(ax, title, series, _COLOURS[theme]["model"])
+        for ax in list(axes)[len(panels) :]:
+            ax.set_visible(False)
+
+    alt = "Over training steps: " + "; ".join(
+        f"{title}, from {s.values[0]:.4g} to {s.values[-1]:.4g}" for title, s in panels
+    )
+    return _chart(draw, (9.6, 2.5 * -(-len(panels) // 2)), alt)
+
+
+def bars_chart(panels: Sequence[Bars], *, columns: int) -> Chart:
+    """Recall of model, baseline and chance side by side, a panel a task and direction."""
+    rows = -(-len(panels) // columns)
+
+    def draw(figure: Figure, theme: str) -> None:
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for ax, panel in zip(axes, panels, strict=False):
+            _draw_bars(ax, panel, _COLOURS[theme])
+        for ax in list(axes)[len(panels) :]:
+            ax.set_visible(False)
+        shown = {
+            label: handle
+            for ax in figure.axes
+            for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3)
+
+    alt = "; ".join(
+        f"{p.title}: "
+        + ", ".join(f"{t} {100 * v:.1f}%" for t, v in zip(p.ticks, p.model, strict=True))
+        for p in panels
+    )
+    return _chart(draw, (9.6, 0.4 + 2.4 * rows), alt)
+
+
+def _draw_curve(ax: Axes, title: str, series: Series, colour: str) -> None:
+    ax.plot(series.steps, series.values, color=colour, linewidth=1.4)
+    if len(series.steps) == 1:
+        ax.plot(series.steps, series.values, "o", color=colour)
+    if series.low is not None and series.high is not None:
+        ax.fill_between(series.steps, series.low, series.high, color=colour, alpha=0.2, lw=0)
+    ax.set_title(title)
+    ax.set_xlabel("step")
+    ax.margins(x=0.01)
+    if title.startswith("pairs per second"):
+        ax.set_ylim(bottom=0)
+
+
+def _draw_bars(ax: Axes, panel: Bars, colours: dict[str, str]) -> None:
+    rows = {"model": panel.model, "baseline": panel.baseline, "chance": panel.chance}
+    shown = {name: values for name, values in rows.items() if values is not None}
+    width = 0.82 / len(shown)
+    places = np.arange(len(panel.ticks))
+    for i, (name, values) in enumerate(shown.items()):
+        bars = ax.bar(
+            places + (i - (len(shown) - 1) / 2) * width,
+            [100 * v for v in values],
+            width * 0.94,
+            color=colours[name],
+            hatch=_HATCHES[name],
+            label=_LABELS[name],
+        )
+        ax.bar_label(bars, [percent(v) for v in values], fontsize=7.5, padding=1)
+    ax.set_title(panel.title)
+    ax.set_xticks(places, panel.ticks)
+    ax.set_xlim(-0.55, len(panel.ticks) - 0.45)
+    ax.set_ylim(0, 108)
+    ax.set_yticks(range(0, 101, 20))
+
+
+def percent(value: float) -> str:
+    """A fraction as percent without its sign, with digits enough to tell a small one from 0."""
+    hundredths = 100 * value
+    if hundredths == 0 or hundredths >= 9.95:
+        return f"{hundredths:.0f}"
+    return f"{hundredths:.1f}" if hundredths >= 0.95 else f"{hundredths:.2f}"
+
+
+def _chart(draw: Callable[[Figure, str], None], size: tuple[float, float], alt: str) -> Chart:
+    return Chart(_svg(draw, size, "light"), _svg(draw, size, "dark"), alt)
+
+
+def _svg(draw: Callable[[Figure, str], None], size: tuple[float, float], theme: str) -> str:
+    ink, faint = _INK[theme], _FAINT[theme]
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.titlesize": 10,
+        "axes.edgecolor": faint,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": faint,
+        "grid.linewidth": 0.5,
+        "hatch.linewidth": 0.6,
+        "legend.frameon": False,
+        "svg.hashsalt": "megabatch",
+        **dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), ink
+        ),
+    }
+    with rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure, theme)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

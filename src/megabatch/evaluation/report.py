@@ -1,0 +1,138 @@
+"""`report.html`: one file with everything in it, to look at a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megabatch.evaluation.charts import Bars, Chart, bars_chart, curves_chart
+from megabatch.evaluation.gallery import Query, choose_queries
+from megabatch.evaluation.metrics_log import read_metrics, series
+from megabatch.evaluation.run_folder import write_atomically
+from megabatch.evaluation.table import CONTENDERS, retrieval_groups, zero_shot_groups
+from megabatch.evaluation.tasks import KS, Scored
+
+_CURVES = {
+    "loss": "loss",
+    "lr": "learning rate",
+    "pairs_per_second": "pairs per second",
+    "logit_scale": "logit scale",
+}
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """The queries shown of one task."""
+
+    title: str
+    shown_with: str
+    examples: list[Query]
+    failures: list[Query]
+
+
+def write_report(folder: Path, evaluation: dict[str, Any], scored: Sequence[Scored]) -> Path:
+    """Write `folder/report.html` from the evaluation, the run's log and the tasks' features."""
+    records = read_metrics(folder / "metrics.jsonl")
+    html = render(
+        name=folder.resolve().name,
+        evaluation=evaluation,
+        records=records,
+        galleries=[_gallery(s) for s in scored],
+        config=(folder / "config.toml").read_text(encoding="utf-8"),
+    )
+    path = folder / "report.html"
+    write_atomically(path, html)
+    return path
+
+
+def render(
+    *,
+    name: str,
+    evaluation: dict[str, Any],
+    records: list[dict[str, Any]],
+    galleries: Sequence[Gallery],
+    config: str,
+) -> str:
+    """The page as text; everything put into it is escaped."""
+    environment = Environment(
+        loader=PackageLoader("megabatch.evaluation", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html").render(
+        name=name,
+        evaluation=evaluation,
+        facts=_facts(evaluation, records),
+        recall=_recall_chart(evaluation),
+        retrieval=retrieval_groups(evaluation),
+        zero_shot=zero_shot_groups(evaluation),
+        curves=_training_curves(records),
+        galleries=galleries,
+        config=config,
+    )
+
+
+def _gallery(scored: Scored) -> Gallery:
+    examples, failures = choose_queries(scored, examples=8, failures=4)
+    return Gallery(scored.task.title, scored.task.pictures_are, examples, failures)
+
+
+def _facts(evaluation: dict[str, Any], records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    run = evaluation["run"]
+    facts = [
+        ("model", f"{run['model']}, {run['parameters'] / 1e6:.1f} M parameters"),
+        ("training data", str(run["train_data"])),
+        ("weights", run["weights"]),
+        ("evaluation", f"{evaluation['seconds']:.0f} s on {run['device']}, {run['precision']}"),
+    ]
+    if records:
+        last = records[-1]
+        facts.append(("steps", f"{last['step']:,}"))
+        for key, term, form in (
+            ("epoch", "epochs", "{:.4g}"),
+            ("samples", "pairs seen", "{:,.0f}"),
+            ("seconds", "training time", "{:,.0f} s"),
+            ("loss", "last loss", "{:.4f}"),
+        ):
+            if isinstance(last.get(key), int | float):
+                facts.append((term, form.format(last[key])))
+    return facts
+
+
+def _training_curves(records: list[dict[str, Any]]) -> Chart | None:
+    panels = [(title, series(records, key)) for key, title in _CURVES.items()]
+    drawn = [(title, curve) for title, curve in panels if curve is not None]
+    return curves_chart(drawn) if drawn else None
+
+
+def _recall_chart(evaluation: dict[str, Any]) -> Chart:
+    """Image to text of every task and the zero-shot tasks in one row, text to image below."""
+    retrieval, zero_shot = evaluation["retrieval"].values(), evaluation["zero_shot"].values()
+    recalls = [f"recall@{k}" for k in KS]
+    panels = [
+        *(
+            _panel(task, "image to text", [f"image_to_text/{r}" for r in recalls], KS)
+            for task in retrieval
+        ),
+        *(_panel(task, "zero-shot, top k", ["top1", "top5"], (1, 5)) for task in zero_shot),
+        *(
+            _panel(task, "text to image", [f"text_to_image/{r}" for r in recalls], KS)
+            for task in retrieval
+        ),
+    ]
+    return bars_chart(panels, columns=len(retrieval) + len(zero_shot))
+
+
+def _panel(task: dict[str, Any], subtitle: str, keys: list[str], ks: Sequence[int]) -> Bars:
+    values = {
+        name: [task[name][key] for key in keys]
+        for name in CONTENDERS
+        if keys[0] in task.get(name, {})
+    }
+    return Bars(f"{task['title']}: {subtitle}", [f"@{k}" for k in ks], **values)

@@ -1,0 +1,190 @@
+"""Retrieval tasks: which images are asked for which names, and how a model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megabatch.data.glyphs import GlyphSet
+from megabatch.data.pairs import PairDataset
+from megabatch.errors import UsageError
+from megabatch.evaluation.baseline import pixel_neighbour_recalls
+from megabatch.evaluation.embed import (
+    EmbeddedPairs,
+    Encoder,
+    distinct_with_ids,
+    embed_images_of_pairs,
+)
+from megabatch.evaluation.retrieval import chance_metrics, retrieval_metrics
+
+KS = (1, 5, 10)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Images to be matched with texts.
+
+    candidates: the texts to choose from, each once; None: the distinct captions of `pairs`.
+    baseline: computes recalls of image→text that need no model; None: there are none.
+    picture_of: a picture to show beside a text, with whether the training set has that text;
+        None: an evaluated image of it. pictures_are: the same in the report's words.
+    """
+
+    key: str
+    title: str
+    note: str
+    pairs: PairDataset
+    candidates: list[str] | None = None
+    baseline: Callable[[], dict[str, float]] | None = None
+    picture_of: Callable[[str], tuple[Image.Image, bool] | None] | None = None
+    pictures_are: str = "one of its evaluated images"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A task with a model's features for it and its figures.
+
+    text_features: (n, d) of `texts`; text_ids: int64, the right text of each embedded image;
+    figures: by contender ("model", "chance", "baseline"), keys such as `image_to_text/recall@1`.
+    """
+
+    task: Task
+    images: EmbeddedPairs
+    text_ids: Tensor
+    texts: list[str]
+    text_features: Tensor
+    figures: dict[str, dict[str, float]]
+
+
+def score(encoder: Encoder, task: Task) -> Scored:
+    """Embed the task's images and texts and rank them against each other."""
+    images = embed_images_of_pairs(encoder, task.pairs)
+    if not images.captions:
+        raise UsageError(f"{task.title}: none of {len(task.pairs)} samples is usable")
+    texts, text_ids = _place_captions(images.captions, task.candidates)
+    text_features = encoder.texts(texts)
+    ids = {"x_ids": text_ids, "y_ids": torch.arange(len(texts))}
+    figures = {
+        "model": _named(retrieval_metrics(images.features, text_features, ks=KS, **ids)),
+        "chance": _named(chance_metrics(ks=KS, **ids)),
+    }
+    if task.baseline is not None:
+        figures["baseline"] = {f"image_to_text/{k}": v for k, v in task.baseline().items()}
+    return Scored(task, images, text_ids, texts, text_features, figures)
+
+
+def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
+    """Held-out faces among their own names, and held-out characters among all names."""
+    train, faces, characters = (glyphs.split(s) for s in ("train", "faces", "characters"))
+    face_names = " and ".join(sorted({glyphs.face_names[f] for f in faces.faces}))
+
+    def face_baseline() -> dict[str, float]:
+        return pixel_neighbour_recalls(
+            train.images, train.name_ids, faces.images, faces.name_ids, ks=KS
+        )
+
+    def no_baseline() -> dict[str, float]:
+        return {f"recall@{k}": 0.0 for k in KS}
+
+    return [
+        Task(
+            "faces",
+            "held-out faces",
+            f"Every image of {face_names}, two faces that training never saw, among all names of "
+            "these images. The pixel baseline names an image after the training images nearest "
+            "to it.",
+            faces,
+            baseline=face_baseline,
+            picture_of=_pictures(glyphs, train.indices),
+            pictures_are="an image of it from the training set",
+        ),
+        Task(
+            "characters",
+            "held-out characters",
+            "Images of characters whose names training never saw, among the names of all "
+            "characters. The pixel baseline is 0 by construction: it can give only names that a "
+            "training image has.",
+            characters,
+            candidates=glyphs.names,
+            baseline=no_baseline,
+            picture_of=_pictures(glyphs, train.indices, characters.indices),
+            pictures_are="an image of it from the training set (from the held-out images where "
+            "training has none)",
+        ),
+    ]
+
+
+def pairs_task(spec: str, pairs: PairDataset) -> Task:
+    """Any data set of pairs, among its own captions; images of one caption are all right."""
+    return Task("pairs", spec, f"The images of {spec} among their own captions.", pairs)
+
+
+def digit_baseline(
+    glyphs: GlyphSet, names: Sequence[str], images: Sequence[Image.Image], labels: Tensor
+) -> dict[str, float]:
+    """Top-1 and top-5 of classing an image with the nearest printed digit in the training set."""
+    train = glyphs.split("train")
+    class_of = {f"digit {name}": i for i, name in enumerate(names)}
+    printed = np.array([class_of.get(name, -1) for name in glyphs.names])[train.name_ids]
+    recalls = pixel_neighbour_recalls(
+        train.images[printed >= 0],
+        printed[printed >= 0],
+        np.stack([np.asarray(image) for image in images]),
+        labels.numpy(),
+        ks=(1, 5),
+    )
+    return {f"top{k}": recalls[f"recall@{k}"] for k in (1, 5)}
+
+
+def _place_captions(captions: list[str], candidates: list[str] | None) -> tuple[list[str], Tensor]:
+    if candidates is None:
+        return distinct_with_ids(captions)
+    place = {text: i for i, text in enumerate(candidates)}
+    return candidates, torch.tensor([place[c] for c in captions], dtype=torch.int64)
+
+
+def _named(metrics: dict[str, float]) -> dict[str, float]:
+    return {
+        key.replace("x_to_y", "image_to_text").replace("y_to_x", "text_to_image"): value
+        for key, value in metrics.items()
+    }
+
+
+def _pictures(
+    glyphs: GlyphSet, train: np.ndarray, others: np.ndarray | None = None
+) -> Callable[[str], tuple[Image.Image, bool] | None]:
+    """Each name's first training image, else its first of the others."""
+    sources: list[tuple[np.ndarray, bool]] = [(train, True)]
+    if others is not None:
+        sources.append((others, False))
+    first: dict[str, tuple[int, bool]] = {}
+    for indices, known in sources:
+        for index in indices:
+            first.setdefault(glyphs.names[glyphs.name_ids[index]], (int(index), known))
+
+    def picture_of(name: str) -> tuple[Image.Image, bool] | None:
+        if name not in first:
+            return None
+        index, known = first[name]
+        return Image.fromarray(glyphs.images[index]), known
+
+    return picture_of
+
+
+def record(scored: Scored) -> dict[str, Any]:
+    """What `evaluation.json` keeps of a task."""
+    task = scored.task
+    return {
+        "title": task.title,
+        "note": task.note,
+        "images": len(scored.images.indices),
+        "texts": len(scored.texts),
+        "skipped": dict(scored.images.skipped),
+        **scored.figures,
+    }
