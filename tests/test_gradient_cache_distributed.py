@@ -2,6 +2,7 @@
 
 import functools
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -223,7 +224,11 @@ def worker(rank, folder):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
     )
     results = {
         f"{setup.__name__} {name}": run_case(setup, sizes, rank)

@@ -159,7 +159,7 @@ class Encoding:
                     "between micro-batches (if it is per sample: return shape (rows, 1), or use "
                     "micro-batches of at least 2 rows)"
                 )
-            whole = tensors[0].clone()  # it may be a parameter itself
+            whole = tensors[0]
         elif shapes == [(n, *shapes[0][1:]) for n in encoded]:
             self.per_sample.add(key)
             whole = torch.cat([tensor[:n] for tensor, n in zip(tensors, kept, strict=True)])
