@@ -1,4 +1,4 @@
-"""Checks of what a caller passes in: every error names the argument, what came, what was expected."""
+"""Checks of a caller's arguments: errors name the argument, what came, what was expected."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def check_vector(name: str, value: Any, length: int, like: Tensor) -> Tensor:
     """A floating-point vector of one number a row, in the accumulator's dtype."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         came = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name}: expected a floating-point tensor of shape ({length},), got {came}")
+        raise TypeError(
+            f"{name}: expected a floating-point tensor of shape ({length},), got {came}"
+        )
     _check_place(name, value, length, like)
     return value.to(accumulator_dtype(like.dtype))
 

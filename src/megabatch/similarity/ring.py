@@ -22,7 +22,7 @@ def check_group(group: object) -> None:
     if not (group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup))):
         raise TypeError(f"group: expected None, 'local' or a process group, got {group!r}")
     if dist.is_available() and dist.is_initialized():
-        size = dist.get_world_size(group)  # type: ignore[arg-type]
+        size = dist.get_world_size(group)
         if size > 1:
             raise NotImplementedError(
                 f"group: expected one process, got a group of {size}; similarity over several "

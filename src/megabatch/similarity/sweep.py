@@ -1,4 +1,4 @@
-"""One device: blocks of rows against blocks of columns, in a workspace that the batch does not grow."""
+"""One device: blocks of rows against blocks of columns, in a workspace of bounded size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def set_workspace(size: int) -> int:
 def block_shape(like: Tensor) -> tuple[int, int]:
     """Rows and columns of one block for features like `like` (m, d)."""
     # The CPU is fastest where a block stays in its last-level cache: 512 × 1,024 float32 does
-    # (measured: 1,024 × 2,048 8% slower where the machine is busy). A GPU wants products that fill it.
+    # (measured: 1,024 × 2,048 8% slower where the machine is busy). A GPU wants large products.
     rows, columns = (512, 1024) if like.device.type == "cpu" else (8192, 8192)
     item = accumulator_dtype(like.dtype).itemsize
     # Beside the buffers a half-precision block holds wider copies of its rows and columns.

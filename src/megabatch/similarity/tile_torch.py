@@ -32,7 +32,7 @@ def logits(x: Tensor, y: Tensor, scale: Tensor, out: Tensor | None = None) -> Te
     if x.dtype == accumulator_dtype(x.dtype):
         return torch.mm(x * scale, y.T, out=out)
     if x.device.type == "cuda":
-        return torch.mm(x, y.T, out_dtype=torch.float32).mul_(scale)  # type: ignore[call-overload]
+        return torch.mm(x, y.T, out_dtype=torch.float32).mul_(scale)
     return torch.mm(x.float().mul_(scale), y.float().T, out=out)
 
 
@@ -174,7 +174,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if right.dtype == total.dtype:
         total.addmm_(left, right)
     elif right.device.type == "cuda":
-        total += torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)  # type: ignore[call-overload]
+        total += torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
     else:
         total.addmm_(left, right.float())
 

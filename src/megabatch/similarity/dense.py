@@ -1,0 +1,89 @@
+"""The whole similarity matrix at once: the float64 truth for tests, the dense peer in benchmarks.
+
+Ordinary differentiable PyTorch in the features' own dtype, written independently of the sweep.
+Memory grows with m * n.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.similarity.statistics import Split
+
+
+def logits(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """S (m, n)."""
+    return scale * (x @ y.T)
+
+
+def logsumexp(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp along each axis: `(rows (m,), columns (n,))`."""
+    s = logits(x, y, scale)
+    return s.logsumexp(1), s.logsumexp(0)
+
+
+def split_logsumexp(
+    x: Tensor,
+    y: Tensor | None = None,
+    scale: float | Tensor = 1.0,
+    *,
+    ids: str | tuple[Tensor, Tensor] = "paired",
+    ceiling: Tensor | None = None,
+) -> tuple[Split, Split]:
+    """As `megabatch.similarity.split_logsumexp`, both sides."""
+    s = logits(x, x if y is None else y, scale)
+    m, n = s.shape
+    kept = torch.ones(m, n, dtype=torch.bool, device=s.device)
+    if y is None:
+        kept.fill_diagonal_(False)
+    if isinstance(ids, str):
+        equal = torch.eye(m, n, dtype=torch.bool, device=s.device)
+    else:
+        equal = (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
+    negative = kept & ~equal
+    if ceiling is not None:
+        negative = negative & ~(s > ceiling[:, None])
+    sides = [_side(s, kept & equal, negative, dim) for dim in (1, 0)]
+    return sides[0], sides[1]
+
+
+def _side(s: Tensor, positive: Tensor, negative: Tensor, dim: int) -> Split:
+    return Split(
+        _masked_logsumexp(s, negative, dim),
+        _masked_logsumexp(s, positive, dim),
+        torch.where(positive, s, 0).sum(dim),
+        positive.sum(dim).to(s.dtype),
+    )
+
+
+def _masked_logsumexp(s: Tensor, mask: Tensor, dim: int) -> Tensor:
+    # All of a row masked: -inf with a zero gradient, where logsumexp of -infs would give NaN.
+    some = mask.any(dim, keepdim=True)
+    values = s.masked_fill(~mask, -torch.inf).masked_fill(~some, 0).logsumexp(dim)
+    return values.masked_fill(~some.squeeze(dim), -torch.inf)
+
+
+def paired(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """The diagonal of S, (m,)."""
+    return scale * (x * y).sum(1)
+
+
+def clip_loss(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """Two cross-entropies over one matrix of logits, as most training code writes it."""
+    s = logits(x, y, scale)
+    labels = torch.arange(len(s), device=s.device)
+    return (F.cross_entropy(s, labels) + F.cross_entropy(s.T, labels)) / 2
+
+
+def ranks(
+    x: Tensor, y: Tensor, target: Tensor, *, ids: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `megabatch.similarity.ranks`."""
+    s = x @ y.T
+    score = s.gather(1, target[:, None])
+    skip = torch.zeros_like(s, dtype=torch.bool).scatter_(1, target[:, None], True)
+    if ids is not None:
+        skip |= (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
+    return ((s > score) & ~skip).sum(1), ((s == score) & ~skip).sum(1)

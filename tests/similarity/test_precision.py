@@ -1,0 +1,120 @@
+"""Low precision: per-row errors against float64, held against the dense expression's own.
+
+The criterion of a careful dense implementation: products in the features' dtype, logits and
+softmax in float32, dS rounded to the features' dtype once, float32 accumulation.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import megabatch as mb
+from megabatch import similarity
+from megabatch.similarity import dense
+from tests.similarity.features import MAKERS
+
+#: Room over the dense expression's own error.
+FACTOR = 1.5
+
+
+def clip_from_negatives(pos: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    return (
+        -(
+            torch.nn.functional.logsigmoid(pos - rows)
+            + torch.nn.functional.logsigmoid(pos - columns)
+        ).mean()
+        / 2
+    )
+
+
+def truth(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """(rows, columns, dx, dy, dscale) in float64."""
+    x, y = (t.double().detach().requires_grad_() for t in (x, y))
+    s = torch.tensor(scale, dtype=torch.float64, requires_grad=True)
+    rows, columns = dense.split_logsumexp(x, y, s)
+    clip_from_negatives(dense.paired(x, y, s), rows.negative, columns.negative).backward()
+    return rows.negative.detach(), columns.negative.detach(), x.grad, y.grad, s.grad
+
+
+def float32_noise(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What rounding logits and log-sum-exps to float32 once may do to dx, dy, each row, and dscale.
+
+    Both logit and log-sum-exp may be off by eps times their size, and their difference is the
+    exponent: dS is off by that factor. A row adds up |dS| times
+    the lengths.
+    """
+    x, y = x.double(), y.double()
+    logits = (scale * (x @ y.T)).requires_grad_()
+    rows, columns = dense.split_logsumexp(logits, torch.eye(len(x), dtype=torch.float64))
+    clip_from_negatives(logits.diagonal(), rows.negative, columns.negative).backward()
+    largest = max(logits.detach().abs().max(), rows.negative.detach().abs().max())
+    noise = 2 * torch.finfo(torch.float32).eps * (1 + largest) * logits.grad.abs()
+    dscale = (noise * logits.detach().abs()).sum() / scale
+    return scale * (noise @ y.norm(dim=1)), scale * (noise.T @ x.norm(dim=1)), dscale
+
+
+def careful_dense(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """The same from float32 logits with dS rounded once."""
+    wide = [t.float() for t in (x, y)]
+    logits = (scale * (wide[0] @ wide[1].T)).requires_grad_()
+    eye = torch.eye(len(x), dtype=torch.bool)
+    rows = logits.masked_fill(eye, -torch.inf).logsumexp(1)
+    columns = logits.masked_fill(eye, -torch.inf).logsumexp(0)
+    clip_from_negatives(logits.diagonal(), rows, columns).backward()
+    ds = logits.grad.to(x.dtype).float()
+    dx, dy = scale * (ds @ wide[1]), scale * (ds.T @ wide[0])
+    dscale = (wide[0] * (ds @ wide[1])).sum()
+    return rows.detach(), columns.detach(), dx.to(x.dtype), dy.to(x.dtype), dscale
+
+
+def row_errors(value: Tensor, exact: Tensor) -> Tensor:
+    return (value.double() - exact).norm(dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scale", [0.01, 14.3, 100.0, 200.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_per_row_error_is_no_larger_than_the_dense_expressions(
+    maker: str, scale: float, dtype: torch.dtype
+) -> None:
+    x, y = (t.to(dtype) for t in MAKERS[maker](256, 256, 64))
+    exact = truth(x, y, scale)
+    peer = careful_dense(x, y, scale)
+    a, b = (t.clone().requires_grad_() for t in (x, y))
+    s = torch.tensor(scale, requires_grad=True)
+    rows, columns = similarity.split_logsumexp(a, b, s)
+    mb.ClipLoss()(a, b, s).backward()
+    assert columns is not None
+    unit = torch.finfo(torch.float32).eps
+    for mine, i in ((rows.negative, 0), (columns.negative, 1)):
+        limit = FACTOR * (peer[i] - exact[i]).abs().max() + 4 * unit * exact[i].abs()
+        assert ((mine - exact[i]).abs() <= limit).all()
+    # A row's error may reach the dense expression's for that row or the median row; beside it
+    # stand one rounding of the result and, since two float32 computations differ by it either
+    # way, one rounding of the exponents.
+    half = torch.finfo(dtype).eps / 2
+    # Below the smallest normal number, or a probability of e^-47 (what a block may lose that
+    # takes one exponential for both sides), anything is nothing.
+    tiny = max(torch.finfo(dtype).smallest_normal, 4e-21 * scale / len(x))
+    noises = float32_noise(x, y, scale)
+    for mine, i in ((a.grad, 2), (b.grad, 3)):
+        size = exact[i].norm(dim=1)
+        theirs = row_errors(peer[i], exact[i])
+        limit = FACTOR * theirs.maximum(theirs.median()) + half * size + noises[i - 2] + tiny
+        assert (row_errors(mine, exact[i]) <= limit).all()
+    # The scale's gradient sums over all rows: compare with the rounding of that many terms.
+    terms = (x.double() * exact[2]).sum(1).abs().sum() / scale
+    limit = 2 * half * terms + noises[2] + FACTOR * abs(peer[4] - exact[4])
+    assert abs(s.grad - exact[4]) <= limit
+
+
+def test_a_learnt_pair_keeps_its_gradient_in_bfloat16() -> None:
+    """p close to 1 at scale 100: the gradient is no difference of two rounded terms."""
+    x, y = (t.bfloat16() for t in MAKERS["learnt"](512, 512, 128))
+    exact = truth(x, y, 100.0)
+    a = x.clone().requires_grad_()
+    mb.ClipLoss()(a, y, 100.0).backward()
+    relative = row_errors(a.grad, exact[2]) / exact[2].norm(dim=1)
+    assert relative.median() < 0.004

@@ -1,0 +1,259 @@
+"""Values and gradients against the dense float64 expression."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megabatch import similarity
+from megabatch.similarity import dense, sweep
+from tests.similarity.features import MAKERS
+
+SCALES = (0.01, 1.0, 14.3, 100.0, 200.0)
+
+
+def assert_same(ours: Tensor, truth: Tensor, tolerance: float = 1e-11) -> None:
+    """Equal to `tolerance`, relative to the largest finite entry where that is above 1."""
+    finite = truth.detach()[truth.isfinite()]
+    size = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
+    torch.testing.assert_close(ours, truth, rtol=0, atol=tolerance * size)
+
+
+def weighted_sum(parts: list[Tensor], seed: int = 1) -> Tensor:
+    """A scalar that gives each entry of each part an upstream gradient of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        weight = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+        total = total + (part.masked_fill(part == -torch.inf, 0) * weight).sum()
+    return total
+
+
+def leaves(*values: Tensor | float) -> list[Tensor]:
+    return [
+        torch.as_tensor(v, dtype=torch.float64).clone().detach().requires_grad_() for v in values
+    ]
+
+
+def compare(ours: list[Tensor], truth: list[Tensor], mine: list[Tensor], theirs: list[Tensor]):
+    for a, b in zip(ours, truth, strict=True):
+        assert_same(a, b)
+    weighted_sum(ours).backward()
+    weighted_sum(truth).backward()
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert_same(a.grad, b.grad)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize(("m", "n", "d"), [(97, 97, 20), (150, 41, 7), (1, 70, 3), (33, 1, 1)])
+def test_logsumexp_is_exact(maker: str, m: int, n: int, d: int, scale: float) -> None:
+    x, y = MAKERS[maker](m, n, d)
+    mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
+    ours, truth = similarity.logsumexp(*mine), dense.logsumexp(*theirs)
+    compare(list(ours), list(truth), mine, theirs)
+
+
+def some_ids(m: int, n: int, kinds: int) -> tuple[Tensor, Tensor]:
+    """Ids that recur; some negative, which equal nothing; some on one side alone."""
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(-2, kinds, (m,), generator=generator)
+    return rows, torch.randint(-2, kinds + 3, (n,), generator=generator)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("ceiling", [False, True])
+@pytest.mark.parametrize("ids", ["paired", "some", "all", "none"])
+@pytest.mark.parametrize("scale", [0.01, 14.3, 200.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_split_logsumexp_is_exact(maker: str, scale: float, ids: str, ceiling: bool) -> None:
+    m, n = (90, 90) if ids == "paired" else (90, 61)
+    x, y = MAKERS[maker](m, n, 12)
+    mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
+    if ids == "paired":
+        chosen: str | tuple[Tensor, Tensor] = ids
+    elif ids == "all":  # every pair positive
+        chosen = torch.zeros(m, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
+    elif ids == "none":
+        chosen = torch.full((m,), -1), torch.full((n,), -1)
+    else:
+        chosen = some_ids(m, n, 20)
+    limit = None
+    if ceiling:  # the median logit of each row, put halfway to the next so that no tie decides
+        ordered = (scale * x @ y.T).sort(1).values
+        limit = (ordered[:, n // 2] + ordered[:, n // 2 + 1]) / 2
+        if maker == "duplicated":  # few distinct logits: halfway between two distinct ones
+            limit = scale * torch.full((m,), 0.9, dtype=torch.float64)
+    ours = similarity.split_logsumexp(*mine, ids=chosen, ceiling=limit)
+    truth = dense.split_logsumexp(*theirs, ids=chosen, ceiling=limit)
+    flat = [part for side in ours for part in side]
+    compare(flat, [part for side in truth for part in side], mine, theirs)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("ids", ["paired", "one", "two"])
+@pytest.mark.parametrize("ceiling", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_self_similarity_is_exact(maker: str, ids: str, ceiling: bool) -> None:
+    m, scale = 101, 14.3
+    x, _ = MAKERS[maker](m, m, 12)
+    rows, columns = some_ids(m, m, 15)
+    chosen = {"paired": ("paired", (torch.arange(m), torch.arange(m)))}.get(
+        ids, (rows, (rows, rows)) if ids == "one" else ((rows, columns), (rows, columns))
+    )
+    limit = torch.full((m,), 0.123 * scale, dtype=torch.float64) if ceiling else None
+    mine, theirs = leaves(x, scale), leaves(x, scale)
+    ours = similarity.split_logsumexp(mine[0], None, mine[1], ids=chosen[0], ceiling=limit)
+    truth = dense.split_logsumexp(theirs[0], None, theirs[1], ids=chosen[1], ceiling=limit)
+    compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
+
+
+def test_self_similarity_does_half_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    similarity_blocks = []
+    original = sweep.tile_torch.forward
+
+    def counting(x: Tensor, y: Tensor, *rest: object) -> None:
+        similarity_blocks.append(x.shape[0] * y.shape[0])
+        original(x, y, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sweep, "block_shape", lambda like: (10, 10))
+    monkeypatch.setattr(sweep.tile_torch, "forward", counting)
+    similarity.split_logsumexp(torch.randn(100, 4))
+    assert sum(similarity_blocks) == 100 * (100 + 10) // 2
+
+
+def test_rows_alone_equal_rows_of_both() -> None:
+    x, y = (t.float() for t in MAKERS["random"](50, 30, 8))
+    rows, columns = similarity.logsumexp(x, y, 20.0, sides="rows")
+    assert columns is None
+    torch.testing.assert_close(rows, similarity.logsumexp(x, y, 20.0)[0], rtol=0, atol=0)
+    split_rows, nothing = similarity.split_logsumexp(x, None, 20.0, sides="rows")
+    assert nothing is None
+    assert split_rows.negative.shape == (50,)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1)])
+def test_gradients_of_some_inputs_alone(needed: tuple[int, ...]) -> None:
+    x, y = MAKERS["random"](40, 30, 6)
+    full = leaves(x, y, 9.0)
+    weighted_sum(list(similarity.logsumexp(*full))).backward()
+    some = [
+        torch.as_tensor(v, dtype=torch.float64).clone().requires_grad_(i in needed)
+        for i, v in enumerate((x, y, 9.0))
+    ]
+    weighted_sum(list(similarity.logsumexp(*some))).backward()
+    for i in range(3):
+        if i in needed:
+            assert_same(some[i].grad, full[i].grad)
+        else:
+            assert some[i].grad is None
+
+
+def test_gradcheck() -> None:
+    x, y = MAKERS["random"](5, 4, 3)
+    mine = leaves(x, y, 3.0)
+    assert torch.autograd.gradcheck(lambda *a: similarity.logsumexp(*a), mine)
+    rows, columns = torch.tensor([0, 1, 1, 2, -1]), torch.tensor([1, 0, 2, -1])
+
+    def split(*inputs: Tensor) -> tuple[Tensor, ...]:
+        sides = similarity.split_logsumexp(*inputs, ids=(rows, columns))
+        some = sides[0].positive > -torch.inf
+        return sides[0].negative, sides[0].positive[some], sides[0].positive_sum, sides[1].negative
+
+    assert torch.autograd.gradcheck(split, mine)
+
+
+def test_operators_are_registered_in_full() -> None:
+    x, y = (t.requires_grad_() for t in MAKERS["random"](6, 5, 3))
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    ids = (torch.arange(6) % 3, torch.arange(5) % 3)
+    for arguments in (
+        (x, y, scale, None, None, None, "plain", True),
+        (x, y, scale, *ids, None, "plain", False),
+        (x, None, scale, None, None, None, "dropped", False),
+    ):
+        torch.library.opcheck(torch.ops.megabatch.statistics.default, arguments)
+    torch.library.opcheck(torch.ops.megabatch.row_products.default, (x[:5], y))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    m=st.integers(1, 70),
+    n=st.integers(1, 70),
+    d=st.integers(1, 9),
+    log_scale=st.floats(-4.6, 5.3),
+    maker=st.sampled_from(sorted(MAKERS)),
+    block=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    kinds=st.integers(0, 12),
+)
+def test_any_shape_scale_and_block(
+    m: int, n: int, d: int, log_scale: float, maker: str, block: tuple[int, int], kinds: int
+) -> None:
+    torch.manual_seed(m * 71 + n)
+    x, y = MAKERS[maker](m, n, d)
+    scale = float(torch.tensor(log_scale).exp())
+    ids = some_ids(m, n, kinds)
+    mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "block_shape", lambda like: block)
+        ours = similarity.split_logsumexp(*mine, ids=ids)
+        truth = dense.split_logsumexp(*theirs, ids=ids)
+        compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
+
+
+def test_no_pairs_at_all() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    rows, columns = similarity.logsumexp(x, torch.randn(0, 4))
+    assert rows.tolist() == [-torch.inf] * 3
+    assert columns is not None
+    assert columns.shape == (0,)
+    one, _ = similarity.split_logsumexp(x[:1], x[:1])
+    assert one.negative.item() == -torch.inf
+    one.negative.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_bad_numbers_are_seen(value: float) -> None:
+    x, y = torch.randn(20, 4), torch.randn(20, 4)
+    x[7, 2] = value
+    rows, columns = similarity.logsumexp(x, y, 10.0)
+    assert not rows[7].isfinite()
+    assert columns is not None
+    assert rows[:7].isfinite().all()
+    assert not columns.isfinite().all()
+
+
+def test_autocast_takes_features_as_a_product_would() -> None:
+    x, y = torch.randn(10, 8), torch.randn(10, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rows, _ = similarity.logsumexp(x, y, 2.0)
+    truth, _ = similarity.logsumexp(x.bfloat16(), y.bfloat16(), 2.0)
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows, truth, rtol=0, atol=0)
+
+
+def test_strided_features() -> None:
+    x, y = MAKERS["random"](40, 40, 12)
+    ours = similarity.logsumexp(x.T.contiguous().T, y[:, ::2].repeat(1, 2), 5.0)
+    truth = dense.logsumexp(x, y[:, ::2].repeat(1, 2), 5.0)
+    for a, b in zip(ours, truth, strict=True):
+        assert_same(a, b)
+
+
+def test_block_shape_follows_the_workspace() -> None:
+    like = torch.empty(10, 64)
+    before = similarity.set_workspace(1 << 20)
+    try:
+        rows, columns = sweep.block_shape(like)
+        assert 6 * 4 * rows * columns <= 1 << 20
+    finally:
+        similarity.set_workspace(before)
+    assert sweep.block_shape(like)[0] > rows
