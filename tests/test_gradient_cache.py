@@ -638,7 +638,11 @@ def test_bad_losses(loss, error, message):
 
 @pytest.mark.parametrize(
     ("output", "message"),
-    [(lambda x: {"a": x, "b": x}, "encoder 1 returned 2"), (lambda x: "no", "encoder 1.*got str")],
+    [
+        (lambda x: {"a": x, "b": x}, r"encoder 1 returned \(Tensor, Tensor\)"),
+        (lambda x: (None,), r"encoder 1 returned \(NoneType\)"),
+        (lambda x: "no", "encoder 1.*got str"),
+    ],
 )
 def test_bad_outputs_of_several_encoders(output, message):
     with pytest.raises(TypeError, match=message):

@@ -37,7 +37,8 @@ class Encoding:
         self.batches = batches
         self.modules = modules_in(encoder)
         self.wrappers = gradient_wrappers(self.modules)
-        self.devices = cuda_devices(tensors_in(batches), *(m.parameters() for m in self.modules))
+        parameters = (module.parameters(recurse=False) for module in self.modules)
+        self.devices = cuda_devices(tensors_in(batches), *parameters)
         self.requires_grad = isinstance(encoder, nn.Module) and any(
             parameter.requires_grad for parameter in encoder.parameters()
         )
@@ -83,9 +84,10 @@ class Encoding:
         """The cached output of an encoder that has only one."""
         output = self.cached.get(0)
         if len(self.cached) != 1 or output is None:
+            got = ", ".join(type(value).__name__ for value in self.cached.values())
             raise TypeError(
-                f"encoders: with several encoders each must return one tensor, but {self.name} "
-                f"returned {len(self.cached)} outputs named {sorted(map(str, self.cached))}"
+                "encoders: with several encoders each must return one tensor, "
+                f"but {self.name} returned ({got})"
             )
         return output
 
