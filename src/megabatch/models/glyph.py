@@ -90,7 +90,10 @@ class GlyphImageTower(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Features (n, embed_dim), not normalised, of uint8 images (n, 1, 32, 32)."""
-        x = (image.float() / 255 - _MEAN) / _STD
+        # Through one dimension: a batch with the strides of one image after the other would be
+        # taken for channels-last, where GroupNorm is ten times slower on the CPU.
+        x = image.flatten(1).unflatten(1, (1, IMAGE_SIZE, IMAGE_SIZE))
+        x = (x.float() / 255 - _MEAN) / _STD
         return self.projection(self.top(self.middle(self.stem(x))).flatten(1))
 
 

@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 # A run may be continued under other values of these. Steps and epochs may grow: the schedule then
 # has its end later, and the steps from there on follow it.
-MAY_DIFFER = frozenset(
-    "output workers log_every checkpoint_every keep_checkpoints device evaluate epochs steps".split()
+MAY_DIFFER = (
+    *("output", "workers", "log_every", "checkpoint_every", "keep_checkpoints", "device"),
+    *("evaluate", "epochs", "steps"),
 )
 
 
