@@ -47,8 +47,8 @@ def pixel_neighbour_recalls(
     ):
         if np.shape(ids) != (len(images),):
             raise ValueError(f"{name} must have shape ({len(images)},), got {np.shape(ids)}")
-    names = torch.from_numpy(np.asarray(train_ids, dtype=np.int64))
-    wanted = torch.from_numpy(np.asarray(query_ids, dtype=np.int64))
+    names = torch.from_numpy(np.ascontiguousarray(train_ids, dtype=np.int64))
+    wanted = torch.from_numpy(np.ascontiguousarray(query_ids, dtype=np.int64))
     counts = [
         _rank_names(train, names, part, right, max(ks))
         for part, right in zip(
@@ -63,7 +63,7 @@ def pixel_neighbour_recalls(
 def _flat(name: str, images: np.ndarray) -> Tensor:
     if not len(images):
         raise ValueError(f"{name} is empty")
-    pixels = torch.from_numpy(np.asarray(images, dtype=np.float32)).flatten(1)
+    pixels = torch.from_numpy(np.ascontiguousarray(images, dtype=np.float32)).flatten(1)
     return pixels / 255 if images.dtype == np.uint8 else pixels
 
 
@@ -98,9 +98,8 @@ def _count_names(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Among the neighbours given: wrong names nearer than the right one, wrong names as near.
 
-    A right name that is not among them lies beyond all. Third, whether more neighbours could not
-    change what the first `most` names are: the right one and all as near are there, or `most`
-    others are strictly nearer than the last neighbour.
+    Third, whether more neighbours could not change who the first `most` names are: the right one
+    and all as near are there, or `most` others are strictly nearer than the last neighbour.
     """
     found = names[indices]
     is_right = found == right[:, None]
@@ -113,6 +112,8 @@ def _count_names(
     first = torch.zeros_like(leads).scatter(1, order, leads) & ~is_right
     above = (first & (closeness > nearest_right)).sum(1)
     equal = (first & (closeness == nearest_right)).sum(1)
+    # One that is absent lies beyond all of them, and no place among the first `most` is left to it.
+    above = torch.where(is_right.any(1), above, above.clamp(min=most))
     last = closeness[:, -1:]
     settled = (nearest_right > last).squeeze(1) | ((first & (closeness > last)).sum(1) >= most)
     return above, equal, settled

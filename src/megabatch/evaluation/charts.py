@@ -49,11 +49,8 @@ def curves_chart(panels: Sequence[tuple[str, Series]]) -> Chart:
     """Titled curves over training steps, two a row."""
 
     def draw(figure: Figure, theme: str) -> None:
-        axes = figure.subplots(-(-len(panels) // 2), 2, squeeze=False).flat
-        for ax, (title, series) in zip(axes, panels, strict=False):
-            _draw_curve(ax, title, series, _COLOURS[theme]["model"])
-        for ax in list(axes)[len(panels) :]:
-            ax.set_visible(False)
+        for ax, (title, curve) in zip(_grid(figure, len(panels), 2), panels, strict=True):
+            _draw_curve(ax, title, curve, _COLOURS[theme]["model"])
 
     alt = "Over training steps: " + "; ".join(
         f"{title}, from {s.values[0]:.4g} to {s.values[-1]:.4g}" for title, s in panels
@@ -66,11 +63,8 @@ def bars_chart(panels: Sequence[Bars], *, columns: int) -> Chart:
     rows = -(-len(panels) // columns)
 
     def draw(figure: Figure, theme: str) -> None:
-        axes = figure.subplots(rows, columns, squeeze=False).flat
-        for ax, panel in zip(axes, panels, strict=False):
+        for ax, panel in zip(_grid(figure, len(panels), columns), panels, strict=True):
             _draw_bars(ax, panel, _COLOURS[theme])
-        for ax in list(axes)[len(panels) :]:
-            ax.set_visible(False)
         shown = {
             label: handle
             for ax in figure.axes
@@ -84,6 +78,14 @@ def bars_chart(panels: Sequence[Bars], *, columns: int) -> Chart:
         for p in panels
     )
     return _chart(draw, (9.6, 0.4 + 2.4 * rows), alt)
+
+
+def _grid(figure: Figure, n: int, columns: int) -> list[Axes]:
+    """The first n panels of a grid; the rest of its last row stays blank."""
+    axes = list(figure.subplots(-(-n // columns), columns, squeeze=False).flat)
+    for ax in axes[n:]:
+        ax.remove()
+    return axes[:n]
 
 
 def _draw_curve(ax: Axes, title: str, series: Series, colour: str) -> None:
@@ -119,6 +121,7 @@ def _draw_bars(ax: Axes, panel: Bars, colours: dict[str, str]) -> None:
     ax.set_xlim(-0.55, len(panel.ticks) - 0.45)
     ax.set_ylim(0, 108)
     ax.set_yticks(range(0, 101, 20))
+    ax.set_ylabel("%")
 
 
 def percent(value: float) -> str:
@@ -146,6 +149,7 @@ def _svg(draw: Callable[[Figure, str], None], size: tuple[float, float], theme: 
         "axes.spines.right": False,
         "grid.color": faint,
         "grid.linewidth": 0.5,
+        "figure.constrained_layout.h_pad": 0.1,
         "hatch.linewidth": 0.6,
         "legend.frameon": False,
         "svg.hashsalt": "megabatch",

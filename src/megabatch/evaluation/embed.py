@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.data.pairs import BadSample, PairDataset
+from megabatch.errors import UsageError
 from megabatch.models import Towers
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ T = TypeVar("T")
 class Encoder:
     """Towers with the device, precision and batch size that they are evaluated at.
 
-    Features come back in float32 on the CPU, normalised.
+    Features come back in float32 on the CPU, normalised; UsageError if they are not finite.
     """
 
     towers: Towers
@@ -53,7 +54,10 @@ class Encoder:
             with self._autocast():
                 features = encode(prepare(batch).to(self.device), normalize=True)
             parts.append(features.float().cpu())
-        return torch.cat(parts)
+        whole = torch.cat(parts)
+        if not bool(whole.isfinite().all()):
+            raise UsageError("the model's features are not finite: its weights have diverged")
+        return whole
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":

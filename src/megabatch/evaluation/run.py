@@ -105,7 +105,7 @@ def _check_settings(device: str, precision: str, batch_size: int) -> None:
     if batch_size < 1:
         raise UsageError(f"batch size: {batch_size}; expected at least 1")
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
         raise UsageError(
             f"device {device!r} cannot be used: {str(error).splitlines()[0]}"

@@ -1,0 +1,46 @@
+"""A glyph set small enough to evaluate in a second, and run folders with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megabatch.data.glyphs import GlyphSet, load_glyphs
+from megabatch.models import create
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def small_glyphs() -> GlyphSet:
+    """ASCII and Latin-1 in every face: some 180 names, in all splits of the real set."""
+    glyphs = load_glyphs()
+    chosen = np.flatnonzero(glyphs.characters < 0x100)
+    old_ids, name_ids = np.unique(glyphs.name_ids[chosen], return_inverse=True)
+    return GlyphSet(
+        images=glyphs.images[chosen],
+        name_ids=name_ids.astype(np.int64),
+        faces=glyphs.faces[chosen],
+        characters=glyphs.characters[chosen],
+        names=[glyphs.names[i] for i in old_ids],
+        face_names=glyphs.face_names,
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_glyphs: GlyphSet) -> Path:
+    """The folder of an untrained run, evaluated on the small glyph set."""
+    monkeypatch.setattr("megabatch.evaluation.run.load_glyphs", lambda: small_glyphs)
+    folder = tmp_path / "a <b> run"
+    folder.mkdir()
+    (folder / "config.toml").write_text('model = "glyph-small"\ntrain_data = "glyphs"\n')
+    torch.manual_seed(0)
+    save_file(create("glyph-small").module.state_dict(), folder / "model.safetensors")
+    return folder

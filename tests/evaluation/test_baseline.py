@@ -1,0 +1,80 @@
+"""The pixel baseline against all distances in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import megabatch.evaluation.baseline as baseline
+from megabatch.evaluation.baseline import pixel_neighbour_recalls
+
+
+def brute_force(
+    train: np.ndarray, names: np.ndarray, query: np.ndarray, right: np.ndarray, k: int
+) -> float:
+    """Expected recall@k over random orders of names at the same distance."""
+    found = []
+    for q, name in zip(query.astype(np.float64), right, strict=True):
+        distance = np.square(train.astype(np.float64) - q).sum((1, 2))
+        of_name = {n: distance[names == n].min() for n in np.unique(names)}
+        if name not in of_name:
+            found.append(0.0)
+            continue
+        nearer = sum(d < of_name[name] for d in of_name.values())
+        as_near = sum(d == of_name[name] for d in of_name.values())
+        found.append(min(max((k - nearer) / as_near, 0), 1))
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("levels", [2, 256])  # two grey levels make many ties
+@pytest.mark.parametrize("names", [12, 200])
+def test_equals_all_distances(levels: int, names: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baseline, "_QUERIES_AT_A_TIME", 17)
+    draw = np.random.default_rng(levels + names)
+    side = 4 if levels == 2 else 8
+    train = (draw.integers(0, levels, (400, side, side)) * (255 // (levels - 1))).astype(np.uint8)
+    query = (draw.integers(0, levels, (60, side, side)) * (255 // (levels - 1))).astype(np.uint8)
+    train_ids, query_ids = draw.integers(0, names, 400), draw.integers(0, names + 2, 60)
+    if levels == 2:  # in fp32 the distances are exact multiples, so that ties are seen as ties
+        train, query = (train // 255).astype(np.float32), (query // 255).astype(np.float32)
+    got = pixel_neighbour_recalls(train, train_ids, query, query_ids, ks=(1, 3, 10))
+    for k in (1, 3, 10):
+        expected = brute_force(train, train_ids, query, query_ids, k)
+        # Where more names tie than places are left, which of them are met is arbitrary.
+        assert got[f"recall@{k}"] == pytest.approx(expected, abs=0.03 if levels == 2 else 1e-6)
+
+
+def test_an_image_of_the_training_set_is_found() -> None:
+    draw = np.random.default_rng(0)
+    train = draw.integers(0, 256, (50, 32, 32)).astype(np.uint8)
+    ids = np.arange(50)
+    assert pixel_neighbour_recalls(train, ids, train[::-1], ids[::-1], ks=(1,)) == {"recall@1": 1.0}
+
+
+def test_names_fill_the_places_not_images() -> None:
+    """Many images of a wrong name stand before the right one, and take one place only."""
+    train = np.zeros((41, 2, 2), np.float32)
+    train[40] = 1
+    ids = np.array([0] * 40 + [1])
+    query = np.full((1, 2, 2), 0.4, np.float32)
+    got = pixel_neighbour_recalls(train, ids, query, np.array([1]), ks=(1, 2))
+    assert got == {"recall@1": 0.0, "recall@2": 1.0}
+
+
+def test_an_unseen_name_is_never_found() -> None:
+    train = np.zeros((3, 2, 2), np.uint8)
+    got = pixel_neighbour_recalls(train, np.arange(3), train[:1], np.array([9]), ks=(1, 10))
+    assert got == {"recall@1": 0.0, "recall@10": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("train", "ids", "message"),
+    [
+        (np.zeros((0, 4, 4)), np.zeros(0, int), "train_images is empty"),
+        (np.zeros((3, 4, 5)), np.zeros(3, int), r"one size, got \(4, 5\) and \(4, 4\)"),
+        (np.zeros((3, 4, 4)), np.zeros(2, int), r"train_ids must have shape \(3,\), got \(2,\)"),
+    ],
+)
+def test_bad_input_is_named(train: np.ndarray, ids: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pixel_neighbour_recalls(train, ids, np.zeros((2, 4, 4)), np.zeros(2, int))

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import base64
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from megabatch.evaluation.charts import Bars, Chart, bars_chart, curves_chart, percent
+from megabatch.evaluation.metrics_log import Series
+
+
+def svgs(chart: Chart) -> list[str]:
+    drawn = []
+    for uri in (chart.light, chart.dark):
+        head, data = uri.split(",")
+        assert head == "data:image/svg+xml;base64"
+        drawn.append(base64.b64decode(data).decode())
+        assert ElementTree.fromstring(drawn[-1]).tag.endswith("svg")
+    return drawn
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3])
+def test_each_curve_has_a_panel(panels: int) -> None:
+    curve = Series(np.arange(3.0), np.array([4.0, 2.0, 1.0]))
+    chart = curves_chart([(f"curve {i}", curve) for i in range(panels)])
+    for svg in svgs(chart):
+        assert svg.count('<g id="axes_') == panels
+    assert "curve 0, from 4 to 1" in chart.alt
+
+
+def test_a_single_point_and_a_banded_curve_can_be_drawn() -> None:
+    one = Series(np.array([1.0]), np.array([2.0]))
+    many = np.linspace(0, 1, 600)
+    banded = Series(many, many, many - 0.1, many + 0.1)
+    svgs(curves_chart([("pairs per second", one), ("loss", banded)]))
+
+
+def test_bars_leave_no_empty_panel_and_both_themes_differ() -> None:
+    with_baseline = Bars("a", ["@1", "@5"], [0.5, 0.75], [0.01, 0.05], [0.2, 0.3])
+    without = Bars("b", ["@1", "@5"], [0.5, 0.8], [0.0003, 0.0015])
+    chart = bars_chart([with_baseline, without, without], columns=2)
+    light, dark = svgs(chart)
+    assert light != dark
+    assert light.count('<g id="axes_') == 3
+    assert "a: @1 50.0%, @5 75.0%" in chart.alt
+
+
+def test_the_same_chart_is_the_same_text() -> None:
+    bars = Bars("a", ["@1"], [0.5], [0.1])
+    assert bars_chart([bars], columns=1) == bars_chart([bars], columns=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0003, "0.03"), (0.0149, "1.5"), (0.0995, "10"), (0.756, "76"), (1, "100")],
+)
+def test_percent_keeps_digits_for_small_values(value: float, text: str) -> None:
+    assert percent(value) == text

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+
+from megabatch.data.glyphs import GlyphSet
+from megabatch.data.pairs import BadSample, Pair
+from megabatch.evaluation.embed import Encoder, distinct_with_ids, embed_images_of_pairs
+from megabatch.models import Towers, create
+
+
+@pytest.fixture(scope="module")
+def towers() -> Towers:
+    torch.manual_seed(0)
+    return create("glyph-small")
+
+
+class SomeBad:
+    """Every third sample cannot be used."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Pair:
+        if index % 3 == 0:
+            raise BadSample("empty caption" if index else "undecodable image", f"sample {index}")
+        return Pair(Image.new("L", (32, 32), 20 * index), f"caption {index % 2}", f"key {index}")
+
+
+def test_batches_do_not_change_the_features(towers: Towers, small_glyphs: GlyphSet) -> None:
+    images = [small_glyphs.split("faces")[i].image for i in range(23)]
+    whole, parts = Encoder(towers).images(images), Encoder(towers, batch_size=5).images(images)
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
+    assert whole.shape == (23, towers.embed_dim)
+    assert not whole.requires_grad
+    torch.testing.assert_close(whole.norm(dim=1), torch.ones(23))
+    texts = Encoder(towers, batch_size=2).texts(["digit one", "digit two", "full stop"])
+    torch.testing.assert_close(
+        texts, Encoder(towers).texts(["digit one", "digit two", "full stop"])
+    )
+
+
+def test_half_precision_gives_nearly_the_same_in_float32(towers: Towers) -> None:
+    names = ["latin small letter a", "digit seven"]
+    half = Encoder(towers, precision="bf16").texts(names)
+    assert half.dtype == torch.float32
+    assert (half * Encoder(towers).texts(names)).sum(1).min() > 0.99
+
+
+def test_bad_samples_are_skipped_and_counted(towers: Towers) -> None:
+    got = embed_images_of_pairs(Encoder(towers, batch_size=4), SomeBad())
+    assert got.indices == [1, 2, 4, 5, 7, 8]
+    assert got.captions == [f"caption {i % 2}" for i in got.indices]
+    assert got.features.shape == (6, towers.embed_dim)
+    assert got.skipped == {"undecodable image": 1, "empty caption": 3}
+
+
+def test_nothing_gives_no_features(towers: Towers) -> None:
+    assert Encoder(towers).images([]).shape == (0, towers.embed_dim)
+
+
+def test_distinct_captions_keep_their_order() -> None:
+    texts, ids = distinct_with_ids(["b", "a", "b", "c", "a"])
+    assert texts == ["b", "a", "c"]
+    assert ids.tolist() == [0, 1, 0, 2, 1]

@@ -1,0 +1,198 @@
+"""Whole evaluations of untrained and collapsed models, on glyphs and on other pairs."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from megabatch.errors import UsageError
+from megabatch.evaluation import evaluate_run
+from megabatch.models import create
+
+
+class Page(HTMLParser):
+    """What a page loads, how its elements nest, and its text."""
+
+    VOID = ("meta", "img", "source", "br", "link")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.sources: list[str] = []
+        self.pictures_of: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.sources += [v for k in ("src", "srcset", "href") if (v := given.get(k)) is not None]
+        assert tag not in ("script", "link", "iframe")
+        if tag == "img":
+            self.pictures_of.append(given["alt"] or "")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def log(run: Path, steps: int) -> None:
+    lines = [
+        {"step": s, "epoch": s / 9, "samples": s * 64, "loss": 6 / s, "lr": 1e-3, "seconds": s / 2}
+        for s in range(1, steps + 1)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_glyphs_are_evaluated_and_reported(run: Path) -> None:
+    log(run, 12)
+    evaluation = evaluate_run(run)
+    assert json.loads((run / "evaluation.json").read_text()) == evaluation
+    assert not list(run.glob("*.partial"))
+
+    faces, characters = evaluation["retrieval"]["faces"], evaluation["retrieval"]["characters"]
+    assert faces["texts"] < characters["texts"]  # some names against all
+    assert faces["baseline"]["image_to_text/recall@1"] > 0.3
+    assert set(characters["baseline"].values()) == {0.0}
+    assert faces["chance"]["image_to_text/recall@1"] == pytest.approx(1 / faces["texts"])
+    for way in ("image_to_text", "text_to_image"):
+        for contender in ("model", "chance"):
+            figures = [faces[contender][f"{way}/recall@{k}"] for k in (1, 5, 10)]
+            assert figures == sorted(figures)
+            assert faces[contender][f"{way}/median_rank"] >= 1
+    digits = evaluation["zero_shot"]["digits"]
+    assert digits["chance"] == pytest.approx({"top1": 0.1, "top5": 0.5})
+    assert digits["baseline"]["top1"] > 0.3
+    assert 0 < digits["model"]["top1"] < 1
+
+    html = (run / "report.html").read_text()
+    page = Page(html)
+    assert page.open == []
+    assert page.sources
+    assert all(source.startswith("data:image/") for source in page.sources)
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org)", html)
+    assert "a <b> run" in page.text  # the folder's name, escaped
+    for text in ("held-out faces", "held-out characters", "handwritten digits", "chance"):
+        assert text in page.text
+    for text in ("pixel nearest neighbour", "recall@10", "median rank", 'model = "glyph-small"'):
+        assert text in page.text
+    assert sum("query image" in alt for alt in page.pictures_of) >= 20
+    assert "Failures drawn at random" in page.text
+    assert any("loss, from 6 to 0.5" in alt for alt in page.pictures_of)
+    assert f"{100 * faces['model']['image_to_text/recall@10']:.2f}%" in page.text
+
+
+def test_a_collapsed_model_scores_chance_throughout(run: Path) -> None:
+    state = load_file(run / "model.safetensors")
+    for layer in ("visual.projection", "text.hidden.2"):
+        state[f"{layer}.weight"].zero_()
+        state[f"{layer}.bias"].fill_(1)
+    state["text.linear.weight"].zero_()
+    save_file(state, run / "model.safetensors")
+    evaluation = evaluate_run(run)
+    for task in evaluation["retrieval"].values():
+        assert task["model"] == pytest.approx(task["chance"], rel=0.02)
+    digits = evaluation["zero_shot"]["digits"]
+    assert digits["model"] == pytest.approx(digits["chance"], rel=0.02)
+
+
+def test_a_run_without_a_log_has_a_report_that_says_so(run: Path) -> None:
+    evaluate_run(run, batch_size=64, precision="bf16")
+    assert "no log of its training" in (run / "report.html").read_text()
+
+
+@pytest.fixture
+def csv(tmp_path: Path) -> Path:
+    """Twelve pictures of three captions, one picture damaged, one caption empty."""
+    lines = ["filepath,title"]
+    for i in range(12):
+        Image.new("RGB", (40, 30), (20 * i, 255 - 20 * i, 90)).save(tmp_path / f"{i}.png")
+        lines.append(f"{i}.png,{['red & <i>bold</i>', 'green', 'blue'][i % 3]}")
+    (tmp_path / "3.png").write_bytes(b"no image")
+    lines[5] = "4.png,"
+    (tmp_path / "pairs.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path / "pairs.csv"
+
+
+def test_other_pairs_are_evaluated_among_their_own_captions(run: Path, csv: Path) -> None:
+    (run / "config.toml").write_text('model = "glyph-small"\ntrain_data = "shards/"\n')
+    evaluation = evaluate_run(run, val_data=str(csv))
+    task = evaluation["retrieval"]["pairs"]
+    assert (task["images"], task["texts"]) == (10, 3)
+    assert sum(task["skipped"].values()) == 2
+    assert "baseline" not in task
+    assert task["chance"]["image_to_text/recall@1"] == pytest.approx(1 / 3)
+    assert task["model"]["image_to_text/recall@5"] == pytest.approx(1)
+    html = (run / "report.html").read_text()
+    assert "red &amp; &lt;i&gt;bold&lt;/i&gt;" in html
+    assert "<i>bold" not in html
+    assert "Skipped:" in html
+
+
+def test_an_open_clip_model_is_evaluated(run: Path, csv: Path, tmp_path: Path) -> None:
+    tiny = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
+        "text_cfg": {
+            "context_length": 16,
+            "vocab_size": 49408,
+            "width": 16,
+            "heads": 2,
+            "layers": 1,
+        },
+    }
+    (tmp_path / "tiny-for-evaluation.json").write_text(json.dumps(tiny))
+    open_clip.add_model_config(tmp_path / "tiny-for-evaluation.json")
+    (run / "config.toml").write_text('model = "tiny-for-evaluation"\ntrain_data = "x.csv"\n')
+    save_file(create("tiny-for-evaluation").module.state_dict(), run / "model.safetensors")
+    evaluation = evaluate_run(run, val_data=str(csv))
+    assert evaluation["retrieval"]["pairs"]["images"] == 10
+    assert "photo of the number" in evaluation["zero_shot"]["digits"]["note"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "gpu7"}, "device 'gpu7' cannot be used"),
+        ({"device": "meta"}, "device 'meta' cannot be used"),
+        ({"precision": "int4"}, "precision: 'int4'; expected one of fp32, bf16"),
+        ({"batch_size": 0}, "batch size: 0; expected at least 1"),
+        ({"val_data": "no-such-*.tar"}, "no-such"),
+    ],
+)
+def test_impossible_settings_are_refused(run: Path, settings: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        evaluate_run(run, **settings)
+    assert not (run / "evaluation.json").exists()
+
+
+def test_other_training_data_needs_pairs_to_evaluate(run: Path) -> None:
+    (run / "config.toml").write_text('model = "glyph-small"\ntrain_data = "shards/"\n')
+    with pytest.raises(UsageError, match="trained on shards/: give held-out pairs by --val-data"):
+        evaluate_run(run)
+
+
+def test_data_without_a_usable_sample_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "0.png").write_bytes(b"no image")
+    (tmp_path / "bad.csv").write_text("filepath,title\n0.png,a caption\n")
+    with pytest.raises(UsageError, match="none of 1 samples is usable"):
+        evaluate_run(run, val_data=str(tmp_path / "bad.csv"))
+
+
+def test_weights_that_are_not_finite_are_refused(run: Path) -> None:
+    state = load_file(run / "model.safetensors")
+    state["visual.projection.bias"][0] = torch.nan
+    save_file(state, run / "model.safetensors")
+    with pytest.raises(UsageError, match="not finite"):
+        evaluate_run(run)

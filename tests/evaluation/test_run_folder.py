@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megabatch.errors import UsageError
+from megabatch.evaluation.run_folder import open_run, write_atomically
+
+
+def checkpoint(run: Path, step: int, state: dict[str, torch.Tensor]) -> Path:
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    save_file(state, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def test_the_final_weights_are_loaded(run: Path) -> None:
+    opened = open_run(run)
+    assert opened.weights == run / "model.safetensors"
+    assert opened.config["train_data"] == "glyphs"
+    saved = load_file(run / "model.safetensors")
+    for name, value in opened.towers.module.state_dict().items():
+        assert torch.equal(value, saved[name])
+
+
+def test_without_final_weights_the_newest_whole_checkpoint_is_loaded(run: Path) -> None:
+    state = load_file(run / "model.safetensors")
+    (run / "model.safetensors").unlink()
+    checkpoint(run, 9, state)
+    good = checkpoint(run, 100, {**state, "logit_scale": torch.tensor(1.5)})
+    cut = checkpoint(run, 200, state)
+    os.truncate(cut, 1000)
+    (run / "checkpoints" / "step-00000300").mkdir()  # empty: nothing was written into it
+    opened = open_run(run)
+    assert opened.weights == good
+    assert float(opened.towers.module.state_dict()["logit_scale"]) == 1.5
+
+
+def cut_weights(run: Path) -> None:
+    os.truncate(run / "model.safetensors", 5000)
+
+
+def foreign_weights(run: Path) -> None:
+    save_file({"other": torch.ones(2)}, run / "model.safetensors")
+
+
+def text_as_weights(run: Path) -> None:
+    (run / "model.safetensors").write_text("<html>not found</html>" * 100)
+
+
+def only_cut_checkpoints(run: Path) -> None:
+    state = load_file(run / "model.safetensors")
+    (run / "model.safetensors").unlink()
+    for step in (1, 2):
+        os.truncate(checkpoint(run, step, state), 10)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: (run / "config.toml").unlink(), "is no run: it has no config.toml"),
+        (lambda run: (run / "model.safetensors").unlink(), "has no weights"),
+        (lambda run: (run / "config.toml").write_text("model = \n"), "config.toml cannot be read"),
+        (lambda run: (run / "config.toml").write_bytes(b"\xff\xfe\x00"), "cannot be read"),
+        (lambda run: (run / "config.toml").write_text("lr = 1\n"), "must name a model, got None"),
+        (lambda run: (run / "config.toml").write_text('model = "glif"\n'), "'glif' is not known"),
+        (cut_weights, "model.safetensors is damaged"),
+        (text_as_weights, "model.safetensors is damaged"),
+        (foreign_weights, "holds the weights of another model"),
+        (only_cut_checkpoints, "no checkpoint is whole; .*step-00000002.* is damaged"),
+    ],
+)
+def test_a_damaged_run_is_refused_in_one_line(run: Path, damage: object, message: str) -> None:
+    damage(run)  # type: ignore[operator]
+    with pytest.raises(UsageError, match=message) as caught:
+        open_run(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no folder"):
+        open_run(tmp_path / "missing")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.json"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["evaluation.json"]
+
+
+def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"report\.html cannot be written: No such file"):
+        write_atomically(tmp_path / "missing" / "report.html", "text")
