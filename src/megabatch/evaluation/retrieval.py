@@ -75,8 +75,8 @@ def retrieval_metrics(
             )
         x_ids = y_ids = torch.arange(len(x), device=x.device)
     else:
-        _check_ids("x_ids", x_ids, x)
-        _check_ids("y_ids", y_ids, y)
+        _check_ids_of("x_ids", x_ids, x)
+        _check_ids_of("y_ids", y_ids, y)
     return {
         **_one_way("x_to_y", x, y, x_ids, y_ids, ks, group),
         **_one_way("y_to_x", y, x, y_ids, x_ids, ks, group),
@@ -86,8 +86,14 @@ def retrieval_metrics(
 def chance_metrics(
     x_ids: Tensor, y_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)
 ) -> dict[str, float]:
-    """What answers in random order would score: the keys of `retrieval_metrics`, from ids alone."""
+    """What answers in random order would score: the keys of `retrieval_metrics`, from ids alone.
+
+    Raises:
+        TypeError, ValueError: ids that are not int64 (m,) and (n,); no row with a right answer.
+    """
     _check_ks(ks)
+    for name, ids in (("x_ids", x_ids), ("y_ids", y_ids)):
+        _check_ids(name, ids)
     metrics: dict[str, float] = {}
     for name, rows, columns in (("x_to_y", x_ids, y_ids), ("y_to_x", y_ids, x_ids)):
         _, counts = _right_columns(rows, columns)[1:]
@@ -233,10 +239,16 @@ def _check_features(x: Tensor, y: Tensor) -> None:
             raise ValueError(f"{name} has {broken} of {len(features)} rows that are not finite")
 
 
-def _check_ids(name: str, ids: Tensor, features: Tensor) -> None:
+def _check_ids(name: str, ids: Tensor) -> None:
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
         came = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"{name} must be an int64 tensor, got {came}")
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(ids.shape)}")
+
+
+def _check_ids_of(name: str, ids: Tensor, features: Tensor) -> None:
+    _check_ids(name, ids)
     if ids.shape != (len(features),):
         raise ValueError(f"{name} must have shape ({len(features)},), got {tuple(ids.shape)}")
     if ids.device != features.device:
