@@ -45,9 +45,7 @@ def test_user_errors_are_one_line(
 
 
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["eval", "--help"])
-    assert left.value.code == 0
+    assert main(["eval", "--help"]) == 0
     out = capsys.readouterr().out
     for option in ("RUN", "--val-data", "--device", "--precision", "--batch-size"):
         assert option in out
