@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
+import os
 import sys
 
 from megabatch.errors import UsageError
@@ -21,24 +23,42 @@ USAGE = "usage: megabatch COMMAND [OPTIONS]   (megabatch COMMAND --help lists th
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit code (2: the command was asked for something impossible)."""
+    """Run one command.
+
+    Returns:
+        The program's exit code: 0; 2 where the command was asked for something impossible; 1 where
+        it had to stop; 130 after Ctrl-C.
+    """
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if words else 2
-    if words[0] not in COMMANDS:
-        expected = ", ".join(COMMANDS)
-        print(f"megabatch: unknown command {words[0]!r}; expected one of {expected}", file=sys.stderr)
-        return 2
+    command, options = words[0], words[1:]
+    if command not in COMMANDS:
+        return _complain(_unknown(command))
     if importlib.util.find_spec("tyro") is None:
-        print(
-            "megabatch: the commands need the trainer's libraries: pip install 'megabatch[train]'",
-            file=sys.stderr,
+        return _complain(
+            "the commands need the trainer's libraries: pip install 'megabatch[train]'"
         )
-        return 2
-    module = importlib.import_module(COMMANDS[words[0]][0])
     try:
-        return module.main(words[1:])
+        return int(importlib.import_module(COMMANDS[command][0]).main(options))
     except UsageError as error:
-        print(f"megabatch {words[0]}: {error}", file=sys.stderr)
-        return 2
+        return _complain(str(error), command, getattr(error, "exit_code", 2))
+    except SystemExit as leaving:  # from the parser of options: after --help, or an error it told
+        return leaving.code if isinstance(leaving.code, int) else 2
+    except KeyboardInterrupt:
+        return _complain("interrupted", command, 130)
+    except BrokenPipeError:  # `megabatch ... | head`; Python flushes what is left on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _unknown(command: str) -> str:
+    close = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
+    return f"unknown command {command!r}; {hint}"
+
+
+def _complain(message: str, command: str = "", code: int = 2) -> int:
+    print(f"megabatch {command}".rstrip() + f": {message}", file=sys.stderr)
+    return code

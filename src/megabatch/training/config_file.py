@@ -56,7 +56,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
     """
     lines = ["# To repeat this run: megabatch train --config THIS_FILE --output ANOTHER_FOLDER"]
     for key, value in to_dict(config).items():
-        # JSON's texts, numbers and truth values are TOML's too. TOML has no null.
+        # TOML has no null.
         lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
@@ -73,7 +73,8 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    # JSON's texts, numbers and truth values are TOML's too, but for one control character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _parse(text: str, source: str) -> TrainConfig:

@@ -1,0 +1,85 @@
+"""open_clip's models with their own tokenizers and transforms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from megabatch.errors import UsageError
+from megabatch.models import create
+from tests.models.tiny import TINY
+
+
+def test_features_transforms_and_tokenizer_fit_together() -> None:
+    towers = create(TINY)
+    picture = Image.new("RGB", (50, 40), (200, 30, 30))
+    images = torch.stack([towers.train_transform(picture), towers.eval_transform(picture)])
+    texts = towers.tokenizer(["a red picture", "another"])
+    assert texts.shape == (2, 16)
+    towers.module.eval()
+    outputs = towers.module(images, texts)
+    assert outputs.keys() == {"image_features", "text_features", "logit_scale"}
+    assert outputs["image_features"].shape == outputs["text_features"].shape == (2, 16)
+    assert towers.embed_dim == 16
+    torch.testing.assert_close(outputs["image_features"].norm(dim=-1), torch.ones(2))
+    torch.testing.assert_close(
+        towers.module.encode_text(texts, normalize=True), outputs["text_features"]
+    )
+
+
+def test_it_is_open_clips_model_with_open_clips_names() -> None:
+    towers = create(TINY)
+    theirs = open_clip.create_model(TINY)
+    assert towers.module.state_dict().keys() == theirs.state_dict().keys()
+    assert towers.module.training
+
+
+def test_weights_come_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file(open_clip.create_model(TINY).state_dict(), path)
+    module = create(TINY, pretrained=path).module
+    expected = open_clip.create_model(TINY, pretrained=str(path)).state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"other": torch.zeros(2)}, path)
+    with pytest.raises(UsageError, match=f"does not hold the weights of {TINY}"):
+        create(TINY, pretrained=path)
+
+
+def test_a_model_that_also_writes_captions_is_refused() -> None:
+    with pytest.raises(UsageError, match="CoCa"):
+        create("coca_ViT-B-32")
+
+
+def test_a_model_that_cannot_be_built_here_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Please install\n the library")
+
+    monkeypatch.setattr(open_clip, "create_model_and_transforms", fail)
+    with pytest.raises(UsageError, match=f"cannot build {TINY} here: Please install the library"):
+        create(TINY)
+
+
+def test_a_tokenizer_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise OSError("no connection")
+
+    monkeypatch.setattr(open_clip, "get_tokenizer", fail)
+    with pytest.raises(UsageError, match=f"the tokenizer of {TINY}: no connection"):
+        create(TINY)
+
+
+def test_nothing_is_printed_about_random_weights(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    create(TINY)
+    assert not caplog.records
+    assert capfd.readouterr().err == ""

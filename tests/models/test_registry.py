@@ -1,0 +1,60 @@
+"""Models by name, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megabatch.errors import UsageError
+from megabatch.models import available, create
+
+
+def test_every_open_clip_architecture_is_available() -> None:
+    assert available() == ["glyph-small", *open_clip.list_models()]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("glyph_small", "glyph-small"), ("vit-b-32", "ViT-B-32"), ("RN-50", "RN50")]
+)
+def test_an_unknown_name_is_refused_with_names_close_to_it(name: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}.*did you mean.*{meant}"):
+        create(name)
+
+
+def test_a_name_close_to_nothing_is_refused_too() -> None:
+    with pytest.raises(UsageError, match="'qqqqqqqq' is not known"):
+        create("qqqqqqqq")
+
+
+def test_a_name_on_a_hub_is_not_downloaded() -> None:
+    with pytest.raises(UsageError, match="not known"):
+        create("hf-hub:timm/ViT-B-16-SigLIP")
+
+
+def test_a_pickle_is_refused_unopened(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"logit_scale": torch.zeros(())}, path)
+    with pytest.raises(UsageError, match=r"\.safetensors.*no pickle"):
+        create("glyph-small", pretrained=path)
+
+
+def test_a_name_of_published_weights_is_refused() -> None:
+    with pytest.raises(UsageError, match="nothing is downloaded"):
+        create("ViT-B-32", pretrained="laion2b_s34b_b79k")
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no file .*absent\.safetensors"):
+        create("glyph-small", pretrained=tmp_path / "absent.safetensors")
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "half.safetensors"
+    save_file({"a": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(UsageError, match=r"half\.safetensors is damaged"):
+        create("glyph-small", pretrained=path)

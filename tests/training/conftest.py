@@ -1,0 +1,67 @@
+"""Small real data and a small real model for runs of a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megabatch.training import TrainConfig
+from tests.models.tiny import TINY
+
+
+class MakeConfig(Protocol):
+    def __call__(self, output: Path | str, **changes: Any) -> TrainConfig: ...
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Sums over threads are rounded differently with other numbers of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table of 40 pictures with captions."""
+    folder = tmp_path_factory.mktemp("pictures")
+    random = np.random.default_rng(0)
+    rows = ["filepath,title"]
+    for i in range(40):
+        Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(
+            folder / f"{i}.png"
+        )
+        rows.append(f"{i}.png,picture number {i}")
+    table = folder / "pictures.csv"
+    table.write_text("\n".join(rows) + "\n")
+    return table
+
+
+@pytest.fixture
+def make_config(pictures: Path) -> MakeConfig:
+    """Configurations of short runs: 5 steps an epoch."""
+
+    def make(output: Path | str, **changes: Any) -> TrainConfig:
+        short = TrainConfig(
+            model=TINY,
+            train_data=str(pictures),
+            output=Path(output),
+            global_batch_size=8,
+            micro_batch_size=4,
+            steps=12,
+            warmup=2,
+            precision="fp32",
+            device="cpu",
+            checkpoint_every=3,
+        )
+        return replace(short, **changes)
+
+    return make

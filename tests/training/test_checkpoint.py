@@ -1,0 +1,219 @@
+"""Checkpoints that are whole or absent: crashes, damage, full disks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from megabatch.training import checkpoint
+from megabatch.training.checkpoint import Checkpoint, CheckpointError, load_newest, save
+
+
+def made(step: int, size: int = 8) -> Checkpoint:
+    weights = torch.full((size,), float(step))
+    return Checkpoint({"w": weights}, {"w/exp_avg": weights * 2}, {"step": step, "seconds": 1.5})
+
+
+def newest_step(folder: Path) -> int | None:
+    found = load_newest(folder)
+    if found is None:
+        return None
+    step: int = found[0].state["step"]
+    assert found[0].model["w"][0] == step
+    assert found[0].optimizer["w/exp_avg"][0] == 2 * step
+    return step
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
+    assert load_newest(tmp_path / "none") is None
+    place = save(tmp_path, made(7), keep=2)
+    found = load_newest(tmp_path)
+    assert found is not None
+    read, passed_over = found
+    assert passed_over == []
+    assert torch.equal(read.model["w"], torch.full((8,), 7.0))
+    assert torch.equal(read.optimizer["w/exp_avg"], torch.full((8,), 14.0))
+    assert read.state["seconds"] == 1.5
+    assert names(place) == ["model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def test_only_the_newest_are_kept_in_order_of_steps_not_of_names(tmp_path: Path) -> None:
+    for step in (9, 10, 99_999_999):
+        save(tmp_path, made(step), keep=2)
+    assert names(tmp_path) == ["step-00000010", "step-99999999"]
+    assert newest_step(tmp_path) == 99_999_999
+
+
+def test_nothing_saved_is_a_pickle(tmp_path: Path) -> None:
+    for path in save(tmp_path, made(1), keep=1).iterdir():
+        with pytest.raises((pickle.UnpicklingError, KeyError, ValueError, EOFError, IndexError)):
+            pickle.loads(path.read_bytes())
+        assert not path.read_bytes().startswith(b"PK")  # the zip that torch.save makes
+
+
+def calls_of_a_save(folder: Path, patch: pytest.MonkeyPatch) -> int:
+    """How often a save reaches the disk's side: flushes and renames."""
+    count = 0
+
+    def counting(function: object) -> object:
+        def call(*args: object) -> object:
+            nonlocal count
+            count += 1
+            return function(*args)  # type: ignore[operator]
+
+        return call
+
+    with patch.context() as context:
+        for name in ("fsync", "replace"):
+            context.setattr(checkpoint.os, name, counting(getattr(os, name)))
+        save(folder, made(1), keep=2)
+    return count
+
+
+def die_at(call: int, folder: Path, before: bool) -> None:
+    """Save step 2 in a process that ends, cleaning nothing up, at one of those calls."""
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        return
+    count = 0
+    for name in ("fsync", "replace"):
+        function = getattr(os, name)
+
+        def dying(*args: object, function=function) -> None:  # type: ignore[no-untyped-def]
+            nonlocal count
+            count += 1
+            if count == call and before:
+                os._exit(9)
+            function(*args)
+            if count == call:
+                os._exit(9)
+
+        setattr(checkpoint.os, name, dying)
+    try:
+        save(folder, made(2), keep=2)
+    finally:
+        os._exit(1)  # the call was not reached, or something else failed
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_process_that_dies_anywhere_in_a_save_leaves_a_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    calls = calls_of_a_save(tmp_path / "count", monkeypatch)
+    assert calls >= 6  # three files, their folder, the rename, the folder above
+    reached = []
+    for call in range(1, calls + 1):
+        folder = tmp_path / str(call)
+        save(folder, made(1), keep=2)
+        die_at(call, folder, before)
+        reached.append(newest_step(folder))
+        checkpoint.remove_partial(folder)
+        assert all(name.startswith("step-") for name in names(folder))
+        save(folder, made(2), keep=2)  # and it can be saved again
+        assert newest_step(folder) == 2
+    assert set(reached) == {1, 2}
+    assert reached == sorted(reached)  # there is one moment from which on the new one counts
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["absent", "empty", "cut", "flipped"])
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    save(tmp_path, made(1), keep=3)
+    place = save(tmp_path, made(2), keep=3)
+    path = place / name
+    content = bytearray(path.read_bytes())
+    if damage == "absent":
+        path.unlink()
+    elif damage == "flipped" and name == "state.json":
+        path.write_bytes(content.replace(b"{", b"[", 1))
+    else:
+        content[-3] ^= 255
+        path.write_bytes({"empty": b"", "cut": content[:-9], "flipped": bytes(content)}[damage])
+    found = load_newest(tmp_path)
+    assert found is not None
+    read, passed_over = found
+    assert read.state["step"] == 1
+    assert len(passed_over) == 1
+    assert passed_over[0].startswith(f"{place} is damaged: ")
+    save(tmp_path, made(2), keep=3)  # takes the damaged one's place
+    assert newest_step(tmp_path) == 2
+
+
+def test_where_every_checkpoint_is_damaged_it_does_not_begin_anew(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (save(tmp_path, made(step), keep=2) / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"no checkpoint.*step-00000002.*step-00000001"):
+        load_newest(tmp_path)
+
+
+def test_a_checkpoint_of_another_format_is_not_guessed_at(tmp_path: Path) -> None:
+    path = save(tmp_path, made(1), keep=1) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(CheckpointError, match="format 99, expected 1"):
+        load_newest(tmp_path)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_rubbish(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, made(1), keep=2)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path, made(2), keep=2)
+    assert "step 2 could not be written: No space left on device" in str(caught.value)
+    assert "step-00000001 is intact" in str(caught.value)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert newest_step(tmp_path) == 1
+
+
+def test_a_file_that_the_system_cuts_short_is_the_same(tmp_path: Path) -> None:
+    save(tmp_path, made(1), keep=2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # a real failing write
+    try:
+        with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*is intact"):
+            save(tmp_path, made(2, size=1_000_000), keep=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == ["step-00000001"]
+    assert newest_step(tmp_path) == 1
+
+
+def test_an_interrupted_save_removes_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, made(1), keep=2)
+    assert names(tmp_path) == []
+
+
+def test_tensors_that_share_memory_and_slices_are_written_apart(tmp_path: Path) -> None:
+    whole = torch.arange(1000.0)
+    tensors = {"a": whole, "same": whole, "slice": whole[:2], "across": whole.view(10, 100).t()}
+    path = tmp_path / "t.safetensors"
+    checkpoint.save_tensors(tensors, path)
+    read = checkpoint.load_file(path)
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())

@@ -1,0 +1,103 @@
+"""Settings that are refused, each with its reason and all at once."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabatch.training import TrainConfig
+from megabatch.training.config import problems, resolve_device
+
+
+def test_the_defaults_are_possible() -> None:
+    assert problems(TrainConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("global_batch_size", 0),
+        ("micro_batch_size", 0),
+        ("micro_batch_size", -5),
+        ("epochs", 0),
+        ("steps", 0),
+        ("steps", -1),
+        ("lr", 0.0),
+        ("lr", -1e-3),
+        ("lr", float("nan")),
+        ("lr", float("inf")),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("eps", 0.0),
+        ("wd", -0.1),
+        ("warmup", -1),
+        ("grad_clip_norm", 0.0),
+        ("max_logit_scale", 0.5),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("workers", -1),
+        ("log_every", 0),
+        ("checkpoint_every", -1),
+        ("keep_checkpoints", 0),
+        ("device", "tpu:0"),
+        ("device", "cuda:99"),
+        ("device", "gpu"),
+    ],
+)
+def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
+    (reason,) = problems(replace(TrainConfig(), **{name: value}))
+    assert reason.startswith(f"{name}: ")
+    assert str(value) in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("precision", "int8", "'fp32' or 'bf16' or 'fp16'"),
+        ("lr_scheduler", "linear", "'cosine' or 'const'"),
+        ("global_batch_size", 4096.0, "a whole number"),
+        ("workers", True, "a whole number"),
+        ("lr", "fast", "a number"),
+        ("resume", "yes", "true or false"),
+        ("output", "runs", "a path"),
+        ("model", 3, "a text"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(name: str, value: Any, expected: str) -> None:
+    assert problems(replace(TrainConfig(), **{name: value})) == [
+        f"{name}: {value!r}; expected {expected}"
+    ]
+
+
+def test_whole_numbers_will_do_where_any_number_goes() -> None:
+    assert problems(TrainConfig(lr=1, grad_clip_norm=1)) == []
+
+
+def test_all_reasons_come_at_once() -> None:
+    reasons = problems(TrainConfig(micro_batch_size=0, lr=-1.0, device="tpu"))
+    assert [reason.split(":")[0] for reason in reasons] == ["micro_batch_size", "lr", "device"]
+
+
+def test_epochs_do_not_matter_where_steps_are_given() -> None:
+    assert problems(TrainConfig(epochs=0, steps=5)) == []
+
+
+def test_a_micro_batch_larger_than_the_batch_is_possible() -> None:
+    assert problems(TrainConfig(global_batch_size=4, micro_batch_size=512)) == []
+
+
+def test_every_setting_is_explained() -> None:
+    source = Path(__file__).parents[2] / "src/megabatch/training/config.py"
+    lines = source.read_text().splitlines()
+    for field in fields(TrainConfig):
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"    {field.name}: "))
+        assert lines[at + 1].startswith('    """')
+
+
+def test_auto_takes_what_there_is() -> None:
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_device("cpu") == torch.device("cpu")
