@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -204,6 +207,19 @@ def test_workers_end_at_once():
     del data
     gc.collect()
     assert time.monotonic() - start < 4
+
+
+def test_an_interrupt_does_not_spoil_the_workers():
+    options = {"n": 2000, "workers": 2, "transform": to_pixels_and_noise}
+    data = loader(**options)
+    timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        epochs(data, 1000)
+    timer.join()
+    again = loader(**options)
+    again.load_state_dict(data.state_dict())
+    assert_equal(list(data), list(again))
 
 
 def test_nothing_usable():

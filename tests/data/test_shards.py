@@ -40,7 +40,8 @@ BAD = {
 }
 BAD_JSON = {
     "no caption": [b"{}", b"[]", b'"caption"'],
-    "empty caption": [b'{"caption": ""}', b'{"caption": null}', b'{"caption": 3}'],
+    "empty caption": [b'{"caption": ""}', b'{"caption": null}'],
+    "caption is not text": [b'{"caption": 3}', b'{"caption": ["a"]}'],
     "unreadable json": [b"", b"\xff", b"[" * 100_000],
 }
 

@@ -161,6 +161,14 @@ def test_unreadable_tables(folder: Path, name: str, data: bytes):
         TablePairs([folder / name])
 
 
+def test_an_index_out_of_range(folder: Path):
+    pairs = TablePairs([write_text(folder / "a.csv", ["id", "image", "text"], rows(), ",")])
+    assert [pair.caption for pair in pairs] == CAPTIONS
+    for index in (-1, 5):
+        with pytest.raises(IndexError, match=f"index {index} of 5"):
+            pairs[index]
+
+
 def test_no_rows(folder: Path):
     (folder / "a.csv").write_text("filepath,title\n")
     with pytest.raises(UsageError, match=r"no rows in .*a\.csv"):

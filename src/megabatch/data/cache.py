@@ -40,7 +40,7 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
         # Written beside and renamed: another process sees the whole file or none.
         handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
         with os.fdopen(handle, "wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # no name is its flag
         os.replace(partial, path)
         partial = None
     except OSError as error:

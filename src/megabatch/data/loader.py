@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,10 +35,10 @@ class Batch:
 class PairLoader:
     """Batches of pairs; the same (seed, epoch) gives the same batches with any number of workers.
 
-    Iterating gives the rest of the current epoch and moves on to the next (the loader is its own
-    state: one iteration at a time). Each epoch visits the
-    samples in its own random order. Bad samples are skipped and counted in `skipped`, and the ones
-    after them fill the batch up. An epoch ends when fewer than `batch_size` samples are left.
+    Iterating gives the rest of the current epoch and moves on to the next; the place is the
+    loader's own, so there is one iteration at a time. Each epoch has its own random order. Bad
+    samples are skipped and counted in `skipped`, and the ones after them fill the batch up. An
+    epoch ends when fewer than `batch_size` samples are left.
 
     With several ranks, rank r takes every `world_size`-th sample of one global order from the r-th
     on, the same number on each rank, so no sample comes twice. Ranks skip their own bad samples,
@@ -98,7 +99,8 @@ class PairLoader:
         self.skipped: Counter[str] = Counter()
         self.skipped_first: dict[str, str] = {}
         fetcher = Fetcher(dataset, transform, tokenizer, seed)
-        self._chunks = _chunks(fetcher, self._order, batch_size, workers)
+        self._new_chunks = functools.partial(_chunks, fetcher, self._order, batch_size, workers)
+        self._chunks = self._new_chunks()
 
     @property
     def epoch(self) -> int:
@@ -120,7 +122,7 @@ class PairLoader:
         order, fresh, batches = self._order, self._order.position == 0, 0
         waiting: list[Chunk] = []
         bad: list[BadPosition] = []
-        for chunk in self._chunks:
+        for chunk in self._fetched():
             waiting.append(chunk)
             bad += chunk.bad
             while sum(map(len, waiting)) >= self.batch_size:
@@ -175,6 +177,17 @@ class PairLoader:
         for reason, count in self.skipped.most_common():
             lines.append(f"skipped {count} x {reason} (first: {self.skipped_first[reason]})")
         return lines
+
+    def _fetched(self) -> Iterator[Chunk]:
+        try:
+            yield from self._chunks
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # An interrupt in the middle of a message leaves the workers' queue unreadable: the
+            # next iteration would wait for good. It gets new workers.
+            self._chunks = self._new_chunks()
+            raise
 
     def _move_to(self, position: int, bad: list[BadPosition]) -> list[BadPosition]:
         """Move on to `position`; count the bad samples before it and return the others.

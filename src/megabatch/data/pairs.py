@@ -103,6 +103,9 @@ def decode_image(data: bytes, key: str) -> Image.Image:
 
 def clean_caption(caption: Any, key: str) -> str:
     """Return the caption without white space around it; raises BadSample if nothing is left."""
-    if not isinstance(caption, str) or not caption.strip():
+    if caption is not None and not isinstance(caption, str):
+        raise BadSample("caption is not text", key)
+    stripped = (caption or "").strip()
+    if not stripped:
         raise BadSample("empty caption", key)
-    return caption.strip()
+    return stripped

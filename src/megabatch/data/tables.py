@@ -63,6 +63,8 @@ class TablePairs:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Pair:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} of {len(self)} samples")
         table = int(np.searchsorted(self._ends, index, side="right"))
         row = index - (int(self._ends[table - 1]) if table else 0)
         path = self.paths[table]
@@ -139,11 +141,15 @@ def _parse_options(path: Path, separator: str | None, **more: Any) -> Any:
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
     """Join a column's chunks, so that a row is found at once, whatever its bytes add up to."""
-    wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
-    if column.type in wide:  # the narrow types end at 2 GiB
-        column = column.cast(wide[column.type])
+    column = column.cast(_wide(column.type))  # the narrow types end at 2 GiB
     joined = column.combine_chunks()
     return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
+
+
+def _wide(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_wide(field.type)) for field in kind])
+    return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
 
 
 def _value(column: pa.Array, row: int, key: str) -> Any:
