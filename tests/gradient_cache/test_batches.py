@@ -1,0 +1,67 @@
+"""Nested batches and bad ones."""
+
+from collections import UserDict, namedtuple
+
+import pytest
+import torch
+
+from megabatch.gradient_cache import GradientCache
+from tests.gradient_cache.towers import (
+    BATCH,
+    Tower,
+    assert_same_gradients,
+    clip_loss,
+    gradients,
+    pairs,
+)
+
+
+class Encoding(UserDict):  # as Hugging Face's BatchEncoding: a mapping, with attributes
+    def __getattr__(self, name):
+        return self.data[name]
+
+
+Point = namedtuple("Point", "first second")
+
+
+def test_nested_batches_keep_their_types():
+    tower = Tower()
+
+    def encode_text(batch):
+        assert isinstance(batch, Encoding)
+        assert batch.mask is None
+        return tower(batch.input_ids) * batch["more"]["weight"].unsqueeze(1)
+
+    def encode_image(batch):
+        assert isinstance(batch, Point)
+        return tower(batch.first) + tower(batch.second[0])
+
+    x, y = pairs()
+    texts = Encoding(input_ids=x, mask=None, more={"weight": torch.rand(BATCH)})
+    images = Point(y, [x + y])
+    clip_loss(encode_text(texts), encode_image(images)).backward()
+    expected = gradients(tower)
+    tower.zero_grad()
+    GradientCache((encode_text, encode_image), clip_loss, 3)(texts, images)
+    assert_same_gradients(gradients(tower), expected)
+    assert len(texts.input_ids) == BATCH  # the caller's batch is untouched
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "message"),
+    [
+        ((torch.ones(4, 5), torch.ones(3, 5)), ValueError, "batch 1: expected 4 rows.*got 3"),
+        ((torch.ones(4, 5), {"a": [torch.ones(2)]}), ValueError, r"batch 1\['a'\]\[0\].*got 2"),
+        ((torch.ones(0, 5), torch.ones(0, 5)), ValueError, r"batch 0.*at least one row.*\(0, 5\)"),
+        ((torch.ones(4, 5), {}), ValueError, "batch 1.*got none"),
+        ((torch.ones(4, 5), torch.tensor(1.0)), ValueError, r"batch 1.*shape \(\)"),
+        ((torch.ones(4, 5), ["a", "b"]), TypeError, r"batch 1\[0\].*got str"),
+        ((torch.ones(4, 5),), TypeError, "one per encoder, 2, got 1"),
+        ((), TypeError, "at least one"),
+    ],
+)
+def test_bad_batches(batches, error, message):
+    towers = (Tower(), Tower())
+    with pytest.raises(error, match=message):
+        GradientCache(towers, clip_loss, 3)(*batches)
+    assert [len(tower.graph_recorded) for tower in towers] == [0, 0]

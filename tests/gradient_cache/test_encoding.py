@@ -1,0 +1,217 @@
+"""What runs how often, what is kept in memory, and which outputs are legal."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch.gradient_cache import GradientCache
+from tests.gradient_cache.towers import (
+    BATCH,
+    DIMS,
+    Tower,
+    TwoTowers,
+    assert_same_gradients,
+    biased_loss,
+    clip_loss,
+    gradients,
+    pairs,
+)
+
+
+@pytest.mark.parametrize(
+    "callable_of", [lambda t: t, lambda t: t.forward, lambda t: lambda x: t(x)]
+)
+def test_a_frozen_tower_runs_once(callable_of):
+    frozen, tower = Tower().requires_grad_(False), Tower()
+    batches = pairs()
+    GradientCache((callable_of(frozen), callable_of(tower)), clip_loss, 3)(*batches)
+    assert (len(frozen.graph_recorded), len(tower.graph_recorded)) == (3, 6)
+    actual = gradients(tower)
+    tower.zero_grad()
+    clip_loss(frozen(batches[0]), tower(batches[1])).backward()
+    assert_same_gradients(actual, gradients(tower))
+
+
+def test_the_first_pass_records_no_graph_where_a_second_is_sure_to_come():
+    module, function = Tower(), Tower()
+    GradientCache((module, lambda x: function(x)), clip_loss, 3)(*pairs())
+    assert module.graph_recorded == [False] * 3 + [True] * 3
+    assert function.graph_recorded == [True, False, False] + [True] * 3  # until it is sure
+
+
+def test_a_partly_frozen_tower_and_parameters_that_a_module_does_not_list():
+    towers = nn.ModuleList([Tower(), Tower()])
+    towers[0].layers[0].requires_grad_(False)
+
+    class Hidden(nn.Module):
+        def __init__(self, tower):
+            super().__init__()
+            self.encode = tower.forward  # a method: its parameters are not this module's
+
+        def forward(self, x):
+            return self.encode(x)
+
+    batches = pairs()
+    clip_loss(*(t(b) for t, b in zip(towers, batches, strict=True))).backward()
+    expected = gradients(towers)
+    towers.zero_grad()
+    GradientCache((towers[0], Hidden(towers[1])), clip_loss, 3)(*batches)
+    assert_same_gradients(gradients(towers), expected)
+
+
+def live_rows(batches, run):
+    """Most rows of hidden activations that graphs held at one time while `run` ran."""
+    live = peak = 0
+
+    class Saved:
+        def __init__(self, tensor):
+            self.tensor = tensor.detach()  # an output held with its graph would be a cycle
+
+    def free(rows):
+        nonlocal live
+        live -= rows
+
+    def pack(tensor):
+        nonlocal live, peak
+        saved = Saved(tensor)
+        if tensor.ndim == 2 and tensor.shape[1] == 8 and not isinstance(tensor, nn.Parameter):
+            live += len(tensor)
+            peak = max(peak, live)
+            weakref.finalize(saved, free, len(tensor))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        run(*batches)
+    return peak
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: lambda x: t(x)], ids=["module", "lambda"])
+def test_only_one_micro_batch_keeps_activations(wrap):
+    tower = Tower()
+    small, large = pairs(2), pairs(40)
+    one = live_rows(small[:1], lambda x: tower(x).sum().backward())
+    assert one >= 4  # two saved activations of two rows
+    step = GradientCache((wrap(tower), wrap(tower)), clip_loss, 2)
+    assert live_rows(large, step) == one
+    whole = live_rows(large, lambda x, y: clip_loss(tower(x), tower(y)).backward())
+    assert whole == 40 * one  # two towers, 20 times the rows
+
+
+def outputs_of(extra, loss, micro_batch_size=3, batch=BATCH):
+    """One step of a model that returns two features and `extra(model, features)`."""
+    model = TwoTowers()
+
+    def encode(images, texts):
+        x, y = model(images, texts)[:2]
+        return {"x": x, "y": y, **extra(model, x)}
+
+    batches = pairs(batch)
+    value = GradientCache(encode, loss, micro_batch_size)(*batches)
+    actual = gradients(model)
+    model.zero_grad()
+    expected = loss(**{k: v for k, v in encode(*batches).items() if v is not None})
+    expected.backward()
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=0)
+    assert_same_gradients(actual, gradients(model))
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 3, 7])
+def test_an_output_of_one_number_per_sample(micro_batch_size):
+    def loss(x, y, weight):
+        assert weight.shape == (BATCH,)
+        return (weight * (x * y).sum(1)).sum()
+
+    outputs_of(lambda m, x: {"weight": x[:, 0].exp()}, loss, micro_batch_size)
+
+
+def test_outputs_of_other_kinds():
+    def loss(x, y, tokens, labels, bias=None):
+        assert tokens.shape == (BATCH, 2, DIMS)
+        assert labels.dtype == torch.int64
+        assert bias is None
+        return clip_loss(x, y) + tokens[labels > 0].square().sum()
+
+    def extra(model, x):
+        return {
+            "tokens": torch.stack([x, 2 * x], dim=1),
+            "labels": (x[:, 0] > 0).long(),
+            "bias": None,  # left out of the loss's keywords
+        }
+
+    outputs_of(extra, loss)
+
+
+def test_a_none_keeps_its_position():
+    model = Tower()
+    seen = []
+
+    def loss(x, bias, y):
+        seen.append(bias)
+        return clip_loss(x, y)
+
+    GradientCache(lambda a, b: (model(a), None, model(b)), loss, 3)(*pairs())
+    assert seen == [None]
+    assert model.layers[0].weight.grad.abs().sum() > 0
+
+
+def test_an_output_that_the_loss_ignores_gets_no_gradient_as_in_a_plain_step():
+    head = nn.Linear(DIMS, 3)
+
+    def loss(x, y, aux):
+        return clip_loss(x, y)
+
+    outputs_of(lambda m, x: {"aux": head(x)}, loss)
+    assert all(gradient is None for gradient in gradients(head))
+
+
+def test_an_encoder_that_the_loss_ignores_has_no_second_pass():
+    towers = (Tower(), Tower())
+    GradientCache(towers, lambda x, y: x.square().sum() + x[:, 0].sum(), 3)(*pairs())
+    assert [len(tower.graph_recorded) for tower in towers] == [6, 3]
+    assert towers[1].layers[0].weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "micro_batch_size", "error", "message"),
+    [
+        (lambda m, x: {"z": x.exp().mean()}, 3, ValueError, r"'z'.*differs"),
+        (lambda m, x: {"z": x[:, 0]}, 1, ValueError, r"'z'.*at least 2 rows"),
+        (lambda m, x: {"z": m.image.layers[0].weight}, 3, ValueError, r"'z'.*\(8, 5\).*3 or 1"),
+        (lambda m, x: {"z": x.T @ x}, 3, ValueError, r"'z'.*row per sample"),
+        (lambda m, x: {"z": x @ x.T}, 3, ValueError, r"'z'.*\(3, 3\) or \(1, 1\)"),
+        (lambda m, x: {"z": 3.0}, 3, TypeError, "'z'.*float"),
+        (lambda m, x: {"z": None if len(x) == 1 else x}, 3, ValueError, "'z'.*None"),
+        (lambda m, x: {"z": x} if len(x) == 1 else {}, 3, ValueError, "different outputs"),
+    ],
+)
+def test_outputs_that_fit_no_rule(extra, micro_batch_size, error, message):
+    model = TwoTowers()
+
+    def encode(images, texts):
+        x, y = model(images, texts)[:2]
+        return {"x": x, "y": y, **extra(model, x)}
+
+    with pytest.raises(error, match=message):
+        GradientCache(encode, lambda x, y, z: clip_loss(x, y), micro_batch_size)(*pairs())
+    assert all(gradient is None for gradient in gradients(model))
+
+
+def test_a_scale_that_is_nan_gives_a_nan_loss():
+    model = TwoTowers()
+    model.logit_scale.data.fill_(torch.nan)
+    assert GradientCache(model, biased_loss, 3)(*pairs()).isnan()
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda x: {"a": x, "b": x}, r"encoder 1 returned \(Tensor, Tensor\)"),
+        (lambda x: (None,), r"encoder 1 returned \(NoneType\)"),
+        (lambda x: "no", "encoder 1.*got str"),
+    ],
+)
+def test_bad_outputs_of_several_encoders(output, message):
+    with pytest.raises(TypeError, match=message):
+        GradientCache((Tower(), output), clip_loss, 3)(*pairs())

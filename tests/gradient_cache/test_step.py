@@ -1,0 +1,171 @@
+"""The step against one graph of the whole batch, in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch.gradient_cache import GradientCache
+from tests.gradient_cache.towers import (
+    BATCH,
+    MICRO_BATCH_SIZES,
+    WIDTH,
+    Tower,
+    TwoTowers,
+    assert_same_gradients,
+    biased_loss,
+    clip_loss,
+    gradients,
+    pairs,
+)
+
+
+@pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)
+def test_two_encoders_and_a_parameter_of_the_loss(micro_batch_size):
+    encoders = nn.ModuleList([Tower(), Tower()])
+    scale = nn.Parameter(torch.tensor(1.2))
+    images, texts = pairs()
+
+    def loss(x, y):
+        return clip_loss(x, y, scale.exp())
+
+    expected = loss(encoders[0](images), encoders[1](texts))
+    expected.backward()
+    wanted = [*gradients(encoders), scale.grad]
+    encoders.zero_grad()
+    scale.grad = None
+
+    value = GradientCache(tuple(encoders), loss, micro_batch_size)(images, texts)
+    assert value.shape == ()
+    assert not value.requires_grad
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=0)
+    assert_same_gradients([*gradients(encoders), scale.grad], wanted)
+
+
+@pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("scale_shape", [(), (1,)])
+@pytest.mark.parametrize("form", [tuple, dict])
+def test_one_model_that_returns_scale_and_bias(form, scale_shape, micro_batch_size):
+    model = TwoTowers(form, scale_shape=scale_shape)
+    batches = pairs()
+    reference = copy.deepcopy(model)
+    reference.form = tuple
+    biased_loss(*reference(*batches)).backward()
+
+    step = GradientCache(model, biased_loss, micro_batch_size)
+    step(*batches)
+    assert_same_gradients(gradients(model), gradients(reference))
+    assert model.logit_scale.grad.abs().item() > 1e-6
+
+
+def test_a_second_step_adds_to_the_gradients():
+    model, reference = (TwoTowers() for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    step = GradientCache(model, biased_loss, 3)
+    for batches in (pairs(7), pairs(4)):
+        biased_loss(*reference(*batches)).backward()
+        step(*batches)
+    assert_same_gradients(gradients(model), gradients(reference))
+
+
+def test_one_encoder_for_both_batches():
+    tower = Tower()
+    images, texts = pairs()
+    clip_loss(tower(images), tower(texts)).backward()
+    expected = gradients(tower)
+    tower.zero_grad()
+    GradientCache((tower, tower), clip_loss, 3)(images, texts)
+    assert_same_gradients(gradients(tower), expected)
+
+
+def test_three_encoders_and_loss_keywords():
+    encoders = nn.ModuleList([Tower() for _ in range(3)])
+    batches = [torch.randn(BATCH, WIDTH) for _ in encoders]
+    weight = torch.rand(BATCH)
+
+    def loss(x, y, z, *, weight):
+        return (weight * (x * y).sum(1)).sum() + clip_loss(y, z)
+
+    loss(*(e(b) for e, b in zip(encoders, batches, strict=True)), weight=weight).backward()
+    expected = gradients(encoders)
+    encoders.zero_grad()
+    GradientCache(list(encoders), loss, 2)(*batches, weight=weight)
+    assert_same_gradients(gradients(encoders), expected)
+
+
+def test_the_exact_tiled_loss():
+    from megabatch import ClipLoss
+
+    class Model(TwoTowers):
+        def forward(self, images, texts):
+            return super().forward(images, texts)[:3]
+
+    model = Model()
+    batches = pairs()
+    expected = clip_loss(*model(*batches))
+    expected.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    value = GradientCache(model, ClipLoss(), 3)(*batches)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-11)
+    assert_same_gradients(gradients(model), wanted)
+
+
+def test_inputs_that_require_gradients_get_them():
+    tower, frozen = Tower(), Tower().requires_grad_(False)
+    images, texts = (x.requires_grad_() for x in pairs())
+    clip_loss(tower(images), frozen(texts)).backward()
+    expected = [images.grad, texts.grad]
+    images.grad = texts.grad = None
+    GradientCache((tower, frozen), clip_loss, 3)(images, texts)
+    assert_same_gradients([images.grad, texts.grad], expected)
+
+
+def test_called_where_gradients_are_off():
+    encoders = (Tower(), Tower())
+    batches = pairs()
+    with torch.no_grad():
+        GradientCache(encoders, clip_loss, 3)(*batches)
+    actual = gradients(*encoders)
+    for encoder in encoders:
+        encoder.zero_grad()
+    clip_loss(encoders[0](batches[0]), encoders[1](batches[1])).backward()
+    assert_same_gradients(actual, gradients(*encoders))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"micro_batch_size": 0}, ValueError, "micro_batch_size.*got 0"),
+        ({"micro_batch_size": -3}, ValueError, "micro_batch_size.*got -3"),
+        ({"micro_batch_size": 2.0}, TypeError, "micro_batch_size.*float"),
+        ({"micro_batch_size": True}, TypeError, "micro_batch_size.*bool"),
+        ({"encoders": ()}, ValueError, "encoders.*none"),
+        ({"encoders": (abs, 3)}, TypeError, "encoders.*int"),
+        ({"encoders": "model"}, TypeError, "encoders.*str"),
+        ({"loss": None}, TypeError, "loss.*NoneType"),
+        ({"scaler": 2.0}, TypeError, "scaler.*float"),
+        ({"group": "world"}, TypeError, "group.*world"),
+    ],
+)
+def test_bad_arguments(change, error, message):
+    arguments = {"encoders": (abs, abs), "loss": clip_loss, "micro_batch_size": 2} | change
+    with pytest.raises(error, match=message):
+        GradientCache(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (lambda x, y: x @ y.T, ValueError, r"loss.*\(7, 7\)"),
+        (lambda x, y: 1.0, TypeError, "loss.*float"),
+        (lambda x, y: {"loss": x.sum()}, TypeError, "loss.*dict"),
+        (lambda x, y: x.detach().sum(), ValueError, "loss.*requires a gradient"),
+    ],
+)
+def test_bad_losses(loss, error, message):
+    towers = (Tower(), Tower())
+    with pytest.raises(error, match=message):
+        GradientCache(towers, loss, 3)(*pairs())
+    assert all(gradient is None for gradient in gradients(*towers))
