@@ -30,7 +30,8 @@ def test_without_a_command_usage_is_printed_and_the_exit_code_is_2(
 ) -> None:
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in cli.COMMANDS)
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in cli.COMMANDS)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ def test_features_are_normalised_and_the_scale_starts_as_openclips(
 def test_the_same_seed_gives_the_same_weights(towers: Towers) -> None:
     torch.manual_seed(0)
     again = create("glyph-small").module.state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in towers.module.state_dict().items())
+    assert all(
+        torch.equal(value, again[name]) for name, value in towers.module.state_dict().items()
+    )
 
 
 def test_an_images_features_depend_on_no_other_image(towers: Towers, pairs: GlyphPairs) -> None:
@@ -120,7 +122,9 @@ def test_weights_come_back_from_a_file_and_those_of_another_model_are_refused(
     path = tmp_path / "model.safetensors"
     save_file(towers.module.state_dict(), path)
     again = create("glyph-small", pretrained=path).module.state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in towers.module.state_dict().items())
+    assert all(
+        torch.equal(value, again[name]) for name, value in towers.module.state_dict().items()
+    )
     save_file({"other": torch.zeros(3)}, path)
     with pytest.raises(UsageError, match="does not hold the weights of glyph-small"):
         create("glyph-small", pretrained=path)

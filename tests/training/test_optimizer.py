@@ -62,7 +62,9 @@ def test_state_put_back_by_name_continues_exactly() -> None:
     stepped(first, optimizer, 1)
     tensors = {name: value.clone() for name, value in state_tensors(first, optimizer).items()}
     assert set(tensors) == {
-        f"{name}/{kind}" for name in ("weight", "bias") for kind in ("step", "exp_avg", "exp_avg_sq")
+        f"{name}/{kind}"
+        for name in ("weight", "bias")
+        for kind in ("step", "exp_avg", "exp_avg_sq")
     }
     second.load_state_dict(first.state_dict())
     other = create_optimizer(second, config)

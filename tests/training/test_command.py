@@ -1,0 +1,80 @@
+"""Options to configurations, and the command's own messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megabatch.cli import main
+from megabatch.errors import UsageError
+from megabatch.training import TrainConfig, load_config, save_config
+from megabatch.training.command import parse
+from tests.training.conftest import MakeConfig
+
+
+def test_without_options_it_is_the_default() -> None:
+    assert parse([]) == TrainConfig()
+
+
+def test_options_override_the_file_which_overrides_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("lr = 0.5\nseed = 3\nsteps = 8\n")
+    options = ["--global-batch-size", "64", "--lr=0.25", "--resume", "--steps", "None"]
+    expected = TrainConfig(lr=0.25, seed=3, global_batch_size=64, resume=True)
+    assert parse(["--config", str(path), *options]) == expected
+    assert parse([*options, f"--config={path}"]) == expected
+
+
+def test_a_packaged_configuration_is_known_by_name() -> None:
+    assert parse(["--config", "quickstart"]) == load_config("quickstart")
+
+
+def test_underscores_will_do() -> None:
+    assert parse(["--micro_batch_size", "7"]).micro_batch_size == 7
+
+
+def test_an_unknown_configuration_is_refused() -> None:
+    with pytest.raises(UsageError, match="neither a file nor one of"):
+        parse(["--config", "nonsense"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--lr", "fast"], ["--precision", "int8"], ["--micro-batch-size", "1.5"], ["--cnofig", "x"]],
+)
+def test_options_that_make_no_sense_end_it_with_exit_code_2(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *options]) == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--config NAME|FILE" in out
+    assert "Pairs that go through the towers at a time" in out
+    assert "--checkpoint-every" in out
+
+
+def test_an_impossible_setting_is_one_line_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    assert main(["train", "--micro-batch-size", "0", "--output", str(output)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "megabatch train: micro_batch_size: 0; expected at least 1\n"
+    assert captured.out == ""
+    assert not output.exists()
+
+
+def test_a_runs_own_configuration_repeats_it_elsewhere(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    save_config(make_config(tmp_path / "a", steps=2), tmp_path / "c.toml")
+    for name in ("a", "b"):
+        config = tmp_path / ("c.toml" if name == "a" else "a/config.toml")
+        assert main(["train", "--config", str(config), "--output", str(tmp_path / name)]) == 0
+    first, second = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("a", "b"))
+    assert first == second

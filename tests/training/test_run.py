@@ -1,0 +1,363 @@
+"""Whole short runs: what they leave behind, and that a resumed one is the uninterrupted one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megabatch.errors import UsageError
+from megabatch.training import TrainConfig, checkpoint, load_config, save_config, train
+from megabatch.training.trainer import Trainer, TrainingStopped
+from tests.models.tiny import TINY
+from tests.training.conftest import MakeConfig
+
+# As the program, with the tests' own architecture and one thread.
+PROGRAM = """
+import sys, torch, tests.models.tiny
+from megabatch.cli import main
+torch.set_num_threads(1)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model.safetensors").read_bytes()
+
+
+def logged(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> TrainConfig:
+    """A run of 12 steps that nothing disturbed."""
+    torch.set_num_threads(1)
+    config = TrainConfig(
+        model=TINY,
+        train_data=str(pictures),
+        output=tmp_path_factory.mktemp("runs") / "straight",
+        global_batch_size=8,
+        micro_batch_size=4,
+        steps=12,
+        warmup=2,
+        precision="fp32",
+        device="cpu",
+        checkpoint_every=3,
+    )
+    assert train(config) == 0
+    return config
+
+
+def signal_after(patch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
+    """Send this process a signal in the middle of a step."""
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, batch: object) -> dict[str, float]:
+        if self.step == step:
+            os.kill(os.getpid(), number)
+        return original(self, batch)  # type: ignore[arg-type]
+
+    patch.setattr(Trainer, "train_step", train_step)
+
+
+def start(config: TrainConfig) -> subprocess.Popen[str]:
+    options = ["train", "--config", str(config.output.with_suffix(".toml"))]
+    save_config(config, config.output.with_suffix(".toml"))
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", PROGRAM, *options]
+    return subprocess.Popen(
+        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or len(logged_lines(run)) < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def logged_lines(run: Path) -> list[str]:
+    return (run / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_run_leaves_what_it_promises(straight: TrainConfig) -> None:
+    run = straight.output
+    assert load_config(run / "config.toml") == straight
+    assert checkpoints(run) == ["step-00000009", "step-00000012"]
+    assert list((run / "tensorboard").glob("events.*"))
+    records = logged(run)
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert [record["epoch"] for record in records] == [0] * 5 + [1] * 5 + [2] * 2
+    assert records[0]["samples"] == 8
+    expected = {"step", "epoch", "samples", "loss", "lr", "logit_scale", "grad_norm"}
+    assert records[0].keys() == expected | {"pairs_per_second", "seconds", "memory_bytes"}
+    assert sorted(path.name for path in run.iterdir()) == [
+        *("checkpoints", "config.toml", "metrics.jsonl", "model.safetensors", "tensorboard")
+    ]
+
+
+def test_the_same_configuration_gives_the_same_weights(
+    straight: TrainConfig, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    assert train(make_config(tmp_path / "again")) == 0
+    assert weights(tmp_path / "again") == weights(straight.output)
+    assert train(make_config(tmp_path / "other", seed=1)) == 0
+    assert weights(tmp_path / "other") != weights(straight.output)
+
+
+def test_workers_and_how_often_is_saved_and_logged_change_nothing(
+    straight: TrainConfig, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", workers=2, checkpoint_every=0, log_every=5)
+    assert train(config) == 0
+    assert weights(config.output) == weights(straight.output)
+    assert [record["step"] for record in logged(config.output)] == [5, 10, 12]
+    assert checkpoints(config.output) == ["step-00000012"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_after_a_signal_it_saves_and_continues_bit_for_bit(
+    straight: TrainConfig,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    config = make_config(tmp_path / "run")
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        signal_after(patch, 7, number)  # in the middle of an epoch
+        assert train(config, resume_command="THE COMMAND") == 128 + number
+    assert "after step 8 of 12; continue with: THE COMMAND" in capsys.readouterr().out
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert checkpoints(config.output)[-1] == "step-00000008"
+    assert not (config.output / "model.safetensors").exists()
+    assert train(make_config(tmp_path / "run", resume=True)) == 0
+    assert weights(config.output) == weights(straight.output)
+    keys = ("step", "epoch", "loss", "lr", "logit_scale", "grad_norm")
+    assert [[r[k] for k in keys] for r in logged(config.output)] == [
+        [r[k] for k in keys] for r in logged(straight.output)
+    ]
+
+
+def test_a_second_ctrl_c_ends_at_once(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Trainer.train_step
+
+    def twice(self: Trainer, batch: object) -> dict[str, float]:
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "train_step", twice)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(tmp_path / "run"))
+    assert checkpoints(tmp_path / "run") == ["step-00000003"]
+
+
+def test_ctrl_c_of_the_program_is_exit_code_130_and_says_how_to_continue(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", steps=400)
+    process = start(config)
+    wait_for_steps(process, config.output, 4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    done = len(logged(config.output))
+    assert f"interrupted after step {done} of 400" in out
+    assert f"--config {config.output.with_suffix('.toml')} --resume" in out.replace("\n", " ")
+
+
+def test_after_kill_9_it_continues_bit_for_bit(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", steps=30, checkpoint_every=2)
+    process = start(config)
+    wait_for_steps(process, config.output, 7)
+    process.kill()
+    process.communicate()
+    assert len(logged_lines(config.output)) < 30, "it was too fast to be killed"
+    assert train(make_config(config.output, steps=30, checkpoint_every=2, resume=True)) == 0
+    whole = make_config(tmp_path / "whole", steps=30, checkpoint_every=0)
+    assert train(whole) == 0
+    assert weights(config.output) == weights(whole.output)
+    assert [r["step"] for r in logged(config.output)] == list(range(1, 31))
+    assert [r["loss"] for r in logged(config.output)] == [r["loss"] for r in logged(whole.output)]
+
+
+def test_resuming_where_nothing_is_begins_at_the_start(
+    straight: TrainConfig,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(make_config(tmp_path / "run", resume=True)) == 0
+    assert "no checkpoint yet: beginning at step 0" in capsys.readouterr().out
+    assert weights(tmp_path / "run") == weights(straight.output)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    straight: TrainConfig,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = make_config(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        signal_after(patch, 7, signal.SIGINT)
+        train(config)
+    path = config.output / "checkpoints/step-00000008/optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert train(make_config(tmp_path / "run", resume=True)) == 0
+    out = capsys.readouterr().out
+    assert "step-00000008 is damaged: optimizer.safetensors is not what was written" in out
+    assert "continuing after step 6" in out
+    assert weights(config.output) == weights(straight.output)
+    assert [record["step"] for record in logged(config.output)] == list(range(1, 13))
+
+
+def test_resuming_a_finished_run_changes_nothing(
+    straight: TrainConfig, make_config: MakeConfig
+) -> None:
+    before, lines = weights(straight.output), logged_lines(straight.output)
+    assert train(make_config(straight.output, resume=True)) == 0
+    assert weights(straight.output) == before
+    assert logged_lines(straight.output) == lines
+
+
+def test_a_run_can_be_made_longer_but_not_shorter(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    assert train(make_config(output, steps=4, lr_scheduler="const")) == 0
+    assert train(make_config(output, steps=7, lr_scheduler="const", resume=True)) == 0
+    assert "length changes from 4 to 7 steps" in capsys.readouterr().out
+    assert train(make_config(tmp_path / "once", steps=7, lr_scheduler="const")) == 0
+    assert weights(output) == weights(tmp_path / "once")
+    assert load_config(output / "config.toml").steps == 7
+    with pytest.raises(UsageError, match="has done 7 steps, asked are 6"):
+        train(make_config(output, steps=6, lr_scheduler="const", resume=True))
+
+
+def test_open_clip_loads_what_was_trained(straight: TrainConfig) -> None:
+    path = str(straight.output / "model.safetensors")
+    model = open_clip.create_model(TINY, pretrained=path)
+    trained = load_file(path)
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    assert not torch.equal(open_clip.create_model(TINY).visual.proj, model.visual.proj)
+
+
+def test_weights_of_one_run_start_another(
+    straight: TrainConfig, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    pretrained = straight.output / "model.safetensors"
+    config = make_config(tmp_path / "run", pretrained=pretrained, steps=1, lr=1e-30, warmup=0)
+    assert train(config) == 0
+    before, after = load_file(pretrained), load_file(config.output / "model.safetensors")
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_learns_and_resumes_too(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    config = make_config(tmp_path / "run", precision=precision)
+    with monkeypatch.context() as patch:
+        signal_after(patch, 4, signal.SIGINT)
+        assert train(config) == 130
+    assert train(make_config(tmp_path / "run", precision=precision, resume=True)) == 0
+    assert train(make_config(tmp_path / "once", precision=precision)) == 0
+    assert weights(config.output) == weights(tmp_path / "once")
+    losses = [record["loss"] for record in logged(config.output)]
+    assert losses[-1] < losses[0]
+
+
+def test_samples_that_were_skipped_are_reported(
+    make_config: MakeConfig, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "some.csv"
+    rows = [f"{pictures.parent / f'{i}.png'},picture {i}" for i in range(18)]
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    table.write_text("\n".join(["filepath,title", *rows, "broken.png,a caption"]) + "\n")
+    assert train(make_config(tmp_path / "run", train_data=str(table), steps=4)) == 0
+    assert "skipped 2 x undecodable image" in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_while_saving_stops_it_and_loses_nothing_saved(
+    straight: TrainConfig, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path / "run")
+    original = checkpoint.save_tensors
+
+    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if "step-00000006" in str(path):
+            raise OSError(28, "No space left on device")
+        original(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_tensors", full)
+        with pytest.raises(UsageError, match=r"step 6 could not .* No space.*00000003 is intact"):
+            train(config)
+    assert checkpoints(config.output) == ["step-00000003"]
+    assert train(make_config(tmp_path / "run", resume=True)) == 0
+    assert weights(config.output) == weights(straight.output)
+
+
+def test_a_loss_that_is_not_a_number_stops_it_before_the_weights_change(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", lr=1e30, warmup=0, checkpoint_every=1)
+    with pytest.raises(TrainingStopped, match=r"step \d+: loss .*not taken.*lower --lr"):
+        train(config)
+    saved = checkpoint.load_newest(config.output / "checkpoints")
+    assert saved is not None
+    assert all(torch.isfinite(tensor).all() for tensor in saved[0].model.values())
+
+
+def test_glyph_small_trains_on_any_pictures(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", model="glyph-small", checkpoint_every=0)
+    assert train(config) == 0
+    losses = [record["loss"] for record in logged(config.output)]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_evaluation_follows_where_it_is_asked_for(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import megabatch.evaluation
+    import megabatch.evaluation.table
+
+    seen: list[tuple[Path, str]] = []
+
+    def evaluate_run(run: Path, *, device: str) -> dict[str, object]:
+        assert (run / "model.safetensors").exists()
+        seen.append((run, device))
+        return {"figures": 1}
+
+    monkeypatch.setattr(megabatch.evaluation, "evaluate_run", evaluate_run, raising=False)
+    monkeypatch.setattr(
+        megabatch.evaluation.table, "print_evaluation", lambda e, console: seen.append(e)
+    )
+    config = make_config(tmp_path / "run", steps=2, evaluate=True)
+    assert train(config) == 0
+    assert seen == [(config.output, "cpu"), {"figures": 1}]

@@ -1,0 +1,108 @@
+"""What is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabatch.errors import UsageError
+from megabatch.training import save_config, train
+from megabatch.training.setup import prepare
+from tests.training.conftest import MakeConfig
+
+
+def refused(config: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        train(config)
+    return str(caught.value)
+
+
+def test_every_reason_comes_at_once_and_nothing_is_written(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", micro_batch_size=0, model="ViT-B32", train_data="no.tar")
+    reasons = refused(config).splitlines()
+    assert reasons[0] == "several things:"
+    assert [reason.split(":")[0] for reason in reasons[1:]] == [
+        "  - micro_batch_size",
+        "  - nothing matches no.tar",
+        "  - model",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_batch_larger_than_the_data(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", global_batch_size=41)
+    assert refused(config) == "global_batch_size: 41, but there are only 40 pairs"
+
+
+def test_a_warm_up_longer_than_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", warmup=13)
+    assert refused(config) == "warmup: 13 steps, but the run has only 12"
+    config = make_config(tmp_path / "run", warmup=11, steps=None, epochs=2)
+    assert refused(config) == "warmup: 11 steps, but the run has only 10"
+
+
+def test_epochs_make_as_many_steps_as_there_are_whole_batches(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", steps=None, epochs=3, global_batch_size=12)
+    assert prepare(config).total_steps == 3 * (40 // 12)
+
+
+def test_a_folder_that_is_a_file(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert refused(make_config(tmp_path / "file")) == f"output: {tmp_path / 'file'} is no folder"
+    inside = make_config(tmp_path / "file" / "run")
+    assert refused(inside) == f"output: {tmp_path / 'file'} is no folder"
+
+
+def test_a_folder_that_cannot_be_written_to(make_config: MakeConfig) -> None:
+    assert refused(make_config("/proc/run")).startswith("output: /proc cannot be written to: ")
+
+
+def test_a_folder_that_holds_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_config(config, tmp_path / "config.toml")
+    assert "holds a run already; continue it with --resume" in refused(config)
+
+
+def test_a_folder_with_other_things_is_taken(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert train(make_config(tmp_path, steps=2)) == 0
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_is_not_resumed_with_other_settings(make_config: MakeConfig, tmp_path: Path) -> None:
+    save_config(make_config(tmp_path), tmp_path / "config.toml")
+    message = refused(make_config(tmp_path, resume=True, lr=0.5, seed=3, log_every=7))
+    assert message == (
+        f"resume: {tmp_path} is a run with other settings: lr was 0.001, is 0.5, seed was 0, is 3"
+    )
+
+
+def test_settings_that_change_no_result_may_differ(make_config: MakeConfig, tmp_path: Path) -> None:
+    save_config(make_config(tmp_path), tmp_path / "config.toml")
+    changes = {"workers": 1, "log_every": 2, "checkpoint_every": 1, "keep_checkpoints": 5}
+    prepare(make_config(tmp_path, resume=True, steps=20, device="auto", **changes))
+
+
+def test_checkpoints_without_a_configuration_are_not_guessed_at(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    message = refused(make_config(tmp_path, resume=True))
+    assert message == f"resume: {tmp_path} has checkpoints but no config.toml"
+
+
+def test_a_damaged_configuration_of_the_run_is_named(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "config.toml").write_text("lr = ")
+    assert "config.toml is not TOML" in refused(make_config(tmp_path, resume=True))
+
+
+def test_a_column_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:
+    assert "subtitle" in refused(make_config(tmp_path / "run", csv_caption_key="subtitle"))
