@@ -1,7 +1,12 @@
 """Settings for all tests."""
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # Triton's kernels then run on the CPU; read when it is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ for both directions, and FlashAttention's running sums (arXiv 2205.14135).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,10 @@ from megabatch.similarity.arguments import (
 from megabatch.similarity.pairs import DROPPED, PAIRED, PLAIN, Pairs
 from megabatch.similarity.ring import check_group
 
-Ids = str | Tensor | tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from megabatch.similarity.fused.blocks import FusedBlocks
+
+Ids: TypeAlias = "str | Tensor | tuple[Tensor, Tensor]"
 
 
 class Split(NamedTuple):
@@ -185,13 +188,16 @@ def statistics(
     """Forward sweep; see `split_logsumexp`. Without `columns` the second result is empty."""
     pairs = Pairs(diagonal, row_ids, column_ids, ceiling)
     kinds = _kinds(diagonal, row_ids)
-    blocks = sweep.Blocks(x, x if y is None else y, pairs, symmetric=y is None)
-    row_state = sweep.empty_state(x.shape[0], kinds, x)
-    column_state = sweep.empty_state(blocks.y.shape[0], kinds, x) if columns else None
-    blocks.forward(scale, row_state, column_state)
-    if column_state is None:
-        return _finish(row_state), row_state.new_empty(0)
-    return _finish(row_state), _finish(column_state)
+    with torch.cuda.device_of(x):
+        blocks = sweep.blocks(x, x if y is None else y, pairs, symmetric=y is None)
+        row_state = sweep.empty_state(x.shape[0], kinds, x)
+        size = (x if y is None else y).shape[0]
+        column_state = sweep.empty_state(size, kinds, x) if columns else None
+        blocks.forward(scale, row_state, column_state)
+        finished = _finish(row_state, blocks.unit)
+        if column_state is None:
+            return finished, finished.new_empty(0)
+        return finished, _finish(column_state, blocks.unit)
 
 
 @statistics.register_fake
@@ -212,12 +218,12 @@ def _(
     return rows, x.new_empty((parts, (x if y is None else y).shape[0]), dtype=dtype)
 
 
-def _finish(state: Tensor) -> Tensor:
-    """(largest, shifted sum) -> log-sum-exp."""
-    negative = state[0] + state[1].log()
+def _finish(state: Tensor, unit: float) -> Tensor:
+    """(reference, sum relative to it) -> log-sum-exp."""
+    negative = state[0] * unit + state[1].log()
     if state.shape[0] == 2:
         return negative.unsqueeze(0)
-    return torch.stack([negative, state[2] + state[3].log(), state[4], state[5]])
+    return torch.stack([negative, state[2] * unit + state[3].log(), state[4], state[5]])
 
 
 @torch.library.custom_op("megabatch::statistics_backward", mutates_args=())
@@ -239,44 +245,70 @@ def statistics_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward sweep: gradients of x, y and scale; empty where not needed."""
     pairs = Pairs(diagonal, row_ids, column_ids, ceiling)
-    row_pull, column_pull = _pull(rows, row_gradient), _pull(columns, column_gradient)
-    if y is None:
-        return _symmetric_backward(x, scale, pairs, row_pull, need_x)
-    blocks = sweep.Blocks(x, y, pairs)
-    dtype = accumulator_dtype(x.dtype)
-    dx, dy = torch.empty_like(x) if need_x else x.new_empty(0), x.new_empty(0, dtype=dtype)
+    pulls = _pull(rows, row_gradient), _pull(columns, column_gradient)
+    with torch.cuda.device_of(x):
+        blocks = sweep.blocks(x, x if y is None else y, pairs, symmetric=y is None)
+        size = blocks.prepare(*pulls)
+        if y is None:
+            dx, dscale = _symmetric_gradients(x, blocks, scale, size, pulls[0], need_x)
+            dy = x.new_empty(0)
+        else:
+            dx, dy, dscale = _gradients(
+                x, y, blocks, scale, size, pulls, need_x, need_y, need_scale
+            )
+    return dx, dy, dscale if size is None else dscale * size
+
+
+def _gradients(
+    x: Tensor,
+    y: Tensor,
+    blocks: sweep.Blocks | FusedBlocks,
+    scale: Tensor,
+    size: Tensor | None,
+    pulls: tuple[Tensor | None, Tensor | None],
+    need_x: bool,
+    need_y: bool,
+    need_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    factor = scale if size is None else scale * size
+    dx, dy = (
+        torch.empty_like(t) if need else t.new_empty(0) for t, need in ((x, need_x), (y, need_y))
+    )
     dscale = torch.zeros_like(scale)
-    if need_y:
-        dy = y.new_zeros(y.shape, dtype=dtype)
-    needs_rows = need_x or (need_scale and not need_y)
+    # The scale's gradient comes with dx, or with dy where x is frozen.
+    with_x = need_x or not need_y
+    columns = blocks.accumulator(len(y)) if need_y else None
     # Rows strip by strip: dx then needs no accumulator of its own in the wider type.
-    for i in sweep.strips(x.shape[0], blocks.rows):
-        total = x.new_zeros(x[i].shape, dtype=dtype) if needs_rows else None
-        blocks.backward(i, scale, row_pull, column_pull, total, dy if need_y else None)
-        if total is None:
-            continue
-        if need_scale:
-            dscale += _inner(x[i], total)
-        if need_x:
-            dx[i] = total.mul_(scale)
-    if need_y:
-        if not needs_rows and need_scale:
-            dscale += _inner(y, dy)
-        dy = dy.mul_(scale).to(y.dtype)
+    for i in sweep.strips(len(x), blocks.rows):
+        total = blocks.accumulator(i.stop - i.start) if with_x else None
+        blocks.backward(i, scale, *pulls, total, columns)
+        if total is not None:
+            out = dx[i] if need_x else None
+            inner = blocks.finish(total, "x", i, factor, need_scale, out)
+            dscale = dscale if inner is None else dscale + inner
+    if columns is not None:
+        inner = blocks.finish(columns, "y", slice(0, len(y)), factor, need_scale and not with_x, dy)
+        dscale = dscale if inner is None else dscale + inner
     return dx, dy, dscale
 
 
-def _symmetric_backward(
-    x: Tensor, scale: Tensor, pairs: Pairs, pull: Tensor | None, need_x: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _symmetric_gradients(
+    x: Tensor,
+    blocks: sweep.Blocks | FusedBlocks,
+    scale: Tensor,
+    size: Tensor | None,
+    pull: Tensor | None,
+    need_x: bool,
+) -> tuple[Tensor, Tensor]:
     """x against itself: dS + dS.T is symmetric, so the blocks above the diagonal suffice."""
-    blocks = sweep.Blocks(x, x, pairs, symmetric=True)
-    dx = x.new_zeros(x.shape, dtype=accumulator_dtype(x.dtype))
-    for i in sweep.strips(x.shape[0], blocks.rows):
-        blocks.backward(i, scale, pull, pull, dx[i], dx)
-    dscale = _inner(x, dx) / 2  # each pair was met as (i, j) and as (j, i)
-    dx = dx.mul_(scale).to(x.dtype) if need_x else x.new_empty(0)
-    return dx, x.new_empty(0), dscale
+    dx = torch.empty_like(x) if need_x else x.new_empty(0)
+    total = blocks.accumulator(len(x))
+    for i in sweep.strips(len(x), blocks.rows):
+        blocks.backward(i, scale, pull, pull, total[i], total)
+    factor = scale if size is None else scale * size
+    inner = blocks.finish(total, "x", slice(0, len(x)), factor, True, dx if need_x else None)
+    assert inner is not None
+    return dx, inner / 2  # each pair was met as (i, j) and as (j, i)
 
 
 @statistics_backward.register_fake
@@ -315,14 +347,6 @@ def _reference_and_gradient(value: Tensor, gradient: Tensor) -> Tensor:
     # A side without any pair is -inf; a reference of +inf makes its exponentials 0, not NaN.
     empty = value == -math.inf
     return torch.stack([value.masked_fill(empty, math.inf), gradient.masked_fill(empty, 0)])
-
-
-def _inner(features: Tensor, gradient: Tensor) -> Tensor:
-    """<features, gradient> in the accumulator's dtype, strip by strip."""
-    total = gradient.new_zeros(())
-    for i in sweep.strips(features.shape[0], 4096):
-        total += (features[i].to(gradient.dtype) * gradient[i]).sum()
-    return total
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,27 +14,39 @@ from megabatch.similarity import tile_torch
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.pairs import Pairs
 
-DEFAULT_WORKSPACE = 256 << 20
+if TYPE_CHECKING:
+    from megabatch.similarity.fused.blocks import FusedBlocks
 
-_workspace = DEFAULT_WORKSPACE
+#: Bytes. A GPU's blocks of dS, 16,384 a side in half precision, make products as fast as they get.
+DEFAULT_WORKSPACE = {"cpu": 256 << 20, "cuda": 512 << 20}
+
+_workspace: int | None = None
 
 
-def set_workspace(size: int) -> int:
+def set_workspace(size: int | None) -> int | None:
     """Bound the memory that a block of the matrix may take, in bytes; returns the bound before.
 
-    It holds for all calls in this process. Smaller blocks are slower.
+    It holds for all calls in this process. Smaller blocks are slower. None, the bound at the
+    start, stands for 256 MiB on the CPU and 512 MiB on a GPU.
 
     Raises:
-        TypeError: `size` is no integer.
+        TypeError: `size` is neither None nor an integer.
         ValueError: `size` is below 64 KiB.
     """
     global _workspace
-    if not isinstance(size, int) or isinstance(size, bool):
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
         raise TypeError(f"size: expected a number of bytes, got {type(size).__name__}")
-    if size < 64 << 10:
+    if size is not None and size < 64 << 10:
         raise ValueError(f"size: expected at least {64 << 10} bytes, got {size}")
     before, _workspace = _workspace, size
     return before
+
+
+def workspace(like: Tensor) -> int:
+    """The bound for features like `like`, in bytes."""
+    if _workspace is not None:
+        return _workspace
+    return DEFAULT_WORKSPACE.get(like.device.type, DEFAULT_WORKSPACE["cuda"])
 
 
 def block_shape(like: Tensor) -> tuple[int, int]:
@@ -43,7 +57,8 @@ def block_shape(like: Tensor) -> tuple[int, int]:
     item = accumulator_dtype(like.dtype).itemsize
     # Beside the buffers a half-precision block holds wider copies of its rows and columns.
     width = 0 if like.dtype == accumulator_dtype(like.dtype) else like.shape[1]
-    while _bytes(rows, columns, width, item) > _workspace and (rows > 16 or columns > 16):
+    limit = workspace(like)
+    while _bytes(rows, columns, width, item) > limit and (rows > 16 or columns > 16):
         rows, columns = max(16, rows // 2), max(16, columns // 2)
     return rows, columns
 
@@ -58,11 +73,36 @@ def strips(n: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, n))
 
 
-class Blocks:
-    """The blocks of x (m, d) against y (n, d), with buffers that all of them share.
+def blocks(x: Tensor, y: Tensor, pairs: Pairs, symmetric: bool = False) -> Blocks | FusedBlocks:
+    """The blocks of x (m, d) against y (n, d), by fused kernels where there are some.
 
     With `symmetric` (y is x) only the blocks on and above the diagonal are visited.
     """
+    if not fused_available(x):
+        return Blocks(x, y, pairs, symmetric)
+    from megabatch.similarity.fused.blocks import FusedBlocks  # Triton, where it is needed
+
+    return FusedBlocks(x, y, pairs, symmetric, workspace(x))
+
+
+def fused_available(x: Tensor) -> bool:
+    """Whether fused kernels take features like x.
+
+    They multiply float32 in TF32, so they take it where torch would do so too.
+    """
+    if not x.is_cuda or importlib.util.find_spec("triton") is None:
+        return False
+    if torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    exact = torch.get_float32_matmul_precision() == "highest"
+    return x.element_size() == 2 or (x.dtype == torch.float32 and not exact)
+
+
+class Blocks:
+    """The blocks of x (m, d) against y (n, d) in torch operations, see `blocks`."""
+
+    #: A state's reference times this is a natural logarithm.
+    unit = 1.0
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, symmetric: bool = False) -> None:
         self.x, self.y, self.pairs, self.symmetric = x, y, pairs, symmetric
@@ -117,6 +157,32 @@ class Blocks:
                 dy[j] if dy is not None and (mirrored or not self.symmetric) else None,
                 self._views(i, j),
             )
+
+    def accumulator(self, rows: int) -> Tensor:
+        """Zeros for the gradients of `rows` rows."""
+        dtype = accumulator_dtype(self.x.dtype)
+        return self.x.new_zeros((rows, self.x.shape[1]), dtype=dtype)
+
+    def prepare(self, rows: Tensor | None, columns: Tensor | None) -> Tensor | None:
+        """Bring pulls into dS's range, in place; returns what gradients are to be multiplied by."""
+        return None
+
+    def finish(
+        self, total: Tensor, side: str, rows: slice, factor: Tensor, inner: bool, out: Tensor | None
+    ) -> Tensor | None:
+        """out = factor * total in out's dtype; <features, total> if `inner` is wanted.
+
+        `total` belongs to these `rows` of the features of `side`, "x" or "y".
+        """
+        features = (self.x if side == "x" else self.y)[rows]
+        product = None
+        if inner:
+            product = total.new_zeros(())
+            for i in strips(len(features), 4096):
+                product += (features[i].to(total.dtype) * total[i]).sum()
+        if out is not None:
+            out.copy_(total.mul_(factor))
+        return product
 
     def _columns_of(self, i: slice) -> Iterator[slice]:
         for j in strips(self.y.shape[0], self.columns):

@@ -1,0 +1,1 @@
+"""Fused Triton kernels: tiles of the similarity matrix that never leave the registers."""

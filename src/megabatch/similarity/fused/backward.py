@@ -1,0 +1,232 @@
+"""The backward kernels: dS of a tile, rounded once to the features' dtype, for two products.
+
+`tile` takes one exponential a logit for both sides, relative to the tile's largest row
+log-sum-exp; `exact` takes two, with masks, where a tile is flagged: on the diagonal, or where its
+log-sum-exps lie too far apart to share a reference: sharing loses probabilities under
+2^(spread - 126); with a spread of 80 at most they are below 2^-46, 4M of them below 2^-24.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megabatch.similarity.fused.tiles import LOG2E, logits_tile, mask_tile, swizzle
+
+
+@triton.jit
+def extremes(pull, out, size, tiles, B: tl.constexpr):
+    """Smallest and largest log-sum-exp of each tile of B rows in base 2: out[0], out[1]."""
+    t = tl.program_id(0)
+    i = t * B + tl.arange(0, B)
+    value = tl.load(pull + i, mask=i < size, other=0.0) * LOG2E
+    tl.store(out + t, tl.min(tl.where(i < size, value, float("inf")), 0))
+    tl.store(out + tiles + t, tl.max(tl.where(i < size, value, float("-inf")), 0))
+
+
+@triton.jit
+def _apart(
+    ti,
+    tj,
+    row_extremes,
+    row_tiles,
+    column_extremes,
+    column_tiles,
+    diagonal_offset,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Whether `exact` must take a tile: see the module."""
+    low = tl.load(row_extremes + ti)
+    high = tl.load(row_extremes + row_tiles + ti)
+    if COLUMNS:
+        low = tl.minimum(low, tl.load(column_extremes + tj))
+        high = tl.maximum(high, tl.load(column_extremes + column_tiles + tj))
+    apart = (high - low <= LIMIT) == 0  # infinite and NaN differences count as too large
+    if DIAGONAL != 0:
+        j0 = tj * BN + diagonal_offset
+        apart = apart | ((ti * BM < j0 + BN) & (j0 < ti * BM + BM))
+    return apart
+
+
+@triton.jit
+def tile(
+    x,
+    y,
+    ds,
+    scale,
+    row_pull,
+    row_stride,
+    column_pull,
+    column_stride,
+    row_extremes,
+    row_tiles,
+    column_extremes,
+    column_tiles,
+    m,
+    n,
+    d,
+    diagonal_offset,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """dS of the tiles whose log-sum-exps lie close."""
+    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
+    if _apart(
+        ti, tj, row_extremes, row_tiles, column_extremes, column_tiles, diagonal_offset,
+        BM, BN, COLUMNS, DIAGONAL, LIMIT,
+    ):  # fmt: skip
+        return
+    i = ti * BM + tl.arange(0, BM)
+    j = tj * BN + tl.arange(0, BN)
+    acc = logits_tile(x, y, ti * BM, tj * BN, d, BM, BN, BK)
+    r = tl.load(row_pull + i, mask=i < m, other=float("-inf")) * LOG2E
+    reference = tl.max(r, 0)
+    factor = tl.load(row_pull + row_stride + i, mask=i < m, other=0.0) * tl.exp2(reference - r)
+    factor = tl.where(i < m, factor, 0.0)
+    e = tl.exp2(acc * (tl.load(scale) * LOG2E) - reference)
+    if COLUMNS:
+        c = tl.load(column_pull + j, mask=j < n, other=float("inf")) * LOG2E
+        weight = tl.load(column_pull + column_stride + j, mask=j < n, other=0.0)
+        e = e * (factor[:, None] + (weight * tl.exp2(reference - c))[None, :])
+    else:
+        e = e * factor[:, None]
+    ds.store([ti * BM, tj * BN], e.to(ds.dtype))
+
+
+@triton.jit
+def exact(
+    x,
+    y,
+    ds,
+    scale,
+    row_pull,
+    row_stride,
+    column_pull,
+    column_stride,
+    row_extremes,
+    row_tiles,
+    column_extremes,
+    column_tiles,
+    row_ids,
+    column_ids,
+    ceiling,
+    m,
+    n,
+    d,
+    diagonal_offset,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    IDS: tl.constexpr,
+    CEILING: tl.constexpr,
+    POSITIVES: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """dS of the other tiles, or of ALL; each program looks at CHUNK tiles at once."""
+    tiles = tl.cdiv(n, BN)
+    start = tl.program_id(0) * CHUNK
+    total = tl.cdiv(m, BM) * tiles
+    if not ALL:
+        index = tl.minimum(start + tl.arange(0, CHUNK), total - 1)
+        apart = _apart(
+            index // tiles, index % tiles, row_extremes, row_tiles, column_extremes, column_tiles,
+            diagonal_offset, BM, BN, COLUMNS, DIAGONAL, LIMIT,
+        )  # fmt: skip
+        if tl.max(apart.to(tl.int32), 0) == 0:
+            return
+    k = tl.load(scale)
+    for t in tl.range(start, tl.minimum(start + CHUNK, total)):
+        ti = t // tiles
+        tj = t % tiles
+        wanted = True
+        if not ALL:
+            wanted = _apart(
+                ti, tj, row_extremes, row_tiles, column_extremes, column_tiles,
+                diagonal_offset, BM, BN, COLUMNS, DIAGONAL, LIMIT,
+            )  # fmt: skip
+        if wanted:
+            i0 = ti * BM
+            j0 = tj * BN
+            s = logits_tile(x, y, i0, j0, d, BM, BN, BK) * k
+            negative, positive = mask_tile(
+                s, i0, j0, m, n, diagonal_offset, row_ids, column_ids, ceiling,
+                BM, BN, DIAGONAL, IDS, CEILING,
+            )  # fmt: skip
+            g = tl.zeros((BM, BN), tl.float32)
+            h = tl.zeros((BM, BN), tl.float32)
+            if ROWS:
+                i = i0 + tl.arange(0, BM)
+                g += _pull(s, row_pull, row_stride, i, m, 0, 1)
+                if POSITIVES:
+                    h += _pull(s, row_pull, row_stride, i, m, 2, 1)
+                    h += tl.load(row_pull + 4 * row_stride + i, mask=i < m, other=0.0)[:, None]
+            if COLUMNS:
+                j = j0 + tl.arange(0, BN)
+                g += _pull(s, column_pull, column_stride, j, n, 0, 0)
+                if POSITIVES:
+                    h += _pull(s, column_pull, column_stride, j, n, 2, 0)
+                    h += tl.load(column_pull + 4 * column_stride + j, mask=j < n, other=0.0)[
+                        None, :
+                    ]
+            g = tl.where(negative, g, tl.where(positive, h, 0.0))
+            ds.store([i0, j0], g.to(ds.dtype))
+
+
+@triton.jit
+def _pull(s, pull, stride, index, size, START: tl.constexpr, AXIS: tl.constexpr):
+    """upstream gradient * e^(s - log-sum-exp) of one side (AXIS 1: rows)."""
+    inside = index < size
+    reference = tl.load(pull + START * stride + index, mask=inside, other=float("inf"))
+    weight = tl.load(pull + (START + 1) * stride + index, mask=inside, other=0.0)
+    e = tl.exp2((s - tl.expand_dims(reference, AXIS)) * LOG2E)
+    # Beyond its own kind of pair an exponential may overflow; it is masked out afterwards.
+    return e * tl.expand_dims(weight, AXIS)
+
+
+@triton.jit
+def finish(
+    total,
+    features,
+    out,
+    factor,
+    inner,
+    rows,
+    d,
+    total_stride,
+    feature_stride,
+    out_stride,
+    B: tl.constexpr,
+    BD: tl.constexpr,
+    INNER: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """out = factor * total in out's dtype, inner[program] = <features, total> of B rows."""
+    i = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
+    f = tl.load(factor)
+    dot = tl.zeros((B, BD), tl.float32)
+    for c in tl.range(0, d, BD):
+        j = c + tl.arange(0, BD)
+        mask = (i < rows)[:, None] & (j < d)[None, :]
+        t = tl.load(total + i[:, None] * total_stride + j[None, :], mask=mask, other=0.0)
+        if INNER:
+            a = tl.load(features + i[:, None] * feature_stride + j[None, :], mask=mask, other=0.0)
+            dot += t * a.to(tl.float32)
+        if OUT:
+            value = (t * f).to(out.dtype.element_ty)
+            tl.store(out + i[:, None] * out_stride + j[None, :], value, mask=mask)
+    if INNER:
+        tl.store(inner + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0))

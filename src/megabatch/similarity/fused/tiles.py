@@ -1,0 +1,69 @@
+"""What the kernels share: the order of tiles, a tile's logits, a tile's masks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+#: DIAGONAL in the kernels: what the pairs (i, i) are.
+NO_DIAGONAL, POSITIVE, DROPPED = 0, 1, 2
+#: CEILING in the kernels: none, one a row, or (where the sides are swapped) one a column.
+NO_CEILING, ROWS, COLUMNS = 0, 1, 2
+
+
+@triton.jit
+def swizzle(pid, rows, columns, GROUP: tl.constexpr):
+    """Tiles in an order that keeps GROUP tiles of rows and the passing columns in the L2 cache."""
+    per_group = GROUP * columns
+    first = pid // per_group * GROUP
+    size = tl.minimum(rows - first, GROUP)
+    return first + pid % per_group % size, pid % per_group // size
+
+
+@triton.jit
+def logits_tile(x, y, i0, j0, d, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """x[i0:i0+BM] @ y[j0:j0+BN].T in float32; rows past the end are 0."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    for c in tl.range(0, d, BK):
+        acc = tl.dot(x.load([i0, c]), y.load([j0, c]).T, acc, input_precision="tf32")
+    return acc
+
+
+@triton.jit
+def mask_tile(
+    s,
+    i0,
+    j0,
+    m,
+    n,
+    diagonal_offset,
+    row_ids,
+    column_ids,
+    ceiling,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    IDS: tl.constexpr,
+    CEILING: tl.constexpr,
+):
+    """(negative, positive) masks of a tile; pairs in neither are dropped, or past the end."""
+    i = i0 + tl.arange(0, BM)
+    j = j0 + tl.arange(0, BN)
+    inside = (i < m)[:, None] & (j < n)[None, :]
+    if IDS:
+        rows = tl.load(row_ids + i, mask=i < m, other=-1)
+        columns = tl.load(column_ids + j, mask=j < n, other=-1)
+        positive = inside & (rows[:, None] == columns[None, :]) & (rows >= 0)[:, None]
+    else:
+        positive = inside & (i < 0)[:, None]
+    negative = inside & ~positive
+    if DIAGONAL != 0:
+        own = i[:, None] == (j + diagonal_offset)[None, :]
+        negative = negative & ~own
+        positive = (positive | (inside & own)) if DIAGONAL == 1 else (positive & ~own)
+    if CEILING == 1:
+        negative = negative & ~(s > tl.load(ceiling + i, mask=i < m, other=0.0)[:, None])
+    if CEILING == 2:
+        negative = negative & ~(s > tl.load(ceiling + j, mask=j < n, other=0.0)[None, :])
+    return negative, positive
