@@ -1,0 +1,49 @@
+"""Time: repetitions of a call, and the rate of matrix products to hold them against."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def times(call: Callable[[], object], device: str, seconds: float, repetitions: int) -> list[float]:
+    """Milliseconds of each call, repeated for about `seconds` and at least `repetitions` times.
+
+    One call goes before, to warm up and to find how many make up the time.
+    """
+    once = _timed([call], device)[0] / 1e3
+    count = max(repetitions, math.ceil(seconds / max(once, 1e-6)))
+    return _timed([call] * count, device)
+
+
+def _timed(calls: list[Callable[[], object]], device: str) -> list[float]:
+    if device == "cpu":
+        marks = [time.perf_counter()]
+        for call in calls:
+            call()
+            marks.append(time.perf_counter())
+        return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+    # Events and not the host's clock: the host runs ahead, as it does in training.
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+    events[0].record()
+    for call, event in zip(calls, events[1:], strict=True):
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+def product_rate(device: str, dtype: torch.dtype, size: int, seconds: float) -> float:
+    """Operations per second of products of two normal random (size, size) matrices, sustained.
+
+    A GPU that is limited by its power runs a short product on a cool chip faster than a long one,
+    so this is repeated for about as long as what it is compared with.
+    """
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    taken = times(lambda: torch.mm(a, b, out=out), device, seconds, repetitions=2)
+    return 2 * size**3 * len(taken) / (sum(taken) / 1e3)

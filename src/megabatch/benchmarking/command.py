@@ -1,0 +1,174 @@
+"""`megabatch bench`."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from rich.console import Console
+
+from megabatch.benchmarking import loss, records, table
+from megabatch.benchmarking.contenders import CLIP
+from megabatch.benchmarking.measure import Effort
+from megabatch.errors import UsageError
+
+_DESCRIPTION = "Measure megabatch beside other implementations, in one run."
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """CLIP's loss, forward and backward: time, peak memory, error against float64."""
+
+    batch_size: tuple[int, ...] = (16_384,)
+    """Pairs; several sizes are measured one after the other."""
+    width: int = 512
+    """Of the features."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Of the features; in half precision losses run under autocast."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes cuda where there is one."""
+    contenders: tuple[str, ...] = ()
+    """megabatch, dense, two-products, openclip. Default: all that are installed. Times and memory
+    are shown relative to the first."""
+    scale: float = 14.3
+    """Logit scale (1 / temperature), exponentiated."""
+    rounds: int = 2
+    """Processes for each contender; contenders take turns."""
+    repetitions: int = 2
+    """Timed runs in each process, at least; the median of all is reported."""
+    seconds: float | None = None
+    """Repeat for at least so long, and the matrix products around it too. Default: 1 on the CPU,
+    2 on CUDA."""
+    product_size: int | None = None
+    """Rows and columns of the matrix product whose rate is the yardstick. Default: 4,096 on the
+    CPU, 8,192 on CUDA."""
+    check_batch_size: int | None = None
+    """Pairs in the comparison with float64. Default: at most 4,096 on the CPU, 65,536 on CUDA."""
+    max_memory: float | None = None
+    """GiB that a contender may take beside its inputs (CPU only); more is out of memory. Default:
+    what the machine has."""
+    output: Path | None = None
+    """JSON file for the records."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `megabatch bench ...`; returns the exit code: 1 where a contender failed or was wrong."""
+    options = tyro.extras.subcommand_cli_from_dict(
+        {"loss": LossOptions}, args=argv, prog="megabatch bench", description=_DESCRIPTION
+    )
+    return bench_loss(options, command=shlex.join(["megabatch", "bench", *argv]))
+
+
+def bench_loss(options: LossOptions, command: str) -> int:
+    """Measure, print a table, write the records after each batch size."""
+    plan = _plan(options)
+    if options.output is not None:
+        _check_output(options.output)
+    console = Console(highlight=False)
+    done: list[records.Record] = []
+    with console.status("") as status:
+        for some in loss.run(plan, lambda text: status.update(text)):
+            done += some
+            if options.output is not None:
+                _write(options.output, command, done)
+    about = records.machine()
+    place = about["cpu"] if plan.device == "cpu" else about["gpus"][0]
+    threads = f", {about['threads']} threads" if plan.device == "cpu" else ""
+    console.print(
+        f"{plan.loss.name} loss, forward + backward, d = {plan.width}, {plan.dtype}, "
+        f"{place}{threads}",
+        style="bold",
+    )
+    console.print(table.table(done))
+    for record in done:
+        if record.note:
+            console.print(
+                f"{record.contender}, b = {record.b:,}: {record.status}: {record.note}",
+                markup=False,
+            )
+    if options.output is not None:
+        console.print(f"records: {options.output}", soft_wrap=True)
+    return int(any(record.status in ("failed", "wrong") for record in done))
+
+
+def _plan(options: LossOptions) -> loss.Plan:
+    for name, values in (
+        ("--batch-size", options.batch_size),
+        ("--width", (options.width,)),
+        ("--rounds", (options.rounds,)),
+        ("--repetitions", (options.repetitions,)),
+        ("--product-size", (options.product_size,)),
+        ("--check-batch-size", (options.check_batch_size,)),
+    ):
+        for value in values:
+            if value is not None and value < 1:
+                raise UsageError(f"{name} {value}: expected at least 1")
+    if not options.batch_size:
+        raise UsageError("--batch-size: expected at least one")
+    for name, number in (
+        ("--scale", options.scale),
+        ("--seconds", options.seconds),
+        ("--max-memory", options.max_memory),
+    ):
+        if number is not None and not 0 < number < math.inf:
+            raise UsageError(f"{name} {number}: expected a number above 0")
+    device = _device(options)
+    contenders = CLIP.choose(options.contenders)
+    on_cpu = device == "cpu"
+    effort = Effort(
+        seconds=options.seconds or (1.0 if on_cpu else 2.0),
+        repetitions=options.repetitions,
+        product_size=options.product_size or (4096 if on_cpu else 8192),
+        check_batch_size=options.check_batch_size or (4096 if on_cpu else 65_536),
+        max_memory=None if options.max_memory is None else int(options.max_memory * 2**30),
+    )
+    return loss.Plan(
+        loss=CLIP,
+        contenders=contenders,
+        batch_sizes=options.batch_size,
+        width=options.width,
+        dtype=options.dtype,
+        device=device,
+        scale=options.scale,
+        rounds=options.rounds,
+        effort=effort,
+    )
+
+
+def _device(options: LossOptions) -> str:
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this machine has no CUDA device that torch can use")
+    if device == "cuda" and options.max_memory is not None:
+        raise UsageError("--max-memory: only on the CPU")
+    if device == "cpu" and sys.platform != "linux":
+        raise UsageError("--device cpu: peak memory is measured on Linux only")
+    return device
+
+
+def _check_output(path: Path) -> None:
+    """Fail now and not after the measurements."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise UsageError(f"--output {path}: is a folder, expected a file")
+        partial = path.with_name(path.name + ".partial")
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise UsageError(f"--output {path}: cannot be written: {error.strerror}") from error
+
+
+def _write(path: Path, command: str, done: list[records.Record]) -> None:
+    try:
+        records.write(path, command, done)
+    except OSError as error:
+        raise UsageError(f"--output {path}: cannot be written: {error.strerror}") from error
