@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, checkpoint, load_config, save_config, train
+from megabatch.training.log import MetricsLog
 from megabatch.training.trainer import Trainer, TrainingStopped
 from tests.models.tiny import TINY
 from tests.training.conftest import MakeConfig
@@ -361,3 +362,24 @@ def test_the_evaluation_follows_where_it_is_asked_for(
     config = make_config(tmp_path / "run", steps=2, evaluate=True)
     assert train(config) == 0
     assert seen == [(config.output, "cpu"), {"figures": 1}]
+
+
+def test_a_disk_that_fills_while_logging_stops_it_with_a_reason(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: MetricsLog, record: dict[str, object]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricsLog, "write", full)
+    with pytest.raises(TrainingStopped, match=f"{tmp_path / 'run'}: No space left on device"):
+        train(make_config(tmp_path / "run"))
+
+
+def test_a_finished_run_made_longer_has_no_stale_weights_meanwhile(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(make_config(tmp_path / "run", steps=4)) == 0
+    with monkeypatch.context() as patch:
+        signal_after(patch, 6, signal.SIGINT)
+        assert train(make_config(tmp_path / "run", steps=12, resume=True)) == 130
+    assert not (tmp_path / "run" / "model.safetensors").exists()

@@ -34,8 +34,9 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
             TrainingStopped, CheckpointError.
     """
     console = Console(highlight=False, soft_wrap=True)
-    run = Run(prepare(config), console)
+    setup = prepare(config)
     try:
+        run = Run(setup, console)
         received = run.train()
         if received is not None:
             console.print(
@@ -44,7 +45,7 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
             )
             return 128 + received
         run.finish()
-    except OSError as error:  # a full disk, while logging
+    except OSError as error:  # a full disk, in the run's own folder
         raise TrainingStopped(f"{config.output}: {error.strerror or error}") from error
     if config.evaluate:
         _evaluate(config.output, run, console)
@@ -71,6 +72,8 @@ class Run:
     def train(self) -> int | None:
         """Do the steps that are left and save a checkpoint; returns a signal that ended it."""
         trainer, config = self.trainer, self.config
+        if trainer.step < trainer.total_steps:  # a finished run that is made longer
+            (self.folder / "model.safetensors").unlink(missing_ok=True)
         log = MetricsLog(self.folder, trainer.step)
         display = Display(self.console, trainer.total_steps, trainer.step)
         self._announce()
