@@ -11,8 +11,6 @@ from megabatch.benchmarking.inputs import Case
 from megabatch.benchmarking.measure import Effort, Result
 from megabatch.benchmarking.records import Record, combine
 
-Launch = Callable[[Case, Effort], Result]
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -36,9 +34,7 @@ class Plan:
         ]
 
 
-def run(
-    plan: Plan, tell: Callable[[str], None], start: Launch = launch.run
-) -> Iterator[list[Record]]:
+def run(plan: Plan, tell: Callable[[str], None]) -> Iterator[list[Record]]:
     """Measure one batch size after the other; gives the records of each.
 
     Contenders take turns, A B A B, so that a machine that grows slower harms all alike. One that
@@ -52,5 +48,5 @@ def run(
                 if any(result.status != "ok" for result in results[case]):
                     continue
                 tell(f"{case.contender}, b = {b:,}, round {turn + 1} of {plan.rounds}")
-                results[case].append(start(case, plan.effort))
+                results[case].append(launch.run(case, plan.effort))
         yield [combine(case, results[case], plan.loss.work) for case in cases]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -39,8 +39,8 @@ class Result:
 
     status: str
     note: str = ""
-    times_ms: tuple[float, ...] = ()
-    product_rates: tuple[float, ...] = ()
+    times_ms: Sequence[float] = ()
+    product_rates: Sequence[float] = ()
     extra_bytes: int | None = None
     max_row_error: float | None = None
     loss_error: float | None = None
@@ -50,8 +50,8 @@ class Result:
 def measure(case: Case, effort: Effort) -> Result:
     """Memory, time and errors of a case.
 
-    The order matters: on the CPU the peak of resident memory is known for a process as a whole, so
-    the contender's first full run comes before anything else that is large.
+    The contender's first full run comes before anything else that is large: on the CPU, memory
+    that was given back may stay resident, and the contender would take it unseen.
     """
     loss = LOSSES[case.loss].contenders[case.contender].load()
     _run_once(loss, case, rows=64)  # libraries and threads are loaded now, and not counted
@@ -73,14 +73,15 @@ def measure(case: Case, effort: Effort) -> Result:
         raise
     after = yardstick()
     _forget(x, y, scale)
-    result = Result("ok", "", tuple(taken), (before, after), extra)
+    result = Result("ok", "", taken, (before, after), extra)
     _check(result, loss, case, min(case.b, effort.check_batch_size))
     return result
 
 
 def _inputs(case: Case, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     x, y = features(rows, case.d, case.torch_dtype, case.device)
-    scale = torch.tensor(case.scale, device=case.device)
+    wide = torch.float64 if case.torch_dtype == torch.float64 else torch.float32
+    scale = torch.tensor(case.scale, dtype=wide, device=case.device)
     return x.requires_grad_(), y.requires_grad_(), scale.requires_grad_()
 
 

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megabatch import cli
+from megabatch.benchmarking import command, launch
+from megabatch.benchmarking.inputs import Case
+from megabatch.benchmarking.measure import Effort, Result
+
+if sys.platform != "linux":
+    pytest.skip("the CPU is measured on Linux only", allow_module_level=True)
+
+TINY = ["--device=cpu", "--width=8", "--seconds=0.01", "--product-size=64", "--rounds=1"]
+
+
+def test_measures_prints_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new" / "r.json"
+    words = ["loss", "--batch-size", "64", "128", "--contenders", "megabatch", *TINY]
+    assert command.main([*words, "--output", str(output)]) == 0
+    shown = capsys.readouterr().out
+    assert "clip loss, forward + backward, d = 8, float32" in shown
+    content = json.loads(output.read_text())
+    assert content["command"].startswith("megabatch bench loss --batch-size 64 128 --contenders")
+    assert [(r["contender"], r["b"], r["status"]) for r in content["records"]] == [
+        ("megabatch", 64, "ok"),
+        ("megabatch", 128, "ok"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("ok", 0), ("out of memory", 0), ("failed", 1), ("wrong", 1)]
+)
+def test_exit_code(
+    status: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = Result(status, "because", (1.0,), (1e9, 1e9), 10, 0.1, 0.1, 0.1)
+    monkeypatch.setattr(launch, "run", lambda case, effort: result)
+    assert command.main(["loss", "--contenders", "dense", *TINY]) == code
+    shown = capsys.readouterr().out
+    assert (f"dense, b = 16,384: {status}: because" in shown) == (status != "ok")
+
+
+def test_records_of_the_sizes_done_survive_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(case: Case, effort: Effort) -> Result:
+        if case.b == 128:
+            raise KeyboardInterrupt
+        return Result("ok", "", (1.0,), (1e9, 1e9), 10, 0.1, 0.1, 0.1)
+
+    monkeypatch.setattr(launch, "run", start)
+    output = tmp_path / "r.json"
+    words = ["loss", "--batch-size", "64", "128", "--contenders", "dense"]
+    with pytest.raises(KeyboardInterrupt):
+        command.main([*words, "--output", str(output), *TINY])
+    assert [r["b"] for r in json.loads(output.read_text())["records"]] == [64]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--batch-size 0", "--batch-size 0: expected at least 1"),
+        ("--batch-size", "--batch-size: expected at least one"),
+        ("--width -3", "--width -3: expected at least 1"),
+        ("--scale nan", "--scale nan: expected a number above 0"),
+        ("--seconds 0", "--seconds 0.0: expected a number above 0"),
+        ("--contenders dnse", "--contenders dnse: expected some of megabatch, dense"),
+        ("--output {folder}", "is a folder, expected a file"),
+        ("--output {folder}/file/r.json", "cannot be written"),
+    ],
+)
+def test_refused_before_anything_is_measured(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    words = words.format(folder=tmp_path)
+    assert cli.main(["bench", "loss", "--device", "cpu", *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_cuda_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["bench", "loss", "--device", "cuda"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megabatch.benchmarking import memory
+
+MIB = 2**20
+
+# In a process of its own, started by one that has had more: its peak is not to be inherited.
+PEAK = """
+import torch
+from megabatch.benchmarking.memory import extra_bytes
+kept = torch.ones(40 << 18)
+def call():
+    first = torch.ones(64 << 18)   # 64 MiB
+    del first
+    torch.ones(16 << 18)
+print(extra_bytes(call, "cpu"))
+"""
+
+LIMIT = """
+import torch
+from megabatch.benchmarking.memory import at_most, is_out_of_memory
+with at_most(100 << 20):
+    small = torch.ones(50 << 18)
+    try:
+        torch.ones(80 << 18)
+    except RuntimeError as error:
+        print("refused", is_out_of_memory(error))
+torch.ones(80 << 18)
+print("granted")
+"""
+
+
+def output(script: str) -> str:
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured on Linux only")
+def test_peak_above_what_was_there() -> None:
+    torch.ones(512 << 18)
+    assert 63 * MIB < int(output(PEAK)) < 72 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers memory on Linux only")
+def test_an_allocation_above_the_limit_is_refused_and_the_limit_ends() -> None:
+    assert output(LIMIT).split() == ["refused", "True", "granted"]
+
+
+def test_other_errors_are_not_taken_for_memory() -> None:
+    assert memory.is_out_of_memory(MemoryError())
+    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not memory.is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+
+
+@pytest.mark.gpu
+def test_peak_on_cuda() -> None:
+    kept = torch.ones(1 << 20, device="cuda")
+    assert memory.extra_bytes(lambda: torch.ones(64 << 18, device="cuda"), "cuda") == 64 * MIB
+    assert kept.is_cuda
