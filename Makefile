@@ -1,0 +1,60 @@
+# make quickstart    install, train on the built-in glyphs, evaluate, write a report
+# make test          install, run the tests
+# make check         what CI runs: lint, types, test
+# make test-gpu      the tests that need a CUDA device
+#
+# VENV=folder uses another environment, RUN=folder another run, PYTEST_ARGS=... reaches pytest.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN ?= runs/quickstart
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help quickstart test test-gpu lint types format check
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+
+# A second call continues a run that was interrupted, and only evaluates one that is complete.
+quickstart: $(VENV)/.installed-train
+	$(BIN)/megabatch train --config quickstart --output $(RUN) --resume
+	@echo
+	@echo "Look at $(RUN)/report.html. To train once more: rm -r $(RUN), or make quickstart RUN=runs/other"
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed-dev
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device")'
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+check: lint types test
+
+# Installed again whenever pyproject.toml changes.
+$(VENV)/.installed-train: pyproject.toml | $(BIN)/python
+	@echo "installing megabatch[train] into $(VENV) (a few minutes the first time)"
+	@$(PIP) -e '.[train]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@echo "installing megabatch[train,dev] into $(VENV) (a few minutes the first time)"
+	@$(PIP) -e '.[train,dev]'
+	@touch $@ $(VENV)/.installed-train
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
