@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from typing import Literal
+
+import torch
 from torch import Tensor, nn
 
-from megabatch.similarity import split_logsumexp
-from megabatch.similarity.arguments import check_same_rows, check_scalar, check_two
+from megabatch.losses.arguments import (
+    check_choice,
+    check_number,
+    check_pairs,
+    check_weights,
+    own_ids,
+)
+from megabatch.losses.terms import cross_entropy, minus_log_probability, own_logits
+from megabatch.similarity import Split, split_logsumexp
+from megabatch.similarity.arguments import cast_for_autocast, check_scalar
+from megabatch.similarity.parallel import global_mean, mean_row, replicated
 
 
 class ClipLoss(nn.Module):
@@ -15,12 +26,34 @@ class ClipLoss(nn.Module):
     Called as OpenCLIP's loss. Memory grows with b·d, not with b²; one sweep serves both directions.
 
     Args:
-        group: processes that share one batch; None or "local" (one process) for now.
+        label_smoothing: from 0 to below 1; this share of each target is spread evenly over all
+            columns, as `torch.nn.functional.cross_entropy` does.
+        duplicates: what pairs of equal `ids` are to each other. "positive": further positives, the
+            target spread evenly over them (Khosla et al. 2020, arXiv 2004.11362, L_out).
+            "ignored": left out of each other's negatives.
+        group: processes that share one batch: None, "local" or a process group.
+
+    Raises:
+        TypeError, ValueError: the message names the argument; "ignored" excludes label smoothing.
     """
 
-    def __init__(self, *, group: object = None) -> None:
+    def __init__(
+        self,
+        *,
+        label_smoothing: float = 0.0,
+        duplicates: Literal["positive", "ignored"] = "positive",
+        group: object = None,
+    ) -> None:
         super().__init__()
-        self.group = group
+        check_number("label_smoothing", label_smoothing)
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing: expected 0 to below 1, got {label_smoothing}")
+        check_choice("duplicates", duplicates, ("positive", "ignored"))
+        if label_smoothing and duplicates == "ignored":
+            raise ValueError(
+                f"label_smoothing: expected 0 with duplicates='ignored', got {label_smoothing}"
+            )
+        self.label_smoothing, self.duplicates, self.group = label_smoothing, duplicates, group
 
     def forward(
         self,
@@ -29,6 +62,9 @@ class ClipLoss(nn.Module):
         logit_scale: float | Tensor,
         logit_bias: float | Tensor | None = None,
         output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The mean loss over the batch.
 
@@ -39,6 +75,10 @@ class ClipLoss(nn.Module):
             logit_bias: accepted as OpenCLIP does; a bias common to all logits cancels in a
                 softmax, so it has no influence and no gradient.
             output_dict: return `{"contrastive_loss": loss}`.
+            ids: (b,) int64 below 2**62; equal ids mark pairs that share a caption or document. A
+                negative id is shared with no other pair.
+            weights: (b,) factors of the pairs' losses, not negative; the loss is their weighted
+                mean, 0 where all weights are 0.
 
         Returns:
             A scalar in float32 (float64 for float64 features).
@@ -46,23 +86,38 @@ class ClipLoss(nn.Module):
         Raises:
             TypeError, ValueError: the message names the argument, what came, what was expected.
         """
-        names = ("image_features", "text_features")
-        check_two(image_features, text_features, names)
-        check_same_rows(image_features, text_features, names)
-        if image_features.shape[0] == 0:
-            raise ValueError("image_features: expected at least one row, got 0")
-        scale = check_scalar("logit_scale", logit_scale, image_features)
+        check_pairs(image_features, text_features, ("image_features", "text_features"))
+        x, y = cast_for_autocast(image_features, text_features)
+        scale = replicated(check_scalar("logit_scale", logit_scale, x), self.group)
         if logit_bias is not None:
-            check_scalar("logit_bias", logit_bias, image_features)
-        rows, columns = split_logsumexp(image_features, text_features, scale, group=self.group)
+            check_scalar("logit_bias", logit_bias, x)
+        weights = check_weights(weights, x)
+        if ids is not None:
+            ids = own_ids(ids, x, self.group)
+        rows, columns = split_logsumexp(
+            x, y, scale, ids="paired" if ids is None else (ids, ids), group=self.group
+        )
         assert columns is not None
-        # The positive's logit comes from the sweep too (a sum over one pair): its gradient then
-        # joins the negatives' before anything is rounded. Through `paired` the two would meet as
-        # rounded bf16 rows; on near-collapsed features, where they cancel, that error was 40 times
-        # the dense expression's.
-        positive = rows.positive_sum
-        # -log p = log(1 + e^(negative - positive)): no difference of two rounded terms where a
-        # pair is learnt. logsigmoid and not softplus, which cuts to its argument above 20.
-        losses = F.logsigmoid(positive - rows.negative) + F.logsigmoid(positive - columns.negative)
-        loss = -losses.mean() / 2
+        losses = self._losses(rows, x, y, scale) + self._losses(columns, x, y, scale)
+        loss = global_mean(losses, self.group, weights, name="image_features") / 2
+        if self.label_smoothing:
+            loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def _losses(self, side: Split, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        """One direction's loss of each pair, but for the smoothed target's part on all columns."""
+        if self.duplicates == "ignored":
+            return minus_log_probability(own_logits(side, x, y, scale), side.negative)
+        losses = cross_entropy(side)
+        if self.label_smoothing:
+            # That share of the target moves from the positives to all columns alike.
+            losses = losses + self.label_smoothing * side.positive_sum / side.positive_count
+        return losses
+
+    def _mean_logit(self, x: Tensor, y: Tensor, scale: Tensor, weights: Tensor | None) -> Tensor:
+        """Mean over pairs and directions of each row's mean logit: products of mean features."""
+        plain = mean_row(x, self.group), mean_row(y, self.group)
+        if weights is None:
+            return scale * torch.dot(*plain)
+        weighted = mean_row(x, self.group, weights), mean_row(y, self.group, weights)
+        return scale * (torch.dot(weighted[0], plain[1]) + torch.dot(plain[0], weighted[1])) / 2

@@ -6,7 +6,17 @@ ordinary PyTorch over these.
 
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
+from megabatch.similarity.sigmoid import softplus_sum
 from megabatch.similarity.statistics import Split, logsumexp, split_logsumexp
 from megabatch.similarity.sweep import set_workspace
 
-__all__ = ["Split", "logsumexp", "paired", "ranks", "set_workspace", "split_logsumexp", "topk"]
+__all__ = [
+    "Split",
+    "logsumexp",
+    "paired",
+    "ranks",
+    "set_workspace",
+    "softplus_sum",
+    "split_logsumexp",
+    "topk",
+]

@@ -1,0 +1,46 @@
+"""Decoupled contrastive learning (Yeh et al. 2021, arXiv 2110.06848) at any batch size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megabatch.losses.arguments import TemperatureLoss, stack_views
+from megabatch.similarity import Split, split_logsumexp
+from megabatch.similarity.parallel import global_mean
+
+
+class DCLLoss(TemperatureLoss):
+    """NT-Xent without the positive in the softmax: `log sum e^negatives - positive`.
+
+    Without that coupling the gradient does not vanish as a pair is learnt, which helps small
+    batches. With more than two views the positive's logit is the mean over the others' of the same
+    instance. Arguments of the constructor: see `TemperatureLoss`.
+    """
+
+    def forward(self, *views: Tensor, temperature: float | Tensor | None = None) -> Tensor:
+        """The mean loss over all views of all instances.
+
+        Args:
+            views: two or more of shape (b, d), row i of each belongs to instance i; as the model
+                gives them (this loss does not normalise). All views of all other instances are
+                negatives, as published.
+            temperature: this call's, instead of the constructor's.
+
+        Returns:
+            A scalar in float32 (float64 for float64 features), negative for learnt pairs; 0 for
+            a single instance, which has no negatives.
+
+        Raises:
+            TypeError, ValueError: the message names the argument, what came, what was expected.
+        """
+        x, instances = stack_views(views, self.group)
+        scale = self._scale(temperature, x)
+        rows, _ = split_logsumexp(x, None, scale, ids=instances, sides="rows", group=self.group)
+        return global_mean(decoupled(rows), self.group, name="views")
+
+
+def decoupled(side: Split) -> Tensor:
+    """Each row's log-sum-exp over negatives less its mean positive logit; 0 without negatives."""
+    losses = side.negative - side.positive_sum / side.positive_count
+    return torch.where(side.negative == -torch.inf, 0.0, losses)

@@ -1,0 +1,112 @@
+"""Matryoshka representation learning (Kusupati et al. 2022, arXiv 2205.13147) with any loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch.losses.arguments import check_number
+from megabatch.similarity.arguments import accumulator_dtype
+
+
+class MatryoshkaLoss(nn.Module):
+    """The weighted sum of one loss over prefixes of the features: their first `dims` numbers.
+
+    Models trained with it give features that can be cut short and still serve.
+
+    Args:
+        loss: any loss of features, such as those of this library.
+        dims: widths of the prefixes, each from 1 to the features' width.
+        weights: a number for each of `dims`, not negative; 1 each by default.
+        normalize: scale each prefix to unit length, since a prefix of a unit vector is shorter.
+            False hands them to the loss as they are.
+
+    Raises:
+        TypeError, ValueError: the message names the argument, what came, what was expected.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        dims: Sequence[int],
+        weights: Sequence[float] | None = None,
+        *,
+        normalize: bool = True,
+    ) -> None:
+        super().__init__()
+        if not callable(loss):
+            raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
+        dims = tuple(dims)
+        if not dims:
+            raise ValueError("dims: expected at least one width, got none")
+        for dim in dims:
+            if isinstance(dim, bool) or not isinstance(dim, int):
+                raise TypeError(f"dims: expected integers, got {type(dim).__name__}")
+            if dim < 1:
+                raise ValueError(f"dims: expected widths of 1 and more, got {dim}")
+        weights = (1.0,) * len(dims) if weights is None else tuple(weights)
+        if len(weights) != len(dims):
+            raise ValueError(f"weights: expected {len(dims)}, one for each dim, got {len(weights)}")
+        for weight in weights:
+            check_number("weights", weight)
+            if weight < 0:
+                raise ValueError(f"weights: expected no negative number, got {weight}")
+        self.loss, self.dims, self.weights, self.normalize = loss, dims, weights, normalize
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The weighted sum of `loss(*args, **kwargs)` over the prefixes.
+
+        Features are what is cut: among the arguments, and in mappings among them, the
+        floating-point tensors of two dimensions and more, along their last one. Everything else
+        (scales, ids, labels, weights, masks) reaches the loss as it is. Where the loss returns a
+        mapping of losses, such is returned.
+
+        Raises:
+            ValueError: features narrower than the largest of `dims`, or none at all.
+        """
+        named = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+        if not any([_check_width(name, value, max(self.dims)) for name, value in named.items()]):
+            raise ValueError("features: expected at least one tensor of shape (n, d), got none")
+        total: Any = None
+        for dim, weight in zip(self.dims, self.weights, strict=True):
+            loss = self.loss(
+                *(self._cut(value, dim) for value in args),
+                **{name: self._cut(value, dim) for name, value in kwargs.items()},
+            )
+            if isinstance(loss, Mapping):
+                before = total or dict.fromkeys(loss, 0.0)
+                total = {name: before[name] + weight * value for name, value in loss.items()}
+            else:
+                total = weight * loss if total is None else total + weight * loss
+        return total
+
+    def _cut(self, value: Any, dim: int) -> Any:
+        if isinstance(value, Mapping):
+            return {name: self._cut(v, dim) for name, v in value.items()}
+        if not _is_features(value):
+            return value
+        prefix = value[..., :dim]
+        if not self.normalize:
+            return prefix
+        # In float32, so that half precision rounds once.
+        return F.normalize(prefix.to(accumulator_dtype(value.dtype)), dim=-1).to(value.dtype)
+
+
+def _is_features(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
+
+
+def _check_width(name: str, value: Any, width: int) -> bool:
+    """Whether there are features in `value`; all there are must be `width` wide or more."""
+    if isinstance(value, Mapping):
+        return any([_check_width(f"{name}[{key!r}]", v, width) for key, v in value.items()])
+    if not _is_features(value):
+        return False
+    if value.shape[-1] < width:
+        raise ValueError(
+            f"{name}: expected width {width} or more, the largest of dims, got {value.shape[-1]}"
+        )
+    return True

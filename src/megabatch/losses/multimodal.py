@@ -1,0 +1,167 @@
+"""Several modalities, pair by pair (as in ImageBind, Girdhar et al. 2023, arXiv 2305.05665)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.losses.arguments import check_number
+from megabatch.losses.clip import ClipLoss
+from megabatch.similarity.arguments import check_features, check_same_rows, check_two
+
+Pair = tuple[str, str]
+Scale = float | Tensor
+
+
+class MultiModalLoss(nn.Module):
+    """The weighted sum of a two-sided loss over chosen pairs of modalities.
+
+    A sample that lacks one modality of a pair takes no part in that pair, neither as an anchor nor
+    as a negative; a pair that no sample has counts 0.
+
+    Args:
+        pairs: which modalities to hold against each other, by name.
+        weights: a number for each pair, not negative; 1 each by default.
+        loss: for each pair called as `loss(x, y, logit_scale, logit_bias, weights=ones)`:
+            `ClipLoss` (the default) or `SigLipLoss`. Weights of 1 because a weighted mean over
+            no rows is 0.
+        group: of the default loss; a loss of your own has its own.
+
+    Raises:
+        TypeError, ValueError: the message names the argument, what came, what was expected.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        *,
+        weights: Sequence[float] | None = None,
+        loss: Callable[..., Any] | None = None,
+        group: object = None,
+    ) -> None:
+        super().__init__()
+        pairs = tuple(tuple(pair) for pair in pairs)  # type: ignore[misc]
+        if not pairs:
+            raise ValueError("pairs: expected at least one, got none")
+        for pair in pairs:
+            if len(pair) != 2 or not all(isinstance(name, str) for name in pair):
+                raise ValueError(f"pairs: expected two names each, got {pair!r}")
+            if pair[0] == pair[1]:
+                raise ValueError(f"pairs: expected two different modalities, got {pair!r}")
+        weights = (1.0,) * len(pairs) if weights is None else tuple(weights)
+        if len(weights) != len(pairs):
+            raise ValueError(f"weights: expected {len(pairs)}, one a pair, got {len(weights)}")
+        for weight in weights:
+            check_number("weights", weight)
+            if weight < 0:
+                raise ValueError(f"weights: expected no negative number, got {weight}")
+        if loss is not None and not callable(loss):
+            raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
+        self.pairs, self.weights = pairs, weights
+        self.loss = ClipLoss(group=group) if loss is None else loss
+
+    def forward(
+        self,
+        features: Mapping[str, Tensor | None],
+        logit_scale: Scale | Mapping[Pair, Scale],
+        logit_bias: Scale | Mapping[Pair, Scale] | None = None,
+        *,
+        present: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """The weighted sum over pairs.
+
+        Args:
+            features: for each modality (b, d), row i of each belongs to sample i; None where no
+                sample of this process has it.
+            logit_scale: 1 / temperature, exponentiated already: one for all pairs, or a mapping
+                with one for each.
+            logit_bias: likewise.
+            present: for some modalities a bool tensor (b,), False where a sample lacks it; what
+                its row of the features then holds, NaN too, is not looked at. Selecting rows waits
+                for the masks' device; masks on the CPU spare a GPU that wait.
+
+        Returns:
+            A scalar in float32 (float64 for float64 features).
+
+        Raises:
+            TypeError, ValueError: the message names the argument, what came, what was expected.
+        """
+        present = {} if present is None else present
+        like = self._check(features, present)
+        total: Any = None
+        for pair, weight in zip(self.pairs, self.weights, strict=True):
+            x, y = (_rows(features[name], like) for name in pair)
+            masks = [present[name] for name in pair if name in present]
+            if features[pair[0]] is None or features[pair[1]] is None:
+                x, y = x[:0], y[:0]
+            elif masks:
+                both = masks[0] if len(masks) == 1 else masks[0] & masks[1].to(masks[0].device)
+                index = both.nonzero().squeeze(1).to(x.device, non_blocking=True)
+                x, y = x.index_select(0, index), y.index_select(0, index)
+            loss = self.loss(
+                x,
+                y,
+                _of(pair, logit_scale, "logit_scale"),
+                _of(pair, logit_bias, "logit_bias"),
+                weights=x.new_ones(x.shape[0], dtype=torch.float32),
+            )
+            total = weight * loss if total is None else total + weight * loss
+        return total
+
+    def _check(
+        self, features: Mapping[str, Tensor | None], present: Mapping[str, Tensor]
+    ) -> Tensor:
+        """All features agree with each other and the masks with them; one of the features."""
+        if not isinstance(features, Mapping):
+            raise TypeError(f"features: expected a mapping, got {type(features).__name__}")
+        if not isinstance(present, Mapping):
+            raise TypeError(f"present: expected a mapping, got {type(present).__name__}")
+        for pair in self.pairs:
+            for name in pair:
+                if name not in features:
+                    raise ValueError(
+                        f"features: expected {name!r}, as pairs name it, got {sorted(features)}"
+                    )
+        some = [name for pair in self.pairs for name in pair if features[name] is not None]
+        if not some:
+            raise ValueError("features: expected at least one modality, got None for all")
+        first = f"features[{some[0]!r}]"
+        like = features[some[0]]
+        check_features(first, like)
+        assert like is not None
+        for name in some[1:]:
+            names = (first, f"features[{name!r}]")
+            check_two(like, features[name], names)
+            check_same_rows(like, features[name], names)  # type: ignore[arg-type]
+        for name, mask in present.items():
+            _check_mask(name, mask, like, features)
+        return like
+
+
+def _check_mask(name: str, mask: Any, like: Tensor, features: Mapping[str, Any]) -> None:
+    if name not in features:
+        raise ValueError(f"present: expected names among {sorted(features)}, got {name!r}")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"present[{name!r}]: expected a bool tensor, got {came}")
+    if tuple(mask.shape) != (like.shape[0],):
+        raise ValueError(
+            f"present[{name!r}]: expected shape ({like.shape[0]},), got {tuple(mask.shape)}"
+        )
+
+
+def _rows(features: Tensor | None, like: Tensor) -> Tensor:
+    """The features, or no rows of such a width and dtype."""
+    return like.new_empty(0, like.shape[1]) if features is None else features
+
+
+def _of(pair: Pair, value: Any, name: str) -> Any:
+    """A pair's own scale or bias."""
+    if not isinstance(value, Mapping):
+        return value
+    if pair not in value:
+        raise ValueError(f"{name}: expected one for the pair {pair!r}, got {list(value)}")
+    return value[pair]

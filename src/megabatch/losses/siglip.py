@@ -1,0 +1,79 @@
+"""SigLIP's loss (Zhai et al. 2023, arXiv 2303.15343) at any batch size."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megabatch.losses.arguments import check_pairs, check_weights, own_ids
+from megabatch.similarity.arguments import check_scalar
+from megabatch.similarity.parallel import global_mean, replicated
+from megabatch.similarity.sigmoid import softplus_sum
+
+
+class SigLipLoss(nn.Module):
+    """For each image and text alone: do they belong together? Called as OpenCLIP's loss.
+
+    The sum over all b² pairs of -log sigmoid(z * logit), z = +1 for a pair's own and -1 for all
+    others, divided by b as published. Loss and gradients come from one sweep.
+
+    Args:
+        group: processes that share one batch: None, "local" or a process group.
+    """
+
+    def __init__(self, *, group: object = None) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        logit_bias: float | Tensor,
+        output_dict: bool = False,
+        *,
+        ids: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """The mean over images of their summed losses with all texts.
+
+        Args:
+            image_features, text_features: (b, d), row i of one belongs to row i of the other;
+                as the model gives them (this loss does not normalise).
+            logit_scale: exponentiated already, as OpenCLIP's models give it.
+            logit_bias: added to all logits; the paper starts it at -10.
+            output_dict: return `{"contrastive_loss": loss}`.
+            ids: (b,) int64 below 2**62; pairs of equal ids are positives of each other. A negative
+                id is shared with no other pair.
+            weights: (b,) factors, not negative, of each image's sum over texts; data, without a
+                gradient. The loss is the weighted mean, 0 where all weights are 0.
+
+        Returns:
+            A scalar in float32 (float64 for float64 features).
+
+        Raises:
+            TypeError, ValueError: the message names the argument, what came, what was expected.
+        """
+        x, y = image_features, text_features
+        check_pairs(x, y, ("image_features", "text_features"))
+        scale = replicated(check_scalar("logit_scale", logit_scale, x), self.group)
+        bias = replicated(check_scalar("logit_bias", logit_bias, x), self.group)
+        weights = check_weights(weights, x)
+        if ids is not None:
+            ids = own_ids(ids, x, self.group)
+        total = softplus_sum(
+            x,
+            y,
+            scale,
+            bias,
+            ids="paired" if ids is None else (ids, ids),
+            weight=weights,
+            group=self.group,
+        )
+        # The sum as an equal number for each local row: what the mean over all rows is made of.
+        if weights is None:
+            each = total / max(1, x.shape[0])
+        else:
+            each = total / weights.sum().masked_fill(weights.sum() == 0, 1)
+        loss = global_mean(each.expand(x.shape[0]), self.group, weights, name="image_features")
+        return {"contrastive_loss": loss} if output_dict else loss

@@ -1,0 +1,93 @@
+"""Supervised contrastive loss (Khosla et al. 2020, arXiv 2004.11362) at any batch size."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megabatch.losses.arguments import TemperatureLoss, check_choice
+from megabatch.losses.terms import cross_entropy, minus_log_probability
+from megabatch.similarity import Split, split_logsumexp
+from megabatch.similarity.arguments import check_features, check_integers, check_two
+from megabatch.similarity.parallel import global_mean
+
+
+class SupConLoss(TemperatureLoss):
+    """Each anchor against all others, those of its label being its positives.
+
+    The loss is the mean over the anchors that have a positive; where none has, it is 0 with zero
+    gradients. The paper's sum over anchors, or its released code's factor
+    temperature / base_temperature, are constant factors beside this.
+
+    Args:
+        temperature: see `TemperatureLoss`.
+        form: "out", the paper's L_out: the mean over positives of -log p; or "in", its L_in: -log
+            of the mean over positives of p, which one close positive suffices to satisfy. The
+            paper finds "out" better.
+        group: processes that share one batch: None, "local" or a process group.
+    """
+
+    def __init__(
+        self,
+        temperature: float | Tensor,
+        *,
+        form: Literal["out", "in"] = "out",
+        group: object = None,
+    ) -> None:
+        super().__init__(temperature, group=group)
+        check_choice("form", form, ("out", "in"))
+        self.form = form
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        references: Tensor | None = None,
+        reference_labels: Tensor | None = None,
+        *,
+        temperature: float | Tensor | None = None,
+    ) -> Tensor:
+        """The mean loss over the anchors that have a positive.
+
+        Args:
+            embeddings: (n, d) anchors, as the model gives them (this loss does not normalise).
+            labels: (n,) int64. A negative label is shared with nothing: such a row has no positive
+                and serves as a negative only.
+            references: (m, d); anchors are held against these and not against each other.
+            reference_labels: (m,) int64.
+            temperature: this call's, instead of the constructor's.
+
+        Returns:
+            A scalar in float32 (float64 for float64 features).
+
+        Raises:
+            TypeError, ValueError: the message names the argument, what came, what was expected.
+        """
+        check_features("embeddings", embeddings)
+        labels = check_integers("labels", labels, embeddings.shape[0], embeddings)
+        if (references is None) != (reference_labels is None):
+            absent = "references" if references is None else "reference_labels"
+            raise ValueError(f"{absent}: expected with the other of the two, got None")
+        ids: Tensor | tuple[Tensor, Tensor] = labels
+        if references is not None:
+            check_two(embeddings, references, ("embeddings", "references"))
+            size = references.shape[0]
+            ids = labels, check_integers("reference_labels", reference_labels, size, references)
+        scale = self._scale(temperature, embeddings)
+        rows, _ = split_logsumexp(
+            embeddings, references, scale, ids=ids, sides="rows", group=self.group
+        )
+        losses = cross_entropy(rows) if self.form == "out" else _minus_log_mean(rows)
+        some = (rows.positive_count > 0).to(losses.dtype)
+        return global_mean(losses, self.group, some, name="embeddings")
+
+
+def _minus_log_mean(side: Split) -> Tensor:
+    """Each row's -log of the mean probability of its positives; 0 where there is none."""
+    # One positive's log-sum-exp is its logit: see `cross_entropy`.
+    positive = torch.where(side.positive_count == 1, side.positive_sum, side.positive)
+    count = side.positive_count.clamp(min=1)
+    losses = minus_log_probability(positive, side.negative) + count.log()
+    return torch.where(side.positive_count == 0, 0.0, losses)

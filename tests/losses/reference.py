@@ -1,0 +1,153 @@
+"""Dense float64 references, written from the papers' formulas and not from the library's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def leaves(*values: Tensor | float) -> list[Tensor]:
+    """Float64 copies that want gradients."""
+    return [
+        torch.as_tensor(v, dtype=torch.float64).clone().detach().requires_grad_() for v in values
+    ]
+
+
+def assert_equal(
+    ours: Callable[..., Tensor], truth: Callable[..., Tensor], *values: Tensor | float
+) -> None:
+    """Same value and gradients of all `values`, to 1e-11 relative to the larger of them and 1."""
+    mine, theirs = leaves(*values), leaves(*values)
+    a, b = ours(*mine), truth(*theirs)
+    assert b.isfinite()
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-11 * max(1.0, abs(b.item())))
+    a.backward()
+    b.backward()
+    for i, (m, t) in enumerate(zip(mine, theirs, strict=True)):
+        if t.grad is None:
+            assert m.grad is None or not m.grad.any(), f"value {i}"
+            continue
+        assert m.grad is not None, f"value {i}"
+        size = max(1.0, t.grad.abs().max().item()) if t.grad.numel() else 1.0
+        torch.testing.assert_close(m.grad, t.grad, rtol=0, atol=1e-11 * size)
+
+
+def same(ids: Tensor) -> Tensor:
+    """(b, b): whether two pairs are one, or share an id; negative ids are shared with nothing."""
+    return ((ids[:, None] == ids) & (ids >= 0)) | torch.eye(len(ids), dtype=torch.bool)
+
+
+def soft_cross_entropy(s: Tensor, target: Tensor, dropped: Tensor | None = None) -> Tensor:
+    """(rows,) cross-entropies against rows of target probabilities."""
+    if dropped is not None:
+        s = s.masked_fill(dropped, -torch.inf)
+    logp = F.log_softmax(s, dim=1)
+    return -torch.where(target > 0, target * logp, 0).sum(1)
+
+
+def clip_of_logits(
+    s: Tensor,
+    ids: Tensor | None = None,
+    duplicates: str = "positive",
+    smoothing: float = 0.0,
+    weights: Tensor | None = None,
+) -> Tensor:
+    b = len(s)
+    eye = torch.eye(b, dtype=s.dtype)
+    dropped, target = None, eye
+    if ids is not None and duplicates == "ignored":
+        dropped = same(ids) & (eye == 0)
+    elif ids is not None:
+        target = same(ids).to(s.dtype)
+        target = target / target.sum(1, keepdim=True)
+    target = (1 - smoothing) * target + smoothing / b
+    losses = soft_cross_entropy(s, target, dropped) + soft_cross_entropy(s.T, target, dropped)
+    weights = torch.ones(b, dtype=s.dtype) if weights is None else weights
+    return (weights * losses).sum() / weights.sum() / 2
+
+
+def siglip_of_logits(s: Tensor, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    """`s` with its bias."""
+    positive = torch.eye(len(s), dtype=torch.bool) if ids is None else same(ids)
+    losses = F.binary_cross_entropy_with_logits(s, positive.to(s.dtype), reduction="none").sum(1)
+    return losses.mean() if weights is None else (weights * losses).sum() / weights.sum()
+
+
+def supcon_of_logits(
+    s: Tensor, labels: Tensor, columns: Tensor | None = None, form: str = "out"
+) -> Tensor:
+    """`columns`: labels of the references; None: the columns are the rows themselves."""
+    terms = []
+    for i in range(len(s)):
+        others = [j for j in range(s.shape[1]) if columns is not None or j != i]
+        kinds = labels if columns is None else columns
+        positives = [j for j in others if labels[i] >= 0 and labels[i] == kinds[j]]
+        if not positives:
+            continue
+        logp = s[i, positives] - s[i, others].logsumexp(0)
+        terms.append(-logp.mean() if form == "out" else -logp.exp().mean().log())
+    return torch.stack(terms).mean() if terms else 0 * s.sum()
+
+
+def ntxent_of_logits(s: Tensor, views: int) -> Tensor:
+    """SimCLR's l(i, j), the mean over all ordered pairs of views of one instance."""
+    n = len(s)
+    terms = [
+        -s[i, j] + torch.cat([s[i, :i], s[i, i + 1 :]]).logsumexp(0)
+        for i in range(n)
+        for j in range(n)
+        if i != j and i % (n // views) == j % (n // views)
+    ]
+    return torch.stack(terms).mean()
+
+
+def dcl_of_logits(s: Tensor, views: int) -> Tensor:
+    n, b = len(s), len(s) // views
+    terms = []
+    for i in range(n):
+        positives = [j for j in range(n) if j % b == i % b and j != i]
+        negatives = [j for j in range(n) if j % b != i % b]
+        terms.append(-s[i, positives].mean() + s[i, negatives].logsumexp(0))
+    return torch.stack(terms).mean()
+
+
+def infonce(
+    query: Tensor,
+    positive: Tensor,
+    scale: Tensor,
+    *,
+    shared: Tensor | None = None,
+    own: Tensor | None = None,
+    queue: Tensor | None = None,
+    ids: Tensor | None = None,
+    margin: float | None = None,
+    same_tower: tuple[str, ...] = (),
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Qwen3-Embedding's Z_i, one query at a time."""
+    b = len(query)
+    alike = same(torch.full((b,), -1) if ids is None else ids)
+    terms = []
+    for i in range(b):
+        others = [j for j in range(b) if not alike[i, j]]
+        scores = [positive[others] @ query[i]]
+        if shared is not None:
+            scores.append(shared @ query[i])
+        if own is not None:
+            scores.append(own[i] @ query[i])
+        if queue is not None:
+            scores.append(queue.detach() @ query[i])
+        if "query" in same_tower:
+            scores.append(query[others] @ query[i])
+        if "positive" in same_tower:
+            scores.append(positive[others] @ positive[i])
+        hit, rest = positive[i] @ query[i], torch.cat(scores)
+        if margin is not None:
+            rest = rest[rest <= hit + margin]
+        logits = scale * torch.cat([hit[None], rest])
+        terms.append(logits.logsumexp(0) - logits[0])
+    losses = torch.stack(terms)
+    return losses.mean() if weights is None else (weights * losses).sum() / weights.sum()

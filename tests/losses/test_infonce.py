@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import megabatch as mb
+from megabatch.losses import infonce as module
+from tests.losses.reference import assert_equal, infonce, leaves
+from tests.similarity.features import MAKERS
+
+B, D = 12, 5
+IDS = torch.tensor([0, 1, 1, 2, -1, -1, 0, 0, 3, 4, 5, 5])
+
+
+def features(maker: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """query, positive, shared negatives, own negatives, queue."""
+    query, positive = MAKERS[maker](B, B, D)
+    _, shared = MAKERS[maker](B, 7, D)
+    _, own = MAKERS[maker](B, B * 3, D)
+    _, queue = MAKERS[maker](B, 9, D)
+    return query, positive, shared, own.view(B, 3, D), queue
+
+
+@pytest.mark.parametrize("scale", [0.01, 20.0, 100.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_plain(maker: str, scale: float) -> None:
+    query, positive, *_ = features(maker)
+    assert_equal(lambda q, p, s: mb.InfoNCELoss(1 / s)(q, p), infonce, query, positive, scale)
+
+
+@pytest.mark.parametrize("kind", ["shared", "own"])
+@pytest.mark.parametrize("margin", [None, 0.1, -0.05])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_further_negatives(maker: str, margin: float | None, kind: str) -> None:
+    query, positive, shared, own, queue = features(maker)
+    # Many logits tie in duplicated features: no comparison may hang on a rounding.
+    if maker == "duplicated":
+        query, positive = query + 0.01 * torch.randn_like(query), positive.roll(1, 0)
+    weights = torch.rand(B, dtype=torch.float64)
+    loss = mb.InfoNCELoss(0.05, margin=margin, same_tower=("query", "positive"))
+    assert_equal(
+        lambda q, p, n, k: loss(q, p, n, queue=k, ids=IDS, weights=weights),
+        lambda q, p, n, k: infonce(
+            q,
+            p,
+            20.0,
+            **{kind: n},
+            queue=k,
+            ids=IDS,
+            margin=margin,
+            same_tower=("query", "positive"),
+            weights=weights,
+        ),
+        query,
+        positive,
+        shared if kind == "shared" else own,
+        queue,
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    b=st.integers(1, 14),
+    k=st.integers(0, 9),
+    d=st.integers(1, 6),
+    kind=st.sampled_from([None, "shared", "own"]),
+    margin=st.sampled_from([None, 0.1, 0.0, -0.3]),
+    ids=st.one_of(st.none(), st.integers(0, 1 << 30)),
+    towers=st.sets(st.sampled_from(["query", "positive"])),
+    queue=st.booleans(),
+    maker=st.sampled_from(["random", "learnt", "clustered", "badly_scaled"]),
+)
+def test_any_combination(
+    b: int, k: int, d: int, kind: Any, margin: Any, ids: Any, towers: Any, queue: bool, maker: str
+) -> None:
+    torch.manual_seed(b * 100 + k)
+    query, positive = MAKERS[maker](b, b, d)
+    negatives = torch.randn((k, d) if kind == "shared" else (b, k, d), dtype=torch.float64)
+    memory = torch.randn(4, d, dtype=torch.float64) if queue else None
+    pairs = None
+    if ids is not None:
+        pairs = torch.randint(-1, 5, (b,), generator=torch.Generator().manual_seed(ids))
+    loss = mb.InfoNCELoss(0.1, margin=margin, same_tower=towers)
+    assert_equal(
+        lambda q, p, n: loss(q, p, n if kind else None, queue=memory, ids=pairs),
+        lambda q, p, n: infonce(
+            q,
+            p,
+            10.0,
+            **({kind: n} if kind else {}),
+            queue=memory,
+            ids=pairs,
+            margin=margin,
+            same_tower=tuple(towers),
+        ),
+        query,
+        positive,
+        negatives,
+    )
+
+
+def test_own_negatives_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, positive, _, own, _ = features("random")
+    monkeypatch.setattr(module, "CHUNK", 5 * own[0].numel())
+    assert_equal(
+        lambda q, p, n: mb.InfoNCELoss(0.1)(q, p, n),
+        lambda q, p, n: infonce(q, p, 10.0, own=n),
+        query,
+        positive,
+        own,
+    )
+
+
+def test_own_negatives_keep_no_wider_copies() -> None:
+    query, positive, negatives = (
+        torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((32, 8), (32, 8), (32, 6, 8))
+    )
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = mb.InfoNCELoss(0.1)(query, positive, negatives)
+    assert not any(t.dtype == torch.float32 and t.numel() >= negatives.numel() for t in saved)
+    loss.backward()
+    assert negatives.grad is not None
+    assert negatives.grad.any()
+
+
+def test_own_logits_are_never_rounded_to_half_precision() -> None:
+    query, negatives = torch.randn(16, 64).bfloat16(), torch.randn(16, 3, 64).bfloat16()
+    exact = infonce(query.double(), query.double(), 1.0, own=negatives.double())
+    ours = mb.InfoNCELoss(1.0)(query, query, negatives)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = mb.InfoNCELoss(1.0)(query.float(), query.float(), negatives.float())
+    torch.testing.assert_close(cast, ours, rtol=0, atol=0)
+
+
+def test_learnable_temperature() -> None:
+    query, positive, *_ = features("learnt")
+    temperature = torch.nn.Parameter(torch.tensor([0.2], dtype=torch.float64))
+    loss = mb.InfoNCELoss(temperature)
+    assert [name for name, _ in loss.named_parameters()] == ["temperature"]
+    assert_equal(
+        lambda t: loss(query, positive, temperature=t),
+        lambda t: infonce(query, positive, 1 / t),
+        0.2,
+    )
+    loss(query, positive).backward()
+    other = leaves(0.2)[0]
+    infonce(query, positive, 1 / other).backward()
+    torch.testing.assert_close(temperature.grad, other.grad.reshape(1), rtol=1e-11, atol=0)
+
+
+def test_a_query_without_negatives_has_loss_zero() -> None:
+    query, positive = leaves(torch.randn(3, 4), torch.randn(3, 4))
+    for loss in (mb.InfoNCELoss(0.1), mb.InfoNCELoss(0.1, same_tower=("query",))):
+        value = loss(query, positive, torch.zeros(3, 0, 4).double(), ids=torch.zeros(3).long())
+        value.backward()
+        assert value == 0
+        assert not query.grad.any()
+
+
+def test_the_queue_gets_no_gradient() -> None:
+    query, positive, queue = leaves(*(torch.randn(3, 4) for _ in range(3)))
+    mb.InfoNCELoss(0.1)(query, positive, queue=queue).backward()
+    assert queue.grad is None
+
+
+def test_a_nan_gives_a_nan() -> None:
+    query, positive, shared, own, queue = (t.clone() for t in features("random"))
+    for bad in (query, positive, shared, own, queue):
+        kept = bad.view(-1)[3].item()
+        bad.view(-1)[3] = torch.nan
+        loss = mb.InfoNCELoss(0.1)
+        values = loss(query, positive, shared, queue=queue), loss(query, positive, own, queue=queue)
+        assert any(value.isnan() for value in values)
+        bad.view(-1)[3] = kept
+
+
+X = torch.randn(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"positive": X[:5]}, ValueError, ("positive", "6 rows", "5")),
+        ({"query": X[:0], "positive": X[:0]}, ValueError, ("query", "one row", "0")),
+        ({"query": [1]}, TypeError, ("query", "list")),
+        ({"negatives": X[0]}, ValueError, ("negatives", "(k, d)", "(b, k, d)", "(4,)")),
+        ({"negatives": [X]}, TypeError, ("negatives", "list")),
+        ({"negatives": X[:, :3]}, ValueError, ("negatives", "width 4", "3")),
+        ({"negatives": X.double()}, TypeError, ("negatives", "float64")),
+        ({"negatives": X[:5, None]}, ValueError, ("negatives", "6 rows", "5")),
+        ({"queue": X[:, :2]}, ValueError, ("queue", "width 4", "2")),
+        ({"queue": X[0]}, ValueError, ("queue", "(4,)")),
+        ({"ids": torch.arange(5)}, ValueError, ("ids", "(6,)", "(5,)")),
+        ({"weights": torch.ones(7)}, ValueError, ("weights", "(6,)", "(7,)")),
+        ({"temperature": 0.0}, ValueError, ("temperature", "positive", "0.0")),
+        ({"temperature": torch.ones(3)}, ValueError, ("temperature", "(3,)")),
+    ],
+)
+def test_bad_arguments(arguments: Any, error: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        mb.InfoNCELoss(0.1)(**({"query": X, "positive": X} | arguments))
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"temperature": -1}, ValueError, ("temperature", "-1")),
+        ({"temperature": "x"}, TypeError, ("temperature", "str")),
+        ({"temperature": float("inf")}, ValueError, ("temperature", "inf")),
+        ({"temperature": torch.tensor(1)}, TypeError, ("temperature", "int64")),
+        ({"margin": "0.1"}, TypeError, ("margin", "str")),
+        ({"margin": float("nan")}, ValueError, ("margin", "nan")),
+        ({"same_tower": "query"}, TypeError, ("same_tower", "'query'")),
+        ({"same_tower": ("document",)}, ValueError, ("same_tower", "document", "positive")),
+    ],
+)
+def test_bad_constructions(options: Any, error: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        mb.InfoNCELoss(**({"temperature": 0.1} | options))
+    assert all(word in str(caught.value) for word in words)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import megabatch as mb
+from tests.losses.reference import assert_equal, clip_of_logits, infonce, supcon_of_logits
+from tests.similarity.features import MAKERS
+
+DIMS = (2, 5, 8)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("weights", [None, (1.0, 0.5, 0.0)])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_sum_over_prefixes(maker: str, weights: Any, normalize: bool) -> None:
+    x, y = MAKERS[maker](9, 9, 8)
+    loss = mb.MatryoshkaLoss(mb.ClipLoss(), DIMS, weights, normalize=normalize)
+
+    def truth(x: Tensor, y: Tensor, s: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for dim, weight in zip(DIMS, weights or (1, 1, 1), strict=True):
+            a, b = x[:, :dim], y[:, :dim]
+            if normalize:
+                a, b = a / a.norm(dim=1, keepdim=True), b / b.norm(dim=1, keepdim=True)
+            total = total + weight * clip_of_logits(s * a @ b.T)
+        return total
+
+    assert_equal(loss, truth, x, y, 14.3)
+
+
+def test_with_labels_and_with_keyword_features_of_three_dimensions() -> None:
+    x, _ = MAKERS["clustered"](9, 9, 8)
+    labels = torch.arange(9) % 4
+    assert_equal(
+        lambda x: mb.MatryoshkaLoss(mb.SupConLoss(0.1), [3])(x, labels),
+        lambda x: supcon_of_logits(F.normalize(x[:, :3]) @ F.normalize(x[:, :3]).T / 0.1, labels),
+        x,
+    )
+    query, positive = MAKERS["random"](6, 6, 8)
+    own = torch.randn(6, 2, 8, dtype=torch.float64)
+    assert_equal(
+        lambda q, p, n: mb.MatryoshkaLoss(mb.InfoNCELoss(0.1), [3], normalize=False)(
+            q, positive=p, negatives=n
+        ),
+        lambda q, p, n: infonce(q[:, :3], p[:, :3], 10.0, own=n[..., :3]),
+        query,
+        positive,
+        own,
+    )
+
+
+def test_over_several_modalities() -> None:
+    x, y = MAKERS["random"](6, 6, 8)
+    inner = mb.MultiModalLoss([("image", "text")])
+    cut = mb.MatryoshkaLoss(inner, [4])({"image": x, "text": y}, 10.0)
+    plain = mb.ClipLoss()(F.normalize(x[:, :4]), F.normalize(y[:, :4]), 10.0)
+    torch.testing.assert_close(cut, plain, rtol=1e-12, atol=0)
+
+
+def test_named_losses_are_summed_by_name() -> None:
+    x, y = MAKERS["random"](6, 6, 8)
+    loss = mb.MatryoshkaLoss(mb.ClipLoss(), DIMS, (1, 2, 3))
+    named = loss(x, y, 10.0, output_dict=True)
+    assert set(named) == {"contrastive_loss"}
+    torch.testing.assert_close(named["contrastive_loss"], loss(x, y, 10.0), rtol=1e-14, atol=0)
+
+
+def test_prefixes_keep_the_dtype() -> None:
+    seen = []
+
+    def loss(x: Tensor) -> Tensor:
+        seen.append((x.dtype, x.shape[1]))
+        return x.sum()
+
+    mb.MatryoshkaLoss(loss, [2, 4])(torch.randn(3, 4).bfloat16())
+    assert seen == [(torch.bfloat16, 2), (torch.bfloat16, 4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"loss": None}, TypeError, ("loss", "NoneType")),
+        ({"dims": ()}, ValueError, ("dims", "none")),
+        ({"dims": (0,)}, ValueError, ("dims", "0")),
+        ({"dims": (2.0,)}, TypeError, ("dims", "float")),
+        ({"dims": (2, 4), "weights": (1.0,)}, ValueError, ("weights", "2", "1")),
+        ({"weights": (-1.0,)}, ValueError, ("weights", "-1.0")),
+        ({"weights": ("a",)}, TypeError, ("weights", "str")),
+    ],
+)
+def test_bad_constructions(arguments: Any, error: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        mb.MatryoshkaLoss(**({"loss": mb.ClipLoss(), "dims": (2,)} | arguments))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_bad_features() -> None:
+    loss = mb.MatryoshkaLoss(mb.ClipLoss(), [2, 16])
+    with pytest.raises(ValueError, match=r"argument 1.*16.*got 8"):
+        loss(torch.randn(3, 20), torch.randn(3, 8), 1.0)
+    with pytest.raises(ValueError, match=r"text_features.*16.*got 8"):
+        loss(torch.randn(3, 20), text_features=torch.randn(3, 8), logit_scale=1.0)
+    with pytest.raises(ValueError, match=r"argument 0\['text'\].*16.*got 8"):
+        loss({"image": torch.randn(3, 20), "text": torch.randn(3, 8)}, 1.0)
+    with pytest.raises(ValueError, match=r"features.*none"):
+        loss(torch.ones(3), 1.0)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import megabatch as mb
+from tests.losses.reference import assert_equal, clip_of_logits, leaves, siglip_of_logits
+from tests.similarity.features import MAKERS
+
+PAIRS = [("image", "text"), ("audio", "text"), ("image", "audio")]
+NAMES = ("image", "text", "audio")
+B = 9
+
+
+def some_features(b: int = B, d: int = 5) -> list[Tensor]:
+    return [*MAKERS["learnt"](b, b, d), MAKERS["random"](b, b, d)[0]]
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 0.5, 0.0)])
+def test_sum_over_pairs(weights: Any) -> None:
+    loss = mb.MultiModalLoss(PAIRS, weights=weights)
+    w = weights or (1, 1, 1)
+    assert_equal(
+        lambda i, t, a, s: loss({"image": i, "text": t, "audio": a}, s),
+        lambda i, t, a, s: (
+            w[0] * clip_of_logits(s * i @ t.T)
+            + w[1] * clip_of_logits(s * a @ t.T)
+            + w[2] * clip_of_logits(s * i @ a.T)
+        ),
+        *some_features(),
+        10.0,
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(masks=st.lists(st.tuples(*[st.booleans()] * 3), min_size=1, max_size=12), data=st.data())
+def test_missing_samples_take_no_part(masks: list[tuple[bool, ...]], data: Any) -> None:
+    b = len(masks)
+    torch.manual_seed(b)
+    have = dict(zip(NAMES, torch.tensor(masks).T, strict=True))
+    named = data.draw(st.sets(st.sampled_from(NAMES)))
+    present = {name: have[name] for name in named}
+
+    def truth(i: Tensor, t: Tensor, a: Tensor, s: Tensor) -> Tensor:
+        features = {"image": i, "text": t, "audio": a}
+        total = 0 * s
+        for first, second in PAIRS:
+            rows = [
+                k for k in range(b) if all(n not in named or have[n][k] for n in (first, second))
+            ]
+            if rows:
+                total = total + clip_of_logits(s * features[first][rows] @ features[second][rows].T)
+        return total
+
+    loss = mb.MultiModalLoss(PAIRS)
+    assert_equal(
+        lambda i, t, a, s: loss({"image": i, "text": t, "audio": a}, s, present=present),
+        truth,
+        *some_features(b),
+        10.0,
+    )
+
+
+def test_what_a_missing_row_holds_is_not_looked_at() -> None:
+    image, text, audio = some_features()
+    mask = torch.arange(B) % 3 > 0
+    features = {"image": image, "text": text, "audio": audio}
+    clean = mb.MultiModalLoss(PAIRS)(features, 10.0, present={"audio": mask})
+    dirty = {**features, "audio": audio.masked_fill(~mask[:, None], torch.nan).requires_grad_()}
+    loss = mb.MultiModalLoss(PAIRS)(dirty, 10.0, present={"audio": mask})
+    assert loss == clean
+    loss.backward()
+    assert not dirty["audio"].grad[~mask].any()
+
+
+def test_a_modality_that_is_absent() -> None:
+    image, text, _ = some_features()
+    loss = mb.MultiModalLoss(PAIRS)({"image": image, "text": text, "audio": None}, 10.0)
+    assert loss == mb.ClipLoss()(image, text, 10.0)
+    (x,) = leaves(image)
+    nothing = mb.MultiModalLoss([("image", "text")])({"image": x, "text": None}, 10.0)
+    nothing.backward()
+    assert nothing == 0
+    assert not x.grad.any()
+
+
+def test_sigmoid_loss_and_a_scale_for_each_pair() -> None:
+    pairs = PAIRS[:2]
+    loss = mb.MultiModalLoss(pairs, loss=mb.SigLipLoss())
+    assert_equal(
+        lambda i, t, a, s, r, c: loss(
+            {"image": i, "text": t, "audio": a}, {pairs[0]: s, pairs[1]: r}, c
+        ),
+        lambda i, t, a, s, r, c: (
+            siglip_of_logits(s * i @ t.T + c) + siglip_of_logits(r * a @ t.T + c)
+        ),
+        *some_features(),
+        10.0,
+        3.0,
+        -2.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"pairs": []}, ValueError, ("pairs", "none")),
+        ({"pairs": [("image",)]}, ValueError, ("pairs", "two names", "image")),
+        ({"pairs": [("image", 3)]}, ValueError, ("pairs", "3")),
+        ({"pairs": [("image", "image")]}, ValueError, ("pairs", "different")),
+        ({"weights": (1.0, 2.0)}, ValueError, ("weights", "1", "2")),
+        ({"weights": (-1.0,)}, ValueError, ("weights", "-1.0")),
+        ({"loss": "clip"}, TypeError, ("loss", "str")),
+    ],
+)
+def test_bad_constructions(arguments: Any, error: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        mb.MultiModalLoss(**({"pairs": [("image", "text")]} | arguments))
+    assert all(word in str(caught.value) for word in words)
+
+
+X = torch.randn(6, 4)
+GOOD = {"image": X, "text": X}
+
+
+@pytest.mark.parametrize(
+    ("features", "options", "error", "words"),
+    [
+        (X, {}, TypeError, ("features", "Tensor")),
+        ({"image": X}, {}, ValueError, ("features", "'text'", "image")),
+        ({"image": None, "text": None}, {}, ValueError, ("features", "None")),
+        ({"image": X, "text": X[:5]}, {}, ValueError, ("features['text']", "6 rows", "5")),
+        ({"image": X, "text": X[:, :3]}, {}, ValueError, ("features['text']", "width 4", "3")),
+        ({"image": X[0], "text": X}, {}, ValueError, ("features['image']", "(4,)")),
+        (GOOD, {"present": X}, TypeError, ("present", "Tensor")),
+        (GOOD, {"present": {"audio": X}}, ValueError, ("present", "'audio'", "image")),
+        (GOOD, {"present": {"text": X}}, TypeError, ("present['text']", "bool", "float32")),
+        (GOOD, {"present": {"text": [True]}}, TypeError, ("present['text']", "list")),
+        (
+            GOOD,
+            {"present": {"text": torch.ones(5).bool()}},
+            ValueError,
+            ("present['text']", "(6,)", "(5,)"),
+        ),
+        (GOOD, {"logit_scale": {("text", "image"): 1.0}}, ValueError, ("logit_scale", "'text'")),
+        (GOOD, {"logit_scale": "x"}, TypeError, ("logit_scale", "str")),
+    ],
+)
+def test_bad_arguments(features: Any, options: Any, error: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        mb.MultiModalLoss([("image", "text")])(features, **({"logit_scale": 1.0} | options))
+    assert all(word in str(caught.value) for word in words)

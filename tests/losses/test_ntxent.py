@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import megabatch as mb
+from megabatch.similarity import sweep
+from tests.losses.reference import assert_equal, leaves, ntxent_of_logits
+from tests.similarity.features import MAKERS
+
+
+@pytest.mark.parametrize("views", [2, 3])
+@pytest.mark.parametrize("scale", [0.01, 14.3, 100.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_equals_simclrs_formula(maker: str, scale: float, views: int) -> None:
+    pairs = [MAKERS[maker](7, 7, 5)[i % 2] for i in range(views)]
+    loss = mb.NTXentLoss(0.5)
+
+    def truth(*values: Any) -> Any:
+        x = torch.cat(values[:-1])
+        return ntxent_of_logits(values[-1] * x @ x.T, views)
+
+    assert_equal(lambda *v: loss(*v[:-1], temperature=1 / v[-1]), truth, *pairs, scale)
+
+
+def test_computes_half_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    original = sweep.tile_torch.forward
+
+    def counting(x: Any, y: Any, *rest: Any) -> None:
+        sizes.append(len(x) * len(y))
+        original(x, y, *rest)
+
+    monkeypatch.setattr(sweep, "block_shape", lambda like: (10, 10))
+    monkeypatch.setattr(sweep.tile_torch, "forward", counting)
+    mb.NTXentLoss(0.5)(torch.randn(50, 4), torch.randn(50, 4))
+    assert sum(sizes) == 100 * (100 + 10) // 2
+
+
+def test_one_instance_has_loss_zero() -> None:
+    x, y = leaves(torch.randn(1, 4), torch.randn(1, 4))
+    loss = mb.NTXentLoss(0.5)(x, y)
+    loss.backward()
+    assert loss == 0
+    assert not x.grad.any()
+
+
+def test_a_nan_gives_a_nan() -> None:
+    x = torch.randn(5, 3)
+    x[0, 0] = torch.nan
+    assert mb.NTXentLoss(0.5)(torch.randn(5, 3), x).isnan()
+
+
+X = torch.randn(6, 4)
+
+
+@pytest.mark.parametrize("kind", [mb.NTXentLoss, mb.DCLLoss])
+@pytest.mark.parametrize(
+    ("views", "error", "words"),
+    [
+        ((X,), TypeError, ("views", "two", "1")),
+        ((X, X[:5]), ValueError, ("views[1]", "6 rows", "5")),
+        ((X, X, X[:, :2]), ValueError, ("views[2]", "width 4", "2")),
+        ((X, X.double()), TypeError, ("views[1]", "float64")),
+        ((X[0], X[0]), ValueError, ("views[0]", "(4,)")),
+        ((None, X), TypeError, ("views[0]", "NoneType")),
+        ((X[:0], X[:0]), ValueError, ("views", "one row", "0")),
+    ],
+)
+def test_bad_views(kind: Any, views: Any, error: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        kind(0.5)(*views)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("kind", [mb.NTXentLoss, mb.DCLLoss, mb.SupConLoss])
+@pytest.mark.parametrize(
+    ("temperature", "error", "word"),
+    [(0, ValueError, "0"), (None, TypeError, "NoneType"), (torch.ones(2), ValueError, "(2,)")],
+)
+def test_bad_temperature(kind: Any, temperature: Any, error: type, word: str) -> None:
+    with pytest.raises(error) as caught:
+        kind(temperature)
+    assert "temperature" in str(caught.value)
+    assert word in str(caught.value)

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megabatch import similarity
+from megabatch.similarity import sweep
+from tests.similarity.features import MAKERS
+
+
+def dense(
+    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Any = "paired", weight: Any = None
+) -> Tensor:
+    s = scale * (x @ y.T) + bias
+    if isinstance(ids, str):
+        positive = torch.eye(len(x), len(y), dtype=torch.bool)
+    else:
+        positive = (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
+    losses = F.binary_cross_entropy_with_logits(s, positive.to(s.dtype), reduction="none")
+    return (losses if weight is None else weight[:, None] * losses).sum()
+
+
+def leaves(*values: Tensor | float) -> list[Tensor]:
+    return [
+        torch.as_tensor(v, dtype=torch.float64).clone().detach().requires_grad_() for v in values
+    ]
+
+
+def compare(values: tuple[Any, ...], ids: Any = "paired", weight: Any = None) -> None:
+    mine, theirs = leaves(*values), leaves(*values)
+    ours = similarity.softplus_sum(*mine, ids=ids, weight=weight)
+    truth = dense(*theirs, ids, weight)
+    size = max(1.0, truth.item())
+    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12 * size)
+    (3 * ours).backward()
+    (3 * truth).backward()
+    for a, b in zip(mine, theirs, strict=True):
+        size = max(1.0, b.grad.abs().max().item())
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11 * size)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("bias", [-10.0, 0.0, 5.0])
+@pytest.mark.parametrize("scale", [0.01, 10.0, 200.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_is_exact_over_many_blocks(maker: str, scale: float, bias: float) -> None:
+    compare((*MAKERS[maker](97, 97, 20), scale, bias))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    m=st.integers(1, 60),
+    n=st.integers(1, 60),
+    d=st.integers(1, 9),
+    scale=st.floats(-2, 100),
+    bias=st.floats(-20, 20),
+    kinds=st.integers(0, 12),
+    weighted=st.booleans(),
+    block=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+)
+def test_any_shape_and_ids(
+    m: int, n: int, d: int, scale: float, bias: float, kinds: int, weighted: bool, block: Any
+) -> None:
+    torch.manual_seed(m * 61 + n)
+    ids = torch.randint(-2, kinds + 1, (m,)), torch.randint(-2, kinds + 2, (n,))
+    weight = torch.rand(m, dtype=torch.float64) if weighted else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "block_shape", lambda like: block)
+        compare((*MAKERS["random"](m, n, d), scale, bias), ids, weight)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (0, 2), (1, 2, 3), (0, 1), (2, 3), ()])
+@pytest.mark.parametrize("weight", [None, torch.rand(40)])
+def test_gradients_of_some_inputs_alone(needed: tuple[int, ...], weight: Any) -> None:
+    ids = torch.arange(40) % 7, torch.arange(30) % 5
+    values = (*MAKERS["random"](40, 30, 6), 9.0, -2.0)
+    full = leaves(*values)
+    total = similarity.softplus_sum(*full, ids=ids, weight=weight)
+    total.backward()
+    some = [
+        torch.as_tensor(v, dtype=torch.float64).clone().requires_grad_(i in needed)
+        for i, v in enumerate(values)
+    ]
+    other = similarity.softplus_sum(*some, ids=ids, weight=weight)
+    assert other == total
+    assert other.requires_grad == bool(needed)
+    if needed:
+        other.backward()
+    for i in range(4):
+        if i in needed:
+            torch.testing.assert_close(some[i].grad, full[i].grad, rtol=1e-12, atol=1e-12)
+        else:
+            assert some[i].grad is None
+
+
+def test_one_sweep_serves_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = []
+    original = sweep.tile_torch.logits
+
+    def counting(*arguments: Any, **options: Any) -> Tensor:
+        blocks.append(1)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(sweep, "block_shape", lambda like: (10, 10))
+    monkeypatch.setattr(sweep.tile_torch, "logits", counting)
+    x, y = (torch.randn(40, 4, requires_grad=True) for _ in range(2))
+    similarity.softplus_sum(x, y, 1.0, 0.0).backward()
+    assert len(blocks) == 16
+
+
+def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
+    x = torch.randn(40, 4, requires_grad=True)
+    with torch.no_grad():
+        results = torch.ops.megabatch.softplus_sum(
+            x, x, *torch.ones(2), None, None, None, "paired", False, False, False, False
+        )
+        assert [r.numel() for r in results] == [1, 0, 0, 1, 1]
+        assert not similarity.softplus_sum(x, x, 1.0, 0.0).requires_grad
+
+
+def test_gradcheck() -> None:
+    inputs = leaves(*MAKERS["random"](5, 4, 3), 3.0, -1.0)
+    ids = torch.tensor([0, 1, 1, 2, -1]), torch.tensor([1, 0, 2, -1])
+    weight = torch.rand(5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda *a: similarity.softplus_sum(*a, ids=ids, weight=weight), inputs
+    )
+
+
+def test_the_operator_is_registered_in_full() -> None:
+    x, y = (t.requires_grad_() for t in MAKERS["random"](6, 5, 3))
+    scale, bias = leaves(2.0, -1.0)
+    ids = (torch.arange(6) % 3, torch.arange(5) % 3)
+    weight = torch.rand(6, dtype=torch.float64)
+    for arguments in (
+        (x, y, scale, bias, *ids, weight, "plain", True, True, True, True),
+        (x[:5], y, scale, bias, None, None, None, "paired", True, True, True, True),
+        (x.detach(), y, scale, bias.detach(), *ids, None, "plain", False, True, True, False),
+    ):
+        torch.library.opcheck(torch.ops.megabatch.softplus_sum.default, arguments)
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    total = similarity.softplus_sum(x, y, 1.0, 0.0)
+    (first,) = torch.autograd.grad(total, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="softplus_sum_backward"):
+        torch.autograd.grad(first.sum(), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_sums_do_not_overflow_half_precision(dtype: torch.dtype) -> None:
+    x = torch.ones(1024, 4, dtype=dtype, requires_grad=True)
+    scale = torch.tensor(100.0, requires_grad=True)
+    total = similarity.softplus_sum(x, x.detach(), scale, 0.0)
+    assert total.dtype == torch.float32
+    (total / 1024**2).backward()
+    # 1,023 of 1,024 pairs are negatives of probability 1, each with gradient scale * y.
+    torch.testing.assert_close(
+        x.grad.float(), torch.full((1024, 4), 100 * 1023 / 1024**2), rtol=0.01, atol=0
+    )
+    torch.testing.assert_close(scale.grad.item(), 4 * 1023 / 1024)
+
+
+def test_small_losses_are_not_cut() -> None:
+    x = torch.eye(4, dtype=torch.float64)
+    total = similarity.softplus_sum(x, x, 80.0, -40.0)
+    torch.testing.assert_close(total.item(), 16 * torch.tensor(-40.0).double().exp().item())
+
+
+def test_autocast_takes_features_as_a_product_would() -> None:
+    x, y = torch.randn(10, 8), torch.randn(10, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total = similarity.softplus_sum(x, y, 2.0, -1.0)
+    truth = similarity.softplus_sum(x.bfloat16(), y.bfloat16(), 2.0, -1.0)
+    torch.testing.assert_close(total, truth, rtol=0, atol=0)
+
+
+def test_no_pairs_and_bad_numbers() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    ids = torch.arange(3), torch.zeros(0).long()
+    total = similarity.softplus_sum(x, torch.randn(0, 4), 1.0, 0.0, ids=ids)
+    total.backward()
+    assert total == 0
+    assert not x.grad.any()
+    for bad in (torch.nan, torch.inf):
+        assert not similarity.softplus_sum(x, torch.full((3, 4), bad), 1.0, 0.0).isfinite()
+
+
+X, Y = torch.randn(6, 4), torch.randn(5, 4)
+IDS = torch.arange(6), torch.arange(5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "words"),
+    [
+        ((X, Y, 1.0, 0.0), {}, ValueError, ("y", "6 rows", "5")),
+        ((X, Y[:, :3], 1.0, 0.0), {"ids": IDS}, ValueError, ("y", "width 4", "3")),
+        ((X, Y, "a", 0.0), {"ids": IDS}, TypeError, ("scale", "str")),
+        ((X, Y, 1.0, torch.ones(2)), {"ids": IDS}, ValueError, ("bias", "(2,)")),
+        ((X, Y, 1.0, None), {"ids": IDS}, TypeError, ("bias", "NoneType")),
+        ((X, Y, 1.0, 0.0), {"ids": "all"}, ValueError, ("ids", "'all'")),
+        ((X, Y, 1.0, 0.0), {"ids": (IDS[0], IDS[0])}, ValueError, ("ids[1]", "(5,)")),
+        ((X, Y, 1.0, 0.0), {"ids": IDS, "weight": torch.ones(5)}, ValueError, ("weight", "(6,)")),
+        ((X, Y, 1.0, 0.0), {"ids": IDS, "group": "all"}, TypeError, ("group", "'all'")),
+    ],
+)
+def test_bad_arguments(arguments: Any, options: Any, error: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        similarity.softplus_sum(*arguments, **options)
+    assert all(word in str(caught.value) for word in words)
