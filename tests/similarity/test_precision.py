@@ -47,7 +47,9 @@ def float32_noise(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, T
     """
     x, y = x.double(), y.double()
     logits = (scale * (x @ y.T)).requires_grad_()
-    rows, columns = dense.split_logsumexp(logits, torch.eye(len(x), dtype=torch.float64))
+    rows, columns = dense.split_logsumexp(
+        logits, torch.eye(len(x), dtype=torch.float64, device=x.device)
+    )
     clip_from_negatives(logits.diagonal(), rows.negative, columns.negative).backward()
     largest = max(logits.detach().abs().max(), rows.negative.detach().abs().max())
     noise = 2 * torch.finfo(torch.float32).eps * (1 + largest) * logits.grad.abs()
@@ -59,7 +61,7 @@ def careful_dense(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, ...]:
     """The same from float32 logits with dS rounded once."""
     wide = [t.float() for t in (x, y)]
     logits = (scale * (wide[0] @ wide[1].T)).requires_grad_()
-    eye = torch.eye(len(x), dtype=torch.bool)
+    eye = torch.eye(len(x), dtype=torch.bool, device=x.device)
     rows = logits.masked_fill(eye, -torch.inf).logsumexp(1)
     columns = logits.masked_fill(eye, -torch.inf).logsumexp(0)
     clip_from_negatives(logits.diagonal(), rows, columns).backward()

@@ -7,7 +7,7 @@ for both directions, and FlashAttention's running sums (arXiv 2205.14135).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ from megabatch.similarity.arguments import (
     check_two,
     check_vector,
 )
+from megabatch.similarity.exchange import group_name
 from megabatch.similarity.pairs import DROPPED, PAIRED, PLAIN, Pairs
-from megabatch.similarity.ring import check_group
+from megabatch.similarity.parallel import replicated
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
@@ -55,21 +56,25 @@ def logsumexp(
         x: (m, d) features, any floating dtype. y: (n, d), same dtype and device.
         scale: a number, or a tensor of shape () or (1,); differentiable.
         sides: "both", or "rows" where the columns' side is not wanted and costs nothing.
-        group: None or "local"; more than one process is not supported yet.
+        group: the processes that share the matrix, each with its own rows of x and of y: None for
+            the default group where torch.distributed is initialised, a process group, or "local"
+            for this process alone. `rows` and `columns` are those of this process's x and y.
 
     Returns:
         `(rows (m,), columns (n,))` in float32 (float64 for float64 features); columns is None
         with `sides="rows"`. A side without any pair is -inf and has zero gradient.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came and what was expected.
+        TypeError, ValueError: the message names the argument, what came and what was expected, or
+            what each process had where they disagree.
+        CommunicationError: another process is gone or did not come in time.
     """
     check_two(x, y)
-    check_group(group)
     both = _both(sides)
     x, y = cast_for_autocast(x, y)
     scale = check_scalar("scale", scale, x)
-    rows, columns = torch.ops.megabatch.statistics(x, y, scale, None, None, None, PLAIN, both)
+    matrix = (x, y, scale, None, None, None, PLAIN, both)
+    rows, columns = _statistics(matrix, group, "logsumexp")
     return rows[0], columns[0] if both else None
 
 
@@ -95,17 +100,17 @@ def split_logsumexp(
         ceiling: (m,) logits; pairs of different ids whose logit exceeds their row's ceiling are
             left out (margin-based false negatives). No gradient flows into it.
         sides: "both", or "rows" where the columns' side is not wanted and costs nothing.
-        group: None or "local"; more than one process is not supported yet.
+        group: as in `logsumexp`. "paired" means row i and column i of the same process; ids are
+            compared over all processes.
 
     Returns:
         `(rows, columns)`, a `Split` each, in float32 (float64 for float64 features); columns is
         None with `sides="rows"`. A part without any pair is -inf and has zero gradient.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came and what was expected.
+        TypeError, ValueError, CommunicationError: as `logsumexp`.
     """
     both = _both(sides)
-    check_group(group)
     if y is None:
         check_features("x", x)
         (x,) = cast_for_autocast(x)
@@ -122,13 +127,25 @@ def split_logsumexp(
     if y is None and (ceiling is not None or row_ids is not column_ids):
         y = x  # these make the matrix asymmetric: the general path, on all tiles
     columns_wanted = both and y is not None
-    rows, columns = torch.ops.megabatch.statistics(
-        x, y, scale, row_ids, column_ids, ceiling, diagonal, columns_wanted
-    )
+    matrix = (x, y, scale, row_ids, column_ids, ceiling, diagonal, columns_wanted)
+    rows, columns = _statistics(matrix, group, "split_logsumexp")
     first = _split(rows)
     if not both:
         return first, None
     return first, _split(columns) if columns_wanted else first
+
+
+def _statistics(matrix: tuple[Any, ...], group: object, call: str) -> tuple[Tensor, Tensor]:
+    """The operator of one process, or the one that goes around the ring."""
+    name = group_name(group)
+    if not name:
+        return torch.ops.megabatch.statistics(*matrix)
+    x, y, scale, *rest = matrix
+    inputs = {"x": x, "y": y, "scale": scale}
+    grad = torch.is_grad_enabled()
+    wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
+    scale = replicated(scale, group)
+    return torch.ops.megabatch.ring_statistics(x, y, scale, *rest, name, call, ", ".join(wanted))[:2]
 
 
 def _both(sides: str) -> bool:
@@ -220,10 +237,14 @@ def _(
 
 def _finish(state: Tensor, unit: float) -> Tensor:
     """(reference, sum relative to it) -> log-sum-exp."""
-    negative = state[0] * unit + state[1].log()
-    if state.shape[0] == 2:
-        return negative.unsqueeze(0)
-    return torch.stack([negative, state[2] * unit + state[3].log(), state[4], state[5]])
+    kinds = 1 if state.shape[0] == 2 else 2
+    out = state.new_empty(1 if kinds == 1 else 4, state.shape[1])
+    # Few launches: on a GPU a small batch's time is theirs.
+    references, sums = state[0 : 2 * kinds : 2], state[1 : 2 * kinds : 2]
+    torch.add(sums.log(), references, alpha=unit, out=out[:kinds])
+    if kinds == 2:
+        out[2:] = state[4:]
+    return out
 
 
 @torch.library.custom_op("megabatch::statistics_backward", mutates_args=())
@@ -337,16 +358,15 @@ def _pull(values: Tensor, gradient: Tensor | None) -> Tensor | None:
     """What the backward tiles need of one side: see `tile_torch`."""
     if gradient is None:
         return None
-    parts = [_reference_and_gradient(values[0], gradient[0])]
-    if values.shape[0] == 4:
-        parts += [_reference_and_gradient(values[1], gradient[1]), gradient[2:3]]
-    return torch.cat(parts)
-
-
-def _reference_and_gradient(value: Tensor, gradient: Tensor) -> Tensor:
+    kinds = 1 if values.shape[0] == 1 else 2
+    pull = values.new_empty(2 if kinds == 1 else 5, values.shape[1])
     # A side without any pair is -inf; a reference of +inf makes its exponentials 0, not NaN.
-    empty = value == -math.inf
-    return torch.stack([value.masked_fill(empty, math.inf), gradient.masked_fill(empty, 0)])
+    empty = values[:kinds] == -math.inf
+    pull[0 : 2 * kinds : 2] = values[:kinds].masked_fill(empty, math.inf)
+    pull[1 : 2 * kinds : 2] = gradient[:kinds].masked_fill(empty, 0)
+    if kinds == 2:
+        pull[4] = gradient[2]
+    return pull
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -1,9 +1,9 @@
 """The backward kernels: dS of a tile, rounded once to the features' dtype, for two products.
 
 `tile` takes one exponential a logit for both sides, relative to the tile's largest row
-log-sum-exp; `exact` takes two, with masks, where a tile is flagged: on the diagonal, or where its
-log-sum-exps lie too far apart to share a reference: sharing loses probabilities under
-2^(spread - 126); with a spread of 80 at most they are below 2^-46, 4M of them below 2^-24.
+log-sum-exp; `exact` takes two, with masks, and writes over what `tile` wrote on the diagonal and
+where a tile's log-sum-exps lie too far apart to share a reference: sharing loses probabilities
+under 2^(spread - 126); with a spread of 80 at most they are below 2^-46, 4M of them below 2^-24.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megabatch.similarity.fused.tiles import LOG2E, logits_tile, mask_tile, swiz
 
 @triton.jit
 def extremes(pull, out, size, tiles, B: tl.constexpr):
-    """Smallest and largest log-sum-exp of each tile of B rows in base 2: out[0], out[1]."""
+    """Smallest and largest log-sum-exp of each tile of B rows in log2: out[0], out[1]."""
     t = tl.program_id(0)
     i = t * B + tl.arange(0, B)
     value = tl.load(pull + i, mask=i < size, other=0.0) * LOG2E
@@ -62,44 +62,50 @@ def tile(
     row_stride,
     column_pull,
     column_stride,
-    row_extremes,
-    row_tiles,
-    column_extremes,
-    column_tiles,
+    row_start,
+    column_start,
     m,
     n,
     d,
-    diagonal_offset,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    R: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    LIMIT: tl.constexpr,
 ):
-    """dS of the tiles whose log-sum-exps lie close."""
-    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
-    if _apart(
-        ti, tj, row_extremes, row_tiles, column_extremes, column_tiles, diagonal_offset,
-        BM, BN, COLUMNS, DIAGONAL, LIMIT,
-    ):  # fmt: skip
-        return
-    i = ti * BM + tl.arange(0, BM)
-    j = tj * BN + tl.arange(0, BN)
-    acc = logits_tile(x, y, ti * BM, tj * BN, d, BM, BN, BK)
-    r = tl.load(row_pull + i, mask=i < m, other=float("-inf")) * LOG2E
-    reference = tl.max(r, 0)
-    factor = tl.load(row_pull + row_stride + i, mask=i < m, other=0.0) * tl.exp2(reference - r)
-    factor = tl.where(i < m, factor, 0.0)
-    e = tl.exp2(acc * (tl.load(scale) * LOG2E) - reference)
+    """dS of R row tiles a program, as if their log-sum-exps lay close; stored in SPLIT pieces."""
+    group, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM * R), tl.cdiv(n, BN), GROUP)
+    j0 = tj * BN
+    j = j0 + tl.arange(0, BN)
+    k = tl.load(scale) * LOG2E
     if COLUMNS:
         c = tl.load(column_pull + j, mask=j < n, other=float("inf")) * LOG2E
         weight = tl.load(column_pull + column_stride + j, mask=j < n, other=0.0)
-        e = e * (factor[:, None] + (weight * tl.exp2(reference - c))[None, :])
-    else:
-        e = e * factor[:, None]
-    ds.store([ti * BM, tj * BN], e.to(ds.dtype))
+    for r in tl.range(0, R, flatten=True):
+        i0 = (group * R + r) * BM
+        i = i0 + tl.arange(0, BM)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for q in tl.range(0, d, BK):
+            a = x.load([row_start + i0, q])
+            acc = tl.dot(a, y.load([column_start + j0, q]).T, acc, input_precision="tf32")
+        own = tl.load(row_pull + i, mask=i < m, other=float("-inf")) * LOG2E
+        reference = tl.max(own, 0)
+        factor = tl.load(row_pull + row_stride + i, mask=i < m, other=0.0)
+        factor = tl.where(i < m, factor * tl.exp2(reference - own), 0.0)
+        e = tl.exp2(acc * k - reference)
+        if COLUMNS:
+            e = e * (factor[:, None] + (weight * tl.exp2(reference - c))[None, :])
+        else:
+            e = e * factor[:, None]
+        e = e.to(ds.dtype)
+        if SPLIT == 1:
+            ds.store([i0, j0], e)
+        else:
+            left, right = tl.split(tl.permute(tl.reshape(e, (BM, 2, BN // 2)), (0, 2, 1)))
+            ds.store([i0, j0], left)
+            ds.store([i0, j0 + BN // 2], right)
 
 
 @triton.jit
@@ -119,6 +125,8 @@ def exact(
     row_ids,
     column_ids,
     ceiling,
+    row_start,
+    column_start,
     m,
     n,
     d,
@@ -161,7 +169,7 @@ def exact(
         if wanted:
             i0 = ti * BM
             j0 = tj * BN
-            s = logits_tile(x, y, i0, j0, d, BM, BN, BK) * k
+            s = logits_tile(x, y, row_start + i0, column_start + j0, d, BM, BN, BK) * k
             negative, positive = mask_tile(
                 s, i0, j0, m, n, diagonal_offset, row_ids, column_ids, ceiling,
                 BM, BN, DIAGONAL, IDS, CEILING,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,17 +17,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.fused import backward, forward
 from megabatch.similarity.fused.configs import TILE, backward_config, forward_config
-from megabatch.similarity.fused.tiles import (
-    COLUMNS,
-    DROPPED,
-    NO_CEILING,
-    NO_DIAGONAL,
-    POSITIVE,
-    ROWS,
-)
+from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
 
-SAMPLES = 128
+#: A block's side is a multiple, so that only its last tiles may be partly empty.
+GROUP = 4 * TILE
 #: Largest difference of log2 log-sum-exps that share one exponential's reference.
 SPREAD = 80.0
 #: float16 holds dS from 2^-24 to 2^16: upstream gradients are brought to this size. At most six
@@ -43,14 +36,15 @@ class FusedBlocks:
     unit = math.log(2)
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, symmetric: bool, workspace: int) -> None:
-        self.features = x, y
+        self.width = x.shape[1]
         self.x = _aligned(x)
         self.y = self.x if y is x else _aligned(y)
         self.pairs, self.symmetric = pairs, symmetric
         self.d = self.x.shape[1]
+        self.configs = forward_config(x), backward_config(x)
         # dS of one block, in the features' dtype, is most of the workspace.
         side = int(math.sqrt(workspace / x.element_size()))
-        self.rows = self.columns = max(TILE * 4, side // (TILE * 4) * (TILE * 4))
+        self.rows = self.columns = max(GROUP, side // GROUP * GROUP)
         self._ds: Tensor | None = None
         self._masked = pairs.row_ids is not None or pairs.ceiling is not None
 
@@ -65,116 +59,65 @@ class FusedBlocks:
                 if self.symmetric and j.start < i.start:
                     continue
                 other = rows if self.symmetric and i != j else columns
-                self._forward_block(i, j, scale, rows, other)
+                self._forward_block(i, j, scale, rows[:, i], None if other is None else other[:, j])
 
     def _forward_block(
         self, i: slice, j: slice, scale: Tensor, rows: Tensor, columns: Tensor | None
     ) -> None:
-        x, y, pairs = self.x[i], self.y[j], self.pairs.view(i, j)
-        row_flags, column_flags = (
-            torch.ones(triton.cdiv(len(t), TILE), dtype=torch.int32, device=x.device)
-            for t in (x, y)
-        )
-        if not self._masked:
-            self._fast_forward(
-                x, y, scale, pairs, rows[:, i], columns if columns is None else columns[:, j],
-                row_flags, column_flags,
-            )  # fmt: skip
-        self._exact_forward(x, y, scale, pairs, rows[:, i], row_flags, swapped=False)
-        if columns is not None:
-            self._exact_forward(y, x, scale, pairs, columns[:, j], column_flags, swapped=True)
-
-    def _fast_forward(
-        self,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor,
-        pairs: Pairs,
-        rows: Tensor,
-        columns: Tensor | None,
-        row_flags: Tensor,
-        column_flags: Tensor,
-    ) -> None:
-        (m, d), n = x.shape, len(y)
-        config = forward_config(x)
-        group = TILE * config.rows
-        groups = triton.cdiv(m, group)
-        launch = {"num_warps": config.warps, "num_stages": config.stages}
-        tiles = {"BM": TILE, "BN": TILE, "BK": config.bk}
+        m, n = i.stop - i.start, j.stop - j.start
+        pairs, config = self.pairs.view(i, j), self.configs[0]
+        row_tiles, column_tiles = triton.cdiv(m, TILE), triton.cdiv(n, TILE)
+        programs = row_tiles + (0 if columns is None else column_tiles)
+        flags = rows.new_ones(row_tiles + column_tiles, dtype=torch.int32)
+        row_flags, column_flags = flags[:row_tiles], flags[row_tiles:]
+        other = rows if columns is None else columns  # the kernels then never touch it
+        diagonal = _diagonal(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL
         offset = pairs.column_start - pairs.row_start
-        diagonal = pairs.crosses_diagonal(m, n)
-        xd, yd = _descriptor(x, config.bk), _descriptor(y, config.bk)
+        xd, yd = self._descriptors(config.bk)
+        if not self._masked:
+            row_sums, column_sums, references, tops = self._sums(
+                i, j, scale, diagonal != NO_DIAGONAL, offset, columns is not None
+            )
+            forward.merge[(programs,)](
+                row_sums, references, rows, rows.stride(0), row_flags, len(row_sums), m,
+                column_sums, tops, other, other.stride(0), column_flags, len(tops), n,
+                SIZE=config.rows * TILE, B=TILE, P=32,
+            )  # fmt: skip
+        forward.exact[(programs,)](
+            xd, yd, scale, rows, rows.stride(0), row_flags, other, other.stride(0), column_flags,
+            pairs.row_ids, pairs.column_ids, pairs.ceiling, i.start, j.start, m, n, self.d, offset,
+            BM=TILE, BN=TILE, BK=config.bk, DIAGONAL=diagonal, **self._kinds(),
+            POSITIVES=rows.shape[0] == 6, num_warps=8, num_stages=config.stages,
+        )  # fmt: skip
 
-        references = self._references(x, y, scale, pairs, groups * group, launch, tiles)
-        tops = references.view(groups, group)
-        tops = tops.masked_fill(tops == math.inf, -math.inf).amax(1)
-        # A row far below its group would vanish in the columns' weights.
-        references = references.maximum((tops - 100).repeat_interleave(group))
-
-        row_sums = x.new_empty((triton.cdiv(n, TILE), m), dtype=torch.float32)
-        column_sums = x.new_empty((groups, n), dtype=torch.float32)
+    def _sums(
+        self, i: slice, j: slice, scale: Tensor, diagonal: bool, offset: int, columns: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(row sums, column sums, the rows' references, their groups' largest) of one block."""
+        m, n = i.stop - i.start, j.stop - j.start
+        config = self.configs[0]
+        groups, tiles = triton.cdiv(m, config.rows * TILE), triton.cdiv(n, TILE)
+        references = self._empty(groups * config.rows * TILE)
+        tops, row_sums, column_sums = (
+            self._empty(groups), self._empty(tiles, m), self._empty(groups, n)
+        )  # fmt: skip
+        xd, yd = self._descriptors(config.bk)
+        common = {"BM": TILE, "BN": TILE, "BK": config.bk, "DIAGONAL": diagonal}
+        common |= {"num_warps": config.warps, "num_stages": config.stages}
+        forward.reference[(groups * config.rows,)](
+            xd, self.y, self.y.stride(0), scale, references, i.start, j.start, m, n, self.d, offset,
+            **common,
+        )  # fmt: skip
+        # The last column tile apart where it reaches past the end: a mask costs the others 4%.
         whole = n // TILE
-        for first, last, even in ((0, whole, True), (whole, triton.cdiv(n, TILE), False)):
-            if first == last:
-                continue
-            forward.tile[(groups * (last - first),)](
-                xd, yd, scale, references, row_sums, column_sums,
-                m, whole * TILE if even else n, d, first, offset,
-                **tiles, R=config.rows, GROUP=config.group, DIAGONAL=diagonal,
-                COLUMNS=columns is not None, EVEN=even, **launch,
-            )  # fmt: skip
-        forward.merge[(len(row_flags),)](
-            row_sums, references, rows, rows.stride(0), row_flags, len(row_sums), m,
-            B=TILE, P=32, COMMON=False,
-        )  # fmt: skip
-        if columns is not None:
-            forward.merge[(len(column_flags),)](
-                column_sums, tops, columns, columns.stride(0), column_flags, groups, n,
-                B=TILE, P=32, COMMON=True,
-            )  # fmt: skip
-
-    def _references(
-        self,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor,
-        pairs: Pairs,
-        size: int,
-        launch: dict[str, int],
-        tiles: dict[str, int],
-    ) -> Tensor:
-        """A reference a row, from a sample of the columns spread over the block."""
-        m, n = len(x), len(y)
-        index = torch.arange(SAMPLES, device=x.device) * max(1, n // SAMPLES)
-        sample = y[index.clamp(max=n - 1)]
-        index = torch.where(index < n, index + pairs.column_start, -1)
-        references = x.new_empty(size, dtype=torch.float32)
-        forward.reference[(size // TILE,)](
-            _descriptor(x, tiles["BK"]), _descriptor(sample, tiles["BK"]), index, scale, references,
-            m, x.shape[1], pairs.row_start, **tiles, DIAGONAL=pairs.diagonal != PLAIN, **launch,
-        )  # fmt: skip
-        return references
-
-    def _exact_forward(
-        self,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor,
-        pairs: Pairs,
-        state: Tensor,
-        flags: Tensor,
-        swapped: bool,
-    ) -> None:
-        """The rows of one side: flagged tiles, tiles on the diagonal, all tiles with masks."""
-        config = forward_config(x)
-        row_ids, column_ids, ceiling, offset, kinds = _masks(pairs, swapped)
-        forward.exact[(len(flags),)](
-            _descriptor(x, config.bk), _descriptor(y, config.bk), scale, state, state.stride(0),
-            flags, row_ids, column_ids, ceiling, len(x), len(y), x.shape[1], offset,
-            BM=TILE, BN=TILE, BK=config.bk, **kinds,
-            DIAGONAL=_diagonal(pairs) if pairs.crosses_diagonal(*_shape(x, y, swapped)) else 0,
-            POSITIVES=state.shape[0] == 6, num_warps=8, num_stages=config.stages,
-        )  # fmt: skip
+        for first, count, even in ((0, whole, True), (whole, tiles - whole, False)):
+            if count:
+                forward.tile[(groups * count,)](
+                    xd, yd, scale, references, tops, row_sums, column_sums,
+                    i.start, j.start, m, n, self.d, first, count, offset,
+                    R=config.rows, GROUP=config.group, COLUMNS=columns, EVEN=even, **common,
+                )  # fmt: skip
+        return row_sums, column_sums, references, tops
 
     # --- backward ---------------------------------------------------------------------------
 
@@ -191,52 +134,44 @@ class FusedBlocks:
 
         With `symmetric`, dx and dy are views of one gradient of all rows, `columns` is `rows`.
         """
-        x = self.x[i]
         near = _Side.of(None if rows is None else rows[:, i], scale)
         far = _Side.of(columns, scale)
         for j in _slices(self.y.shape[0], self.columns):
             if self.symmetric and j.start < i.start:
                 continue
-            y = self.y[j]
-            ds = self._gradient_block(x, y, scale, self.pairs.view(i, j), near, far.view(j))
+            ds = self._gradient_block(i, j, scale, near, far.view(j))
             if dx is not None:
-                _add_product(dx, ds, y)
+                _add_product(dx, ds, self.y[j])
             if dy is not None and not (self.symmetric and i == j):
-                _add_product(dy[j], ds.T, x)
+                _add_product(dy[j], ds.T, self.x[i])
 
     def _gradient_block(
-        self, x: Tensor, y: Tensor, scale: Tensor, pairs: Pairs, rows: _Side, columns: _Side
+        self, i: slice, j: slice, scale: Tensor, rows: _Side, columns: _Side
     ) -> Tensor:
         """dS (m, n) of one block, in the features' dtype, in the workspace."""
-        m, n = len(x), len(y)
-        config = backward_config(x)
+        m, n = i.stop - i.start, j.stop - j.start
+        pairs, config = self.pairs.view(i, j), self.configs[1]
         ds = self._workspace(m, n)
-        tiles = triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
-        row_ids, column_ids, ceiling, offset, kinds = _masks(pairs, swapped=False)
-        common = {
-            "BM": TILE,
-            "BN": TILE,
-            "BK": config.bk,
-            "COLUMNS": columns.wanted,
-            "DIAGONAL": _diagonal(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL,
-            "LIMIT": SPREAD,
-            "num_stages": config.stages,
-        }
-        descriptors = _descriptor(x, config.bk), _descriptor(y, config.bk), _descriptor(ds, TILE)
-        sides = (
-            rows.pull, rows.stride, columns.pull, columns.stride,
-            rows.extremes, rows.tiles, columns.extremes, columns.tiles,
-        )  # fmt: skip
+        tiles, column_tiles = triton.cdiv(m, TILE), triton.cdiv(n, TILE)
+        common = {"BM": TILE, "BN": TILE, "BK": config.bk, "COLUMNS": columns.wanted}
+        common |= {"num_stages": config.stages}
+        xd, yd = self._descriptors(config.bk)
+        pulls = rows.pull, rows.stride, columns.pull, columns.stride
         everything = self._masked or not rows.wanted
         if not everything:
-            backward.tile[(tiles,)](
-                *descriptors, scale, *sides, m, n, x.shape[1], offset,
-                GROUP=config.group, num_warps=config.warps, **common,
+            backward.tile[(triton.cdiv(tiles, config.rows) * column_tiles,)](
+                xd, yd, _descriptor(ds, TILE // config.split), scale, *pulls,
+                i.start, j.start, m, n, self.d, R=config.rows, GROUP=config.group,
+                SPLIT=config.split, num_warps=config.warps, **common,
             )  # fmt: skip
-        chunk = 1 if everything else 16
-        backward.exact[(triton.cdiv(tiles, chunk),)](
-            *descriptors, scale, *sides, row_ids, column_ids, ceiling, m, n, x.shape[1], offset,
-            CHUNK=chunk, ALL=everything, ROWS=rows.wanted, **kinds,
+        chunk = 1 if everything else 64
+        backward.exact[(triton.cdiv(tiles * column_tiles, chunk),)](
+            xd, yd, _descriptor(ds, TILE), scale, *pulls,
+            rows.extremes, rows.tiles, columns.extremes, columns.tiles,
+            pairs.row_ids, pairs.column_ids, pairs.ceiling,
+            i.start, j.start, m, n, self.d, pairs.column_start - pairs.row_start,
+            CHUNK=chunk, ALL=everything, ROWS=rows.wanted, **self._kinds(), LIMIT=SPREAD,
+            DIAGONAL=_diagonal(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL,
             POSITIVES=rows.positives or columns.positives, num_warps=8, **common,
         )  # fmt: skip
         return ds
@@ -248,6 +183,18 @@ class FusedBlocks:
         return self._ds[: m * stride].view(m, stride)[:, :n]
 
     # --- around the sweep -------------------------------------------------------------------
+
+    def _empty(self, *shape: int) -> Tensor:
+        return self.x.new_empty(shape, dtype=torch.float32)
+
+    def _descriptors(self, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        return _descriptor(self.x, columns), _descriptor(self.y, columns)
+
+    def _kinds(self) -> dict[str, bool]:
+        return {
+            "IDS": self.pairs.row_ids is not None,
+            "CEILING": self.pairs.ceiling is not None,
+        }
 
     def accumulator(self, rows: int) -> Tensor:
         """Zeros for the gradients of `rows` rows."""
@@ -277,7 +224,7 @@ class FusedBlocks:
         `total` belongs to these `rows` of the features of `side`, "x" or "y".
         """
         features = (self.x if side == "x" else self.y)[rows]
-        size, d = len(features), self.features[0].shape[1]
+        size, d = len(features), self.width
         block = 16
         parts = total.new_zeros(max(1, triton.cdiv(size, block)))
         if size:
@@ -341,28 +288,6 @@ def _diagonal(pairs: Pairs) -> int:
     if pairs.diagonal == PLAIN:
         return NO_DIAGONAL
     return POSITIVE if pairs.diagonal == PAIRED else DROPPED
-
-
-def _shape(x: Tensor, y: Tensor, swapped: bool) -> tuple[int, int]:
-    return (len(y), len(x)) if swapped else (len(x), len(y))
-
-
-def _masks(
-    pairs: Pairs, swapped: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, int, dict[str, object]]:
-    """(row ids, column ids, ceiling, i - j of pairs (i, i), the kernels' constants)."""
-    if swapped:
-        pairs = replace(
-            pairs,
-            row_ids=pairs.column_ids,
-            column_ids=pairs.row_ids,
-            row_start=pairs.column_start,
-            column_start=pairs.row_start,
-        )
-    side = NO_CEILING if pairs.ceiling is None else COLUMNS if swapped else ROWS
-    kinds: dict[str, object] = {"IDS": pairs.row_ids is not None, "CEILING": side}
-    offset = pairs.column_start - pairs.row_start
-    return pairs.row_ids, pairs.column_ids, pairs.ceiling, offset, kinds
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

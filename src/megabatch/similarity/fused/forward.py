@@ -21,31 +21,42 @@ HIGHEST = tl.constexpr(2.0**126)
 @triton.jit
 def reference(
     x,
-    sample,
-    sample_index,
+    y,
+    y_stride,
     scale,
     out,
-    m,
-    d,
     row_start,
+    column_start,
+    m,
+    n,
+    d,
+    diagonal_offset,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):
-    """out[i] = largest of row i's logits against BN sampled columns, in units of log2, less 20.
+    """out[i] = largest of row i's logits against BN columns spread over all, in log2, less 20.
 
     Rows past m get +inf, whose exponentials are 0. The 20 centre the sums in float32's range: a
     column's sum is relative to the largest of a group of rows, so it is rather too small.
     """
     i0 = tl.program_id(0) * BM
     i = i0 + tl.arange(0, BM)
-    s = logits_tile(x, sample, i0, 0, d, BM, BN, BK) * (tl.load(scale) * LOG2E)
-    index = tl.load(sample_index + tl.arange(0, BN))
-    absent = (index < 0)[None, :]
+    j = tl.arange(0, BN) * tl.maximum(n // BN, 1)
+    present = j < n
+    columns = y + (column_start + j).to(tl.int64) * y_stride
+    s = tl.zeros((BM, BN), tl.float32)
+    for c in tl.range(0, d, BK):
+        k = c + tl.arange(0, BK)
+        mask = present[:, None] & (k < d)[None, :]
+        b = tl.load(columns[:, None] + k[None, :], mask=mask, other=0.0)
+        s = tl.dot(x.load([row_start + i0, c]), b.T, s, input_precision="tf32")
     if DIAGONAL:
-        absent = absent | ((row_start + i)[:, None] == index[None, :])
-    largest = tl.max(tl.where(absent, float("-inf"), s), 1)
+        present = present[None, :] & (i[:, None] != (j + diagonal_offset)[None, :])
+    else:
+        present = present[None, :] & (i >= 0)[:, None]
+    largest = tl.max(tl.where(present, s * (tl.load(scale) * LOG2E), float("-inf")), 1)
     largest = tl.where(largest == float("-inf"), 0.0, largest) - 20.0
     tl.store(out + i, tl.where(i < m, largest, float("inf")))
 
@@ -56,12 +67,16 @@ def tile(
     y,
     scale,
     references,
+    tops,
     row_sums,
     column_sums,
+    row_start,
+    column_start,
     m,
     n,
     d,
     first_column_tile,
+    column_tiles,
     diagonal_offset,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -74,16 +89,16 @@ def tile(
 ):
     """row_sums[tile column, i], column_sums[group of R row tiles, j] of 2^(logit - reference).
 
-    With DIAGONAL the tiles that hold a pair (i, i), at row = column + diagonal_offset, are left
-    out. Not EVEN: the last column tile reaches past n.
+    tops[group] becomes the largest reference of a group. With DIAGONAL the tiles that hold a pair
+    (i, i), at row = column + diagonal_offset, are left out. Not EVEN: some of these column_tiles
+    reaches past n.
     """
-    tiles = tl.cdiv(n, BN) - first_column_tile
-    group, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM * R), tiles, GROUP)
+    group, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM * R), column_tiles, GROUP)
     tj += first_column_tile
     j0 = tj * BN
     k = tl.load(scale) * LOG2E
-    all_rows = tl.load(references + group * R * BM + tl.arange(0, R * BM))
-    top = tl.max(tl.where(all_rows == float("inf"), float("-inf"), all_rows), 0)
+    top = _top(references, group, R * BM)
+    tl.store(tops + group, top)  # every program of the group writes the same
     # The columns' sums stay spread over the threads until all R tiles are in: reducing each tile
     # across a warp costs 4% of the kernel.
     columns = tl.zeros((32, BN), tl.float32)
@@ -92,8 +107,9 @@ def tile(
         i = i0 + tl.arange(0, BM)
         acc = tl.zeros((BM, BN), tl.float32)
         for c in tl.range(0, d, BK):
-            acc = tl.dot(x.load([i0, c]), y.load([j0, c]).T, acc, input_precision="tf32")
-        own = tl.load(references + i)
+            a = x.load([row_start + i0, c])
+            acc = tl.dot(a, y.load([column_start + j0, c]).T, acc, input_precision="tf32")
+        own = _clamped(references, i, top)
         shift = own
         if DIAGONAL:
             skipped = (i0 < j0 + diagonal_offset + BN) & (j0 + diagonal_offset < i0 + BM)
@@ -112,55 +128,92 @@ def tile(
 
 
 @triton.jit
+def _top(references, group, SIZE: tl.constexpr):
+    """Largest reference of a group of rows; those past the end are +inf."""
+    own = tl.load(references + group * SIZE + tl.arange(0, SIZE))
+    return tl.max(tl.where(own == float("inf"), float("-inf"), own), 0)
+
+
+@triton.jit
+def _clamped(references, i, top):
+    """A row far below its group would vanish in the columns' weights: its reference is raised."""
+    return tl.maximum(tl.load(references + i), top - 100.0)
+
+
+@triton.jit
 def merge(
-    sums,
+    row_sums,
     references,
-    state,
-    state_stride,
-    flags,
-    parts,
-    size,
+    row_state,
+    row_stride,
+    row_flags,
+    row_parts,
+    m,
+    column_sums,
+    tops,
+    column_state,
+    column_stride,
+    column_flags,
+    column_parts,
+    n,
+    SIZE: tl.constexpr,
     B: tl.constexpr,
     P: tl.constexpr,
-    COMMON: tl.constexpr,
 ):
-    """Add `parts` sums a row, sums[part, row], to its state (reference, sum), P at a time.
+    """Add both sides' sums, `parts` a row, to the running states (reference, sum), P at a time.
 
-    Not COMMON: all are relative to references[row]; COMMON: part p is relative to
-    references[p], the same for all rows. A tile of rows any of which left float32's range is
-    flagged and not merged.
+    A tile of B rows any of which left float32's range is flagged and not merged. SIZE rows are
+    a group.
     """
-    i = tl.program_id(0) * B + tl.arange(0, B)
-    inside = i < size
-    if COMMON:
-        tops = tl.full((P,), float("-inf"), tl.float32)
-        for first in range(0, parts, P):
-            p = first + tl.arange(0, P)
-            tops = tl.maximum(tops, tl.load(references + p, mask=p < parts, other=float("-inf")))
-        new = tl.zeros((B,), tl.float32) + tl.max(tops, 0)
+    t = tl.program_id(0)
+    tiles = tl.cdiv(m, B)
+    if t < tiles:
+        i = t * B + tl.arange(0, B)
+        new = _clamped(references, i, tl.load(tops + t * B // SIZE))
+        total = tl.zeros((B,), tl.float32)
+        for first in range(0, row_parts, P):
+            total += tl.sum(_parts(row_sums, first, row_parts, i, m, P), 0)
+        _merge(row_state, row_stride, row_flags + t, i, m, new, total)
     else:
-        new = tl.load(references + i)
-    total = tl.zeros((B,), tl.float32)
-    for first in range(0, parts, P):
-        p = first + tl.arange(0, P)
-        mask = (p < parts)[:, None] & inside[None, :]
-        part = tl.load(sums + p.to(tl.int64)[:, None] * size + i[None, :], mask=mask, other=0.0)
-        if COMMON:
-            own = tl.load(references + p, mask=p < parts, other=float("-inf"))
-            part = part * tl.exp2(own - tl.max(tops, 0))[:, None]
-        total += tl.sum(part, 0)
+        t = t - tiles
+        j = t * B + tl.arange(0, B)
+        top = tl.full((P,), float("-inf"), tl.float32)
+        for first in range(0, column_parts, P):
+            p = first + tl.arange(0, P)
+            top = tl.maximum(top, tl.load(tops + p, mask=p < column_parts, other=float("-inf")))
+        largest = tl.max(top, 0)
+        total = tl.zeros((B,), tl.float32)
+        for first in range(0, column_parts, P):
+            p = first + tl.arange(0, P)
+            own = tl.load(tops + p, mask=p < column_parts, other=float("-inf"))
+            parts = _parts(column_sums, first, column_parts, j, n, P)
+            total += tl.sum(parts * tl.exp2(own - largest)[:, None], 0)
+        new = tl.zeros((B,), tl.float32) + largest
+        _merge(column_state, column_stride, column_flags + t, j, n, new, total)
+
+
+@triton.jit
+def _parts(sums, first, parts, i, size, P: tl.constexpr):
+    p = first + tl.arange(0, P)
+    mask = (p < parts)[:, None] & (i < size)[None, :]
+    return tl.load(sums + p.to(tl.int64)[:, None] * size + i[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _merge(state, stride, flag, i, size, new, total):
+    inside = i < size
     bad = inside & ~((total >= LOWEST) & (total <= HIGHEST))
     flagged = tl.max(bad.to(tl.int32), 0)
-    tl.store(flags + tl.program_id(0), flagged)
+    tl.store(flag, flagged)
     old = tl.load(state + i, mask=inside, other=0.0)
-    old_sum = tl.load(state + state_stride + i, mask=inside, other=0.0)
+    old_sum = tl.load(state + stride + i, mask=inside, other=0.0)
     largest = tl.maximum(old, new)
     total = old_sum * tl.exp2(old - largest) + total * tl.exp2(new - largest)
     # A power of two moves from the sum to the reference, exactly, so that neither leaves range.
     power = tl.floor(tl.log2(total))
     merged = inside.to(tl.int32) > flagged
     tl.store(state + i, largest + power, mask=merged)
-    tl.store(state + state_stride + i, total * tl.exp2(-power), mask=merged)
+    tl.store(state + stride + i, total * tl.exp2(-power), mask=merged)
 
 
 @triton.jit
@@ -168,12 +221,17 @@ def exact(
     x,
     y,
     scale,
-    state,
-    state_stride,
-    flags,
+    row_state,
+    row_state_stride,
+    row_flags,
+    column_state,
+    column_state_stride,
+    column_flags,
     row_ids,
     column_ids,
     ceiling,
+    row_start,
+    column_start,
     m,
     n,
     d,
@@ -186,11 +244,52 @@ def exact(
     CEILING: tl.constexpr,
     POSITIVES: tl.constexpr,
 ):
-    """Rows of x against columns of y with masks and a running maximum, added to the rows' state.
+    """Both sides with masks and a running maximum, added to their states, a row tile a program.
 
     All columns where the row tile is flagged, else only the tiles on the diagonal.
     """
-    ti = tl.program_id(0)
+    t = tl.program_id(0)
+    tiles = tl.cdiv(m, BM)
+    if t < tiles:
+        _exact(
+            x, y, scale, row_state, row_state_stride, row_flags, row_ids, column_ids, ceiling,
+            row_start, column_start, m, n, d, diagonal_offset, t,
+            BM, BN, BK, DIAGONAL, IDS, 1 if CEILING else 0, POSITIVES,
+        )  # fmt: skip
+    else:
+        _exact(
+            y, x, scale, column_state, column_state_stride, column_flags, column_ids, row_ids,
+            ceiling, column_start, row_start, n, m, d, -diagonal_offset, t - tiles,
+            BM, BN, BK, DIAGONAL, IDS, 2 if CEILING else 0, POSITIVES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _exact(
+    x,
+    y,
+    scale,
+    state,
+    state_stride,
+    flags,
+    row_ids,
+    column_ids,
+    ceiling,
+    row_start,
+    column_start,
+    m,
+    n,
+    d,
+    diagonal_offset,
+    ti,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    IDS: tl.constexpr,
+    CEILING: tl.constexpr,
+    POSITIVES: tl.constexpr,
+):
     i0 = ti * BM
     i = i0 + tl.arange(0, BM)
     inside = i < m
@@ -205,34 +304,37 @@ def exact(
     flagged = tl.load(flags + ti) != 0
     first = tl.where(flagged, 0, first)
     last = tl.where(flagged, tl.cdiv(n, BN), last)
-    if first >= last:
-        return
-    largest = tl.load(state + i, mask=inside, other=float("-inf"))
-    total = tl.load(state + state_stride + i, mask=inside, other=0.0)
-    if POSITIVES:
-        p_largest = tl.load(state + 2 * state_stride + i, mask=inside, other=float("-inf"))
-        p_total = tl.load(state + 3 * state_stride + i, mask=inside, other=0.0)
-        p_sum = tl.load(state + 4 * state_stride + i, mask=inside, other=0.0)
-        p_count = tl.load(state + 5 * state_stride + i, mask=inside, other=0.0)
-    k = tl.load(scale)
-    for tj in tl.range(first, last):
-        s = logits_tile(x, y, i0, tj * BN, d, BM, BN, BK) * k
-        negative, positive = mask_tile(
-            s, i0, tj * BN, m, n, diagonal_offset, row_ids, column_ids, ceiling,
-            BM, BN, DIAGONAL, IDS, CEILING,
-        )  # fmt: skip
-        largest, total = _running_sum(largest, total, s * LOG2E, negative)
+    if first < last:
+        largest = tl.load(state + i, mask=inside, other=float("-inf"))
+        total = tl.load(state + state_stride + i, mask=inside, other=0.0)
+        p_largest = tl.full((BM,), float("-inf"), tl.float32)
+        p_total = tl.zeros((BM,), tl.float32)
+        p_sum = tl.zeros((BM,), tl.float32)
+        p_count = tl.zeros((BM,), tl.float32)
         if POSITIVES:
-            p_largest, p_total = _running_sum(p_largest, p_total, s * LOG2E, positive)
-            p_sum += tl.sum(tl.where(positive, s, 0.0), 1)
-            p_count += tl.sum(positive.to(tl.float32), 1)
-    tl.store(state + i, largest, mask=inside)
-    tl.store(state + state_stride + i, total, mask=inside)
-    if POSITIVES:
-        tl.store(state + 2 * state_stride + i, p_largest, mask=inside)
-        tl.store(state + 3 * state_stride + i, p_total, mask=inside)
-        tl.store(state + 4 * state_stride + i, p_sum, mask=inside)
-        tl.store(state + 5 * state_stride + i, p_count, mask=inside)
+            p_largest = tl.load(state + 2 * state_stride + i, mask=inside, other=float("-inf"))
+            p_total = tl.load(state + 3 * state_stride + i, mask=inside, other=0.0)
+            p_sum = tl.load(state + 4 * state_stride + i, mask=inside, other=0.0)
+            p_count = tl.load(state + 5 * state_stride + i, mask=inside, other=0.0)
+        k = tl.load(scale)
+        for tj in tl.range(first, last):
+            s = logits_tile(x, y, row_start + i0, column_start + tj * BN, d, BM, BN, BK) * k
+            negative, positive = mask_tile(
+                s, i0, tj * BN, m, n, diagonal_offset, row_ids, column_ids, ceiling,
+                BM, BN, DIAGONAL, IDS, CEILING,
+            )  # fmt: skip
+            largest, total = _running_sum(largest, total, s * LOG2E, negative)
+            if POSITIVES:
+                p_largest, p_total = _running_sum(p_largest, p_total, s * LOG2E, positive)
+                p_sum += tl.sum(tl.where(positive, s, 0.0), 1)
+                p_count += tl.sum(positive.to(tl.float32), 1)
+        tl.store(state + i, largest, mask=inside)
+        tl.store(state + state_stride + i, total, mask=inside)
+        if POSITIVES:
+            tl.store(state + 2 * state_stride + i, p_largest, mask=inside)
+            tl.store(state + 3 * state_stride + i, p_total, mask=inside)
+            tl.store(state + 4 * state_stride + i, p_sum, mask=inside)
+            tl.store(state + 5 * state_stride + i, p_count, mask=inside)
 
 
 @triton.jit

@@ -8,8 +8,6 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 #: DIAGONAL in the kernels: what the pairs (i, i) are.
 NO_DIAGONAL, POSITIVE, DROPPED = 0, 1, 2
-#: CEILING in the kernels: none, one a row, or (where the sides are swapped) one a column.
-NO_CEILING, ROWS, COLUMNS = 0, 1, 2
 
 
 @triton.jit
@@ -47,7 +45,10 @@ def mask_tile(
     IDS: tl.constexpr,
     CEILING: tl.constexpr,
 ):
-    """(negative, positive) masks of a tile; pairs in neither are dropped, or past the end."""
+    """(negative, positive) masks of a tile; pairs in neither are dropped, or past the end.
+
+    CEILING: 0 none, 1 one a row, 2 one a column (where the sides are swapped).
+    """
     i = i0 + tl.arange(0, BM)
     j = j0 + tl.arange(0, BN)
     inside = (i < m)[:, None] & (j < n)[None, :]
