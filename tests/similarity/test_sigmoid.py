@@ -174,12 +174,21 @@ def test_small_losses_are_not_cut() -> None:
     torch.testing.assert_close(total.item(), 16 * torch.tensor(-40.0).double().exp().item())
 
 
-def test_autocast_takes_features_as_a_product_would() -> None:
-    x, y = torch.randn(10, 8), torch.randn(10, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        total = similarity.softplus_sum(x, y, 2.0, -1.0)
-    truth = similarity.softplus_sum(x.bfloat16(), y.bfloat16(), 2.0, -1.0)
-    torch.testing.assert_close(total, truth, rtol=0, atol=0)
+@pytest.mark.parametrize("weight", [None, torch.rand(10)])
+def test_autocast_takes_features_as_a_product_would(weight: Any) -> None:
+    """Those alone: no product inside the operator is rounded, in the gradients neither."""
+    results = []
+    for dtype, autocast in ((torch.float32, True), (torch.bfloat16, False)):
+        generator = torch.Generator().manual_seed(3)
+        x, y = (torch.randn(10, 8, generator=generator) for _ in range(2))
+        scale = torch.tensor(2.0, requires_grad=True)
+        x, y = (t.to(dtype).requires_grad_() for t in (x, y))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            total = similarity.softplus_sum(x, y, scale, -1.0, weight=weight)
+        total.backward()
+        results.append([total, scale.grad, x.grad.bfloat16(), y.grad.bfloat16()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_no_pairs_and_bad_numbers() -> None:

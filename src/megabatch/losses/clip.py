@@ -110,7 +110,8 @@ class ClipLoss(nn.Module):
             return minus_log_probability(own_logits(side, x, y, scale), side.negative)
         losses = cross_entropy(side)
         if self.label_smoothing:
-            # That share of the target moves from the positives to all columns alike.
+            # That share of the target moves from the positives to all columns alike. The columns'
+            # part, `_mean_logit`, is no part of the sweep: a second rounding, of this share.
             losses = losses + self.label_smoothing * side.positive_sum / side.positive_count
         return losses
 

@@ -144,7 +144,7 @@ def _block(s: Tensor, pairs: Pairs, weight: Tensor | None) -> tuple[Tensor, Tens
         ds = torch.where(positive, ds.neg(), ds)
     if weight is None:
         return losses.sum(), ds
-    return losses.sum(1) @ weight, ds.mul_(weight[:, None])
+    return (losses.sum(1) * weight).sum(), ds.mul_(weight[:, None])
 
 
 def _inner(features: Tensor, gradient: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""The pages about losses: what they show runs, what they name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import megabatch as mb
+from megabatch import losses
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def code_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+
+
+def test_the_new_loss_is_short_and_equals_its_dense_expression() -> None:
+    loss, check = code_of("new-loss.md")
+    assert len([line for line in loss.splitlines() if line.strip()]) < 30
+    names: dict[str, object] = {}
+    exec(loss, names)
+    exec(check, names)  # raises where gradients differ
+    worse = check.replace("dense(*theirs, 10.0", "dense(*theirs, 10.01")
+    with pytest.raises(AssertionError):
+        exec(worse, names)
+
+
+def test_every_loss_has_its_section_and_its_place_in_the_table() -> None:
+    page = (DOCS / "losses.md").read_text()
+    for name in losses.__all__:
+        assert getattr(mb, name) is getattr(losses, name)
+        assert re.search(rf"^## {name}$", page, re.M)
+        assert f"(#{name.lower()})" in page
+
+
+def test_gradient_caching_of_several_modalities_as_shown() -> None:
+    import torch
+    from torch import Tensor, nn
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.towers = nn.ModuleDict({n: nn.Linear(4, 3) for n in ("image", "text", "audio")})
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            features = {name: self.towers[name](value) for name, value in batch.items()}
+            return {**features, "logit_scale": self.scale.exp()}
+
+    model = Model()
+    names = {"mb": mb, "model": model}
+    (shown,) = code_of("losses.md")
+    exec(shown, names)
+    batch = {name: torch.randn(6, 4) for name in ("image", "text", "audio")}
+    value = names["step"](batch)  # type: ignore[operator]
+    features = model(batch)
+    scale = features.pop("logit_scale")
+    torch.testing.assert_close(value, names["loss"](features, scale).detach())  # type: ignore[operator]
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
