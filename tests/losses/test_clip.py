@@ -78,15 +78,6 @@ def test_any_ids(ids: list[int], scale: float, mode: Any, maker: str) -> None:
     )
 
 
-def test_gradient_of_the_weights() -> None:
-    x, y = MAKERS["learnt"](9, 9, 4)
-    assert_equal(
-        lambda w: mb.ClipLoss()(x, y, 10.0, weights=w),
-        lambda w: clip_of_logits(10.0 * x @ y.T, weights=w),
-        torch.rand(9),
-    )
-
-
 def test_distinct_ids_are_no_ids() -> None:
     x, y = MAKERS["clustered"](20, 20, 6)
     plain = mb.ClipLoss()(x, y, 10.0)
@@ -162,6 +153,7 @@ def test_bad_features(x: Any, y: Any, error: type, words: tuple[str, ...]) -> No
         ({"weights": torch.ones(4)}, ValueError, ("weights", "(5,)", "(4,)")),
         ({"weights": torch.arange(5)}, TypeError, ("weights", "int64")),
         ({"weights": torch.ones(5, 1)}, ValueError, ("weights", "(5, 1)")),
+        ({"weights": torch.ones(5, requires_grad=True)}, ValueError, ("weights", "gradient")),
     ],
 )
 def test_bad_options(options: dict[str, Any], error: type, words: tuple[str, ...]) -> None:

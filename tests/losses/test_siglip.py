@@ -79,7 +79,7 @@ X = torch.randn(5, 3)
             (X, X, 1.0, 0.0),
             {"weights": torch.ones(5, requires_grad=True)},
             ValueError,
-            ("weight", "gradient"),
+            ("weights", "gradient"),
         ),
     ],
 )

@@ -81,8 +81,13 @@ def check_pairs(x: Any, y: Any, names: tuple[str, str]) -> None:
 
 
 def check_weights(weights: Any, like: Tensor) -> Tensor | None:
-    """One number a row, or None."""
-    return None if weights is None else check_vector("weights", weights, like.shape[0], like)
+    """One number a row, or None; weights are data and need no gradient."""
+    if weights is None:
+        return None
+    weights = check_vector("weights", weights, like.shape[0], like)
+    if weights.requires_grad:
+        raise ValueError("weights: expected a tensor that needs no gradient, got one that does")
+    return weights
 
 
 def own_ids(ids: Any, like: Tensor, group: object) -> Tensor:

@@ -77,8 +77,8 @@ class ClipLoss(nn.Module):
             output_dict: return `{"contrastive_loss": loss}`.
             ids: (b,) int64 below 2**62; equal ids mark pairs that share a caption or document. A
                 negative id is shared with no other pair.
-            weights: (b,) factors of the pairs' losses, not negative; the loss is their weighted
-                mean, 0 where all weights are 0.
+            weights: (b,) factors of the pairs' losses, data, not negative; the loss is their
+                weighted mean, 0 where all weights are 0.
 
         Returns:
             A scalar in float32 (float64 for float64 features).

@@ -83,8 +83,8 @@ class InfoNCELoss(TemperatureLoss):
                 al. 2019, arXiv 1911.05722); no gradient flows into it.
             ids: (b,) int64 below 2**62; pairs of equal ids (the same document) are left out of
                 each other's negatives. A negative id is shared with no other pair.
-            weights: (b,) factors of the queries' losses, not negative; the loss is their weighted
-                mean, 0 where all weights are 0.
+            weights: (b,) factors of the queries' losses, data, not negative; the loss is their
+                weighted mean, 0 where all weights are 0.
             temperature: this call's, instead of the constructor's.
 
         Returns:

@@ -75,7 +75,8 @@ class MultiModalLoss(nn.Module):
 
         Args:
             features: for each modality (b, d), row i of each belongs to sample i; None where no
-                sample of this process has it.
+                sample has it. Where samples of some processes have it, the others give a tensor,
+                masked by `present`: all must agree on what needs a gradient.
             logit_scale: 1 / temperature, exponentiated already: one for all pairs, or a mapping
                 with one for each.
             logit_bias: likewise.
@@ -154,8 +155,8 @@ def _check_mask(name: str, mask: Any, like: Tensor, features: Mapping[str, Any])
 
 
 def _rows(features: Tensor | None, like: Tensor) -> Tensor:
-    """The features, or no rows of such a width and dtype."""
-    return like.new_empty(0, like.shape[1]) if features is None else features
+    """The features, or no rows of such a width and dtype, which need a gradient if those do."""
+    return like[:0] if features is None else features
 
 
 def _of(pair: Pair, value: Any, name: str) -> Any:
