@@ -1,7 +1,7 @@
 """What a loss needs to know of other processes: means over all rows, ids, shared parameters.
 
 Each process holds its own rows of one batch. Losses go through these few functions and know
-nothing else of ranks. For now all of them accept one process alone (see `check_group`).
+nothing else of ranks.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megabatch.similarity import exchange
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.ring import check_group
+from megabatch.similarity.exchange import group_name
 
 
 def global_mean(
@@ -25,20 +26,32 @@ def global_mean(
     Args:
         values: (m,), m = 0 allowed where other processes have rows.
         group: None, "local" or a process group.
-        weights: (m,), not negative. Where all are zero the result is 0 with zero gradients, rows
-            or no rows.
+        weights: (m,), not negative, without a gradient. Where all are zero the result is 0 with
+            zero gradients, rows or no rows.
         name: what an error calls the rows.
 
     Raises:
         ValueError: no process has a row, and no weights are given.
+        CommunicationError: another process is gone or did not come in time.
     """
-    check_group(group)
+    ranks = group_name(group)
+    if not ranks:
+        if weights is None:
+            _check_count(values.shape[0], name)
+            return values.mean()
+        total = weights.sum()
+        return (weights * values).sum() / total.masked_fill(total == 0, 1)
+    size = exchange.resolve(ranks).size()
+    count = torch.ops.megabatch.global_count(values, ranks, name, weights is not None)
     if weights is None:
-        if values.shape[0] == 0:
-            raise ValueError(f"{name}: expected at least one row over all processes, got 0")
-        return values.mean()
-    total = weights.sum()
-    return (weights * values).sum() / total.masked_fill(total == 0, 1)
+        return values.sum() * size / count
+    total = sum_over_ranks(weights.detach().sum(), group)
+    return (weights * values).sum() * size / total.masked_fill(total == 0, 1)
+
+
+def _check_count(count: int, name: str) -> None:
+    if count == 0:
+        raise ValueError(f"{name}: expected at least one row over all processes, got 0")
 
 
 def mean_row(features: Tensor, group: object, weights: Tensor | None = None) -> Tensor:
@@ -50,25 +63,93 @@ def mean_row(features: Tensor, group: object, weights: Tensor | None = None) -> 
     Args:
         features: (m, d). group, weights: as in `global_mean`.
     """
-    check_group(group)
     dtype = accumulator_dtype(features.dtype)
     if weights is None:
-        return features.sum(0, dtype=dtype) / max(1, features.shape[0])
-    total = weights.sum()
-    return (weights[:, None] * features).sum(0, dtype=dtype) / total.masked_fill(total == 0, 1)
+        # Counts as a tensor, so that no rank waits for another here.
+        weights = features.new_ones(features.shape[0], dtype=dtype)
+        rows = features.sum(0, dtype=dtype)
+    else:
+        rows = (weights[:, None] * features).sum(0, dtype=dtype)
+    total = sum_over_ranks(weights.detach().sum(), group)
+    return sum_over_ranks(rows, group) / total.masked_fill(total == 0, 1)
 
 
 def pair_ids(n: int, group: object, *, device: torch.device | None = None) -> Tensor:
-    """(n,) int64 ids from 0, each given once over all processes: what belongs to local row i."""
-    check_group(group)
-    return torch.arange(n, device=device)
+    """(n,) int64 ids, each given once over all processes: what belongs to local row i.
+
+    Consecutive, from 0 on the group's first process and from 2**40 times its rank on the others:
+    so none has to ask the others for their number of rows.
+    """
+    name = group_name(group)
+    rank = exchange.resolve(name).rank() if name else 0
+    return torch.arange(n, device=device) + (rank << 40)
 
 
 def replicated(parameter: Tensor, group: object) -> Tensor:
     """A scale or bias that every process holds: as is, its gradient averaged over processes.
 
     Each process sees only its own rows' part of the gradient; the average of these parts is the
-    gradient of the global mean, and stays it under the averaging of DDP and FSDP.
+    gradient of the global mean, and stays it under the averaging of DDP and FSDP. Once more does no
+    harm. The functions of `megabatch.similarity` that take a group do it to their scale and bias;
+    what uses those elsewhere too (`paired`, a loss's own terms) does it before.
     """
-    check_group(group)
-    return parameter
+    name = group_name(group)
+    if not (name and parameter.requires_grad):
+        return parameter
+    return torch.ops.megabatch.replicated(parameter, name)
+
+
+def sum_over_ranks(values: Tensor, group: object) -> Tensor:
+    """The sum over processes, the same on each; so is its gradient, the sum of what they send."""
+    name = group_name(group)
+    return torch.ops.megabatch.sum_over_ranks(values, name) if name else values
+
+
+# --- the operators --------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("megabatch::sum_over_ranks", mutates_args=())
+def _sum_over_ranks(values: Tensor, group: str) -> Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    return exchange.all_reduce(total, group, "sum over ranks")
+
+
+@torch.library.custom_op("megabatch::replicated", mutates_args=())
+def _replicated(parameter: Tensor, group: str) -> Tensor:
+    return parameter.clone()
+
+
+@torch.library.custom_op("megabatch::global_count", mutates_args=())
+def _global_count(values: Tensor, group: str, name: str, weighted: bool) -> Tensor:
+    """The number of rows of all ranks, which their hosts tell each other."""
+    terms = f"global_mean, of {name}, {'with' if weighted else 'without'} weights"
+    count = sum(number for (number,) in exchange.agree(group, terms, [len(values)], values.device))
+    if not weighted:
+        _check_count(count, name)
+    return values.new_full((), count)
+
+
+@_global_count.register_fake
+def _(values: Tensor, group: str, name: str, weighted: bool) -> Tensor:
+    return values.new_empty(())
+
+
+for _operator in (_sum_over_ranks, _replicated):
+    _operator.register_fake(lambda values, group: torch.empty_like(values))
+
+
+def _keep_group(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.group = inputs[1]
+
+
+def _sum_of_gradients(ctx, gradient):  # type: ignore[no-untyped-def]
+    return torch.ops.megabatch.sum_over_ranks(gradient, ctx.group), None
+
+
+def _mean_of_gradients(ctx, gradient):  # type: ignore[no-untyped-def]
+    size = exchange.resolve(ctx.group).size()
+    return torch.ops.megabatch.sum_over_ranks(gradient, ctx.group) / size, None
+
+
+_sum_over_ranks.register_autograd(_sum_of_gradients, setup_context=_keep_group)
+_replicated.register_autograd(_mean_of_gradients, setup_context=_keep_group)

@@ -1,0 +1,183 @@
+"""Between processes: who belongs to a group, what its ranks agree on, how tensors change hands."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from megabatch.errors import CommunicationError
+
+LOCAL = "local"
+
+c10d: Any = distributed_c10d  # its annotations differ from one torch to the next
+
+#: Bytes of a rank's terms in a handshake.
+TERMS = 1024
+
+_controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+
+
+def group_name(group: object) -> str:
+    """The name that operators know a group by; "" where this process has nobody to talk to.
+
+    Args:
+        group: a process group, None for the default one where torch.distributed is initialised,
+            or "local" for this process alone.
+
+    Raises:
+        TypeError: `group` is none of these.
+        ValueError: this process is no member of the group.
+    """
+    if isinstance(group, str) and group == LOCAL:
+        return ""
+    if not dist.is_available():
+        if group is not None:
+            raise TypeError(f"group: expected None or 'local', got {group!r}")
+        return ""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected a group that this process is a member of")
+    if not (group is None or isinstance(group, dist.ProcessGroup)):
+        raise TypeError(f"group: expected None, 'local' or a process group, got {group!r}")
+    if group is None:
+        if not dist.is_initialized():
+            return ""
+        group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return group.group_name if group.size() > 1 else ""
+
+
+def resolve(name: str) -> dist.ProcessGroup:
+    """The group of that name."""
+    return c10d._resolve_process_group(name)
+
+
+def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Every rank's numbers, where all ranks come with the same terms; else an error on each.
+
+    One small exchange between hosts: it waits for the other ranks' hosts, never for a device.
+
+    Args:
+        name: of the group.
+        terms: what the ranks must agree on, in words; the operation's name first.
+        numbers: up to 8 that they need to know of each other, as many on each rank.
+        device: where the features are.
+
+    Raises:
+        ValueError: the ranks disagree; it says what each had.
+        CommunicationError: a rank is gone or does not come.
+    """
+    group = resolve(name)
+    head = struct.Struct(f"{len(numbers)}q")
+    text = terms.encode()[:TERMS].ljust(TERMS)
+    mine = torch.frombuffer(bytearray(text + head.pack(*numbers).ljust(64)), dtype=torch.uint8)
+    table = [torch.empty_like(mine) for _ in range(group.size())]
+    with _failures_of(f"{_operation(terms)}: before the first transfer, rank {dist.get_rank()}"):
+        _control(group, device).allgather([table], [mine]).wait()
+    shown = [bytes(row.numpy()) for row in table]
+    if any(row[:TERMS] != text for row in shown):
+        raise ValueError(_disagreement(group, [row[:TERMS].decode().strip() for row in shown]))
+    return [list(head.unpack_from(row, TERMS)) for row in shown]
+
+
+def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.ReduceOp.SUM) -> Tensor:
+    """`tensor` (changed in place) reduced over the group of that name."""
+    with _failures_of(f"{operation}: all-reduce, rank {dist.get_rank()}"):
+        dist.all_reduce(tensor, how, group=resolve(name))
+    return tensor
+
+
+class Swap:
+    """Tensors sent to one rank while others of the same kinds are received from another.
+
+    `add` them, `start`, do something else, `wait`; what was sent must stay as it is until then.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, to: int, source: int, what: str) -> None:
+        """`to` and `source` are ranks of the group; `what` names the exchange in errors."""
+        ranks = dist.get_process_group_ranks(group)
+        self.group, self.to, self.source = group, ranks[to], ranks[source]
+        self.what = f"{what}, rank {dist.get_rank()} (to rank {self.to}, from rank {self.source})"
+        self._operations: list[dist.P2POp] = []
+        self._works: list[dist.Work] = []
+        self._added = 0
+
+    def add(self, outgoing: Tensor, size: int, dim: int = 0) -> Tensor:
+        """Send a tensor for one like it, but of `size` along `dim`; returns that, to be filled."""
+        shape = list(outgoing.shape)
+        shape[dim] = size
+        incoming = outgoing.new_empty(shape)
+        sides = (dist.isend, outgoing.contiguous(), self.to), (dist.irecv, incoming, self.source)
+        for kind, tensor, peer in sides:
+            if tensor.numel():
+                tag = self._added  # the same for sender and receiver: both add in one order
+                self._operations.append(dist.P2POp(kind, tensor, peer, self.group, tag))
+        self._added += 1
+        return incoming
+
+    def start(self) -> None:
+        """Begin all transfers."""
+        if self._operations:
+            with _failures_of(self.what):
+                self._works = dist.batch_isend_irecv(self._operations)
+
+    def wait(self) -> None:
+        """Until all transfers are done: on the CPU for this thread, on a GPU for its stream."""
+        operations, works = self._operations, self._works
+        for i, work in enumerate(works):
+            what = self.what
+            if len(works) == len(operations):
+                sends = operations[i].op is dist.isend
+                what += f", {'sending to' if sends else 'receiving from'} rank {operations[i].peer}"
+            with _failures_of(what):
+                work.wait()
+        self._operations, self._works = [], []
+
+
+@contextmanager
+def _failures_of(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(f"{what}: {error}") from error
+
+
+def _operation(terms: str) -> str:
+    return terms.split(",", 1)[0]
+
+
+def _control(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What connects the group's hosts: its own backend for the CPU, else one made once.
+
+    With it a handshake need not wait for what the device has queued. It bypasses `new_group`,
+    whose counter of groups must be the same on all ranks of the world, members or not.
+    """
+    if group not in _controls:
+        cpu = torch.device("cpu")
+        if cpu in group._device_types:
+            _controls[group] = group._get_backend(cpu)
+        else:
+            options = getattr(group._get_backend(device), "options", None)
+            timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
+            store = dist.PrefixStore("megabatch", c10d._get_process_group_store(group))
+            _controls[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    return _controls[group]
+
+
+def _disagreement(group: dist.ProcessGroup, shown: list[str]) -> str:
+    ranks = dist.get_process_group_ranks(group)
+    had: dict[str, list[int]] = {}
+    for rank, terms in zip(ranks, shown, strict=True):
+        had.setdefault(terms, []).append(rank)
+    each = (
+        f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: {terms}"
+        for terms, who in had.items()
+    )
+    return "group: expected the same call on all ranks, got " + "; ".join(each)

@@ -1,0 +1,368 @@
+"""Log-sum-exps of a matrix whose rows and columns lie on several processes: the operators.
+
+What `statistics` does on one process, with columns that come around the ring. Per step travel, for
+each row of a piece, forward: its features, its id where there are ids, and 8 bytes of column
+statistics (24 where pairs can be positive; twice that in float64); backward: its features, id,
+what its column pulls (8 or 20 bytes), and its gradient so far, 4 d bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabatch.similarity import exchange, ring, sweep
+from megabatch.similarity.pairs import Pairs
+from megabatch.similarity.ring import Parcel, Ring, Visit
+from megabatch.similarity.statistics import _finish, _kinds, _pull, statistics
+
+if TYPE_CHECKING:
+    from megabatch.similarity.fused.blocks import FusedBlocks
+
+Blocks: TypeAlias = "sweep.Blocks | FusedBlocks"
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("megabatch::ring_statistics", mutates_args=())
+def ring_statistics(
+    x: Tensor,
+    y: Tensor | None,
+    scale: Tensor,
+    row_ids: Tensor | None,
+    column_ids: Tensor | None,
+    ceiling: Tensor | None,
+    diagonal: str,
+    columns: bool,
+    group: str,
+    call: str,
+    wanted: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `statistics`, over the ranks of a group; also their shards' sizes, on the CPU.
+
+    `call` is the public function's name, `wanted` names the inputs that need gradients.
+    """
+    terms = _terms(x, y, row_ids, ceiling, diagonal, columns, call, wanted)
+    size = (x if y is None else y).shape[0]
+    sizes = [number for (number,) in exchange.agree(group, terms, [size], x.device)]
+    with torch.cuda.device_of(x):
+        circle = Ring(group, sizes, call)
+        shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
+        finished = _forward(shards, scale, _kinds(diagonal, row_ids), columns)
+    return *finished, torch.tensor(sizes)
+
+
+def _terms(
+    x: Tensor,
+    y: Tensor | None,
+    row_ids: Tensor | None,
+    ceiling: Tensor | None,
+    diagonal: str,
+    columns: bool,
+    call: str,
+    wanted: str,
+) -> str:
+    """What all ranks must do alike, for `exchange.agree`."""
+    kernels = "fused" if sweep.fused_available(x) else "torch"
+    return (
+        f"{call}, {'x against itself' if y is None else 'x against y'}, width {x.shape[1]}, "
+        f"{str(x.dtype).removeprefix('torch.')}, {x.device.type}, "
+        f"gradients wanted: {wanted or 'none'}, "
+        f"sides: {'both' if columns or y is None else 'rows'}, "
+        f"ids: {'given' if row_ids is not None else diagonal}, "
+        f"ceiling: {'none' if ceiling is None else 'given'}, "
+        f"{kernels} kernels, pieces of {ring.piece_rows(x)} rows"
+    )
+
+
+@ring_statistics.register_fake
+def _(
+    x: Tensor,
+    y: Tensor | None,
+    scale: Tensor,
+    row_ids: Tensor | None,
+    column_ids: Tensor | None,
+    ceiling: Tensor | None,
+    diagonal: str,
+    columns: bool,
+    group: str,
+    call: str,
+    wanted: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    results = statistics(x, y, scale, row_ids, column_ids, ceiling, diagonal, columns)
+    sizes = x.new_empty(exchange.resolve(group).size(), dtype=torch.int64, device="cpu")
+    return *results, sizes
+
+
+class _Shards:
+    """This rank's rows of the matrix, which stay, and its columns, which travel."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        ids: tuple[Tensor | None, Tensor | None],
+        ceiling: Tensor | None,
+        diagonal: str,
+        circle: Ring,
+    ) -> None:
+        self.ring, self.symmetric = circle, y is None
+        self.features = x, x if y is None else y
+        start = circle.starts[circle.rank]
+        self.pairs = Pairs(diagonal, *ids, ceiling, start, start)
+        #: the rank's rows against its own columns
+        self.own = sweep.blocks(*self.features, self.pairs, symmetric=y is None)
+        self.x, self.y = self.own.x, self.own.y
+
+    def route(self, carries: bool) -> ring.Route:
+        """How far columns go; whether they bring something home is up to the route or `carries`."""
+        if self.symmetric:
+            return ring.symmetric(self.ring.n)
+        return ring.full(self.ring.n) if carries else ring.rows_only(self.ring.n)
+
+    def tour(
+        self,
+        pull: Tensor | None,
+        visit: Callable[[Visit, Blocks], Tensor | None],
+        itself: Callable[[], None],
+        route: ring.Route,
+        **sums: Any,
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """`Ring.tour` of the columns with their ids and pull; `visit` gets the blocks as well.
+
+        Where x is held against itself its own part is one sweep of half the blocks: `itself`.
+        """
+
+        def meet(piece: Visit) -> Tensor | None:
+            if self.symmetric and piece.step == 0:
+                if piece.rows.start == 0:  # the whole shard, in the first round
+                    itself()
+                return None
+            features, ids, _ = piece.cargo
+            assert features is not None
+            pairs = replace(self.pairs, column_ids=ids, column_start=piece.start)
+            return visit(piece, sweep.blocks(self.x, features, pairs))
+
+        parcels = [Parcel(self.y), Parcel(self.pairs.column_ids), Parcel(pull, dim=1)]
+        return self.ring.tour(parcels, meet, route, ring.piece_rows(self.y), **sums)
+
+
+def _forward(shards: _Shards, scale: Tensor, kinds: int, columns: bool) -> tuple[Tensor, Tensor]:
+    """The results of the rows and, where wanted, of the columns."""
+    x, unit, route = shards.x, shards.own.unit, shards.route(columns)
+    row_state = sweep.empty_state(x.shape[0], kinds, x)
+    column_state = sweep.empty_state(shards.y.shape[0] if columns else 0, kinds, x)
+
+    def visit(piece: Visit, blocks: Blocks) -> Tensor | None:
+        carried = piece.step in route.carried
+        part = sweep.empty_state(piece.size, kinds, x) if carried else None
+        if x.shape[0] and piece.size:
+            blocks.forward(scale, row_state, part)
+        return part
+
+    def itself() -> None:
+        shards.own.forward(scale, row_state, None)
+
+    merge = partial(_merge, unit=unit)
+    for home, total in shards.tour(None, visit, itself, route, dim=1, merge=merge):
+        if shards.symmetric:
+            row_state[:, home] = merge(row_state[:, home], total)
+        else:
+            column_state[:, home] = total
+    finished = _finish(row_state, unit)
+    return finished, _finish(column_state, unit) if columns else finished.new_empty(0)
+
+
+def _merge(before: Tensor, part: Tensor, unit: float) -> Tensor:
+    """Two states of the same rows as one; see `tile_torch`."""
+    kinds = 1 if part.shape[0] == 2 else 2
+    out, both = torch.empty_like(part), torch.stack([before, part])
+    references, sums = both[:, 0 : 2 * kinds : 2], both[:, 1 : 2 * kinds : 2]
+    top = out[0 : 2 * kinds : 2] = references.amax(0)
+    # A state without any pair has -inf; -inf - -inf would be NaN.
+    shift = top.clamp(min=torch.finfo(part.dtype).min)
+    out[1 : 2 * kinds : 2] = ((references - shift).mul_(unit).exp_() * sums).sum(0)
+    out[2 * kinds :] = both[:, 2 * kinds :].sum(0)
+    return out
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("megabatch::ring_statistics_backward", mutates_args=())
+def ring_statistics_backward(
+    x: Tensor,
+    y: Tensor | None,
+    scale: Tensor,
+    row_ids: Tensor | None,
+    column_ids: Tensor | None,
+    ceiling: Tensor | None,
+    diagonal: str,
+    rows: Tensor,
+    columns: Tensor,
+    sizes: Tensor,
+    row_gradient: Tensor | None,
+    column_gradient: Tensor | None,
+    need_x: bool,
+    need_y: bool,
+    need_scale: bool,
+    group: str,
+    call: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, y and scale, empty where not needed; scale's is this rank's part."""
+    circle = Ring(group, sizes.tolist(), f"{call}, backward")
+    near, far = _pull(rows, row_gradient), _pull(columns, column_gradient)
+    with torch.cuda.device_of(x):
+        shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
+        size = _common_size(shards, near, far)
+        factor = scale if size is None else scale * size
+        dx, dy, dscale = _gradients(
+            shards, scale, factor, near, near if y is None else far, need_x, need_y, need_scale
+        )
+    return dx, dy, dscale if size is None else dscale * size
+
+
+def _gradients(
+    shards: _Shards,
+    scale: Tensor,
+    factor: Tensor,
+    near: Tensor | None,
+    far: Tensor | None,
+    need_x: bool,
+    need_y: bool,
+    need_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`near` and `far` are the pulls of this rank's rows and columns."""
+    own, (x, y), route = shards.own, shards.features, shards.route(need_y)
+    # The scale's gradient comes with dx, or with dy where x is frozen.
+    total = own.accumulator(len(x)) if need_x or not need_y else None
+    dy = torch.empty_like(y) if need_y else y.new_empty(0)
+    dscale = torch.zeros_like(scale)
+
+    def visit(piece: Visit, blocks: Blocks) -> Tensor | None:
+        part = own.accumulator(piece.size) if piece.step in route.carried else None
+        if len(x) and piece.size:
+            _sweep(blocks, len(x), scale, near, piece.cargo[2], total, part)
+        return part
+
+    def itself() -> None:
+        _sweep(own, len(x), scale, near, near, total, total)
+
+    for home, arrived in shards.tour(far, visit, itself, route):
+        if shards.symmetric:
+            assert total is not None
+            total[home] += arrived
+            continue
+        inner = own.finish(arrived, "y", home, factor, need_scale and total is None, dy[home])
+        dscale = dscale if inner is None else dscale + inner
+    if total is None:
+        return x.new_empty(0), dy, dscale
+    dx = torch.empty_like(x) if need_x else x.new_empty(0)
+    rows = slice(0, len(x))
+    inner = own.finish(total, "x", rows, factor, need_scale, dx if need_x else None)
+    if inner is not None:  # x against itself meets each pair as (i, j) and as (j, i)
+        dscale = dscale + (inner / 2 if shards.symmetric else inner)
+    return dx, dy, dscale
+
+
+def _sweep(
+    blocks: Blocks,
+    rows: int,
+    scale: Tensor,
+    near: Tensor | None,
+    far: Tensor | None,
+    dx: Tensor | None,
+    dy: Tensor | None,
+) -> None:
+    """Add the gradients of all rows."""
+    for i in sweep.strips(rows, blocks.rows):
+        blocks.backward(i, scale, near, far, None if dx is None else dx[i], dy)
+
+
+def _common_size(shards: _Shards, near: Tensor | None, far: Tensor | None) -> Tensor | None:
+    """`Blocks.prepare` with one factor for all ranks, since their gradients are added up."""
+    size = shards.own.prepare(near, far)
+    if shards.x.dtype != torch.float16:  # the only type whose range asks for one
+        return size
+    largest = shards.x.new_zeros((), dtype=torch.float32) if size is None else size.clone()
+    exchange.all_reduce(largest, shards.ring.name, shards.ring.operation, dist.ReduceOp.MAX)
+    largest = torch.where(largest == 0, 1.0, largest)
+    for pull in (near, far):
+        if pull is not None and size is not None:
+            pull[1::2] *= size / largest
+            pull[4:] *= size / largest
+    return largest
+
+
+@ring_statistics_backward.register_fake
+def _(
+    x: Tensor,
+    y: Tensor | None,
+    scale: Tensor,
+    row_ids: Tensor | None,
+    column_ids: Tensor | None,
+    ceiling: Tensor | None,
+    diagonal: str,
+    rows: Tensor,
+    columns: Tensor,
+    sizes: Tensor,
+    row_gradient: Tensor | None,
+    column_gradient: Tensor | None,
+    need_x: bool,
+    need_y: bool,
+    need_scale: bool,
+    group: str,
+    call: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty_like(x) if need_x else x.new_empty(0)
+    dy = torch.empty_like(y) if need_y and y is not None else x.new_empty(0)
+    return dx, dy, torch.empty_like(scale)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    x, y, scale, row_ids, column_ids, ceiling, ctx.diagonal, ctx.columns, *names = inputs
+    ctx.group, ctx.call, _ = names
+    ctx.save_for_backward(x, y, scale, row_ids, column_ids, ceiling, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx, row_gradient, column_gradient, _):  # type: ignore[no-untyped-def]
+    x, y, scale, row_ids, column_ids, ceiling, rows, columns, sizes = ctx.saved_tensors
+    # Other ranks count on this one's columns, whether or not its own loss used them.
+    if ctx.columns and column_gradient is None:
+        column_gradient = torch.zeros_like(columns)
+    if y is None and row_gradient is None:
+        row_gradient = torch.zeros_like(rows)
+    need_x, need_y, need_scale = ctx.needs_input_grad[:3]
+    dx, dy, dscale = torch.ops.megabatch.ring_statistics_backward(
+        x,
+        y,
+        scale,
+        row_ids,
+        column_ids,
+        ceiling,
+        ctx.diagonal,
+        rows,
+        columns,
+        sizes,
+        row_gradient,
+        column_gradient if ctx.columns else None,
+        need_x,
+        need_y,
+        need_scale,
+        ctx.group,
+        ctx.call,
+    )
+    return (dx if need_x else None, dy if need_y else None, dscale if need_scale else None) + (
+        None,
+    ) * 8
+
+
+ring_statistics.register_autograd(_autograd, setup_context=_setup_context)
