@@ -24,8 +24,9 @@ quickstart: $(VENV)/.installed-train
 	@echo
 	@echo "Look at $(RUN)/report.html. To train once more: rm -r $(RUN), or make quickstart RUN=runs/other"
 
+# Many small tests: one thread each and a process for each core is twice as fast as the default.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device")'

@@ -1,0 +1,58 @@
+"""What the README shows runs as shown."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megabatch.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
+PAGES = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md"]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("number", range(len(blocks(README, "python"))))
+def test_each_python_block_runs_alone(number: int) -> None:
+    exec(compile(blocks(README, "python")[number], f"README.md, block {number}", "exec"), {})
+
+
+def test_there_are_python_blocks() -> None:
+    assert len(blocks(README, "python")) >= 2
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(example: Path) -> None:
+    command = [sys.executable, str(example), "--steps", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "recall@1" in ended.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_commands_in_the_readme_exist() -> None:
+    shown = "\n".join(blocks(README, "bash"))
+    words = set(re.findall(r"^megabatch (\w+)", shown, flags=re.M))
+    assert words == set(COMMANDS)
+
+
+def test_make_targets_in_the_readme_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    for page in (README, CONTRIBUTING):
+        shown = "\n".join(blocks(page, "bash"))
+        assert set(re.findall(r"^make ([a-z-]+)", shown, flags=re.M)) <= targets
