@@ -4,7 +4,7 @@
 ordinary PyTorch over these.
 """
 
-from megabatch.similarity import statistics_ring as _operators  # noqa: F401
+from megabatch.similarity import statistics_local, statistics_ring  # noqa: F401  (operators)
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
 from megabatch.similarity.sigmoid import softplus_sum

@@ -1,9 +1,9 @@
 """Log-sum-exps of a matrix whose rows and columns lie on several processes: the operators.
 
-What `statistics` does on one process, with columns that come around the ring. Per step travel, for
-each row of a piece, forward: its features, its id where there are ids, and 8 bytes of column
-statistics (24 where pairs can be positive; twice that in float64); backward: its features, id,
-what its column pulls (8 or 20 bytes), and its gradient so far, 4 d bytes.
+What `statistics_local` does on one process, with columns that come around the ring. For each row of
+a piece travel, per step forward: its features, its id where there are ids, and 8 bytes of column
+statistics (24 where pairs can be positive; twice that for float64 features); backward: its
+features, id, what its column pulls (8 or 20 bytes), and its gradient so far, 4 d bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from megabatch.similarity import exchange, ring, sweep
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Ring, Visit
-from megabatch.similarity.statistics import _finish, _kinds, _pull, statistics
+from megabatch.similarity.statistics_local import finish, kinds_of, pull_of, statistics
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
@@ -55,7 +55,7 @@ def ring_statistics(
     with torch.cuda.device_of(x):
         circle = Ring(group, sizes, call)
         shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
-        finished = _forward(shards, scale, _kinds(diagonal, row_ids), columns)
+        finished = _forward(shards, scale, kinds_of(diagonal, row_ids), columns)
     return *finished, torch.tensor(sizes)
 
 
@@ -176,8 +176,8 @@ def _forward(shards: _Shards, scale: Tensor, kinds: int, columns: bool) -> tuple
             row_state[:, home] = merge(row_state[:, home], total)
         else:
             column_state[:, home] = total
-    finished = _finish(row_state, unit)
-    return finished, _finish(column_state, unit) if columns else finished.new_empty(0)
+    finished = finish(row_state, unit)
+    return finished, finish(column_state, unit) if columns else finished.new_empty(0)
 
 
 def _merge(before: Tensor, part: Tensor, unit: float) -> Tensor:
@@ -218,7 +218,7 @@ def ring_statistics_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, y and scale, empty where not needed; scale's is this rank's part."""
     circle = Ring(group, sizes.tolist(), f"{call}, backward")
-    near, far = _pull(rows, row_gradient), _pull(columns, column_gradient)
+    near, far = pull_of(rows, row_gradient), pull_of(columns, column_gradient)
     with torch.cuda.device_of(x):
         shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
         size = _common_size(shards, near, far)
