@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from megabatch.similarity import sweep, tile_torch
+from megabatch.similarity import exchange, ring, sweep, tile_torch
 from megabatch.similarity.arguments import accumulator_dtype, check_integers, check_two
+from megabatch.similarity.exchange import group_name
 from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.ring import check_group
+from megabatch.similarity.ring import Parcel, Ring, Visit
 
 
 @torch.no_grad()
@@ -26,10 +27,13 @@ def ranks(
 
     Args:
         x: (m, d) queries. y: (n, d) candidates, same dtype and device.
-        target: (m,) int64, the column each row is held against; itself never counted.
+        target: (m,) int64, the column each row is held against; itself never counted. Over several
+            processes columns count on from one process's y to the next one's.
         ids: `(row_ids (m,), column_ids (n,))` int64; columns whose id equals the row's are not
             counted. A negative id equals nothing.
-        group: None or "local"; more than one process is not supported yet.
+        group: the processes over which columns lie, each with its own rows of x and of y: None for
+            the default group where torch.distributed is initialised, a process group, or "local"
+            for this process alone.
 
     Returns:
         `(above, equal)`, int64 (m,). The target's score comes from the same block of the same
@@ -38,28 +42,36 @@ def ranks(
 
     Raises:
         TypeError, ValueError: the message names the argument, what came and what was expected.
-        IndexError: a target is no column of y.
+        IndexError: a target is no column, on whichever process.
+        CommunicationError: another process is gone or did not come in time.
     """
     check_two(x, y)
-    check_group(group)
     target = check_integers("target", target, x.shape[0], x)
-    if x.shape[0] and (int(target.min()) < 0 or int(target.max()) >= y.shape[0]):
-        raise IndexError(
-            f"target: expected columns in [0, {y.shape[0]}), "
-            f"got {int(target.min())} to {int(target.max())}"
-        )
-    pairs = _pairs(ids, x, y)
+    row_ids, column_ids = _check_ids(ids, x, y)
+    extremes = (int(target.min()), int(target.max())) if x.shape[0] else (0, -1)
+    columns = _Columns(y, column_ids, group, "ranks", extremes)
+    _check_targets(columns)
     above = x.new_zeros(x.shape[0], dtype=torch.int64)
     equal = torch.zeros_like(above)
-    rows, columns = sweep.block_shape(x)
-    for i in sweep.strips(x.shape[0], rows):
-        score = _target_scores(x[i], y, target[i], columns)
-        for j, s in _scores(x[i], y, columns):
-            here = target[i] - j.start
-            own = torch.arange(s.shape[1], device=x.device) == here[:, None]
-            skip = own if pairs is None else own | _same(pairs.view(i, j), s)
-            above[i] += _count(~(s <= score[:, None]) & ~skip)
-            equal[i] += _count((s == score[:, None]) & ~skip)
+    score = x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
+    rows, step = sweep.block_shape(x)
+
+    def find(start: int, y: Tensor, _: Tensor | None) -> None:
+        for i in sweep.strips(x.shape[0], rows):
+            _target_scores(x[i], y, target[i] - start, step, score[i])
+
+    def count(start: int, y: Tensor, column_ids: Tensor | None) -> None:
+        pairs = Pairs(row_ids=row_ids, column_ids=column_ids)
+        for i in sweep.strips(x.shape[0], rows):
+            for j, s in _scores(x[i], y, step):
+                here = target[i] - start - j.start
+                own = torch.arange(s.shape[1], device=x.device) == here[:, None]
+                skip = own if row_ids is None else own | _same(pairs.view(i, j), s)
+                above[i] += _count(~(s <= score[i, None]) & ~skip)
+                equal[i] += _count((s == score[i, None]) & ~skip)
+
+    columns.visit(find)
+    columns.visit(count)
     return above, equal
 
 
@@ -75,40 +87,94 @@ def topk(
     """The k best-scoring columns of each row, best first.
 
     Args:
-        x: (m, d). y: (n, d), same dtype and device. k: from 1 to n.
+        x: (m, d). y: (n, d), same dtype and device. k: from 1 to n (of all processes).
         ids: `(row_ids (m,), column_ids (n,))` int64; pairs of equal ids are left out. Where
             fewer than k columns remain, the last scores are -inf and their indices -1.
-        group: None or "local"; more than one process is not supported yet.
+        group: as in `ranks`; indices count columns on from process to process.
 
     Returns:
         `(scores, indices)`, each (m, k): float32 (float64 for float64 features) and int64.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came and what was expected.
+        TypeError, ValueError, CommunicationError: as `ranks`.
     """
     check_two(x, y)
-    check_group(group)
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")
-    if not 1 <= k <= y.shape[0]:
-        raise ValueError(f"k: expected 1 to {y.shape[0]}, the number of columns, got {k}")
-    pairs = _pairs(ids, x, y)
-    rows, columns = sweep.block_shape(x)
-    scores = x.new_empty((x.shape[0], k), dtype=accumulator_dtype(x.dtype))
-    indices = torch.empty_like(scores, dtype=torch.int64)
-    for i in sweep.strips(x.shape[0], rows):
-        best = scores.new_empty((i.stop - i.start, 0))
-        where = indices.new_empty((i.stop - i.start, 0))
-        for j, s in _scores(x[i], y, columns):
-            if pairs is not None:
-                s.masked_fill_(_same(pairs.view(i, j), s), -torch.inf)
-            value, column = s.topk(min(k, s.shape[1]), dim=1)
-            best = torch.cat([best, value], dim=1)
-            where = torch.cat([where, column + j.start], dim=1)
-            best, order = best.topk(min(k, best.shape[1]), dim=1)
-            where = where.gather(1, order)
-        scores[i], indices[i] = best, where.masked_fill(best == -torch.inf, -1)
-    return scores, indices
+    row_ids, column_ids = _check_ids(ids, x, y)
+    columns = _Columns(y, column_ids, group, f"topk, k {k}")
+    if not 1 <= k <= columns.number:
+        raise ValueError(f"k: expected 1 to {columns.number}, the number of columns, got {k}")
+    rows, step = sweep.block_shape(x)
+    scores = x.new_full((x.shape[0], k), -torch.inf, dtype=accumulator_dtype(x.dtype))
+    indices = torch.full_like(scores, -1, dtype=torch.int64)
+
+    def keep_best(start: int, y: Tensor, column_ids: Tensor | None) -> None:
+        pairs = Pairs(row_ids=row_ids, column_ids=column_ids)
+        for i in sweep.strips(x.shape[0], rows):
+            for j, s in _scores(x[i], y, step):
+                if row_ids is not None:
+                    s.masked_fill_(_same(pairs.view(i, j), s), -torch.inf)
+                value, column = s.topk(min(k, s.shape[1]), dim=1)
+                scores[i], order = torch.cat([scores[i], value], dim=1).topk(k, dim=1)
+                column += start + j.start
+                indices[i] = torch.cat([indices[i], column], dim=1).gather(1, order)
+
+    columns.visit(keep_best)
+    return scores, indices.masked_fill_(scores == -torch.inf, -1)
+
+
+class _Columns:
+    """The columns of all processes, and where those of each begin."""
+
+    def __init__(
+        self,
+        y: Tensor,
+        ids: Tensor | None,
+        group: object,
+        call: str,
+        numbers: Sequence[int] = (),
+    ) -> None:
+        """`numbers` are told to all processes: `numbers` of each, this one's own if alone."""
+        self.y, self.ids = y, ids
+        self.ring: Ring | None = None
+        table = [[y.shape[0], *numbers]]
+        name = group_name(group)
+        if name:
+            terms = (
+                f"{call}, width {y.shape[1]}, {str(y.dtype).removeprefix('torch.')}, "
+                f"{y.device.type}, ids: {'none' if ids is None else 'given'}, "
+                f"pieces of {ring.piece_rows(y)} rows"
+            )
+            table = exchange.agree(name, terms, table[0], y.device)
+            self.ring = Ring(name, [size for size, *_ in table], call)
+        self.number = sum(size for size, *_ in table)
+        self.numbers = [rest for _, *rest in table]
+
+    def visit(self, use: Callable[[int, Tensor, Tensor | None], None]) -> None:
+        """Call `use(first column's index, columns (n, d), their ids)` until all have been."""
+        if self.ring is None:
+            use(0, self.y, self.ids)
+            return
+
+        def meet(piece: Visit) -> None:
+            y, ids = piece.cargo
+            assert y is not None
+            use(piece.start, y, ids)
+
+        parcels = [Parcel(self.y), Parcel(self.ids)]
+        route = ring.rows_only(self.ring.n)
+        for _ in self.ring.tour(parcels, meet, route, ring.piece_rows(self.y)):
+            pass
+
+
+def _check_targets(columns: _Columns) -> None:
+    for rank, (low, high) in enumerate(columns.numbers):
+        if low < 0 or high >= columns.number:
+            where = f" on rank {rank} of the group" if columns.ring else ""
+            raise IndexError(
+                f"target: expected columns in [0, {columns.number}), got {low} to {high}{where}"
+            )
 
 
 def _count(mask: Tensor) -> Tensor:
@@ -116,15 +182,15 @@ def _count(mask: Tensor) -> Tensor:
     return mask.view(torch.uint8).sum(1, dtype=torch.int32)
 
 
-def _pairs(ids: tuple[Tensor, Tensor] | None, x: Tensor, y: Tensor) -> Pairs | None:
+def _check_ids(
+    ids: tuple[Tensor, Tensor] | None, x: Tensor, y: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     if ids is None:
-        return None
+        return None, None
     if not isinstance(ids, (tuple, list)) or len(ids) != 2:
         raise TypeError(f"ids: expected (row_ids, column_ids), got {type(ids).__name__}")
-    return Pairs(
-        row_ids=check_integers("ids[0]", ids[0], x.shape[0], x),
-        column_ids=check_integers("ids[1]", ids[1], y.shape[0], x),
-    )
+    row_ids = check_integers("ids[0]", ids[0], x.shape[0], x)
+    return row_ids, check_integers("ids[1]", ids[1], y.shape[0], x)
 
 
 def _same(pairs: Pairs, scores: Tensor) -> Tensor:
@@ -138,14 +204,17 @@ def _scores(x: Tensor, y: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]
         yield j, tile_torch.logits(x, y[j], one)
 
 
-def _target_scores(x: Tensor, y: Tensor, target: Tensor, columns: int) -> Tensor:
-    """Each row's score of its target, from the very block that the sweep will meet it in."""
-    one = x.new_ones((), dtype=accumulator_dtype(x.dtype))
-    out = x.new_empty(x.shape[0], dtype=one.dtype)
-    home = target // columns
+def _target_scores(x: Tensor, y: Tensor, target: Tensor, step: int, out: Tensor) -> None:
+    """Each row's score of its target, from the very block that the sweep will meet it in.
+
+    Left as it is where the target is none of these columns.
+    """
+    one = x.new_ones((), dtype=out.dtype)
+    home = torch.where((target >= 0) & (target < y.shape[0]), target // step, -1)
     for number in home.unique().tolist():
-        start = number * columns
-        s = tile_torch.logits(x, y[start : start + columns], one)
+        if number < 0:
+            continue
+        start = number * step
+        s = tile_torch.logits(x, y[start : start + step], one)
         rows = (home == number).nonzero().squeeze(1)
         out[rows] = s[rows, target[rows] - start]
-    return out
