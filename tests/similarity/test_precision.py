@@ -59,16 +59,22 @@ def float32_noise(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, T
 
 def careful_dense(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, ...]:
     """The same from float32 logits with dS rounded once."""
-    wide = [t.float() for t in (x, y)]
-    logits = (scale * (wide[0] @ wide[1].T)).requires_grad_()
+    logits = (scale * _product(x, y.T)).requires_grad_()
     eye = torch.eye(len(x), dtype=torch.bool, device=x.device)
     rows = logits.masked_fill(eye, -torch.inf).logsumexp(1)
     columns = logits.masked_fill(eye, -torch.inf).logsumexp(0)
     clip_from_negatives(logits.diagonal(), rows, columns).backward()
-    ds = logits.grad.to(x.dtype).float()
-    dx, dy = scale * (ds @ wide[1]), scale * (ds.T @ wide[0])
-    dscale = (wide[0] * (ds @ wide[1])).sum()
+    ds = logits.grad.to(x.dtype)
+    dx, dy = scale * _product(ds, y), scale * _product(ds.T, x)
+    dscale = (x.float() * _product(ds, y)).sum()
     return rows.detach(), columns.detach(), dx.to(x.dtype), dy.to(x.dtype), dscale
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """In float32, by the device's own products: a tensor core adds less exactly than float32."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def row_errors(value: Tensor, exact: Tensor) -> Tensor:

@@ -84,3 +84,13 @@ def test_topk_leaves_out_equal_ids() -> None:
     assert indices[:4, 1:].eq(-1).all()
     assert scores[:4, 1:].eq(-torch.inf).all()
     assert set(indices[4].tolist()) < {0, 1, 2, 3}
+
+
+def test_autocast_changes_nothing() -> None:
+    x, y = torch.randn(9, 4), torch.randn(20, 4)
+    target = torch.arange(9)
+    truth = *similarity.ranks(x, y, target), *similarity.topk(x, y, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = *similarity.ranks(x, y, target), *similarity.topk(x, y, 3)
+    for a, b in zip(ours, truth, strict=True):
+        assert torch.equal(a, b)

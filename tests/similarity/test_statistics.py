@@ -232,12 +232,18 @@ def test_bad_numbers_are_seen(value: float) -> None:
 
 
 def test_autocast_takes_features_as_a_product_would() -> None:
-    x, y = torch.randn(10, 8), torch.randn(10, 8)
+    x, y = torch.randn(10, 8, requires_grad=True), torch.randn(10, 8)
+    narrow = x.detach().bfloat16().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rows, _ = similarity.logsumexp(x, y, 2.0)
-    truth, _ = similarity.logsumexp(x.bfloat16(), y.bfloat16(), 2.0)
-    assert rows.dtype == torch.float32
-    torch.testing.assert_close(rows, truth, rtol=0, atol=0)
+        ours = similarity.logsumexp(x, y, 2.0)
+        assert ours[1] is not None
+        (ours[0].sum() + ours[1].sum()).backward()
+    truth = similarity.logsumexp(narrow, y.bfloat16(), 2.0)
+    assert truth[1] is not None
+    (truth[0].sum() + truth[1].sum()).backward()
+    assert ours[0].dtype == torch.float32
+    for a, b in zip((*ours, x.grad), (*truth, narrow.grad.float()), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_strided_features() -> None:

@@ -113,9 +113,9 @@ def _softplus_sum(
             if need_bias:
                 dbias += ds.sum()
             if strip is not None:
-                tile_torch._add_product(strip, ds, y[j])
+                tile_torch.add_product(strip, ds, y[j])
             if need_y:
-                tile_torch._add_product(dy[j], ds.T, x[i])
+                tile_torch.add_product(dy[j], ds.T, x[i])
         if strip is not None and need_scale:
             dscale += _inner(x[i], strip)
     if need_scale and not needs_rows:

@@ -12,6 +12,10 @@ rounds only the sum.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -22,6 +26,24 @@ from megabatch.similarity.pairs import Pairs
 BUFFERS = 6
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """Products in their operands' dtype: a caller's autocast stays on inside custom operators."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        with torch.autocast(first.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+@without_autocast
 def logits(x: Tensor, y: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """scale * x @ y.T with products and sums as accurate as the dtype's accumulator.
 
@@ -36,6 +58,7 @@ def logits(x: Tensor, y: Tensor, scale: Tensor, out: Tensor | None = None) -> Te
     return torch.mm(x.float().mul_(scale), y.float().T, out=out)
 
 
+@without_autocast
 def forward(
     x: Tensor,
     y: Tensor,
@@ -65,6 +88,7 @@ def forward(
             state[5] += positive.sum(dim)
 
 
+@without_autocast
 def backward(
     x: Tensor,
     y: Tensor,
@@ -94,9 +118,9 @@ def backward(
     if dropped is not None:
         ds = ds.masked_fill(dropped, 0)
     if dx is not None:
-        _add_product(dx, ds, y)
+        add_product(dx, ds, y)
     if dy is not None:
-        _add_product(dy, ds.T, x)
+        add_product(dy, ds.T, x)
 
 
 def _merge_sum(state: Tensor, s: Tensor, dim: int, out: Tensor) -> Tensor:
@@ -170,13 +194,15 @@ def _shareable(rows: Tensor, columns: Tensor) -> bool:
     return bool(high - low < 40)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+@without_autocast
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right in total's dtype."""
     if right.dtype == total.dtype:
         total.addmm_(left, right)
     elif right.device.type == "cuda":
-        total += torch.mm(left.to(right.dtype), right, out_dtype=torch.float32)
+        torch.addmm(total, left.to(right.dtype), right, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(left, right.float())
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor:

@@ -62,7 +62,8 @@ def check(ours, truth, mine: list[Tensor], theirs: list[Tensor]) -> None:  # typ
         size = b.grad.norm()
         if b.dim() == 0:  # a sum over all of x that may cancel
             size = theirs[0].grad.norm() * theirs[0].detach().norm() / b.detach()
-        assert (a.grad.double() - b.grad).norm() <= 2e-3 * size + 1e-7
+        # dS and the gradient are each rounded once; random upstreams let no errors cancel.
+        assert (a.grad.double() - b.grad).norm() <= torch.finfo(mine[0].dtype).eps * size + 1e-7
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -95,7 +96,6 @@ def _check_clip(x: Tensor, y: Tensor, scale: float) -> None:
     mb.ClipLoss()(a, b, s).backward()
     unit = torch.finfo(torch.float32).eps
     for mine, i in ((rows.negative, 0), (columns.negative, 1)):
-        # A tensor core adds its products a little less exactly than float32 would.
         limit = FACTOR * (peer[i] - exact[i]).abs().max() + 8 * unit * (1 + exact[i].abs())
         assert ((mine - exact[i]).abs() <= limit).all()
     half = torch.finfo(x.dtype).eps / 2

@@ -19,6 +19,7 @@ from megabatch.similarity.fused import backward, forward
 from megabatch.similarity.fused.configs import TILE, backward_config, forward_config
 from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
+from megabatch.similarity.tile_torch import add_product
 
 #: A block's side is a multiple, so that only its last tiles may be partly empty.
 GROUP = 4 * TILE
@@ -141,9 +142,9 @@ class FusedBlocks:
                 continue
             ds = self._gradient_block(i, j, scale, near, far.view(j))
             if dx is not None:
-                _add_product(dx, ds, self.y[j])
+                add_product(dx, ds, self.y[j])
             if dy is not None and not (self.symmetric and i == j):
-                _add_product(dy[j], ds.T, self.x[i])
+                add_product(dy[j], ds.T, self.x[i])
 
     def _gradient_block(
         self, i: slice, j: slice, scale: Tensor, rows: _Side, columns: _Side
@@ -288,10 +289,3 @@ def _diagonal(pairs: Pairs) -> int:
     if pairs.diagonal == PLAIN:
         return NO_DIAGONAL
     return POSITIVE if pairs.diagonal == PAIRED else DROPPED
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == torch.float32 or not left.is_cuda:
-        total.addmm_(left.float(), right.float())
-    else:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

@@ -1,0 +1,145 @@
+"""The fused kernels among the rest of PyTorch; all on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import megabatch as mb
+from megabatch import similarity
+
+pytestmark = pytest.mark.gpu
+
+
+def make(b: int = 1000, d: int = 96, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    inputs = [F.normalize(torch.randn(b, d, device="cuda"), dim=1).to(dtype) for _ in range(2)]
+    return [t.requires_grad_() for t in inputs] + [torch.tensor(20.0, device="cuda")]
+
+
+def gradients(call, inputs: list[Tensor]) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    mine = [t.detach().clone().requires_grad_() for t in inputs]
+    loss = call(*mine)
+    loss.backward()
+    return [loss.detach(), *(t.grad for t in mine)]
+
+
+def assert_equal(ours: list[Tensor], truth: list[Tensor], tolerance: float = 0.0) -> None:
+    for a, b in zip(ours, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
+def test_a_compiled_step_has_no_graph_break_and_the_same_gradients() -> None:
+    loss, inputs = mb.ClipLoss(), make()
+    compiled = torch.compile(lambda *a: loss(*a), fullgraph=True)
+    assert_equal(gradients(compiled, inputs), gradients(loss, inputs), 1e-5)
+
+
+def test_operators_are_registered_in_full() -> None:
+    x, y, scale = make(300)
+    ids = torch.arange(300, device="cuda") % 50
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    with torch.no_grad():
+        for sides in ((None, None), (ids, ids)):
+            arguments = (x, y, scale, *sides, None, "plain", True)
+            torch.library.opcheck(
+                torch.ops.megabatch.statistics.default, arguments, test_utils=tests
+            )
+
+
+def test_activation_checkpointing() -> None:
+    loss, inputs = mb.ClipLoss(), make()
+    again = gradients(lambda *a: checkpoint(loss, *a, use_reentrant=False), inputs)
+    assert_equal(again, gradients(loss, inputs))
+
+
+def test_a_cuda_graph_replays_forward_and_backward() -> None:
+    loss, inputs = mb.ClipLoss(), make()
+    static = [t.detach().clone().requires_grad_() for t in inputs]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compile and allocate first, off the default stream
+        for _ in range(2):
+            for t in static:
+                t.grad = None
+            loss(*static).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    for t in static:
+        t.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = loss(*static)
+        value.backward()
+    fresh = make()
+    with torch.no_grad():
+        for t, new in zip(static, fresh, strict=True):
+            t.copy_(new)
+    graph.replay()
+    assert_equal([value.detach(), *(t.grad for t in static)], gradients(loss, fresh))
+
+
+def test_another_stream() -> None:
+    loss, inputs = mb.ClipLoss(), make()
+    truth = gradients(loss, inputs)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ours = gradients(loss, inputs)
+    torch.cuda.synchronize()
+    assert_equal(ours, truth)
+
+
+def test_autocast_takes_features_as_a_product_would() -> None:
+    x, y, scale = make(dtype=torch.float32)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        ours = gradients(mb.ClipLoss(), [x, y, scale])
+    assert ours[1].dtype == torch.float32
+    truth = gradients(mb.ClipLoss(), [x.bfloat16(), y.bfloat16(), scale])
+    assert_equal(ours, [truth[0], truth[1].float(), truth[2].float(), truth[3]])
+
+
+def test_strided_features() -> None:
+    x, y, scale = make(d=96)
+    truth = gradients(mb.ClipLoss(), [x, y, scale])
+    across = x.detach().T.contiguous().T
+    wide = torch.cat([y.detach(), y.detach()], dim=1)[:, :96]
+    odd = torch.cat([y.detach()[:, :1], y.detach()], dim=1)[:, 1:]
+    for right in (wide, odd):
+        assert_equal(gradients(mb.ClipLoss(), [across, right, scale]), truth)
+
+
+def test_float32_follows_the_precision_setting() -> None:
+    x, y, scale = make(dtype=torch.float32)
+    truth = gradients(mb.ClipLoss(), [x.double(), y.double(), scale.double()])
+    before = torch.get_float32_matmul_precision()
+    try:
+        for setting, tolerance in (("highest", 2e-5), ("high", 2e-3)):
+            torch.set_float32_matmul_precision(setting)
+            ours = gradients(mb.ClipLoss(), [x, y, scale])
+            for a, b in zip(ours, truth, strict=True):
+                assert (a - b).norm() <= tolerance * b.norm()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("long_side", ["x", "y"])
+def test_offsets_past_two_to_the_31_elements(long_side: str) -> None:
+    """4,300,000 × 512 features: their last elements lie past 2^31."""
+    n, d, m = 4_300_000, 512, 300
+    long = torch.empty(n, d, device="cuda", dtype=torch.bfloat16)
+    for i in range(0, n, 100_000):
+        long[i : i + 100_000] = F.normalize(torch.randn(100_000, d, device="cuda"), dim=1)
+    short = F.normalize(torch.randn(m, d, device="cuda"), dim=1).bfloat16().requires_grad_()
+    long.requires_grad_()
+    x, y = (long, short) if long_side == "x" else (short, long)
+    rows, columns = similarity.logsumexp(x, y, 20.0)
+    assert columns is not None
+    of_long, of_short = (rows, columns) if long_side == "x" else (columns, rows)
+    (of_long.sum() + of_short.sum()).backward()
+    last = slice(n - 1000, n)
+    s = 20.0 * long[last].double() @ short.double().T
+    torch.testing.assert_close(of_long[last].double(), s.logsumexp(1), rtol=0, atol=1e-4)
+    ds = (s - s.logsumexp(1, keepdim=True)).exp() + (s - of_short.double()).exp()
+    exact = 20.0 * ds @ short.double()
+    assert (long.grad[last].double() - exact).norm() <= 4e-3 * exact.norm()
