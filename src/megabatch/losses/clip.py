@@ -98,11 +98,19 @@ class ClipLoss(nn.Module):
             x, y, scale, ids="paired" if ids is None else (ids, ids), group=self.group
         )
         assert columns is not None
-        losses = self._losses(rows, x, y, scale) + self._losses(columns, x, y, scale)
+        if ids is None:
+            losses = self._paired_losses(rows) + self._paired_losses(columns)
+        else:
+            losses = self._losses(rows, x, y, scale) + self._losses(columns, x, y, scale)
         loss = global_mean(losses, self.group, weights, name="image_features") / 2
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def _paired_losses(self, side: Split) -> Tensor:
+        """As `_losses` where each pair's one positive is its own, in a third of the launches."""
+        losses = minus_log_probability(side.positive_sum, side.negative)
+        return losses + self.label_smoothing * side.positive_sum if self.label_smoothing else losses
 
     def _losses(self, side: Split, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         """One direction's loss of each pair, but for the smoothed target's part on all columns."""
