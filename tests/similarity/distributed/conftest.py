@@ -1,0 +1,3 @@
+from tests.similarity.distributed.processes import outcomes
+
+__all__ = ["outcomes"]

@@ -1,0 +1,308 @@
+"""Log-sum-exps over several processes against the dense matrix of one, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch import similarity
+from megabatch.similarity import dense, ring
+from tests.similarity.distributed.processes import World, on_processes, shard_sizes
+
+D = 5
+#: bytes of a piece: whole shards, or pieces of two rows
+PIECES = (None, 2 * D * 8)
+
+Sides = Sequence["similarity.Split | None"]
+
+
+@contextmanager
+def pieces_of(size: int | None) -> Iterator[None]:
+    before = ring.set_piece(size)
+    yield
+    ring.set_piece(before)
+
+
+def leaf(tensor: Tensor, needs: bool = True) -> Tensor:
+    return tensor.detach().clone().requires_grad_(needs)
+
+
+def combined(sides: Sides, weights: Tensor) -> Tensor:
+    """A number that depends on every part of every row differently; `weights` (8, rows)."""
+    total = torch.zeros((), dtype=torch.float64)
+    for k, side in enumerate(sides):
+        for part, weight in zip(side or (), weights[4 * k :], strict=False):
+            total = total + (part.masked_fill(part == -torch.inf, 0) * weight[: len(part)]).sum()
+    return total
+
+
+def compare(
+    world: World,
+    row_sizes: list[int],
+    column_sizes: list[int] | None = None,
+    *,
+    ids: Any = "paired",
+    ceiling: Tensor | None = None,
+    sides: str = "both",
+    needs: tuple[bool, bool, bool] = (True, True, True),
+) -> None:
+    """Results and gradients on shards against those of everything; no column sizes: y=None."""
+    sizes = [row_sizes, column_sizes or row_sizes]
+    features = [
+        torch.randn(sum(s), D, dtype=torch.float64) for s in sizes[: 2 if column_sizes else 1]
+    ]
+    whole = [leaf(t, need) for t, need in zip(features, needs, strict=False)]
+    local = [
+        leaf(world.shard(t, s), need) for t, s, need in zip(features, sizes, needs, strict=False)
+    ]
+    scales = [leaf(torch.tensor(1.7, dtype=torch.float64), needs[2]) for _ in range(2)]
+    weights = torch.randn(8, max(map(sum, sizes)), dtype=torch.float64)
+    own_ids, own_ceiling = ids, ceiling
+    if not isinstance(ids, str):
+        own_ids = tuple(world.shard(i, s) for i, s in zip(ids, sizes, strict=True))
+    if ids == "paired" and not column_sizes:  # the truth drops the diagonal itself
+        ids = (torch.full((sum(row_sizes),), -1),) * 2
+    if ceiling is not None:
+        own_ceiling = world.shard(ceiling, row_sizes)
+
+    expected: Sides = dense.split_logsumexp(
+        *(whole if column_sizes else (whole[0], None)), scales[0], ids=ids, ceiling=ceiling
+    )
+    y = local[1] if column_sizes else None
+    if own_ids != "paired" and y is None and own_ceiling is None:
+        own_ids = own_ids[0]
+    results: Sides = similarity.split_logsumexp(
+        local[0], y, scales[1], ids=own_ids, ceiling=own_ceiling, sides=sides
+    )
+    if sides == "rows":
+        assert results[1] is None
+        expected = (expected[0], None)
+    for got, want, s in zip(results, expected, sizes, strict=True):
+        for a, b in zip(got or (), want or (), strict=True):
+            torch.testing.assert_close(a, world.shard(b, s), rtol=0, atol=1e-12)
+
+    both = [sizes[0]] * 4 + [sizes[1]] * 4
+    shares = [world.shard(w[: sum(s)], s) for w, s in zip(weights, both, strict=True)]
+    width = max(map(len, shares))
+    combined(results, torch.stack([F.pad(w, (0, width - len(w))) for w in shares])).backward()
+    combined(expected, weights).backward()
+    for a, b, s in zip(local, whole, sizes, strict=False):
+        if b.grad is None:
+            assert a.grad is None
+        else:
+            torch.testing.assert_close(a.grad, world.shard(b.grad, s), rtol=0, atol=1e-11)
+    if needs[2]:  # on each process the mean of all processes' parts
+        mean = scales[0].grad / world.size
+        torch.testing.assert_close(scales[1].grad, mean, rtol=0, atol=1e-11)
+
+
+def some_ids(n: int) -> Tensor:
+    """Few values, so that ids recur on other processes; some negative."""
+    return torch.randint(-1, 4, (n,))
+
+
+@on_processes(2, 3, 4)
+def test_paired(world: World) -> None:
+    for sizes in shard_sizes(world.size):
+        for piece in PIECES:
+            with pieces_of(piece):
+                compare(world, sizes, sizes)
+
+
+@on_processes(2, 3, 4)
+def test_ids_across_processes(world: World) -> None:
+    for sizes in shard_sizes(world.size):
+        for piece in PIECES:
+            ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
+            with pieces_of(piece):
+                compare(world, sizes, sizes, ids=ids)
+                compare(world, sizes, sizes, ids=ids, sides="rows")
+
+
+@on_processes(2, 3, 4)
+def test_x_against_itself(world: World) -> None:
+    for sizes in shard_sizes(world.size):
+        for piece in PIECES:
+            ids = some_ids(sum(sizes))
+            with pieces_of(piece):
+                compare(world, sizes)
+                compare(world, sizes, ids=(ids, ids))
+
+
+@on_processes(2, 3)
+def test_x_against_itself_with_a_ceiling_takes_all_blocks(world: World) -> None:
+    for sizes in shard_sizes(world.size):
+        compare(world, sizes, ceiling=torch.randn(sum(sizes), dtype=torch.float64))
+
+
+@on_processes(2, 3)
+def test_a_ceiling_belongs_to_its_row(world: World) -> None:
+    for sizes in shard_sizes(world.size):
+        ceiling = torch.randn(sum(sizes), dtype=torch.float64)
+        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
+        compare(world, sizes, sizes, ceiling=ceiling)
+        compare(world, sizes, sizes, ids=ids, ceiling=ceiling)
+
+
+@on_processes(3)
+def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
+    for rows, columns in (([2, 0, 3], [4, 1, 0]), ([0, 0, 5], [3, 3, 0])):
+        ids = (some_ids(sum(rows)), some_ids(sum(columns)))
+        compare(world, rows, columns, ids=ids)
+
+
+@on_processes(2, 3)
+def test_frozen_inputs(world: World) -> None:
+    for sizes in shard_sizes(world.size):
+        for needs in (
+            (True, False, True),
+            (False, True, True),
+            (False, False, True),
+            (True, False, False),
+        ):
+            compare(world, sizes, sizes, needs=needs)
+        compare(world, sizes, needs=(False, False, True))
+
+
+@on_processes(2)
+def test_every_shard_empty(world: World) -> None:
+    x = torch.empty(0, D, requires_grad=True)
+    rows, columns = similarity.logsumexp(x, x)
+    assert rows.shape == columns.shape == (0,)
+    (rows.sum() + columns.sum()).backward()
+    assert x.grad.shape == (0, D)
+
+
+@on_processes(3)
+def test_logsumexp_without_overlap(world: World) -> None:
+    sizes = [2, 5, 3]
+    x, y = (torch.randn(10, D, dtype=torch.float64) for _ in range(2))
+    rows, columns = dense.logsumexp(x, y, 2.0)
+    results = []
+    for overlap in (True, False):
+        before = ring.set_overlap(overlap)
+        results.append(similarity.logsumexp(world.shard(x, sizes), world.shard(y, sizes), 2.0))
+        assert ring.set_overlap(before) is overlap
+    for mine in results:
+        torch.testing.assert_close(mine[0], world.shard(rows, sizes), rtol=0, atol=1e-12)
+        torch.testing.assert_close(mine[1], world.shard(columns, sizes), rtol=0, atol=1e-12)
+
+
+@on_processes(2, 3)
+def test_upstream_gradients_that_only_one_process_has(world: World) -> None:
+    """A process whose loss used one side, or nothing, still serves the others."""
+    sizes = [4] * world.size
+    x, y = (torch.randn(sum(sizes), D, dtype=torch.float64) for _ in range(2))
+    whole, local = [leaf(x), leaf(y)], [leaf(world.shard(t, sizes)) for t in (x, y)]
+    rows, columns = similarity.logsumexp(*local)
+    used = (columns.sum(), rows.sum(), 0 * rows.sum())[world.rank]
+    used.backward()
+    rows, columns = dense.logsumexp(*whole)
+    (columns[:4].sum() + rows[4:8].sum()).backward()
+    for a, b in zip(local, whole, strict=True):
+        torch.testing.assert_close(a.grad, world.shard(b.grad, sizes), rtol=0, atol=1e-12)
+
+
+@on_processes(3)
+def test_several_rings_alive(world: World) -> None:
+    """Two of everyone, one of a group of two, one of this process alone; backwards in reverse."""
+    pair = dist.new_group([0, 2])
+    sizes = [3, 4, 2]
+    x, y = (torch.randn(9, D, dtype=torch.float64) for _ in range(2))
+    whole, local = [leaf(x), leaf(y)], [leaf(world.shard(t, sizes)) for t in (x, y)]
+    parts = [t.split(sizes) for t in whole]
+    some = [torch.cat([part[0], part[2]]) for part in parts]
+    truth = [
+        dense.logsumexp(*whole, 1.0)[0].sum(),
+        dense.logsumexp(*whole, 2.0)[1].sum(),
+        *(dense.logsumexp(part, other)[0].sum() for part, other in zip(*parts, strict=True)),
+        dense.logsumexp(*some, 3.0)[1].sum(),
+    ]
+    mine = [
+        similarity.logsumexp(*local, 1.0)[0].sum(),
+        similarity.logsumexp(*local, 2.0, group=dist.group.WORLD)[1].sum(),
+        similarity.logsumexp(*local, group="local")[0].sum(),
+    ]
+    if world.rank != 1:
+        mine.append(similarity.logsumexp(*local, 3.0, group=pair)[1].sum())
+    else:
+        with pytest.raises(ValueError, match="member"):
+            similarity.logsumexp(*local, group=pair)
+    for value in reversed(mine):
+        value.backward()
+    sum(truth).backward()
+    for a, b in zip(local, whole, strict=True):
+        torch.testing.assert_close(a.grad, world.shard(b.grad, sizes), rtol=0, atol=1e-11)
+
+
+@on_processes(2, 3)
+def test_half_precision(world: World) -> None:
+    """float16 needs one range for all ranks' gradients, which come in very different sizes."""
+    sizes = [7, 12, 5][: world.size]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x, y = (F.normalize(torch.randn(sum(sizes), 32), dim=1).to(dtype) for _ in range(2))
+        whole, local = [leaf(x), leaf(y)], [leaf(world.shard(t, sizes)) for t in (x, y)]
+        mine = similarity.logsumexp(*local, 20.0)
+        truth = similarity.logsumexp(*whole, 20.0, group="local")
+        for a, b in zip(mine, truth, strict=True):
+            torch.testing.assert_close(a, world.shard(b, sizes), rtol=1e-6, atol=1e-5)
+        sum(a.sum() * 1e-6 for a in mine).backward()
+        sum(b.sum() * 1e-6 for b in truth).backward()
+        for a, b in zip(local, whole, strict=True):
+            rounding = torch.finfo(dtype).eps if dtype != torch.float16 else 0.05  # subnormal
+            torch.testing.assert_close(
+                a.grad, world.shard(b.grad, sizes), rtol=4 * rounding, atol=1e-7
+            )
+
+
+@on_processes(2)
+def test_autocast_decides_what_travels(world: World) -> None:
+    x, y = (torch.randn(4, D) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        rows, _ = similarity.logsumexp(x, y)
+    assert rows.dtype == torch.float32
+    halves = similarity.logsumexp(x.bfloat16(), y.bfloat16())[0]
+    assert torch.equal(rows, halves)
+
+
+@on_processes(3)
+def test_a_nan_reaches_every_process(world: World) -> None:
+    x, y = torch.randn(3, D), torch.randn(3, D)
+    if world.rank == 1:
+        y[2, 0] = torch.nan
+    rows, columns = similarity.logsumexp(x, y)
+    assert rows.isnan().all()
+    assert columns.isnan().any() or world.rank != 1
+
+
+@on_processes(2)
+def test_compiles_as_one_node(world: World) -> None:
+    def value(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        rows, columns = similarity.split_logsumexp(x, y, scale)
+        return rows.negative.sum() + columns.positive_sum.sum()
+
+    inputs = [torch.randn(3, D), torch.randn(3, D), torch.tensor(2.0)]
+    mine, theirs = [[leaf(t) for t in inputs] for _ in range(2)]
+    compiled = torch.compile(value, backend="aot_eager", fullgraph=True)(*mine)
+    eager = value(*theirs)
+    torch.testing.assert_close(compiled, eager)
+    compiled.backward()
+    eager.backward()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@on_processes(2)
+def test_a_second_derivative_is_refused(world: World) -> None:
+    x, y = leaf(torch.randn(3, D)), leaf(torch.randn(3, D))
+    value = similarity.logsumexp(x, y)[0].sum()
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd"):
+        gradient.square().sum().backward()
