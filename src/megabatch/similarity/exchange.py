@@ -54,6 +54,14 @@ def group_name(group: object) -> str:
     return group.group_name if group.size() > 1 else ""
 
 
+def rank_and_size(group: object) -> tuple[int, int]:
+    """This process's rank in a group, as `group_name` takes it, and the group's size."""
+    if not group_name(group):
+        return 0, 1
+    assert group is None or isinstance(group, dist.ProcessGroup)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def resolve(name: str) -> dist.ProcessGroup:
     """The group of that name."""
     return c10d._resolve_process_group(name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megabatch.similarity import exchange
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.exchange import group_name
+from megabatch.similarity.exchange import group_name, rank_and_size
 
 
 def global_mean(
@@ -41,8 +41,8 @@ def global_mean(
             return values.mean()
         total = weights.sum()
         return (weights * values).sum() / total.masked_fill(total == 0, 1)
-    size = exchange.resolve(ranks).size()
-    count = torch.ops.megabatch.global_count(values, ranks, name, weights is not None)
+    _, size = rank_and_size(group)
+    count = torch.ops.megabatch.global_count(values.detach(), ranks, name, weights is not None)
     if weights is None:
         return values.sum() * size / count
     total = sum_over_ranks(weights.detach().sum(), group)
@@ -80,8 +80,7 @@ def pair_ids(n: int, group: object, *, device: torch.device | None = None) -> Te
     Consecutive, from 0 on the group's first process and from 2**40 times its rank on the others:
     so none has to ask the others for their number of rows.
     """
-    name = group_name(group)
-    rank = exchange.resolve(name).rank() if name else 0
+    rank, _ = rank_and_size(group)
     return torch.arange(n, device=device) + (rank << 40)
 
 

@@ -1,0 +1,125 @@
+"""The itinerary of the pieces, what travels, and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megabatch import similarity
+from megabatch.similarity import ring, sweep
+from megabatch.similarity.exchange import Swap
+from tests.similarity.distributed.processes import World, on_processes
+from tests.similarity.distributed.test_statistics_ring import pieces_of
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_each_pair_of_ranks_meets_once(n: int) -> None:
+    met: dict[str, list[tuple[int, int]]] = {"full": [], "rows": [], "symmetric": []}
+    for rank in range(n):
+        for name, route in (("full", ring.full(n)), ("rows", ring.rows_only(n))):
+            met[name] += [(rank, (rank - step) % n) for step in range(route.steps)]
+        route = ring.symmetric(n)
+        for step in range(route.steps):
+            owner = (rank - step) % n
+            met["symmetric"].append((rank, owner))
+            if step in route.carried:  # the mirrored block comes with it
+                met["symmetric"].append((owner, rank))
+    everyone = [(i, j) for i in range(n) for j in range(n)]
+    assert all(sorted(pairs) == everyone for pairs in met.values())
+    assert ring.full(n).carried == range(n)
+    assert not ring.rows_only(n).carried
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_piece_of_nothing(size: int) -> None:
+    with pytest.raises(ValueError, match=f"size: expected at least 1 byte, got {size}"):
+        ring.set_piece(size)
+
+
+@pytest.mark.parametrize("size", ["big", 1.5, True])
+def test_a_piece_of_no_size(size: object) -> None:
+    with pytest.raises(TypeError, match="size: expected a number of bytes"):
+        ring.set_piece(size)  # type: ignore[arg-type]
+
+
+def test_rows_of_a_piece() -> None:
+    assert ring.piece_rows(torch.empty(0, 768, dtype=torch.bfloat16)) == 32768
+    assert ring.piece_rows(torch.empty(0, 1024, dtype=torch.bfloat16)) == 16384
+    assert ring.piece_rows(torch.empty(0, 1024, dtype=torch.float64)) == 6144
+    with pieces_of(1):
+        assert ring.piece_rows(torch.empty(0, 768)) == 1
+
+
+def bytes_sent(patch: pytest.MonkeyPatch) -> list[int]:
+    """Filled with what each exchange sends."""
+    sent: list[int] = []
+    add, start = Swap.add, Swap.start
+
+    def count(self: Swap, outgoing: torch.Tensor, size: int, dim: int = 0) -> torch.Tensor:
+        self.bytes = getattr(self, "bytes", 0) + outgoing.nbytes
+        return add(self, outgoing, size, dim)
+
+    def note(self: Swap) -> None:
+        if hasattr(self, "bytes"):
+            sent.append(self.bytes)
+        start(self)
+
+    patch.setattr(Swap, "add", count)
+    patch.setattr(Swap, "start", note)
+    return sent
+
+
+@on_processes(3)
+def test_what_travels(world: World) -> None:
+    """Features 2 d bytes a row; states 8 or 24, pulls 8 or 20, gradients 4 d."""
+    rows, d = 7, 10
+    features, gradient, ids = rows * d * 2, rows * d * 4, rows * 8
+    x, y = (torch.randn(rows, d).bfloat16().requires_grad_() for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        sent = bytes_sent(patch)
+        a, b = similarity.logsumexp(x, y)
+        state = rows * 8
+        assert sent == [features, features + state, state, state]
+        sent.clear()
+        (a.sum() + b.sum()).backward()
+        pull = rows * 8
+        assert sent == [features + pull, features + pull + gradient, gradient, gradient]
+        sent.clear()
+        numbers = torch.arange(rows)
+        r, c = similarity.split_logsumexp(x, y, ids=(numbers, numbers))
+        state = rows * 24
+        assert sent == [features + ids, features + ids + state, state, state]
+        sent.clear()
+        (r.negative.sum() + c.positive.sum()).backward()
+        pull = ids + rows * 20
+        assert sent == [features + pull, features + pull + gradient, gradient, gradient]
+        sent.clear()
+        similarity.logsumexp(x, y, sides="rows")[0].sum().backward()
+        assert sent == [features] * 2 + [features, features + gradient, gradient, gradient]
+        sent.clear()
+        similarity.split_logsumexp(x)[0].negative.sum().backward()
+        state = rows * 8
+        assert sent == [features, state, features + pull - ids - rows * 12, gradient]
+
+
+@on_processes(2)
+def test_transfers_begin_before_the_computation_and_are_waited_for_after_it(world: World) -> None:
+    x = torch.randn(3, 4)
+    for overlap in (True, False):
+        events: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in ((Swap, "start"), (Swap, "wait"), (sweep.Blocks, "forward")):
+                patch.setattr(owner, name, noting(events, name, getattr(owner, name)))
+            before = ring.set_overlap(overlap)
+            similarity.logsumexp(x, x, sides="rows")
+            ring.set_overlap(before)
+        expected = ["start", "forward", "wait"] if overlap else ["start", "wait", "forward", "wait"]
+        assert events == expected * 2
+
+
+def noting(events, name, function):  # type: ignore[no-untyped-def]
+    def call(self, *arguments):  # type: ignore[no-untyped-def]
+        events.append(name)
+        return function(self, *arguments)
+
+    return call
