@@ -1,0 +1,98 @@
+"""A process that dies or raises mid-ring: the others end in time, with an error that says where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megabatch import similarity
+from megabatch.errors import CommunicationError
+from megabatch.similarity import sweep
+from tests.similarity.distributed.processes import join, start
+
+#: seconds until the group gives up on a process that does not come
+TIMEOUT = 3
+
+
+def fail(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise KeyError("an error of its own")
+
+
+def worker(rank: int, size: int, port: int, folder: Path, how: str, where: str) -> None:
+    """Rank 1 fails at its second visit; the others write down what they got, and when."""
+    join(rank, size, port, seconds=TIMEOUT)
+    x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
+    (similarity.logsumexp(x, y)[0]).sum().backward()  # all connections are made
+    dist.barrier()
+    visits = 0
+    original = getattr(sweep.Blocks, where)
+
+    def visit(self, *arguments):  # type: ignore[no-untyped-def]
+        nonlocal visits
+        visits += 1
+        if rank == 1 and visits == 2:
+            fail(how)
+        return original(self, *arguments)
+
+    setattr(sweep.Blocks, where, visit)
+    begin = time.monotonic()
+    try:
+        similarity.logsumexp(x, y)[0].sum().backward()
+    except CommunicationError as error:
+        cause = type(error.__cause__).__name__
+        (folder / str(rank)).write_text(f"{time.monotonic() - begin}\n{cause}\n{error}")
+    except KeyError:
+        if how == "raised and stays":  # no connection is closed
+            time.sleep(2 * TIMEOUT)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [("killed", "forward"), ("killed", "backward"), ("raised and stays", "forward")],
+)
+def test_the_others_end_in_time(tmp_path: Path, how: str, where: str) -> None:
+    size = 4
+    processes = start(size, worker, tmp_path, how, where)
+    for process in processes:
+        process.join(60)
+        assert not process.is_alive()
+    call = "logsumexp" if where == "forward" else "logsumexp, backward"
+    for rank in (0, 2, 3):
+        seconds, cause, message = (tmp_path / str(rank)).read_text().split("\n", 2)
+        assert cause.endswith("Error")
+        assert float(seconds) < (2 if how == "killed" else TIMEOUT + 2)
+        left, right = (rank - 1) % size, (rank + 1) % size
+        assert message.startswith(f"{call}: ring step ")
+        assert f"of {size}, rank {rank} (to rank {right}, from rank {left})" in message
+    # A neighbour knows which of its peers it was.
+    assert "receiving from rank 1: " in (tmp_path / "2").read_text()
+
+
+def absent_worker(rank: int, size: int, port: int, folder: Path) -> None:
+    """Rank 1 does not come at all."""
+    join(rank, size, port, seconds=2)
+    if rank == 1:
+        time.sleep(5)
+        os._exit(0)
+    x = torch.randn(4, 3)
+    try:
+        similarity.logsumexp(x, x)
+    except CommunicationError as error:
+        (folder / str(rank)).write_text(str(error))
+    os._exit(0)
+
+
+def test_a_process_that_does_not_come(tmp_path: Path) -> None:
+    for process in start(2, absent_worker, tmp_path):
+        process.join(30)
+    message = (tmp_path / "0").read_text()
+    assert message.startswith("logsumexp: before the first transfer, rank 0: ")
