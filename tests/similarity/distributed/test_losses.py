@@ -1,0 +1,147 @@
+"""Every loss over several processes against one process with the whole batch, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabatch import losses
+from megabatch.similarity.parallel import replicated
+from tests.similarity.distributed.processes import World, on_processes, shard_sizes
+
+D = 6
+
+
+def clip(group: object, x: Tensor, y: Tensor, scale: Tensor, own: dict[str, Tensor]) -> Tensor:
+    return losses.ClipLoss(group=group)(x, y, scale)
+
+
+def clip_smoothed(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    loss = losses.ClipLoss(label_smoothing=0.1, group=group)
+    return loss(x, y, scale, ids=own["ids"], weights=own["weights"]) + loss(x, y, scale)
+
+
+def clip_ignored(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    loss = losses.ClipLoss(duplicates="ignored", group=group)
+    return loss(x, y, scale, ids=own["ids"], weights=own["weights"])
+
+
+def info_nce(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    loss = losses.InfoNCELoss(1.0, same_tower=("query", "positive"), group=group)
+    negatives = own["negatives"]  # shared over all processes
+    return loss(x, y, negatives, ids=own["ids"], temperature=1 / scale)
+
+
+def info_nce_margin(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    loss = losses.InfoNCELoss(1.0, margin=0.1, group=group)
+    each = own["negatives"][:, None] * torch.tensor([[1.0], [-1.0]], dtype=x.dtype)
+    queue = torch.linspace(-1, 1, 3 * D, dtype=x.dtype).view(3, D)
+    plain = losses.InfoNCELoss(1.0, group=group)
+    return loss(x, y, each, queue=queue, temperature=1 / scale) + plain(
+        x, y, each, queue=queue, weights=own["weights"], temperature=1 / scale
+    )
+
+
+def nt_xent(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    return losses.NTXentLoss(1.0, group=group)(x, y, temperature=1 / scale)
+
+
+def dcl(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    return losses.DCLLoss(1.0, group=group)(x, y, own["negatives"], temperature=1 / scale)
+
+
+def sup_con(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    labels, out = own["ids"], losses.SupConLoss(1.0, group=group)
+    inside = losses.SupConLoss(1.0, form="in", group=group)
+    anchors = torch.cat([x, y]), labels.repeat(2)
+    return out(*anchors, temperature=1 / scale) + inside(x, labels, y, labels, temperature=scale)
+
+
+def matryoshka(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    return losses.MatryoshkaLoss(losses.ClipLoss(group=group), [2, D])(x, y, scale)
+
+
+def several_modalities(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    loss = losses.MultiModalLoss([("a", "b"), ("b", "c")], group=group)
+    features = {"a": x, "b": y, "c": x * 2 - y}
+    return loss(features, scale, present={"c": own["ids"] == 1})
+
+
+LOSSES: list[Callable[..., Tensor]] = [
+    clip,
+    clip_smoothed,
+    clip_ignored,
+    info_nce,
+    info_nce_margin,
+    nt_xent,
+    dcl,
+    sup_con,
+    matryoshka,
+    several_modalities,
+]
+
+
+def batch(n: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    features = [torch.nn.functional.normalize(torch.randn(n, D).double(), dim=1) for _ in range(2)]
+    own = {
+        "ids": torch.randint(-1, 3, (n,)),
+        "weights": torch.rand(n).double(),
+        "negatives": torch.randn(n, D).double(),
+    }
+    return features, own
+
+
+def compare(world: World, sizes: list[int], loss: Callable[..., Any]) -> None:
+    features, own = batch(sum(sizes))
+    whole = [t.clone().requires_grad_() for t in features]
+    local = [world.shard(t, sizes).clone().requires_grad_() for t in features]
+    mine = {name: world.shard(t, sizes) for name, t in own.items()}
+    # Of shape (1,), as FSDP2 asks for, and used outside the engine as well.
+    scales = [torch.tensor([5.0], dtype=torch.float64, requires_grad=True) for _ in range(2)]
+
+    truth = loss("local", *whole, scales[0], own)
+    share = loss(None, *local, scales[1], mine)
+    mean = share.detach().clone()
+    dist.all_reduce(mean)
+    torch.testing.assert_close(mean / world.size, truth.detach(), rtol=0, atol=1e-10)
+
+    truth.backward()
+    share.backward()
+    for a, b in zip(local, whole, strict=True):
+        # The averaging of DDP and FSDP divides by the number of processes.
+        wanted = world.shard(b.grad, sizes)
+        torch.testing.assert_close(a.grad / world.size, wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(scales[1].grad, scales[0].grad, rtol=0, atol=1e-9)
+
+
+@on_processes(2, 3, 4)
+def test_every_loss(world: World) -> None:
+    for sizes in shard_sizes(world.size):
+        for loss in LOSSES:
+            compare(world, sizes, loss)
+
+
+@on_processes(2, 3)
+def test_a_loss_of_ones_own_that_uses_its_scale_elsewhere(world: World) -> None:
+    from megabatch.similarity import logsumexp, paired
+    from megabatch.similarity.parallel import global_mean
+
+    def loss(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+        scale = replicated(scale, group)
+        rows, _ = logsumexp(x, y, scale, sides="rows", group=group)
+        return global_mean(rows - paired(x, y, scale) + 0.1 * scale.log() ** 2, group)
+
+    for sizes in shard_sizes(world.size):
+        compare(world, sizes, loss)
+
+
+@on_processes(2, 3)
+def test_an_empty_batch_everywhere_is_an_error_on_every_process(world: World) -> None:
+    x = torch.empty(0, D, requires_grad=True)
+    with pytest.raises(ValueError, match="image_features: expected at least one row"):
+        losses.ClipLoss()(x, x, 1.0)
