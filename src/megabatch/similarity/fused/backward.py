@@ -14,7 +14,7 @@ import triton.language as tl
 from megabatch.similarity.fused.tiles import LOG2E, logits_tile, mask_tile, swizzle
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "tiles"])
 def extremes(pull, out, size, tiles, B: tl.constexpr):
     """Smallest and largest log-sum-exp of each tile of B rows in log2: out[0], out[1]."""
     t = tl.program_id(0)
@@ -52,7 +52,9 @@ def _apart(
     return apart
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["row_start", "column_start", "m", "n", "row_stride", "column_stride"]
+)
 def tile(
     x,
     y,
@@ -108,7 +110,19 @@ def tile(
             ds.store([i0, j0 + BN // 2], right)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "row_start",
+        "column_start",
+        "m",
+        "n",
+        "diagonal_offset",
+        "column_tiles",
+        "row_tiles",
+        "row_stride",
+        "column_stride",
+    ]
+)
 def exact(
     x,
     y,

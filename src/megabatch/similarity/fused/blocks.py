@@ -227,13 +227,17 @@ class FusedBlocks:
         features = (self.x if side == "x" else self.y)[rows]
         size, d = len(features), self.width
         block = 16
+        # The gradient of features that are stored by columns is stored so too.
+        target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
         parts = total.new_zeros(max(1, triton.cdiv(size, block)))
         if size:
             backward.finish[(triton.cdiv(size, block),)](
-                total, features, total if out is None else out, factor, parts, size, d,
-                total.stride(0), features.stride(0), 0 if out is None else out.stride(0),
+                total, features, total if target is None else target, factor, parts, size, d,
+                total.stride(0), features.stride(0), 0 if target is None else target.stride(0),
                 B=block, BD=128, INNER=inner, OUT=out is not None,
             )  # fmt: skip
+        if out is not None and target is not None and target is not out:
+            out.copy_(target)
         return parts.sum() if inner else None
 
 

@@ -18,7 +18,7 @@ LOWEST = tl.constexpr(2.0**-75)
 HIGHEST = tl.constexpr(2.0**126)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_start", "column_start", "m", "n", "diagonal_offset"])
 def reference(
     x,
     y,
@@ -61,7 +61,17 @@ def reference(
     tl.store(out + i, tl.where(i < m, largest, float("inf")))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "row_start",
+        "column_start",
+        "m",
+        "n",
+        "diagonal_offset",
+        "first_column_tile",
+        "column_tiles",
+    ]
+)
 def tile(
     x,
     y,
@@ -140,7 +150,9 @@ def _clamped(references, i, top):
     return tl.maximum(tl.load(references + i), top - 100.0)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["m", "n", "row_parts", "column_parts", "row_stride", "column_stride"]
+)
 def merge(
     row_sums,
     references,
@@ -216,7 +228,17 @@ def _merge(state, stride, flag, i, size, new, total):
     tl.store(state + stride + i, total * tl.exp2(-power), mask=merged)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "row_start",
+        "column_start",
+        "m",
+        "n",
+        "diagonal_offset",
+        "row_state_stride",
+        "column_state_stride",
+    ]
+)
 def exact(
     x,
     y,

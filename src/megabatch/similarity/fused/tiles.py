@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# The kernels' `do_not_specialize`: numbers that change from block to block. Triton would compile a
+# kernel anew, seconds each, for those that are 1 or divide by 16.
 LOG2E = tl.constexpr(1.4426950408889634)
 #: DIAGONAL in the kernels: what the pairs (i, i) are.
 NO_DIAGONAL, POSITIVE, DROPPED = 0, 1, 2
