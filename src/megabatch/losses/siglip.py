@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megabatch.losses.arguments import check_pairs, check_weights, own_ids
 from megabatch.similarity.arguments import check_scalar
-from megabatch.similarity.parallel import global_mean, replicated
+from megabatch.similarity.parallel import replicated, share_of_mean
 from megabatch.similarity.sigmoid import softplus_sum
 
 
@@ -70,10 +70,6 @@ class SigLipLoss(nn.Module):
             weight=weights,
             group=self.group,
         )
-        # The sum as an equal number for each local row: what the mean over all rows is made of.
-        if weights is None:
-            each = total / max(1, x.shape[0])
-        else:
-            each = total / weights.sum().masked_fill(weights.sum() == 0, 1)
-        loss = global_mean(each.expand(x.shape[0]), self.group, weights, name="image_features")
+        rows = x.shape[0]
+        loss = share_of_mean(total, rows, self.group, weights, name="image_features")
         return {"contrastive_loss": loss} if output_dict else loss

@@ -4,7 +4,11 @@
 ordinary PyTorch over these.
 """
 
-from megabatch.similarity import statistics_local, statistics_ring  # noqa: F401  (operators)
+from megabatch.similarity import (  # noqa: F401  (operators)
+    sigmoid_ring,
+    statistics_local,
+    statistics_ring,
+)
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
 from megabatch.similarity.sigmoid import softplus_sum

@@ -34,19 +34,29 @@ def global_mean(
         ValueError: no process has a row, and no weights are given.
         CommunicationError: another process is gone or did not come in time.
     """
-    ranks = group_name(group)
-    if not ranks:
-        if weights is None:
-            _check_count(values.shape[0], name)
-            return values.mean()
-        total = weights.sum()
-        return (weights * values).sum() / total.masked_fill(total == 0, 1)
-    _, size = rank_and_size(group)
-    count = torch.ops.megabatch.global_count(values.detach(), ranks, name, weights is not None)
+    total = values.sum() if weights is None else (weights * values).sum()
+    return share_of_mean(total, values.shape[0], group, weights, name=name)
+
+
+def share_of_mean(
+    total: Tensor, rows: int, group: object, weights: Tensor | None = None, *, name: str = "values"
+) -> Tensor:
+    """`global_mean` where this process's (weighted) sum over its rows is known already.
+
+    Args:
+        total: a scalar. rows: how many it is the sum over. group, weights, name: as there.
+    """
+    ranks, (_, size) = group_name(group), rank_and_size(group)
+    count: int | Tensor = rows
+    if ranks:
+        weighted = weights is not None
+        count = torch.ops.megabatch.global_count(total.detach(), rows, ranks, name, weighted)
+    elif weights is None:
+        _check_count(rows, name)
     if weights is None:
-        return values.sum() * size / count
-    total = sum_over_ranks(weights.detach().sum(), group)
-    return (weights * values).sum() * size / total.masked_fill(total == 0, 1)
+        return total * size / count
+    weight = sum_over_ranks(weights.detach().sum(), group)
+    return total * size / weight.masked_fill(weight == 0, 1)
 
 
 def _check_count(count: int, name: str) -> None:
@@ -119,18 +129,18 @@ def _replicated(parameter: Tensor, group: str) -> Tensor:
 
 
 @torch.library.custom_op("megabatch::global_count", mutates_args=())
-def _global_count(values: Tensor, group: str, name: str, weighted: bool) -> Tensor:
+def _global_count(like: Tensor, rows: int, group: str, name: str, weighted: bool) -> Tensor:
     """The number of rows of all ranks, which their hosts tell each other."""
     terms = f"global_mean, of {name}, {'with' if weighted else 'without'} weights"
-    count = sum(number for (number,) in exchange.agree(group, terms, [len(values)], values.device))
+    count = sum(number for (number,) in exchange.agree(group, terms, [rows], like.device))
     if not weighted:
         _check_count(count, name)
-    return values.new_full((), count)
+    return like.new_full((), count)
 
 
 @_global_count.register_fake
-def _(values: Tensor, group: str, name: str, weighted: bool) -> Tensor:
-    return values.new_empty(())
+def _(like: Tensor, rows: int, group: str, name: str, weighted: bool) -> Tensor:
+    return like.new_empty(())
 
 
 for _operator in (_sum_over_ranks, _replicated):

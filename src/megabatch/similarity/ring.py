@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megabatch.similarity import exchange
-from megabatch.similarity.exchange import Swap, group_name
+from megabatch.similarity.exchange import Swap
 
 #: Bytes of features of a piece: 32,768 rows of 768 bfloat16 numbers, whose products are as fast as
 #: larger ones. Two pieces of features and three of fp32 gradients are in memory at once.
@@ -223,19 +223,3 @@ def _start(swap: Swap) -> None:
 def _arrived(swap: Swap, rows: slice, total: Tensor) -> tuple[slice, Tensor]:
     swap.wait()
     return rows, total
-
-
-def check_group(group: object) -> None:
-    """Accept this process alone: `group="local"`, or None where there is but one process.
-
-    For what does not go around the ring yet.
-
-    Raises:
-        TypeError, ValueError: `group` is neither None, "local" nor a process group of this process.
-        NotImplementedError: the group holds more than this process.
-    """
-    if group_name(group):
-        raise NotImplementedError(
-            "group: expected one process, got a group of several, which this function does not "
-            "support yet (group='local' keeps each rank to its own rows)"
-        )

@@ -20,8 +20,9 @@ from megabatch.similarity.arguments import (
     check_two,
     check_vector,
 )
+from megabatch.similarity.exchange import group_name
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
-from megabatch.similarity.ring import check_group
+from megabatch.similarity.parallel import replicated
 from megabatch.similarity.statistics import Ids, _check_ids
 
 
@@ -47,16 +48,20 @@ def softplus_sum(
         ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))` int64. A
             negative id equals nothing.
         weight: (m,) factors, one for all pairs of a row of x; data, without a gradient.
-        group: None or "local"; more than one process is not supported yet.
+        group: the processes that share the matrix, each with its own rows of x and of y; as in
+            `logsumexp`. The sum is over this process's rows and all columns. Since the gradients
+            are formed before it is known what becomes of the sum, all processes must use it alike:
+            where their upstream gradients differ, the gradient of y is NaN.
 
     Returns:
         A scalar in float32 (float64 for float64 features).
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came and what was expected.
+        TypeError, ValueError: the message names the argument, what came and what was expected, or
+            what each process had where they disagree.
+        CommunicationError: another process is gone or did not come in time.
     """
     check_two(x, y)
-    check_group(group)
     x, y = cast_for_autocast(x, y)
     row_ids, column_ids = _check_ids(ids, x, y)
     if row_ids is None:
@@ -68,9 +73,12 @@ def softplus_sum(
             raise ValueError("weight: expected a tensor that needs no gradient, got one that does")
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, y, scale, bias)]
     diagonal = PAIRED if row_ids is None else PLAIN
-    return torch.ops.megabatch.softplus_sum(
-        x, y, scale, bias, row_ids, column_ids, weight, diagonal, *wanted
-    )[0]
+    name = group_name(group)
+    matrix = (row_ids, column_ids, weight, diagonal, *wanted)
+    if not name:
+        return torch.ops.megabatch.softplus_sum(x, y, scale, bias, *matrix)[0]
+    scale, bias = replicated(scale, group), replicated(bias, group)
+    return torch.ops.megabatch.ring_softplus_sum(x, y, scale, bias, *matrix, name)[0]
 
 
 # --- the operator ---------------------------------------------------------------------------------
@@ -94,32 +102,26 @@ def _softplus_sum(
     """The sum, and its gradients with respect to x, y, scale and bias, empty where not needed."""
     dtype = accumulator_dtype(x.dtype)
     pairs = Pairs(diagonal, row_ids, column_ids)
-    rows, columns = sweep.block_shape(x)
-    buffer = x.new_empty(min(rows, x.shape[0]) * min(columns, y.shape[0]), dtype=dtype)
     # Not in the features' dtype: sums over a batch overflow float16 before the upstream gradient,
     # 1/b of the mean, makes them small. And that factor would round them a second time.
     dx = x.new_zeros(x.shape if need_x else 0, dtype=dtype)
     dy = y.new_zeros(y.shape if need_y else 0, dtype=dtype)
-    # b² terms: each block's sum is float32's, the sum of the blocks is kept wider.
-    total, dscale, dbias = x.new_zeros(3, dtype=torch.float64)
-    needs_rows = need_x or (need_scale and not need_y)
-    for i in sweep.strips(x.shape[0], rows):
-        strip = dx[i] if need_x else x.new_zeros(x[i].shape, dtype=dtype) if needs_rows else None
-        for j in sweep.strips(y.shape[0], columns):
-            view = buffer[: (i.stop - i.start) * (j.stop - j.start)].view(i.stop - i.start, -1)
-            s = tile_torch.logits(x[i], y[j], scale, out=view).add_(bias)
-            loss, ds = _block(s, pairs.view(i, j), None if weight is None else weight[i])
-            total += loss
-            if need_bias:
-                dbias += ds.sum()
-            if strip is not None:
-                tile_torch.add_product(strip, ds, y[j])
-            if need_y:
-                tile_torch.add_product(dy[j], ds.T, x[i])
-        if strip is not None and need_scale:
-            dscale += _inner(x[i], strip)
-    if need_scale and not needs_rows:
-        dscale += _inner(y, dy)
+    dscale, dbias = x.new_zeros(2, dtype=torch.float64)
+    with_x = need_x or not need_y  # what the scale's gradient comes with
+    total = add_blocks(
+        x,
+        y,
+        pairs,
+        scale,
+        bias,
+        weight,
+        dx if need_x else None,
+        dy if need_y else None,
+        dscale if need_scale and with_x else None,
+        dbias if need_bias else None,
+    )
+    if need_scale and not with_x:
+        dscale += inner(y, dy)
     dx.mul_(scale)
     dy.mul_(scale)
     # Clones: an operator's results may not share memory.
@@ -130,6 +132,47 @@ def _softplus_sum(
         dscale.to(dtype, copy=True),
         dbias.to(dtype, copy=True),
     )
+
+
+def add_blocks(
+    x: Tensor,
+    y: Tensor,
+    pairs: Pairs,
+    scale: Tensor,
+    bias: Tensor,
+    weight: Tensor | None,
+    dx: Tensor | None,
+    dy: Tensor | None,
+    dscale: Tensor | None,
+    dbias: Tensor | None,
+) -> Tensor:
+    """The sum of all blocks' losses, float64; adds to the gradients that are not None.
+
+    Those of x and y lack the factor `scale`. That of scale is <x, the gradient in dx afterwards>.
+    """
+    dtype = accumulator_dtype(x.dtype)
+    rows, columns = sweep.block_shape(x)
+    buffer = x.new_empty(min(rows, x.shape[0]) * min(columns, y.shape[0]), dtype=dtype)
+    # b² terms: each block's sum is float32's, the sum of the blocks is kept wider.
+    total = x.new_zeros((), dtype=torch.float64)
+    for i in sweep.strips(x.shape[0], rows):
+        strip = None if dx is None else dx[i]
+        if dx is None and dscale is not None:
+            strip = x.new_zeros(x[i].shape, dtype=dtype)
+        for j in sweep.strips(y.shape[0], columns):
+            view = buffer[: (i.stop - i.start) * (j.stop - j.start)].view(i.stop - i.start, -1)
+            s = tile_torch.logits(x[i], y[j], scale, out=view).add_(bias)
+            loss, ds = _block(s, pairs.view(i, j), None if weight is None else weight[i])
+            total += loss
+            if dbias is not None:
+                dbias += ds.sum()
+            if strip is not None:
+                tile_torch.add_product(strip, ds, y[j])
+            if dy is not None:
+                tile_torch.add_product(dy[j], ds.T, x[i])
+        if strip is not None and dscale is not None:
+            dscale += inner(x[i], strip)
+    return total
 
 
 def _block(s: Tensor, pairs: Pairs, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -147,7 +190,7 @@ def _block(s: Tensor, pairs: Pairs, weight: Tensor | None) -> tuple[Tensor, Tens
     return (losses.sum(1) * weight).sum(), ds.mul_(weight[:, None])
 
 
-def _inner(features: Tensor, gradient: Tensor) -> Tensor:
+def inner(features: Tensor, gradient: Tensor) -> Tensor:
     """<features, gradient>, strip by strip."""
     total = gradient.new_zeros((), dtype=torch.float64)
     for i in sweep.strips(features.shape[0], 4096):

@@ -72,6 +72,12 @@ def several_modalities(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return loss(features, scale, present={"c": own["ids"] == 1})
 
 
+def sig_lip(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    loss, bias = losses.SigLipLoss(group=group), -scale
+    ids, weights = own["ids"], own["weights"]
+    return loss(x, y, scale, bias) + loss(x, y, scale, bias, ids=ids, weights=weights)
+
+
 LOSSES: list[Callable[..., Tensor]] = [
     clip,
     clip_smoothed,
@@ -83,6 +89,7 @@ LOSSES: list[Callable[..., Tensor]] = [
     sup_con,
     matryoshka,
     several_modalities,
+    sig_lip,
 ]
 
 
