@@ -288,7 +288,8 @@ def _sweep(
 
 def _common_size(shards: _Shards, near: Tensor | None, far: Tensor | None) -> Tensor | None:
     """`Blocks.prepare` with one factor for all ranks, since their gradients are added up."""
-    size = shards.own.prepare(near, far)
+    filled = (None if pull is None or pull.shape[1] == 0 else pull for pull in (near, far))
+    size = shards.own.prepare(*filled)
     if shards.x.dtype != torch.float16:  # the only type whose range asks for one
         return size
     largest = shards.x.new_zeros((), dtype=torch.float32) if size is None else size.clone()
