@@ -43,6 +43,8 @@ def test_features_and_scale(arguments: Any, error: type, words: tuple[str, ...])
         ({"ids": IDS[0]}, TypeError, ("ids", "one tensor")),
         ({"ids": (IDS[0],)}, TypeError, ("ids", "1 items")),
         ({"ids": 3}, TypeError, ("ids", "int")),
+        ({"ids": IDS, "positives": "own"}, ValueError, ("positives", "'own'", "'paired'")),
+        ({"ids": IDS, "positives": "paired"}, ValueError, ("y", "6 rows", "5")),
         ({"ids": (IDS[1], IDS[1])}, ValueError, ("ids[0]", "(6,)", "(5,)")),
         ({"ids": (IDS[0], IDS[0])}, ValueError, ("ids[1]", "(5,)", "(6,)")),
         ({"ids": (IDS[0].int(), IDS[1])}, TypeError, ("ids[0]", "int64", "int32")),

@@ -97,6 +97,21 @@ def test_split_logsumexp_is_exact(maker: str, scale: float, ids: str, ceiling: b
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("ceiling", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_paired_positives_with_other_equal_ids_left_out(maker: str, ceiling: bool) -> None:
+    m = 101
+    x, y = MAKERS[maker](m, m, 12)
+    ids = some_ids(m, m, 15)
+    limit = torch.full((m,), 0.123 * 14.3, dtype=torch.float64) if ceiling else None
+    mine, theirs = leaves(x, y, 14.3), leaves(x, y, 14.3)
+    options = {"ids": ids, "positives": "paired", "ceiling": limit}
+    ours = similarity.split_logsumexp(*mine, **options)
+    truth = dense.split_logsumexp(*theirs, **options)
+    compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("ids", ["paired", "one", "two"])
 @pytest.mark.parametrize("ceiling", [False, True])
 @pytest.mark.parametrize("maker", MAKERS)

@@ -14,7 +14,7 @@ from megabatch.losses.arguments import (
     check_weights,
     own_ids,
 )
-from megabatch.losses.terms import cross_entropy, minus_log_probability, own_logits
+from megabatch.losses.terms import cross_entropy, minus_log_probability
 from megabatch.similarity import Split, split_logsumexp
 from megabatch.similarity.arguments import cast_for_autocast, check_scalar
 from megabatch.similarity.parallel import global_mean, mean_row, replicated
@@ -94,14 +94,19 @@ class ClipLoss(nn.Module):
         weights = check_weights(weights, x)
         if ids is not None:
             ids = own_ids(ids, x, self.group)
+        # One positive a row, its own pair, unless ids make positives of others.
+        paired = ids is None or self.duplicates == "ignored"
         rows, columns = split_logsumexp(
-            x, y, scale, ids="paired" if ids is None else (ids, ids), group=self.group
+            x,
+            y,
+            scale,
+            ids="paired" if ids is None else (ids, ids),
+            positives="paired" if paired else "ids",
+            group=self.group,
         )
         assert columns is not None
-        if ids is None:
-            losses = self._paired_losses(rows) + self._paired_losses(columns)
-        else:
-            losses = self._losses(rows, x, y, scale) + self._losses(columns, x, y, scale)
+        term = self._paired_losses if paired else self._losses
+        losses = term(rows) + term(columns)
         loss = global_mean(losses, self.group, weights, name="image_features") / 2
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)
@@ -112,10 +117,8 @@ class ClipLoss(nn.Module):
         losses = minus_log_probability(side.positive_sum, side.negative)
         return losses + self.label_smoothing * side.positive_sum if self.label_smoothing else losses
 
-    def _losses(self, side: Split, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    def _losses(self, side: Split) -> Tensor:
         """One direction's loss of each pair, but for the smoothed target's part on all columns."""
-        if self.duplicates == "ignored":
-            return minus_log_probability(own_logits(side, x, y, scale), side.negative)
         losses = cross_entropy(side)
         if self.label_smoothing:
             # That share of the target moves from the positives to all columns alike. The columns'

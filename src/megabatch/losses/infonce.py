@@ -18,7 +18,7 @@ from megabatch.losses.arguments import (
     check_weights,
     own_ids,
 )
-from megabatch.losses.terms import minus_log_probability, own_logits
+from megabatch.losses.terms import minus_log_probability
 from megabatch.similarity import Split, logsumexp, paired, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype, cast_for_autocast, check_two
 from megabatch.similarity.parallel import global_mean, pair_ids
@@ -105,10 +105,10 @@ class InfoNCELoss(TemperatureLoss):
         split = partial(split_logsumexp, scale=scale, ceiling=ceiling, sides="rows")
 
         rows = self._in_batch(split, query, positive, shared, ids)
-        logit = rows.positive_sum
-        if ids is not None:
-            logit = own_logits(rows, query, positive, scale)
         parts = [rows.negative]
+        if shared is not None and ids is not None:
+            nobodies = _nothing(query), _nothing(shared)
+            parts.append(split(query, shared, ids=nobodies, group=self.group)[0].negative)
         if own is not None:
             parts.append(_own_logsumexp(query, own, scale, ceiling))
         if queue is not None and ceiling is None:
@@ -120,7 +120,7 @@ class InfoNCELoss(TemperatureLoss):
             tower = query if name == "query" else positive
             same = "paired" if ids is None else ids
             parts.append(split(tower, None, ids=same, group=self.group)[0].negative)
-        losses = minus_log_probability(logit, reduce(torch.logaddexp, parts))
+        losses = minus_log_probability(rows.positive_sum, reduce(torch.logaddexp, parts))
         return global_mean(losses, self.group, weights, name="query")
 
     def _in_batch(
@@ -131,19 +131,17 @@ class InfoNCELoss(TemperatureLoss):
         shared: Tensor | None,
         ids: Tensor | None,
     ) -> Split:
-        """Queries against all positives and shared negatives, as columns of one matrix.
+        """Queries against all positives and, without ids, the shared negatives.
 
-        One sweep, and one rounding of the queries' gradient.
+        Those are columns of the same matrix then: one sweep, one rounding of the queries' gradient.
         """
+        if ids is not None:
+            return split(query, positive, ids=(ids, ids), positives="paired", group=self.group)[0]
         if shared is None:
-            pairs = "paired" if ids is None else (ids, ids)
-            return split(query, positive, ids=pairs, group=self.group)[0]
-        if ids is None:
-            ids = pair_ids(query.shape[0], self.group, device=query.device)
-        candidates, candidate_ids = (
-            torch.cat([positive, shared]),
-            torch.cat([ids, _nothing(shared)]),
-        )
+            return split(query, positive, group=self.group)[0]
+        ids = pair_ids(query.shape[0], self.group, device=query.device)
+        candidates = torch.cat([positive, shared])
+        candidate_ids = torch.cat([ids, _nothing(shared)])
         return split(query, candidates, ids=(ids, candidate_ids), group=self.group)[0]
 
     def _ceiling(self, query: Tensor, positive: Tensor, scale: Tensor) -> Tensor | None:

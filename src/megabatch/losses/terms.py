@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.similarity import Split, paired
+from megabatch.similarity import Split
 
 
 def cross_entropy(side: Split) -> Tensor:
@@ -31,13 +31,3 @@ def minus_log_probability(positive: Tensor, negative: Tensor) -> Tensor:
     logsigmoid and not softplus, which cuts to its argument above 20.
     """
     return -F.logsigmoid(positive - negative)
-
-
-def own_logits(side: Split, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """The logits of the pairs (i, i), where each is a positive of its row, perhaps among others.
-
-    From the sweep where it is the only one: its gradient then joins the negatives' before
-    anything is rounded. Two rounded rows of a gradient nearly cancel where features have
-    collapsed: in bf16 that error was 40 times the dense expression's.
-    """
-    return torch.where(side.positive_count == 1, side.positive_sum, paired(x, y, scale))

@@ -30,6 +30,7 @@ def split_logsumexp(
     scale: float | Tensor = 1.0,
     *,
     ids: str | tuple[Tensor, Tensor] = "paired",
+    positives: str = "ids",
     ceiling: Tensor | None = None,
 ) -> tuple[Split, Split]:
     """As `megabatch.similarity.split_logsumexp`, both sides."""
@@ -43,6 +44,9 @@ def split_logsumexp(
     else:
         equal = (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
     negative = kept & ~equal
+    if positives == "paired":
+        equal = torch.eye(m, n, dtype=torch.bool, device=s.device)
+        negative = negative & ~equal
     if ceiling is not None:
         negative = negative & ~(s > ceiling[:, None])
     sides = [_side(s, kept & equal, negative, dim) for dim in (1, 0)]

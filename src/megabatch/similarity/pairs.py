@@ -15,8 +15,9 @@ PLAIN, PAIRED, DROPPED = "plain", "paired", "dropped"
 class Pairs:
     """The kinds of the pairs (i, j) of a block of rows against a block of columns.
 
-    A pair is *positive* where both ids are equal and not negative (or, with `diagonal="paired"`,
-    where i == j), *dropped* where it counts nowhere, *negative* otherwise.
+    A pair is *positive* where both ids are equal and not negative, *dropped* where it counts
+    nowhere, *negative* otherwise. With `diagonal="paired"` the positives are the pairs (i, i), and
+    other pairs of equal ids are dropped.
     """
 
     diagonal: str = PLAIN
@@ -45,22 +46,19 @@ class Pairs:
     def masks(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(positive, dropped) of an (m, n) block of logits; None where there is none for sure."""
         m, n = logits.shape
-        positive = dropped = None
+        equal = diagonal = None
         if self.row_ids is not None and self.column_ids is not None:
-            positive = self.row_ids[:, None] == self.column_ids[None, :]
-            positive &= (self.row_ids >= 0)[:, None]
+            equal = self.row_ids[:, None] == self.column_ids[None, :]
+            equal &= (self.row_ids >= 0)[:, None]
+            # On the CPU a look at the mask is free and most blocks of a large batch hold no equal
+            # ids; on a GPU it would stall the stream.
+            if equal.device.type == "cpu" and not equal.any():
+                equal = None
         if self.crosses_diagonal(m, n):
             rows = torch.arange(m, device=logits.device) + (self.row_start - self.column_start)
             diagonal = rows[:, None] == torch.arange(n, device=logits.device)
-            if self.diagonal == PAIRED:
-                positive = diagonal
-            else:
-                dropped = diagonal
-                positive = None if positive is None else positive & ~diagonal
-        # On the CPU a look at the mask is free and most blocks of a large batch hold no positive;
-        # on a GPU it would stall the stream.
-        if positive is not None and positive.device.type == "cpu" and not positive.any():
-            positive = None
+        others = equal if equal is None or diagonal is None else equal & ~diagonal
+        positive, dropped = (diagonal, others) if self.diagonal == PAIRED else (others, diagonal)
         if self.ceiling is not None:
             above = logits > self.ceiling[:, None]
             above = above if positive is None else above & ~positive

@@ -79,6 +79,7 @@ def split_logsumexp(
     scale: float | Tensor = 1.0,
     *,
     ids: Ids = "paired",
+    positives: str = "ids",
     ceiling: Tensor | None = None,
     sides: str = "both",
     group: object = None,
@@ -92,6 +93,8 @@ def split_logsumexp(
         scale: a number, or a tensor of shape () or (1,); differentiable.
         ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))` int64;
             with y=None one vector of ids serves both. A negative id equals nothing.
+        positives: "ids", pairs of equal ids; or "paired", row i's is column i alone, and other
+            pairs of equal ids are left out (known false negatives).
         ceiling: (m,) logits; pairs of different ids whose logit exceeds their row's ceiling are
             left out (margin-based false negatives). No gradient flows into it.
         sides: "both", or "rows" where the columns' side is not wanted and costs nothing.
@@ -113,12 +116,17 @@ def split_logsumexp(
         check_two(x, y)
         x, y = cast_for_autocast(x, y)
     row_ids, column_ids = _check_ids(ids, x, y)
-    if row_ids is None and y is not None:
+    if positives not in ("ids", "paired"):
+        raise ValueError(f"positives: expected 'ids' or 'paired', got {positives!r}")
+    if positives == "paired" and y is None:
+        raise ValueError("positives: expected 'ids' with y=None, got 'paired'")
+    paired = positives == "paired" or row_ids is None
+    if paired and y is not None:
         check_same_rows(x, y)
     scale = check_scalar("scale", scale, x)
     if ceiling is not None:
         ceiling = check_vector("ceiling", ceiling, x.shape[0], x)
-    diagonal = DROPPED if y is None else PAIRED if row_ids is None else PLAIN
+    diagonal = DROPPED if y is None else PAIRED if paired else PLAIN
     if y is None and (ceiling is not None or row_ids is not column_ids):
         y = x  # these make the matrix asymmetric: the general path, on all tiles
     columns_wanted = both and y is not None

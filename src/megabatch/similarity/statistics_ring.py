@@ -76,7 +76,7 @@ def _terms(
         f"{str(x.dtype).removeprefix('torch.')}, {x.device.type}, "
         f"gradients wanted: {wanted or 'none'}, "
         f"sides: {'both' if columns or y is None else 'rows'}, "
-        f"ids: {'given' if row_ids is not None else diagonal}, "
+        f"ids: {'given' if row_ids is not None else 'none'}, diagonal: {diagonal}, "
         f"ceiling: {'none' if ceiling is None else 'given'}, "
         f"{kernels} kernels, pieces of {ring.piece_rows(x)} rows"
     )

@@ -154,6 +154,7 @@ def exact(
     COLUMNS: tl.constexpr,
     DIAGONAL: tl.constexpr,
     IDS: tl.constexpr,
+    OWN: tl.constexpr,
     CEILING: tl.constexpr,
     POSITIVES: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -186,7 +187,7 @@ def exact(
             s = logits_tile(x, y, row_start + i0, column_start + j0, d, BM, BN, BK) * k
             negative, positive = mask_tile(
                 s, i0, j0, m, n, diagonal_offset, row_ids, column_ids, ceiling,
-                BM, BN, DIAGONAL, IDS, CEILING,
+                BM, BN, DIAGONAL, IDS, OWN, CEILING,
             )  # fmt: skip
             g = tl.zeros((BM, BN), tl.float32)
             h = tl.zeros((BM, BN), tl.float32)

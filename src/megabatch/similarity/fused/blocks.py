@@ -194,6 +194,7 @@ class FusedBlocks:
     def _kinds(self) -> dict[str, bool]:
         return {
             "IDS": self.pairs.row_ids is not None,
+            "OWN": self.pairs.diagonal == PAIRED,
             "CEILING": self.pairs.ceiling is not None,
         }
 

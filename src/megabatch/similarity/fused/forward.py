@@ -263,6 +263,7 @@ def exact(
     BK: tl.constexpr,
     DIAGONAL: tl.constexpr,
     IDS: tl.constexpr,
+    OWN: tl.constexpr,
     CEILING: tl.constexpr,
     POSITIVES: tl.constexpr,
 ):
@@ -276,13 +277,13 @@ def exact(
         _exact(
             x, y, scale, row_state, row_state_stride, row_flags, row_ids, column_ids, ceiling,
             row_start, column_start, m, n, d, diagonal_offset, t,
-            BM, BN, BK, DIAGONAL, IDS, 1 if CEILING else 0, POSITIVES,
+            BM, BN, BK, DIAGONAL, IDS, OWN, 1 if CEILING else 0, POSITIVES,
         )  # fmt: skip
     else:
         _exact(
             y, x, scale, column_state, column_state_stride, column_flags, column_ids, row_ids,
             ceiling, column_start, row_start, n, m, d, -diagonal_offset, t - tiles,
-            BM, BN, BK, DIAGONAL, IDS, 2 if CEILING else 0, POSITIVES,
+            BM, BN, BK, DIAGONAL, IDS, OWN, 2 if CEILING else 0, POSITIVES,
         )  # fmt: skip
 
 
@@ -309,6 +310,7 @@ def _exact(
     BK: tl.constexpr,
     DIAGONAL: tl.constexpr,
     IDS: tl.constexpr,
+    OWN: tl.constexpr,
     CEILING: tl.constexpr,
     POSITIVES: tl.constexpr,
 ):
@@ -343,7 +345,7 @@ def _exact(
             s = logits_tile(x, y, row_start + i0, column_start + tj * BN, d, BM, BN, BK) * k
             negative, positive = mask_tile(
                 s, i0, tj * BN, m, n, diagonal_offset, row_ids, column_ids, ceiling,
-                BM, BN, DIAGONAL, IDS, CEILING,
+                BM, BN, DIAGONAL, IDS, OWN, CEILING,
             )  # fmt: skip
             largest, total = _running_sum(largest, total, s * LOG2E, negative)
             if POSITIVES:

@@ -45,11 +45,13 @@ def mask_tile(
     BN: tl.constexpr,
     DIAGONAL: tl.constexpr,
     IDS: tl.constexpr,
+    OWN: tl.constexpr,
     CEILING: tl.constexpr,
 ):
     """(negative, positive) masks of a tile; pairs in neither are dropped, or past the end.
 
-    CEILING: 0 none, 1 one a row, 2 one a column (where the sides are swapped).
+    OWN: the positives are the pairs (i, i), other pairs of equal ids are dropped. CEILING: 0 none,
+    1 one a row, 2 one a column (where the sides are swapped).
     """
     i = i0 + tl.arange(0, BM)
     j = j0 + tl.arange(0, BN)
@@ -61,6 +63,8 @@ def mask_tile(
     else:
         positive = inside & (i < 0)[:, None]
     negative = inside & ~positive
+    if OWN:
+        positive = positive & (i < 0)[:, None]
     if DIAGONAL != 0:
         own = i[:, None] == (j + diagonal_offset)[None, :]
         negative = negative & ~own
