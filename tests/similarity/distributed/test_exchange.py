@@ -80,7 +80,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, 
     "ids": (
         lambda: similarity.split_logsumexp(x(), x()),
         lambda: similarity.split_logsumexp(x(), x(), ids=(torch.arange(3), torch.arange(3))),
-        ("ids: paired", "ids: given"),
+        ("ids: none", "ids: given"),
     ),
     "function": (
         lambda: similarity.logsumexp(x(), x()),
