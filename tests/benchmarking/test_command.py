@@ -68,7 +68,7 @@ def test_records_of_the_sizes_done_survive_an_interrupt(
         ("--width -3", "--width -3: expected at least 1"),
         ("--scale nan", "--scale nan: expected a number above 0"),
         ("--seconds 0", "--seconds 0.0: expected a number above 0"),
-        ("--contenders dnse", "--contenders dnse: expected some of megabatch, dense"),
+        ("--contenders dnse", "--contenders dnse: expected some of megabatch,"),
         ("--output {folder}", "is a folder, expected a file"),
         ("--output {folder}/file/r.json", "cannot be written"),
     ],

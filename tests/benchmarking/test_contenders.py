@@ -3,34 +3,43 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megabatch.benchmarking import contenders, truth
-from megabatch.benchmarking.contenders import CLIP, Contender
-from megabatch.benchmarking.inputs import features
+from megabatch.benchmarking import contenders, step
+from megabatch.benchmarking.contenders import CLIP, LOSSES, SIGLIP, Contender
+from megabatch.benchmarking.inputs import Case
 from megabatch.errors import UsageError
 
 
-@pytest.mark.parametrize("name", CLIP.contenders)
-def test_every_contender_is_the_loss(name: str) -> None:
-    (contender,) = CLIP.choose((name,))
-    x, y = (t.requires_grad_() for t in features(20, 8, torch.float64, "cpu"))
-    scale = torch.tensor(30.0, dtype=torch.float64, requires_grad=True)
-    loss = contender.load()(x, y, scale)
-    loss.backward()
-    exact = truth.clip(x.detach(), y.detach(), 30.0)
-    for mine, theirs in zip((loss.detach(), x.grad, y.grad, scale.grad), exact, strict=True):
+@pytest.mark.parametrize(
+    ("loss", "name"), [(n, c.name) for n, loss in LOSSES.items() for c in loss.choose((), "cpu")]
+)
+def test_every_contender_is_the_loss(loss: str, name: str) -> None:
+    made = Case(loss, name, "cpu", "float64", b=20, d=8, scale=30.0)
+    inputs = step.make_inputs(made)
+    call = step.forward_backward(LOSSES[loss].contenders[name].load(), made, inputs)
+    value, exact = call(), step.exact_result(made, inputs)
+    found = [value, inputs.x.grad, inputs.y.grad, *(scalar.grad for scalar in inputs.scalars)]
+    for mine, theirs in zip(found, [t for t in exact if t is not None], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 
 def test_none_named_means_all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = Contender("gone", "", lambda: contenders.two_products, ("no_such_module", "gone"))
     monkeypatch.setitem(CLIP.contenders, "gone", missing)
-    assert [c.name for c in CLIP.choose(())] == [n for n in CLIP.contenders if n != "gone"]
+    here = [n for n, c in CLIP.contenders.items() if n != "gone" and not c.cuda]
+    assert [c.name for c in CLIP.choose((), "cpu")] == here
     with pytest.raises(UsageError, match="pip install gone"):
-        CLIP.choose(("gone",))
+        CLIP.choose(("gone",), "cpu")
+
+
+def test_what_needs_cuda_is_not_measured_on_the_cpu() -> None:
+    assert "dense-compiled" in [c.name for c in SIGLIP.choose((), "cuda")]
+    assert "dense-compiled" not in [c.name for c in SIGLIP.choose((), "cpu")]
+    with pytest.raises(UsageError, match="needs --device cuda"):
+        SIGLIP.choose(("dense-compiled",), "cpu")
 
 
 def test_order_of_the_names_is_kept() -> None:
-    assert [c.name for c in CLIP.choose(("dense", "megabatch"))] == ["dense", "megabatch"]
+    assert [c.name for c in CLIP.choose(("dense", "megabatch"), "cpu")] == ["dense", "megabatch"]
 
 
 @pytest.mark.parametrize(
@@ -38,4 +47,4 @@ def test_order_of_the_names_is_kept() -> None:
 )
 def test_bad_names(names: tuple[str, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        CLIP.choose(names)
+        CLIP.choose(names, "cpu")

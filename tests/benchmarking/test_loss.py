@@ -13,7 +13,7 @@ EFFORT = Effort(seconds=0.0, repetitions=1, product_size=8, check_batch_size=8, 
 def plan(rounds: int = 2, batch_sizes: tuple[int, ...] = (100, 200)) -> loss.Plan:
     return loss.Plan(
         loss=CLIP,
-        contenders=CLIP.choose(("dense", "megabatch")),
+        contenders=CLIP.choose(("dense", "megabatch"), "cpu"),
         batch_sizes=batch_sizes,
         width=10,
         dtype="float32",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ def test_median_time_mean_rate_largest_of_the_rest() -> None:
     assert (record.extra_bytes, record.max_row_error) == (100, 0.2)
     assert (record.loss_error, record.scale_gradient_error) == (0.3, 0.2)
     assert record.n_devices == 1
+
+
+def test_work_of_a_rectangle_and_of_the_forward_pass_alone() -> None:
+    result = Result("ok", "", (10.0,), (1e12, 1e12), 100, 0.1, 0.1, 0.1)
+    rectangle = records.combine(replace(CASE, n=500), [result], work=8)
+    assert rectangle.fraction == pytest.approx(8 * 1000 * 500 * 100 / 0.01 / 1e12)
+    forward = records.combine(replace(CASE, backward=False), [result], work=8)
+    assert forward.fraction == pytest.approx(2 * 1000**2 * 100 / 0.01 / 1e12)
+
+
+def test_many_repetitions_are_recorded_as_quantiles() -> None:
+    times = tuple(float(t) for t in range(1000, 0, -1))
+    record = records.combine(CASE, [Result("ok", "", times, (1e12, 1e12), 100, 0.1)], work=8)
+    assert (record.repetitions, record.ms) == (1000, 500.5)
+    assert (record.times_ms[0], record.times_ms[-1], len(record.times_ms)) == (1, 1000, 21)
 
 
 def test_out_of_memory_in_a_later_round_leaves_no_figures() -> None:

@@ -15,12 +15,18 @@ def times(call: Callable[[], object], device: str, seconds: float, repetitions: 
 
     One call goes before, to warm up and to find how many make up the time.
     """
-    once = _timed([call], device)[0] / 1e3
-    count = max(repetitions, math.ceil(seconds / max(once, 1e-6)))
-    return _timed([call] * count, device)
+    once = timed_calls([call], device)[0]
+    taken: list[float] = []
+    # In a few series: the first calls of an idle GPU are slower, and would promise too few.
+    while len(taken) < repetitions or sum(taken) < 1e3 * seconds:
+        count = math.ceil((1e3 * seconds - sum(taken)) / max(once, 1e-3))
+        taken += timed_calls([call] * max(count, repetitions - len(taken), 1), device)
+        once = sum(taken) / len(taken)
+    return taken
 
 
-def _timed(calls: list[Callable[[], object]], device: str) -> list[float]:
+def timed_calls(calls: list[Callable[[], object]], device: str) -> list[float]:
+    """Milliseconds of each of these calls."""
     if device == "cpu":
         marks = [time.perf_counter()]
         for call in calls:

@@ -34,8 +34,9 @@ class LossOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes cuda where there is one."""
     contenders: tuple[str, ...] = ()
-    """megabatch, dense, two-products, openclip. Default: all that are installed. Times and memory
-    are shown relative to the first."""
+    """megabatch, dense, two-products, openclip; on CUDA also megabatch-compiled, dense-compiled,
+    inf-cl, memeff, liger, cut-cross-entropy. Default: all that run here. Times and memory are
+    shown relative to the first."""
     scale: float = 14.3
     """Logit scale (1 / temperature), exponentiated."""
     rounds: int = 2
@@ -119,7 +120,7 @@ def _plan(options: LossOptions) -> loss.Plan:
         if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{name} {number}: expected a number above 0")
     device = _device(options)
-    contenders = CLIP.choose(options.contenders)
+    contenders = CLIP.choose(options.contenders, device)
     on_cpu = device == "cpu"
     effort = Effort(
         seconds=options.seconds or (1.0 if on_cpu else 2.0),

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.benchmarking import truth
+from megabatch.benchmarking import peers, truth
 from megabatch.errors import UsageError
 
-#: (x (b, d), y (b, d), scale ()) -> loss ()
-LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: (x (b, d), y (n, d), scale (), and for a loss that has one: bias ()) -> loss ()
+LossFunction = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,15 @@ class Contender:
     summary: str
     load: Callable[[], LossFunction]
     needs: tuple[str, str] | None = None  #: (module, what pip calls it)
+    cuda: bool = False  #: runs on CUDA only
 
     def installed(self) -> bool:
-        """Whether it can be measured here."""
+        """Whether its package is here."""
         return self.needs is None or importlib.util.find_spec(self.needs[0]) is not None
+
+    def runs_on(self, device: str) -> bool:
+        """Whether it can be measured on this kind of device."""
+        return self.installed() and (device == "cuda" or not self.cuda)
 
 
 @dataclass(frozen=True)
@@ -37,17 +42,18 @@ class Loss:
 
     name: str
     contenders: dict[str, Contender]
-    truth: Callable[[Tensor, Tensor, float], truth.Truth]
-    work: int  #: multiplications and additions, forward and backward, in units of b²d
+    truth: Callable[..., truth.Truth]
+    work: int  #: multiplications and additions, forward and backward, in units of m n d
+    bias: float | None = None  #: of the logits, where the loss takes one
 
-    def choose(self, names: tuple[str, ...]) -> list[Contender]:
-        """The contenders of these names; none given: all that are installed.
+    def choose(self, names: tuple[str, ...], device: str) -> list[Contender]:
+        """The contenders of these names; none given: all that run here.
 
         Raises:
-            UsageError: a name is not known, given twice, or its package is missing.
+            UsageError: a name is not known, given twice, or its package or device is missing.
         """
         if not names:
-            return [c for c in self.contenders.values() if c.installed()]
+            return [c for c in self.contenders.values() if c.runs_on(device)]
         for name in names:
             if name not in self.contenders:
                 known = ", ".join(self.contenders)
@@ -57,7 +63,23 @@ class Loss:
             contender = self.contenders[name]
             if contender.needs is not None and not contender.installed():
                 raise UsageError(f"--contenders {name}: needs pip install {contender.needs[1]}")
+            if not contender.runs_on(device):
+                raise UsageError(f"--contenders {name}: needs --device cuda")
         return [self.contenders[name] for name in names]
+
+
+def two_products(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """Each direction's logits from a product of its own, the features scaled first."""
+    images, texts = scale * x @ y.T, scale * y @ x.T
+    labels = torch.arange(len(x), device=x.device)
+    return (F.cross_entropy(images, labels) + F.cross_entropy(texts, labels)) / 2
+
+
+def dense_siglip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """SigLIP's loss from one matrix of logits."""
+    z = scale * (x @ y.T) + bias
+    wide = torch.promote_types(z.dtype, torch.float32)
+    return (F.softplus(z.to(wide)).sum() - z.diagonal().to(wide).sum()) / len(x)
 
 
 def _megabatch() -> LossFunction:
@@ -72,21 +94,36 @@ def _dense() -> LossFunction:
     return clip_loss
 
 
-def _two_products() -> LossFunction:
-    return two_products
+def _megabatch_siglip() -> LossFunction:
+    from megabatch import SigLipLoss
+
+    return SigLipLoss()
 
 
-def _openclip() -> LossFunction:
-    import open_clip
+def _megabatch_logsumexp() -> LossFunction:
+    from megabatch.similarity import logsumexp
 
-    return open_clip.ClipLoss()
+    return _means(logsumexp)
 
 
-def two_products(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Each direction's logits from a product of its own, the features scaled first."""
-    images, texts = scale * x @ y.T, scale * y @ x.T
-    labels = torch.arange(len(x), device=x.device)
-    return (F.cross_entropy(images, labels) + F.cross_entropy(texts, labels)) / 2
+def _dense_logsumexp() -> LossFunction:
+    from megabatch.similarity.dense import logsumexp
+
+    return _means(logsumexp)
+
+
+def _means(logsumexp: Callable[..., tuple[Tensor, Tensor | None]]) -> LossFunction:
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        rows, columns = logsumexp(x, y, scale)
+        assert columns is not None
+        return rows.mean() + columns.mean()
+
+    return loss
+
+
+def _compiled(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
+    # For one size only, as a training step has it.
+    return lambda: torch.compile(load(), dynamic=False)
 
 
 def _by_name(*contenders: Contender) -> dict[str, Contender]:
@@ -97,12 +134,63 @@ CLIP = Loss(
     "clip",
     _by_name(
         Contender("megabatch", "megabatch.ClipLoss: tiles, no matrix", _megabatch),
+        Contender("megabatch-compiled", "under torch.compile", _compiled(_megabatch), cuda=True),
         Contender("dense", "one matrix, two cross-entropies", _dense),
-        Contender("two-products", "as OpenCLIP writes it: two matrices", _two_products),
-        Contender("openclip", "open_clip.ClipLoss", _openclip, ("open_clip", "open_clip_torch")),
+        Contender("dense-compiled", "under torch.compile", _compiled(_dense), cuda=True),
+        Contender("two-products", "as OpenCLIP writes it: two matrices", lambda: two_products),
+        Contender(
+            "openclip", "open_clip.ClipLoss", peers.openclip, ("open_clip", "open_clip_torch")
+        ),
+        Contender("inf-cl", "one sweep a direction", peers.inf_cl, ("inf_cl", "inf-cl"), cuda=True),
+        Contender("memeff", "stable=False", peers.memeff, ("memeff", "memeff"), cuda=True),
+        Contender(
+            "liger",
+            "linear cross-entropy, twice",
+            peers.liger,
+            ("liger_kernel", "liger-kernel"),
+            cuda=True,
+        ),
+        Contender(
+            "cut-cross-entropy",
+            "linear cross-entropy, twice, no filter",
+            peers.cut_cross_entropy,
+            ("cut_cross_entropy", "cut-cross-entropy"),
+            cuda=True,
+        ),
     ),
     truth.clip,
     work=8,  # the matrix 2, the matrix again 2, its two products with the features 2 each
 )
 
-LOSSES = {loss.name: loss for loss in (CLIP,)}
+SIGLIP = Loss(
+    "siglip",
+    _by_name(
+        Contender("megabatch", "megabatch.SigLipLoss: one sweep", _megabatch_siglip),
+        Contender("dense", "one matrix", lambda: dense_siglip),
+        Contender(
+            "dense-compiled", "under torch.compile", _compiled(lambda: dense_siglip), cuda=True
+        ),
+        Contender(
+            "siglip-kernel",
+            "strips, matrix products and a kernel",
+            peers.siglip_kernel,
+            ("siglip_kernel", "siglip-kernel"),
+            cuda=True,
+        ),
+    ),
+    truth.siglip,
+    work=6,  # no second matrix: a pair's gradient needs no sum over others
+    bias=-10.0,
+)
+
+LOGSUMEXP = Loss(
+    "logsumexp",
+    _by_name(
+        Contender("megabatch", "megabatch.similarity.logsumexp", _megabatch_logsumexp),
+        Contender("dense", "one matrix", _dense_logsumexp),
+    ),
+    truth.logsumexp,
+    work=8,
+)
+
+LOSSES = {loss.name: loss for loss in (CLIP, SIGLIP, LOGSUMEXP)}

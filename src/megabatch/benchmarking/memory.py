@@ -57,6 +57,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def reason(error: BaseException) -> str:
+    """What was asked for, in one line."""
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    return text[max(0, text.find("tried to allocate")) :]
+
+
 def _status_bytes(name: str) -> int:
     """A figure of this process's memory: VmRSS resident now, VmHWM its peak, VmData allocated."""
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -6,7 +6,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -16,10 +18,24 @@ from typing import Any
 import psutil
 import torch
 
+import megabatch
 from megabatch.benchmarking.inputs import Case
 from megabatch.benchmarking.measure import Result
 
-_PACKAGES = ("megabatch", "torch", "triton", "numpy", "open_clip_torch")
+_PACKAGES = (
+    "megabatch",
+    "torch",
+    "triton",
+    "numpy",
+    "open_clip_torch",
+    "inf-cl",
+    "memeff",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "siglip-kernel",
+)
+#: Of more repetitions, quantiles are recorded.
+_TIMES = 21
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,10 @@ class Record:
     b: int
     d: int
     scale: float
+    n: int | None
+    features: str
+    tf32: bool
+    backward: bool
     status: str
     note: str
     ms: float | None
@@ -43,6 +63,8 @@ class Record:
     loss_error: float | None
     scale_gradient_error: float | None
     product_tflops: float | None
+    seconds: float | None
+    repetitions: int
     times_ms: tuple[float, ...]
 
 
@@ -50,7 +72,8 @@ def combine(case: Case, results: Sequence[Result], work: int) -> Record:
     """One record of the rounds of one case: median time, mean product rate, largest of the rest.
 
     Args:
-        work: what no implementation can avoid, in units of b²d operations.
+        work: what no implementation can avoid, in units of b²d operations. Of a softmax's 8, 2
+            are the forward pass's.
     """
     times = tuple(t for result in results for t in result.times_ms)
     rates = [rate for result in results for rate in result.product_rates]
@@ -60,7 +83,8 @@ def combine(case: Case, results: Sequence[Result], work: int) -> Record:
     rate = statistics.fmean(rates) if measured else None
     fraction = None
     if ms is not None and rate is not None:
-        fraction = work * case.b**2 * case.d / (ms / 1e3) / rate
+        operations = (work if case.backward else 2) * case.b * (case.n or case.b) * case.d
+        fraction = operations / (ms / 1e3) / rate
     return Record(
         **asdict(case),
         n_devices=1,
@@ -73,7 +97,9 @@ def combine(case: Case, results: Sequence[Result], work: int) -> Record:
         loss_error=_largest(results, "loss_error"),
         scale_gradient_error=_largest(results, "scale_gradient_error"),
         product_tflops=None if rate is None else rate / 1e12,
-        times_ms=times,
+        seconds=_largest(results, "seconds"),
+        repetitions=len(times),
+        times_ms=_few(times),
     )
 
 
@@ -81,8 +107,21 @@ def _largest(results: Sequence[Result], name: str) -> Any:
     return max((v for r in results if (v := getattr(r, name)) is not None), default=None)
 
 
-def write(path: Path, command: str, records: Sequence[Record]) -> None:
-    """Write the records with command, date, machine and versions, atomically."""
+def _few(times: tuple[float, ...]) -> tuple[float, ...]:
+    if len(times) <= _TIMES:
+        return times
+    ordered = sorted(times)
+    return tuple(ordered[round(i * (len(times) - 1) / (_TIMES - 1))] for i in range(_TIMES))
+
+
+def command_line(output: Path) -> str:
+    """How this script was called; of the folder that the records go to, nothing."""
+    words = [word.replace(f"{output.parent}/", "") for word in sys.argv]
+    return shlex.join(["python", *words])
+
+
+def write(path: Path, command: str, records: Sequence[Any]) -> None:
+    """Write records, dataclasses all, with command, date, machine and versions, atomically."""
     content = {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -116,6 +155,7 @@ def versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    found.setdefault("megabatch", megabatch.__version__)  # from its sources, not installed
     return found
 
 

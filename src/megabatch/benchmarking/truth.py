@@ -5,22 +5,25 @@ Strips of the matrix are formed twice, so that the check also runs where the mat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _STRIP_NUMBERS = 2**27  # 1 GiB
 
 
 class Truth(NamedTuple):
-    """The exact result for inputs x, y (b, d)."""
+    """The exact result for inputs x (m, d), y (n, d)."""
 
     loss: Tensor  #: ()
-    dx: Tensor  #: (b, d)
-    dy: Tensor  #: (b, d)
+    dx: Tensor  #: (m, d)
+    dy: Tensor  #: (n, d)
     dscale: Tensor  #: ()
+    dbias: Tensor | None = None  #: ()
 
 
 @torch.no_grad()
@@ -28,36 +31,98 @@ def clip(x: Tensor, y: Tensor, scale: float) -> Truth:
     """CLIP's loss: both cross-entropies of the logits scale * x @ y.T, their mean."""
     x, y = x.double(), y.double()
     b = len(x)
-    rows, columns = x.new_empty(b), x.new_full((b,), -torch.inf)
-    for i in _strips(b):
-        s = scale * (x[i] @ y.T)
-        rows[i] = s.logsumexp(1)
-        columns = torch.logaddexp(columns, s.logsumexp(0))
+    rows, columns = _logsumexps(x, y, scale)
     positive = scale * (x * y).sum(1)
     loss = ((rows - positive) + (columns - positive)).mean() / 2
 
-    dx, dy, dscale = torch.empty_like(x), torch.zeros_like(y), x.new_zeros(())
-    for i in _strips(b):
-        s = scale * (x[i] @ y.T)
+    def gradient(s: Tensor, i: slice) -> Tensor:
         ds = (s - rows[i, None]).exp() + (s - columns).exp()
         ds.diagonal(i.start).sub_(2)
-        ds /= 2 * b
+        return ds / (2 * b)
+
+    return Truth(loss, *_gradients(x, y, scale, gradient))
+
+
+@torch.no_grad()
+def logsumexp(x: Tensor, y: Tensor, scale: float) -> Truth:
+    """The mean of the rows' log-sum-exps plus the mean of the columns'."""
+    x, y = x.double(), y.double()
+    rows, columns = _logsumexps(x, y, scale)
+
+    def gradient(s: Tensor, i: slice) -> Tensor:
+        return (s - rows[i, None]).exp() / len(x) + (s - columns).exp() / len(y)
+
+    return Truth(rows.mean() + columns.mean(), *_gradients(x, y, scale, gradient))
+
+
+@torch.no_grad()
+def siglip(x: Tensor, y: Tensor, scale: float, bias: float) -> Truth:
+    """SigLIP's loss: -log sigmoid of ±(scale * x @ y.T + bias), summed over columns."""
+    x, y = x.double(), y.double()
+    b = len(x)
+    loss, dbias = x.new_zeros(()), x.new_zeros(())
+
+    def gradient(s: Tensor, i: slice) -> Tensor:
+        z = s + bias
+        ds = z.sigmoid()
+        ds.diagonal(i.start).sub_(1)
+        ds /= b
+        loss.add_((F.softplus(z, threshold=700).sum() - z.diagonal(i.start).sum()) / b)
+        dbias.add_(ds.sum())
+        return ds
+
+    dx, dy, dscale = _gradients(x, y, scale, gradient)
+    return Truth(loss, dx, dy, dscale, dbias)
+
+
+def of_copies(exact: Truth, copies: int) -> Truth:
+    """CLIP's loss where all rows come `copies` times, from that where they come once.
+
+    Each probability is spread over the copies. The gradient is that of one copy.
+    """
+    loss = exact.loss + math.log(copies)
+    return Truth(loss, exact.dx / copies, exact.dy / copies, exact.dscale)
+
+
+def _logsumexps(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    rows, columns = x.new_empty(len(x)), x.new_full((len(y),), -torch.inf)
+    for i in _strips(x, y):
+        s = scale * (x[i] @ y.T)
+        rows[i] = s.logsumexp(1)
+        columns = torch.logaddexp(columns, s.logsumexp(0))
+    return rows, columns
+
+
+def _gradients(
+    x: Tensor, y: Tensor, scale: float, gradient: Callable[[Tensor, slice], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dy and dscale from the gradient of a strip of logits, given those and its rows."""
+    dx, dy, dscale = torch.empty_like(x), torch.zeros_like(y), x.new_zeros(())
+    for i in _strips(x, y):
+        s = scale * (x[i] @ y.T)
+        ds = gradient(s, i)
         dscale += (ds * s).sum() / scale
         dx[i] = scale * (ds @ y)
         dy += scale * (ds.T @ x[i])
-    return Truth(loss, dx, dy, dscale)
+    return dx, dy, dscale
 
 
-def _strips(b: int) -> Iterator[slice]:
-    step = max(1, _STRIP_NUMBERS // b)
-    for start in range(0, b, step):
-        yield slice(start, min(start + step, b))
+def _strips(x: Tensor, y: Tensor) -> Iterator[slice]:
+    step = max(1, _STRIP_NUMBERS // len(y))
+    for start in range(0, len(x), step):
+        yield slice(start, min(start + step, len(x)))
+
+
+def row_errors(gradient: Tensor, exact: Tensor) -> Tensor:
+    """The error of each row, relative to the length of the exact row."""
+    error = (gradient.double() - exact).norm(dim=1)
+    return error / exact.norm(dim=1).clamp_min(1e-300)
 
 
 def row_error(gradient: Tensor, exact: Tensor) -> float:
-    """The largest error of a row, relative to the length of the exact row."""
-    error = (gradient.double() - exact).norm(dim=1)
-    return (error / exact.norm(dim=1).clamp_min(1e-300)).max().item()
+    """The largest of all rows; those of `exact` repeat where it has fewer."""
+    parts = gradient.split(len(exact))
+    return torch.stack([row_errors(part, exact[: len(part)]).max() for part in parts]).max().item()
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:

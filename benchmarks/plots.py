@@ -1,0 +1,130 @@
+"""Time, extra memory and share of the matrix product against b, from the records of single_gpu.py.
+
+    python benchmarks/plots.py benchmarks/results/single-gpu.json
+
+Draws bf16, scale 14.3, forward and backward, at one width; writes single-gpu-time.png,
+single-gpu-memory.png and single-gpu-fraction.png beside the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+
+#: contender -> colour, marker; what is ours stands out.
+STYLES = {
+    "megabatch": ("#d62728", "o"),
+    "megabatch-compiled": ("#ff9896", "o"),
+    "dense": ("#1f77b4", "s"),
+    "dense-compiled": ("#17becf", "s"),
+    "openclip": ("#7f7f7f", "D"),
+    "liger": ("#2ca02c", "^"),
+    "memeff": ("#9467bd", "v"),
+    "cut-cross-entropy": ("#8c564b", "<"),
+    "inf-cl": ("#e8a000", ">"),
+    "siglip-kernel": ("#e8a000", "P"),
+}
+TITLES = {"clip": "CLIP's loss", "siglip": "SigLIP's loss"}
+FIGURES = {
+    "time": ("ms", 1.0, "forward + backward, ms"),
+    "memory": ("extra_bytes", 2.0**30, "memory beyond inputs and gradients, GiB"),
+    "fraction": ("fraction", 1.0, "necessary work / (time x rate of an 8192³ product)"),
+}
+
+
+def chosen(records: list[dict[str, Any]], d: int) -> list[dict[str, Any]]:
+    """What belongs in the figures; at one size the first of a kind counts."""
+    wanted = {"dtype": "bfloat16", "d": d, "scale": 14.3, "features": "pairs", "n": None}
+    wanted["backward"] = True
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for record in records:
+        fits = all(record[key] == value for key, value in wanted.items())
+        if fits and record["loss"] in TITLES and record["ms"] is not None:
+            found.setdefault((record["loss"], record["contender"], record["b"]), record)
+    return list(found.values())
+
+
+def figure(records: list[dict[str, Any]], field: str, unit: float, label: str) -> plt.Figure:
+    made, panels = plt.subplots(1, 2, figsize=(13, 5.2), sharey=True, layout="constrained")
+    entries: dict[str, Any] = {}
+    for axes, loss in zip(panels, TITLES, strict=True):
+        lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        for record in records:
+            if record["loss"] == loss:
+                lines[record["contender"]].append((record["b"], record[field] / unit))
+        for name in sorted(lines, key=list(STYLES).index):
+            entries.setdefault(name, draw(axes, name, sorted(lines[name])))
+        finish(axes, loss, field, sorted({b for points in lines.values() for b, _ in points}))
+    panels[0].set_ylabel(label)
+    # Beside the panels: within them it would cover points of one figure or another.
+    made.legend(entries.values(), entries.keys(), loc="outside right center", fontsize=9)
+    return made
+
+
+def draw(axes: Axes, name: str, points: list[tuple[int, float]]) -> Line2D:
+    colour, marker = STYLES[name]
+    ours = name == "megabatch"
+    (line,) = axes.plot(
+        *zip(*points, strict=True),
+        color=colour,
+        marker=marker,
+        linewidth=2.6 if ours else 1.4,
+        markersize=7 if ours else 5.5,
+        linestyle="--" if name.endswith("-compiled") else "-",
+        zorder=3 if ours else 2,
+    )
+    return line
+
+
+def finish(axes: Axes, loss: str, field: str, sizes: list[int]) -> None:
+    axes.set_title(TITLES[loss])
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("b")
+    axes.set_xticks(sizes, [f"{b // 1024}k" if b < 2**20 else f"{b // 2**20}M" for b in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_yscale("log")
+    if field == "fraction":
+        axes.set_ylim(0.01, 1.05)
+        axes.set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.yaxis.set_minor_locator(NullLocator())
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.grid(alpha=0.3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--width", type=int, default=768, help="of the features")
+    parser.add_argument("--output", type=Path, help="folder; default: that of the records")
+    options = parser.parse_args()
+    content = json.loads(options.records.read_text())
+    records = chosen(content["records"], options.width)
+    if not records:
+        parser.error(f"{options.records}: no measured records of width {options.width}")
+    folder: Path = options.output or options.records.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    where = ", ".join(content["machine"]["gpus"]) or content["machine"]["cpu"]
+    for name, (field, unit, label) in FIGURES.items():
+        made = figure(records, field, unit, label)
+        made.suptitle(f"{where}, bf16, d = {options.width}")
+        path = folder / f"{options.records.stem}-{name}.png"
+        made.savefig(path, dpi=130)
+        plt.close(made)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

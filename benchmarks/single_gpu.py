@@ -1,0 +1,171 @@
+"""megabatch and its peers side by side on one GPU: time, memory, share of the product, error.
+
+    python benchmarks/single_gpu.py --output benchmarks/results/single-gpu.json
+
+Peers that are not installed are rows that say so. The most important groups come first; what does
+not fit into --budget-seconds is a row that says so too. `--list` prints the groups, `--device cpu
+--smallest` runs all of them at sizes that show only that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megabatch.benchmarking import records, supervise
+from megabatch.benchmarking.contenders import LOSSES
+from megabatch.benchmarking.group import Group
+from megabatch.benchmarking.inputs import Case
+from megabatch.benchmarking.measure import Result
+
+MIB = 2**20
+HEADLINE_SECONDS, SECONDS = 2.0, 1.0
+
+CLIP_PEERS = (
+    *("megabatch", "megabatch-compiled", "dense", "dense-compiled", "openclip"),
+    *("liger", "memeff", "cut-cross-entropy", "inf-cl"),
+)
+SIGLIP_PEERS = ("megabatch", "dense", "dense-compiled", "siglip-kernel")
+
+
+def case(b: int, d: int = 768, **changes: object) -> Case:
+    made = Case("clip", "megabatch", "cuda", "bfloat16", b, d, scale=14.3)
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def beside(one: Case, contenders: tuple[str, ...], seconds: float = SECONDS) -> Group:
+    return Group(tuple(replace(one, contender=name) for name in contenders), seconds)
+
+
+def alone(one: Case, seconds: float = SECONDS) -> Group:
+    return Group((one,), seconds)
+
+
+def groups() -> Iterator[Group]:
+    """What is measured, the most important first."""
+    for d in (768, 512, 1024):
+        yield alone(case(65_536, d), HEADLINE_SECONDS)
+    yield beside(case(8192), CLIP_PEERS)
+    yield beside(case(16_384), CLIP_PEERS)
+    yield alone(case(262_144))
+    yield alone(case(65_536, scale=100.0, features="trained"), HEADLINE_SECONDS)
+    yield alone(case(65_536, dtype="float16"), HEADLINE_SECONDS)
+    yield Group((case(1_048_576),), SECONDS, once=True, cost=20)
+    yield beside(case(32_768), CLIP_PEERS)
+    yield beside(case(16_384, loss="siglip"), SIGLIP_PEERS)
+    yield beside(case(65_536, loss="siglip"), SIGLIP_PEERS)
+    yield alone(case(65_536, 256))
+    yield alone(case(65_536, 2048))
+    yield alone(case(65_536, 700))
+    yield alone(case(65_601))
+    yield alone(case(16_384, dtype="float32", tf32=True))
+    yield alone(case(16_384, dtype="float32"))
+    rectangular = case(65_536, loss="logsumexp", n=20_000)
+    yield beside(rectangular, ("megabatch", "dense"))
+    yield beside(case(65_536), CLIP_PEERS[1:])
+    yield beside(case(8192, loss="siglip"), SIGLIP_PEERS)
+    yield beside(case(32_768, loss="siglip"), SIGLIP_PEERS)
+    yield Group((case(4_194_304, 512, backward=False),), SECONDS, once=True, cost=45)
+
+
+def smallest(one: Group) -> Group:
+    """The same on the CPU, at a size that shows only that it runs."""
+
+    def shrink(c: Case) -> Case:
+        b = {65_601: 129, 1_048_576: 1024, 4_194_304: 2048}.get(c.b, max(64, c.b >> 9))
+        n = None if c.n is None else 40
+        return replace(c, device="cpu", b=b, d=c.d // 8, n=n)
+
+    cases = tuple(shrink(c) for c in one.cases)
+    return Group(cases, seconds=0.01, product_size=64, once=one.once)
+
+
+def row(record: records.Record) -> str:
+    """One line for the eye."""
+    size = f"{record.b:,}" + (f" x {record.n:,}" if record.n else "")
+    kind = record.dtype + (" tf32" if record.tf32 else "")
+    kind += "" if record.features == "pairs" else f" {record.features} {record.scale:g}"
+    kind += "" if record.backward else " forward"
+    text = f"{record.loss:9} {record.contender:18} {size:>16} {record.d:5} {kind:20} "
+    if record.ms is None or record.fraction is None or record.extra_bytes is None:
+        return f"{text}{record.status}: {record.note}"
+    bound = 4 * record.b * record.d + 640 * MIB
+    over = " OVER" if record.contender == "megabatch" and record.extra_bytes > bound else ""
+    error = "-" if record.max_row_error is None else f"{record.max_row_error:.1e}"
+    return (
+        f"{text}{record.ms:10.3f} ms {record.fraction:6.1%} of {record.product_tflops:4.0f} "
+        f"{record.extra_bytes / MIB:9.0f} MiB{over} row error {error} {record.status} {record.note}"
+    )
+
+
+def combine(one: Case, result: Result) -> records.Record:
+    return records.combine(one, [result], LOSSES[one.loss].work)
+
+
+def absent(one: Case) -> Result | None:
+    contender = LOSSES[one.loss].contenders[one.contender]
+    if not contender.installed():
+        assert contender.needs is not None
+        return Result("not installed", f"pip install {contender.needs[1]}")
+    return None if contender.runs_on(one.device) else Result("skipped", "needs CUDA")
+
+
+def main() -> None:
+    options = arguments()
+    plan = [smallest(one) for one in groups()] if options.smallest else list(groups())
+    if options.only:
+        plan = [plan[i] for i in options.only]
+    missing = [(c, absent(c)) for one in plan for c in one.cases]
+    here = [replace(one, cases=tuple(c for c in one.cases if not absent(c))) for one in plan]
+    here = [one for one in here if one.cases]
+    if options.list:
+        for i, one in enumerate(plan):
+            print(i, one.case, *(c.contender for c in one.cases))
+        return
+    if options.worker is not None:
+        supervise.work(here, json.loads(options.worker), options.deadline)
+        return
+    output: Path = options.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log = output.with_suffix(".log")
+    log.write_text("")
+    deadline = time.time() + options.budget_seconds
+    command = records.command_line(output)
+    done = [combine(c, result) for c, result in missing if result is not None]
+    for record in done:
+        print(row(record))
+    same = [*(["--smallest"] if options.smallest else []), *(f"--only={i}" for i in options.only)]
+    start = supervise.start_self([__file__, *same, f"--deadline={deadline}", "--worker"])
+    for one, result in supervise.supervise(here, start, log, deadline, options.patience):
+        done.append(combine(one, result))
+        records.write(output, command, done)
+        print(row(done[-1]), flush=True)
+    print(f"{len(done)} records: {output}; messages: {log}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/single-gpu.json"))
+    parser.add_argument("--budget-seconds", type=float, default=330.0)
+    parser.add_argument("--patience", type=float, default=75.0, help="seconds until a hang is one")
+    parser.add_argument(
+        "--only", type=int, action="append", default=[], help="this group of --list; repeatable"
+    )
+    parser.add_argument("--list", action="store_true", help="print what would be measured")
+    parser.add_argument("--smallest", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not (options.smallest or options.list or torch.cuda.is_available()):
+        parser.error("no CUDA device; --smallest runs on the CPU")
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Contenders side by side in one process: same inputs, matrix products in between."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megabatch.benchmarking import memory, step
+from megabatch.benchmarking.clock import product_rate, timed_calls, times
+from megabatch.benchmarking.contenders import LOSSES
+from megabatch.benchmarking.inputs import PERIOD, Case
+from megabatch.benchmarking.measure import Result
+from megabatch.benchmarking.truth import Truth, of_copies
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that differ in their contender alone."""
+
+    cases: tuple[Case, ...]
+    seconds: float  #: of repetitions, and of the matrix products before and after
+    product_size: int = 8192
+    once: bool = False  #: the first call is the only one
+    cost: float = 0.0  #: seconds that the first call and the check will take, about
+
+    @property
+    def case(self) -> Case:
+        """What they have in common."""
+        return self.cases[0]
+
+
+#: A contender that is begun with (None), or its result.
+Event = tuple[Case, "Result | None"]
+
+
+@dataclass
+class _Ready:
+    """A contender that has been called."""
+
+    case: Case
+    call: Callable[[], Tensor]
+    result: Result
+    ms: float  #: of one call
+
+
+def run(group: Group, deadline: float) -> Iterator[Event]:
+    """Measure a group; nothing is begun that would not end by `deadline` (of time.time()).
+
+    First memory and errors of each contender in turn, which also compiles whatever there is to
+    compile; then times: products, contender, products, contender, products. So there are matrix
+    products right before and right after each, on a GPU that is equally warm for all.
+    """
+    if time.time() + group.cost > deadline:
+        yield from ((case, Result("skipped", "no time left")) for case in group.cases)
+        return
+    with _float32_products(group.case.tf32):
+        inputs = step.make_inputs(group.case)
+        ready = []
+        for case in group.cases:
+            yield case, None
+            if time.time() + 2 * group.seconds > deadline:
+                contender: _Ready | Result = Result("skipped", "no time left")
+            else:
+                contender = _prepare(case, inputs, group)
+            inputs.forget()
+            _release(case)
+            if isinstance(contender, Result):
+                yield case, contender
+            else:
+                ready.append(contender)
+        yield from _time(ready, inputs, group, deadline)
+        del inputs, ready
+        _release(group.case)
+
+
+def warm_up(device: str) -> None:
+    """Let the libraries take the memory that they keep, so that no contender is charged for it."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        a = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
+        (a @ a).sum().backward()
+
+
+def _prepare(case: Case, inputs: step.Inputs, group: Group) -> _Ready | Result:
+    """Call a contender twice: memory from the second time, and the errors of what it returned."""
+    result = Result("ok", seconds=group.seconds)
+    before = _allocated(case)
+    try:
+        loss = LOSSES[case.loss].contenders[case.contender].load()
+        call = step.forward_backward(loss, case, inputs)
+        if group.once:  # compiles with less
+            step.forward_backward(loss, case, step.make_inputs(case, 2 * PERIOD))()
+            result.product_rates = (_products(group),)
+        else:
+            call()
+        inputs.forget()
+        taken: list[float] = []
+        value: list[Tensor] = []
+
+        def timed() -> None:
+            taken.extend(timed_calls([lambda: value.append(call())], case.device))
+
+        # What the first call made it keep counts as well.
+        grown = _allocated(case) - before
+        result.extra_bytes = grown + memory.extra_bytes(timed, case.device)
+        result.extra_bytes = max(0, result.extra_bytes - inputs.gradient_bytes())
+        result.judge(case, step.errors(case, inputs, value[0], _exact(replace(case, contender=""))))
+        return _Ready(case, call, result, taken[0])
+    except Exception as error:
+        return _failure(error, case)
+
+
+def _time(
+    ready: list[_Ready], inputs: step.Inputs, group: Group, deadline: float
+) -> Iterator[Event]:
+    before: float | None = None
+    for contender in ready:
+        case, result = contender.case, contender.result
+        yield case, None
+        needed = 2 * group.seconds + max(group.seconds, 2e-3 * contender.ms)
+        try:
+            if group.once:
+                result.times_ms = (contender.ms,)
+                result.product_rates = (*result.product_rates, _products(group))
+            elif time.time() + needed > deadline:
+                result = Result("skipped", "no time left")
+            else:
+                before = before or _products(group)
+                result.times_ms = times(contender.call, case.device, group.seconds, repetitions=2)
+                after = _products(group)
+                result.product_rates, before = (before, after), after
+        except Exception as error:
+            result, before = _failure(error, case), None
+        inputs.forget()
+        yield case, result
+
+
+def _products(group: Group) -> float:
+    case = group.case
+    return product_rate(case.device, case.torch_dtype, group.product_size, group.seconds)
+
+
+@functools.lru_cache(maxsize=4)
+def _exact(case: Case) -> Truth:
+    """For all contenders of one group, and for groups that differ in how often the rows come."""
+    inputs = step.make_inputs(case, PERIOD)
+    if case.b <= PERIOD:
+        return step.exact_result(case, inputs)
+    copies, rest = divmod(case.b, PERIOD)
+    if rest or case.loss != "clip":
+        raise ValueError(f"b: expected a multiple of {PERIOD} and loss clip, got {case}")
+    return of_copies(_exact(replace(case, b=PERIOD, backward=True)), copies)
+
+
+def _failure(error: Exception, case: Case) -> Result:
+    if memory.is_out_of_memory(error):
+        return Result("out of memory", memory.reason(error))
+    if case.device == "cuda":
+        torch.cuda.synchronize()  # raises where CUDA is broken for good, and ends the process
+    first = str(error).strip().split("\n")[0]
+    return Result("failed", f"{type(error).__name__}: {first}"[:300])
+
+
+@contextlib.contextmanager
+def _float32_products(tf32: bool) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _allocated(case: Case) -> int:
+    return torch.cuda.memory_allocated() if case.device == "cuda" else 0
+
+
+def _release(case: Case) -> None:
+    gc.collect()
+    if case.device == "cuda":
+        torch.cuda.empty_cache()

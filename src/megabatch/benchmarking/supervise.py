@@ -1,0 +1,125 @@
+"""Measure groups in a process that may crash or hang: what it left undone, another one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from megabatch.benchmarking import group
+from megabatch.benchmarking.group import Group
+from megabatch.benchmarking.inputs import Case
+from megabatch.benchmarking.measure import Result
+
+#: Starts a worker: (cases it is to leave out, file for its messages) -> process
+Start = Callable[[Collection[int], IO[bytes]], "subprocess.Popen[bytes]"]
+
+
+def supervise(
+    groups: Sequence[Group], start: Start, log: Path, deadline: float, patience: float
+) -> Iterator[tuple[Case, Result]]:
+    """The result of every case, as workers find them.
+
+    A case in which a worker died, or was silent for `patience` seconds, failed; the next worker
+    leaves it out. At `deadline` (of time.time()) the worker is ended.
+    """
+    cases = [case for one in groups for case in one.cases]
+    done: set[int] = set()
+    while len(done) < len(cases) and time.time() < deadline:
+        current: int | None = None
+        with log.open("ab") as messages:
+            worker = start(done, messages)
+        try:
+            for line in _lines(worker, deadline, patience):
+                current = line["case"]
+                if "result" in line:
+                    done.add(current)
+                    yield cases[current], Result(**line["result"])
+            silent = worker.poll() is None
+        finally:
+            worker.kill()
+            code = worker.wait()
+        if time.time() >= deadline:
+            break
+        if current is None:  # it did not even begin: another one would not either
+            raise RuntimeError(f"the worker ended with exit code {code}: {_last_line(log)}")
+        if current not in done:
+            done.add(current)
+            note = f"no sign of life for {patience:.0f} s" if silent else _last_line(log)
+            yield cases[current], Result("failed", note or f"exit code {code}")
+    for i, case in enumerate(cases):
+        if i not in done:
+            yield case, Result("skipped", "no time left")
+
+
+def work(groups: Sequence[Group], skip: Collection[int], deadline: float) -> None:
+    """What a worker does; its messages go to standard output, a line each."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no message
+    first = 0
+    warm = False
+    for one in groups:
+        numbers = {case: first + i for i, case in enumerate(one.cases)}
+        first += len(one.cases)
+        left = tuple(case for case in one.cases if numbers[case] not in skip)
+        if not left:
+            continue
+        if not warm:
+            group.warm_up(one.case.device)
+            warm = True
+        for case, result in group.run(_with_cases(one, left), deadline):
+            line: dict[str, Any] = {"case": numbers[case]}
+            if result is not None:
+                line["result"] = asdict(result)
+            print(json.dumps(line), file=out, flush=True)
+
+
+def _with_cases(one: Group, cases: tuple[Case, ...]) -> Group:
+    return Group(cases, one.seconds, one.product_size, one.once, one.cost)
+
+
+def _lines(
+    worker: subprocess.Popen[bytes], deadline: float, patience: float
+) -> Iterator[dict[str, Any]]:
+    """The messages, until it ends, is silent for too long, or the time is up."""
+    assert worker.stdout is not None
+    received: queue.Queue[bytes] = queue.Queue()
+
+    def read(stream: IO[bytes]) -> None:
+        for line in stream:
+            received.put(line)
+        received.put(b"")
+
+    threading.Thread(target=read, args=(worker.stdout,), daemon=True).start()
+    while True:
+        try:
+            line = received.get(timeout=max(0.0, min(patience, deadline - time.time())))
+        except queue.Empty:
+            return
+        if not line:
+            worker.wait()
+            return
+        yield json.loads(line)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1][:300] if lines else ""
+
+
+def start_self(arguments: Sequence[str]) -> Start:
+    """Workers that are this script with further arguments and the cases to leave out."""
+
+    def start(skip: Collection[int], messages: IO[bytes]) -> subprocess.Popen[bytes]:
+        words = [sys.executable, *arguments, json.dumps(sorted(skip))]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=messages)
+
+    return start

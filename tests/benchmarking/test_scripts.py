@@ -1,0 +1,59 @@
+"""The scripts in benchmarks/, at sizes that show only that they run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+if sys.platform != "linux":
+    pytest.skip("the CPU is measured on Linux only", allow_module_level=True)
+
+
+def run(script: str, *words: str) -> str:
+    command = [sys.executable, str(SCRIPTS / script), *words]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_single_gpu_measures_records_and_is_plotted(tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    shown = run("single_gpu.py", "--smallest", "--only=0", "--only=3", f"--output={output}")
+    content = json.loads(output.read_text())
+    status = {(r["contender"], r["b"]): r["status"] for r in content["records"]}
+    assert status["megabatch", 128] == status["megabatch", 64] == status["dense", 64] == "ok"
+    assert status["dense-compiled", 64] == "skipped"
+    assert status["memeff", 64] in ("not installed", "skipped")
+    assert f"{len(status)} records" in shown
+    run("plots.py", str(output), "--width", "96")
+    pictures = {path.name for path in tmp_path.glob("*.png")}
+    assert pictures == {f"r-{name}.png" for name in ("time", "memory", "fraction")}
+
+
+def test_the_plan_covers_what_is_promised() -> None:
+    listed = run("single_gpu.py", "--list").splitlines()
+    for words in ("b=65536, d=512,", "b=65536, d=1024,", "b=1048576, d=768,", "b=4194304, d=512,"):
+        assert any(words in line for line in listed), words
+    first = listed[0]
+    assert "b=65536, d=768, scale=14.3" in first
+    assert "bfloat16" in first
+
+
+def test_exactness(tmp_path: Path) -> None:
+    output = tmp_path / "e.json"
+    run("exactness.py", f"--output={output}", "--batch-size=512", "--width=16", "--device=cpu")
+    made = json.loads(output.read_text())["records"]
+    assert len(made) == 2 * 4 * 2 * 3
+    worst = {
+        r["contender"]: r["gradient_max"]
+        for r in made
+        if (r["dtype"], r["features"], r["scale"]) == ("bfloat16", "trained", 14.3)
+    }
+    assert worst["megabatch"] < 6e-3
+    assert worst["megabatch"] < 2 * worst["dense, careful"]
