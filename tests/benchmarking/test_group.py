@@ -95,6 +95,17 @@ def test_a_single_call_of_repeated_rows(backward: bool, monkeypatch: pytest.Monk
     assert (found.max_row_error is not None) == backward
 
 
+def test_rows_that_repeat_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (inputs, group):
+        monkeypatch.setattr(module, "PERIOD", 32)
+    group._exact.cache_clear()
+    found = results(together("dense", case=replace(CASE, b=65)))["dense"]
+    group._exact.cache_clear()
+    assert found.status == "ok"
+    assert found.max_row_error is not None
+    assert found.max_row_error < 1e-4
+
+
 def test_float16_is_scaled_as_in_training() -> None:
     case = replace(CASE, dtype="float16", b=4096, d=8)
     found = results(together("megabatch", case=case))["megabatch"]

@@ -149,13 +149,10 @@ def _products(group: Group) -> float:
 @functools.lru_cache(maxsize=4)
 def _exact(case: Case) -> Truth:
     """For all contenders of one group, and for groups that differ in how often the rows come."""
-    inputs = step.make_inputs(case, PERIOD)
-    if case.b <= PERIOD:
-        return step.exact_result(case, inputs)
     copies, rest = divmod(case.b, PERIOD)
-    if rest or case.loss != "clip":
-        raise ValueError(f"b: expected a multiple of {PERIOD} and loss clip, got {case}")
-    return of_copies(_exact(replace(case, b=PERIOD, backward=True)), copies)
+    if case.loss == "clip" and copies > 1 and not rest:
+        return of_copies(_exact(replace(case, b=PERIOD, backward=True)), copies)
+    return step.exact_result(case, step.make_inputs(case))
 
 
 def _failure(error: Exception, case: Case) -> Result:
