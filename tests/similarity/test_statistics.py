@@ -189,9 +189,9 @@ def test_operators_are_registered_in_full() -> None:
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     ids = (torch.arange(6) % 3, torch.arange(5) % 3)
     for arguments in (
-        (x, y, scale, None, None, None, "plain", True),
-        (x, y, scale, *ids, None, "plain", False),
-        (x, None, scale, None, None, None, "dropped", False),
+        (x, y, scale, None, None, None, "plain", True, True),
+        (x, y, scale, *ids, None, "plain", False, False),
+        (x, None, scale, None, None, None, "dropped", False, True),
     ):
         torch.library.opcheck(torch.ops.megabatch.statistics.default, arguments)
     torch.library.opcheck(torch.ops.megabatch.row_products.default, (x[:5], y))
@@ -267,6 +267,47 @@ def test_strided_features() -> None:
     truth = dense.logsumexp(x, y[:, ::2].repeat(1, 2), 5.0)
     for a, b in zip(ours, truth, strict=True):
         assert_same(a, b)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_kept_logits_spare_the_backward_pass_their_products(
+    monkeypatch: pytest.MonkeyPatch, symmetric: bool
+) -> None:
+    """As many as the workspace leaves room for; the same gradients, twice over."""
+    products = []
+    original = sweep.tile_torch.logits
+    monkeypatch.setattr(sweep, "block_shape", lambda like: (10, 10))
+    monkeypatch.setattr(
+        sweep.tile_torch, "logits", lambda *a, **k: products.append(1) or original(*a, **k)
+    )
+    x, y = MAKERS["clustered"](100, 100, 6)
+    blocks = 55 if symmetric else 100
+    results = []
+    for kept in (0, 30, blocks):
+        monkeypatch.setattr(sweep, "kept_size", lambda x, y, kept=kept: 100 * kept)
+        mine = leaves(x, 30.0) if symmetric else leaves(x, y, 30.0)
+        ours = similarity.split_logsumexp(*((mine[0], None, mine[1]) if symmetric else mine))
+        products.clear()
+        total = weighted_sum([part for side in ours for part in side])
+        total.backward(retain_graph=True)
+        assert len(products) == blocks - kept
+        total.backward()
+        results.append([leaf.grad for leaf in mine])
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_nothing_is_kept_without_gradients_or_room() -> None:
+    x, y = torch.randn(40, 4), torch.randn(30, 4)
+    assert sweep.kept_size(x, y) == 1200
+    arguments = (x, y, torch.tensor(1.0), None, None, None, "plain", True)
+    assert torch.ops.megabatch.statistics(*arguments, False)[2].numel() == 0
+    before = similarity.set_workspace(64 << 10)
+    try:
+        assert sweep.kept_size(torch.randn(3000, 4), torch.randn(3000, 4)) <= 16 << 10
+    finally:
+        similarity.set_workspace(before)
 
 
 def test_block_shape_follows_the_workspace() -> None:

@@ -141,12 +141,12 @@ def split_logsumexp(
 def _statistics(matrix: tuple[Any, ...], group: object, call: str) -> tuple[Tensor, Tensor]:
     """The operator of one process, or the one of `statistics_ring`."""
     name = group_name(group)
-    if not name:
-        return torch.ops.megabatch.statistics(*matrix)
     x, y, scale, *rest = matrix
     inputs = {"x": x, "y": y, "scale": scale}
     grad = torch.is_grad_enabled()
     wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
+    if not name:
+        return torch.ops.megabatch.statistics(*matrix, bool(wanted))[:2]
     around_the_ring = torch.ops.megabatch.ring_statistics
     group_arguments = (name, call, ", ".join(wanted))
     return around_the_ring(x, y, replicated(scale, group), *rest, *group_arguments)[:2]

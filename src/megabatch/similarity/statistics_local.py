@@ -35,20 +35,30 @@ def statistics(
     ceiling: Tensor | None,
     diagonal: str,
     columns: bool,
-) -> tuple[Tensor, Tensor]:
-    """Forward sweep; see `split_logsumexp`. Without `columns` the second result is empty."""
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Forward sweep; see `split_logsumexp`. Without `columns` the second result is empty.
+
+    The third is what `keep` leaves for the backward pass: see `sweep.blocks`.
+    """
     pairs = Pairs(diagonal, row_ids, column_ids, ceiling)
     kinds = kinds_of(diagonal, row_ids)
     with torch.cuda.device_of(x):
-        blocks = sweep.blocks(x, x if y is None else y, pairs, symmetric=y is None)
+        kept = _kept(x, y, keep)
+        blocks = sweep.blocks(x, x if y is None else y, pairs, y is None, kept)
         row_state = sweep.empty_state(x.shape[0], kinds, x)
         size = (x if y is None else y).shape[0]
         column_state = sweep.empty_state(size, kinds, x) if columns else None
         blocks.forward(scale, row_state, column_state)
         finished = finish(row_state, blocks.unit)
         if column_state is None:
-            return finished, finished.new_empty(0)
-        return finished, finish(column_state, blocks.unit)
+            return finished, finished.new_empty(0), kept
+        return finished, finish(column_state, blocks.unit), kept
+
+
+def _kept(x: Tensor, y: Tensor | None, keep: bool) -> Tensor:
+    size = sweep.kept_size(x, x if y is None else y) if keep else 0
+    return x.new_empty(size, dtype=accumulator_dtype(x.dtype))
 
 
 @statistics.register_fake
@@ -61,12 +71,14 @@ def _(
     ceiling: Tensor | None,
     diagonal: str,
     columns: bool,
-) -> tuple[Tensor, Tensor]:
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype, parts = accumulator_dtype(x.dtype), 1 if kinds_of(diagonal, row_ids) == 1 else 4
     rows = x.new_empty((parts, x.shape[0]), dtype=dtype)
+    kept = _kept(x, y, keep)
     if not columns:
-        return rows, x.new_empty(0, dtype=dtype)
-    return rows, x.new_empty((parts, (x if y is None else y).shape[0]), dtype=dtype)
+        return rows, x.new_empty(0, dtype=dtype), kept
+    return rows, x.new_empty((parts, (x if y is None else y).shape[0]), dtype=dtype), kept
 
 
 def finish(state: Tensor, unit: float) -> Tensor:
@@ -92,6 +104,7 @@ def statistics_backward(
     diagonal: str,
     rows: Tensor,
     columns: Tensor,
+    kept: Tensor,
     row_gradient: Tensor | None,
     column_gradient: Tensor | None,
     need_x: bool,
@@ -102,7 +115,7 @@ def statistics_backward(
     pairs = Pairs(diagonal, row_ids, column_ids, ceiling)
     pulls = pull_of(rows, row_gradient), pull_of(columns, column_gradient)
     with torch.cuda.device_of(x):
-        blocks = sweep.blocks(x, x if y is None else y, pairs, symmetric=y is None)
+        blocks = sweep.blocks(x, x if y is None else y, pairs, y is None, kept)
         size = blocks.prepare(*pulls)
         if y is None:
             dx, dscale = _symmetric_gradients(x, blocks, scale, size, pulls[0], need_x)
@@ -177,6 +190,7 @@ def _(
     diagonal: str,
     rows: Tensor,
     columns: Tensor,
+    kept: Tensor,
     row_gradient: Tensor | None,
     column_gradient: Tensor | None,
     need_x: bool,
@@ -204,15 +218,15 @@ def pull_of(values: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, y, scale, row_ids, column_ids, ceiling, diagonal, _ = inputs
+    x, y, scale, row_ids, column_ids, ceiling, diagonal, *_ = inputs
     ctx.save_for_backward(x, y, scale, row_ids, column_ids, ceiling, *output)
     ctx.diagonal = diagonal
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx, row_gradient, column_gradient):  # type: ignore[no-untyped-def]
-    x, y, scale, row_ids, column_ids, ceiling, rows, columns = ctx.saved_tensors
-    nothing = (None,) * 8
+def _autograd(ctx, row_gradient, column_gradient, _):  # type: ignore[no-untyped-def]
+    x, y, scale, row_ids, column_ids, ceiling, rows, columns, kept = ctx.saved_tensors
+    nothing = (None,) * 9
     if row_gradient is None and column_gradient is None:
         return nothing
     need_x, need_y, need_scale = ctx.needs_input_grad[:3]
@@ -226,6 +240,7 @@ def _autograd(ctx, row_gradient, column_gradient):  # type: ignore[no-untyped-de
         ctx.diagonal,
         rows,
         columns,
+        kept,
         row_gradient,
         column_gradient if columns.numel() else None,
         need_x,
@@ -234,7 +249,7 @@ def _autograd(ctx, row_gradient, column_gradient):  # type: ignore[no-untyped-de
     )
     return (dx if need_x else None, dy if need_y else None, dscale if need_scale else None) + (
         None,
-    ) * 5
+    ) * 6
 
 
 statistics.register_autograd(_autograd, setup_context=_setup_context)

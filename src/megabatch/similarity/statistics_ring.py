@@ -96,9 +96,10 @@ def _(
     call: str,
     wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = statistics(x, y, scale, row_ids, column_ids, ceiling, diagonal, columns)
+    matrix = (x, y, scale, row_ids, column_ids, ceiling, diagonal, columns)
+    *results, _ = statistics(*matrix, False)
     sizes = x.new_empty(exchange.resolve(group).size(), dtype=torch.int64, device="cpu")
-    return *results, sizes
+    return results[0], results[1], sizes
 
 
 class _Shards:

@@ -73,13 +73,30 @@ def strips(n: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, n))
 
 
-def blocks(x: Tensor, y: Tensor, pairs: Pairs, symmetric: bool = False) -> Blocks | FusedBlocks:
+def kept_size(x: Tensor, y: Tensor) -> int:
+    """How many logits the forward pass may keep for the backward pass: what the workspace leaves.
+
+    On the CPU alone, where blocks take little of it; each one kept is one not computed twice.
+    """
+    if x.device.type != "cpu":
+        return 0
+    rows, columns = block_shape(x)
+    item = accumulator_dtype(x.dtype).itemsize
+    left = workspace(x) - _bytes(rows, columns, x.shape[1] if x.element_size() < item else 0, item)
+    return max(0, min(left // item, x.shape[0] * y.shape[0]))
+
+
+def blocks(
+    x: Tensor, y: Tensor, pairs: Pairs, symmetric: bool = False, kept: Tensor | None = None
+) -> Blocks | FusedBlocks:
     """The blocks of x (m, d) against y (n, d), by fused kernels where there are some.
 
-    With `symmetric` (y is x) only the blocks on and above the diagonal are visited.
+    With `symmetric` (y is x) only the blocks on and above the diagonal are visited. `kept` (k,)
+    holds the logits of the first blocks, as many as fit: the forward pass writes it, the backward
+    pass reads it. Fused kernels keep none.
     """
     if not fused_available(x):
-        return Blocks(x, y, pairs, symmetric)
+        return Blocks(x, y, pairs, symmetric, kept)
     from megabatch.similarity.fused.blocks import FusedBlocks  # Triton, where it is needed
 
     return FusedBlocks(x, y, pairs, symmetric, workspace(x))
@@ -104,13 +121,21 @@ class Blocks:
     #: A state's reference times this is a natural logarithm.
     unit = 1.0
 
-    def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, symmetric: bool = False) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        pairs: Pairs,
+        symmetric: bool = False,
+        kept: Tensor | None = None,
+    ) -> None:
         self.x, self.y, self.pairs, self.symmetric = x, y, pairs, symmetric
         self.rows, self.columns = block_shape(x)
         if symmetric:  # square blocks, so that each is on the diagonal, above it, or below it
             self.rows = self.columns = min(self.rows, self.columns)
         size = min(self.rows, x.shape[0]) * min(self.columns, y.shape[0])
         self._buffers = x.new_empty(2, size, dtype=accumulator_dtype(x.dtype))
+        self._kept = {} if kept is None else self._places(kept)
 
     def forward(self, scale: Tensor, rows: Tensor, columns: Tensor | None) -> None:
         """Merge all blocks into the states of the rows and, unless None, of the columns.
@@ -129,6 +154,7 @@ class Blocks:
                     rows[:, i],
                     None if other is None else other[:, j],
                     self._views(i, j),
+                    self._kept.get((i.start, j.start)),
                 )
 
     def backward(
@@ -156,6 +182,7 @@ class Blocks:
                 dx,
                 dy[j] if dy is not None and (mirrored or not self.symmetric) else None,
                 self._views(i, j),
+                self._kept.get((i.start, j.start)),
             )
 
     def accumulator(self, rows: int) -> Tensor:
@@ -188,6 +215,19 @@ class Blocks:
         for j in strips(self.y.shape[0], self.columns):
             if not self.symmetric or j.start >= i.start:
                 yield j
+
+    def _places(self, kept: Tensor) -> dict[tuple[int, int], Tensor]:
+        """Where the logits of the blocks that fit into `kept` stay, by their first pair."""
+        places: dict[tuple[int, int], Tensor] = {}
+        used = 0
+        for i in strips(self.x.shape[0], self.rows):
+            for j in self._columns_of(i):
+                m, n = i.stop - i.start, j.stop - j.start
+                if used + m * n > kept.numel():
+                    return places
+                places[i.start, j.start] = kept[used : used + m * n].view(m, n)
+                used += m * n
+        return places
 
     def _views(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
         m, n = i.stop - i.start, j.stop - j.start

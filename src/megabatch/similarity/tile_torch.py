@@ -67,14 +67,18 @@ def forward(
     rows: Tensor,
     columns: Tensor | None,
     buffers: tuple[Tensor, Tensor],
+    kept: Tensor | None,
 ) -> None:
-    """Merge the block x (m, d) against y (n, d) into the states `rows` and `columns`, in place."""
-    s = logits(x, y, scale, out=buffers[0])
+    """Merge the block x (m, d) against y (n, d) into the states `rows` and `columns`, in place.
+
+    Its logits stay in `kept` for the backward pass, if that is given.
+    """
+    s = logits(x, y, scale, out=buffers[0] if kept is None else kept)
     positive, dropped = pairs.masks(s)
     if positive is None and dropped is None:
         shift = _merge_sum(rows[:2], s, 1, buffers[1])
         if columns is not None and not _merge_shared(columns[:2], buffers[1], shift):
-            _merge_sum(columns[:2], s, 0, s)
+            _merge_sum(columns[:2], s, 0, buffers[1])
         return
     excluded = _either(positive, dropped)
     negatives = s.masked_fill(excluded, -torch.inf)
@@ -99,21 +103,22 @@ def backward(
     dx: Tensor | None,
     dy: Tensor | None,
     buffers: tuple[Tensor, Tensor],
+    kept: Tensor | None,
 ) -> None:
     """Add dS @ y to dx and dS.T @ x to dy (accumulator dtype, without the factor `scale`).
 
     `rows` and `columns` are pulls; dS combines both in the accumulator's dtype before it is
-    rounded for the products.
+    rounded for the products. `kept`: the block's logits, if the forward pass left them.
     """
-    s = logits(x, y, scale, out=buffers[0])
+    s = logits(x, y, scale, out=buffers[0]) if kept is None else kept
     positive, dropped = pairs.masks(s)
     if positive is None:
-        ds = _pull(s, rows, columns, 0, buffers[1])
+        ds = _pull(s, rows, columns, 0, buffers)
     else:
         ds = torch.where(
             positive,
-            _pull(s.clone(), rows, columns, 2, torch.empty_like(s)),
-            _pull(s, rows, columns, 0, buffers[1]),
+            _pull(s, rows, columns, 2, (torch.empty_like(s), torch.empty_like(s))),
+            _pull(s, rows, columns, 0, buffers),
         )
     if dropped is not None:
         ds = ds.masked_fill(dropped, 0)
@@ -157,24 +162,30 @@ def _merge_shared(state: Tensor, exponentials: Tensor, shift: Tensor) -> bool:
 
 
 def _pull(
-    s: Tensor, rows: Tensor | None, columns: Tensor | None, start: int, out: Tensor
+    s: Tensor,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    start: int,
+    buffers: tuple[Tensor, Tensor],
 ) -> Tensor:
     """The upstream gradients of each logit in `s`, over negatives (start 0) or positives (2).
 
-    Destroys `s`.
+    The first buffer may be `s` itself, which is then destroyed.
     """
+    scratch, out = buffers
     if rows is not None and columns is not None and start == 0 and _shareable(rows, columns):
         reference = rows[0].max()
         rows_factor = (reference - rows[0]).exp_().mul_(rows[1])
         columns_factor = (reference - columns[0]).exp_().mul_(columns[1])
         torch.add(rows_factor[:, None], columns_factor, out=out)
-        return out.mul_(s.sub_(reference).exp_())
+        return out.mul_(torch.sub(s, reference, out=scratch).exp_())
     if rows is not None:
         torch.sub(s, rows[start, :, None], out=out).exp_().mul_(rows[start + 1, :, None])
     else:
         out.zero_()
     if columns is not None:
-        out.addcmul_(s.sub_(columns[start]).exp_(), columns[start + 1])
+        exponentials = torch.sub(s, columns[start], out=scratch).exp_()
+        out.addcmul_(exponentials, columns[start + 1])
     if start == 2 and rows is not None:
         out += rows[4, :, None]
     if start == 2 and columns is not None:

@@ -43,7 +43,7 @@ def test_operators_are_registered_in_full() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     with torch.no_grad():
         for sides in ((None, None), (ids, ids)):
-            arguments = (x, y, scale, *sides, None, "plain", True)
+            arguments = (x, y, scale, *sides, None, "plain", True, True)
             torch.library.opcheck(
                 torch.ops.megabatch.statistics.default, arguments, test_utils=tests
             )
