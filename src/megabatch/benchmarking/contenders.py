@@ -17,6 +17,10 @@ from megabatch.errors import UsageError
 LossFunction = Callable[..., Tensor]
 
 
+#: Bytes; room for all logits of 16,384 pairs in float32, which the backward pass then reuses.
+KEEPING = 1152 << 20
+
+
 @dataclass(frozen=True)
 class Contender:
     """One implementation. `load` imports what it needs; `needs`: a package that may be missing."""
@@ -88,6 +92,13 @@ def _megabatch() -> LossFunction:
     return ClipLoss()
 
 
+def _megabatch_keeping() -> LossFunction:
+    from megabatch.similarity import set_workspace
+
+    set_workspace(KEEPING)
+    return _megabatch()
+
+
 def _dense() -> LossFunction:
     from megabatch.similarity.dense import clip_loss
 
@@ -134,6 +145,7 @@ CLIP = Loss(
     "clip",
     _by_name(
         Contender("megabatch", "megabatch.ClipLoss: tiles, no matrix", _megabatch),
+        Contender("megabatch-keeping", "with a workspace of 1.125 GiB", _megabatch_keeping),
         Contender("megabatch-compiled", "under torch.compile", _compiled(_megabatch), cuda=True),
         Contender("dense", "one matrix, two cross-entropies", _dense),
         Contender("dense-compiled", "under torch.compile", _compiled(_dense), cuda=True),
