@@ -34,9 +34,9 @@ class LossOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes cuda where there is one."""
     contenders: tuple[str, ...] = ()
-    """megabatch, megabatch-keeping (all logits, in 1.125 GiB), dense, two-products, openclip; on CUDA
-    also megabatch-compiled, dense-compiled, inf-cl, memeff, liger, cut-cross-entropy. Default: all that run here. Times and memory are
-    shown relative to the first."""
+    """megabatch, megabatch-keeping (all logits, in 1.125 GiB), dense, two-products, openclip; on
+    CUDA also megabatch-compiled, dense-compiled, inf-cl, memeff, liger, cut-cross-entropy. Default:
+    all that run here. Times and memory are shown relative to the first."""
     scale: float = 14.3
     """Logit scale (1 / temperature), exponentiated."""
     rounds: int = 2

@@ -26,8 +26,9 @@ _workspace: int | None = None
 def set_workspace(size: int | None) -> int | None:
     """Bound the memory that a block of the matrix may take, in bytes; returns the bound before.
 
-    It holds for all calls in this process. Smaller blocks are slower. None, the bound at the
-    start, stands for 256 MiB on the CPU and 512 MiB on a GPU.
+    It holds for all calls in this process. Smaller blocks are slower. On the CPU, what the blocks
+    leave of it holds logits from the forward to the backward pass (`kept_size`). None, the bound at
+    the start, stands for 256 MiB on the CPU and 512 MiB on a GPU.
 
     Raises:
         TypeError: `size` is neither None nor an integer.
