@@ -1,0 +1,68 @@
+"""Peak memory of one forward and backward pass of CLIP's loss on the CPU, the process as a whole.
+
+    python benchmarks/cpu_memory.py --pairs 65536 --width 512 --output benchmarks/results/FILE.json
+
+`megabatch bench loss` measures the same beside others, in several passes; this is for sizes at
+which one pass takes minutes. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import megabatch as mb
+from megabatch.benchmarking.records import machine, versions
+
+
+def peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", type=int, default=65_536)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    x, y = (
+        F.normalize(torch.randn(options.pairs, options.width), dim=1).requires_grad_()
+        for _ in range(2)
+    )
+    scale = torch.tensor(14.3, requires_grad=True)
+    before, begun = peak_bytes(), time.perf_counter()
+    loss = mb.ClipLoss()(x, y, scale)
+    loss.backward()
+    record = {
+        "contender": "megabatch",
+        "device": "cpu",
+        "n_devices": 1,
+        "dtype": "float32",
+        "b": options.pairs,
+        "d": options.width,
+        "threads": torch.get_num_threads(),
+        "ms": 1e3 * (time.perf_counter() - begun),
+        "peak_bytes_of_the_process": peak_bytes(),
+        "peak_bytes_before": before,
+        "loss": loss.item(),
+    }
+    command = shlex.join(["python", "benchmarks/cpu_memory.py", *sys.argv[1:]])
+    content = {
+        "command": command, "machine": machine(), "versions": versions(), "records": [record]
+    }  # fmt: skip
+    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    print(record)
+
+
+if __name__ == "__main__":
+    main()
