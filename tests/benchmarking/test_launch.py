@@ -28,7 +28,7 @@ def test_dense_takes_its_matrices_and_megabatch_does_not() -> None:
     assert dense.extra_bytes is not None
     assert mine.extra_bytes is not None
     assert dense.extra_bytes > 3 * 64 * MIB  # logits of 4,096 x 4,096 and two softmaxes
-    assert mine.extra_bytes < 64 * MIB
+    assert mine.extra_bytes < 96 * MIB  # the logits once: they fit the workspace and are kept
 
 
 @linux
