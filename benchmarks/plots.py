@@ -1,9 +1,11 @@
-"""Time, extra memory and share of the matrix product against b, from the records of single_gpu.py.
+"""Figures from the records of single_gpu.py and of scaling.py.
 
     python benchmarks/plots.py benchmarks/results/single-gpu.json
+    python benchmarks/plots.py benchmarks/results/scaling.json
 
-Draws bf16, scale 14.3, forward and backward, at one width; writes single-gpu-time.png,
-single-gpu-memory.png and single-gpu-fraction.png beside the records.
+Draws bf16, scale 14.3, forward and backward, at one width. Of one GPU: time, extra memory and share
+of the matrix product against b (single-gpu-time.png, -memory.png, -fraction.png beside the
+records). Of several: fraction of ideal and memory of one GPU against their number (scaling.png).
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def finish(axes: Axes, loss: str, field: str, sizes: list[int]) -> None:
     axes.set_title(TITLES[loss])
     axes.set_xscale("log", base=2)
     axes.set_xlabel("b")
-    axes.set_xticks(sizes, [f"{b // 1024}k" if b < 2**20 else f"{b // 2**20}M" for b in sizes])
+    axes.set_xticks(sizes, [short(b) for b in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yscale("log")
     if field == "fraction":
@@ -104,6 +106,52 @@ def finish(axes: Axes, loss: str, field: str, sizes: list[int]) -> None:
     axes.grid(alpha=0.3)
 
 
+def scaling(records: list[dict[str, Any]]) -> plt.Figure:
+    """CLIP's loss over several GPUs: a line for each global batch; the sigmoid loss's dashed."""
+    made, (ideal, memory) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
+    lines: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        if record["contender"] == "megabatch" and record["ms"] is not None:
+            lines[record["loss"], record["b"]].append(record)
+    sizes = sorted({b for _, b in lines})
+    for (loss, b), line in sorted(lines.items()):
+        style = {
+            "color": plt.get_cmap("viridis")(sizes.index(b) / max(1, len(sizes) - 1)),
+            "marker": "o" if loss == "clip" else "s",
+            "linestyle": "-" if loss == "clip" else "--",
+            "label": f"{short(b)}" + ("" if loss == "clip" else ", sigmoid"),
+        }
+        line.sort(key=lambda record: record["n_devices"])
+        known = [(r["n_devices"], r["of_ideal"] or 1.0) for r in line if fraction_known(r)]
+        if len(known) > 1:
+            ideal.plot(*zip(*known, strict=True), **style)
+        points = [(r["n_devices"], r["extra_bytes"] / 2**30) for r in line]
+        memory.plot(*zip(*points, strict=True), **style)
+    counts = sorted({r["n_devices"] for line in lines.values() for r in line})
+    for axes in (ideal, memory):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(n) for n in counts])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("GPUs")
+        axes.grid(alpha=0.3)
+    ideal.set_ylabel("time on one GPU / (GPUs x time)")
+    ideal.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ideal.axhline(1, color="0.6", linewidth=1)
+    ideal.set_ylim(0, None)
+    memory.set_ylabel("memory of one GPU beyond inputs and gradients, GiB")
+    memory.set_ylim(0, None)
+    made.legend(*memory.get_legend_handles_labels(), loc="outside right center", fontsize=9)
+    return made
+
+
+def fraction_known(record: dict[str, Any]) -> bool:
+    return record["n_devices"] == 1 or record["of_ideal"] is not None
+
+
+def short(b: int) -> str:
+    return f"{b // 1024}k" if b < 2**20 else f"{b // 2**20}M"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("records", type=Path)
@@ -111,19 +159,31 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder; default: that of the records")
     options = parser.parse_args()
     content = json.loads(options.records.read_text())
-    records = chosen(content["records"], options.width)
-    if not records:
-        parser.error(f"{options.records}: no measured records of width {options.width}")
+    everything = content["records"]
     folder: Path = options.output or options.records.parent
     folder.mkdir(parents=True, exist_ok=True)
-    where = ", ".join(content["machine"]["gpus"]) or content["machine"]["cpu"]
-    for name, (field, unit, label) in FIGURES.items():
-        made = figure(records, field, unit, label)
-        made.suptitle(f"{where}, bf16, d = {options.width}")
-        path = folder / f"{options.records.stem}-{name}.png"
+    figures: dict[str, plt.Figure] = {}
+    if any("of_ideal" in record for record in everything):
+        figures[""] = scaling([r for r in everything if r["d"] == options.width])
+    else:
+        records = chosen(everything, options.width)
+        if not records:
+            parser.error(f"{options.records}: no measured records of width {options.width}")
+        for name, (field, unit, label) in FIGURES.items():
+            figures[f"-{name}"] = figure(records, field, unit, label)
+    for name, made in figures.items():
+        made.suptitle(f"{place(content['machine'])}, bf16, d = {options.width}")
+        path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)
         plt.close(made)
         print(path)
+
+
+def place(machine: dict[str, Any]) -> str:
+    """GPUs, each kind once, or the CPU."""
+    gpus: list[str] = machine["gpus"]
+    kinds = [f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus)]
+    return ", ".join(kinds).removeprefix("1 x ") or str(machine["cpu"])
 
 
 if __name__ == "__main__":

@@ -68,12 +68,13 @@ class Record:
     times_ms: tuple[float, ...]
 
 
-def combine(case: Case, results: Sequence[Result], work: int) -> Record:
+def combine(case: Case, results: Sequence[Result], work: int, n_devices: int = 1) -> Record:
     """One record of the rounds of one case: median time, mean product rate, largest of the rest.
 
     Args:
         work: what no implementation can avoid, in units of b²d operations. Of a softmax's 8, 2
             are the forward pass's.
+        n_devices: that shared the work, each with the product rate of the results.
     """
     times = tuple(t for result in results for t in result.times_ms)
     rates = [rate for result in results for rate in result.product_rates]
@@ -84,10 +85,10 @@ def combine(case: Case, results: Sequence[Result], work: int) -> Record:
     fraction = None
     if ms is not None and rate is not None:
         operations = (work if case.backward else 2) * case.b * (case.n or case.b) * case.d
-        fraction = operations / (ms / 1e3) / rate
+        fraction = operations / n_devices / (ms / 1e3) / rate
     return Record(
         **asdict(case),
-        n_devices=1,
+        n_devices=n_devices,
         status="ok" if bad is None else bad.status,
         note="" if bad is None else bad.note,
         ms=ms,

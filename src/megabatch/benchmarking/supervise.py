@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from megabatch.benchmarking import group
 from megabatch.benchmarking.group import Group
 from megabatch.benchmarking.inputs import Case
 from megabatch.benchmarking.measure import Result
+
+T = TypeVar("T")
 
 #: Starts a worker: (cases it is to leave out, file for its messages) -> process
 Start = Callable[[Collection[int], IO[bytes]], "subprocess.Popen[bytes]"]
@@ -26,12 +28,20 @@ Start = Callable[[Collection[int], IO[bytes]], "subprocess.Popen[bytes]"]
 def supervise(
     groups: Sequence[Group], start: Start, log: Path, deadline: float, patience: float
 ) -> Iterator[tuple[Case, Result]]:
-    """The result of every case, as workers find them.
+    """The result of every case, as workers find them; see `supervise_cases`."""
+    cases = [case for one in groups for case in one.cases]
+    for case, found in supervise_cases(cases, start, log, deadline, patience):
+        yield case, Result(**found)
+
+
+def supervise_cases(
+    cases: Sequence[T], start: Start, log: Path, deadline: float, patience: float
+) -> Iterator[tuple[T, dict[str, Any]]]:
+    """The result of every case as a `Result`'s fields, as workers find them.
 
     A case in which a worker died, or was silent for `patience` seconds, failed; the next worker
     leaves it out. At `deadline` (of time.time()) the worker is ended.
     """
-    cases = [case for one in groups for case in one.cases]
     done: set[int] = set()
     while len(done) < len(cases) and time.time() < deadline:
         current: int | None = None
@@ -42,7 +52,7 @@ def supervise(
                 current = line["case"]
                 if "result" in line:
                     done.add(current)
-                    yield cases[current], Result(**line["result"])
+                    yield cases[current], line["result"]
             silent = worker.poll() is None
         finally:
             worker.kill()
@@ -54,10 +64,10 @@ def supervise(
         if current not in done:
             done.add(current)
             note = f"no sign of life for {patience:.0f} s" if silent else _last_line(log)
-            yield cases[current], Result("failed", note or f"exit code {code}")
+            yield cases[current], {"status": "failed", "note": note or f"exit code {code}"}
     for i, case in enumerate(cases):
         if i not in done:
-            yield case, Result("skipped", "no time left")
+            yield case, {"status": "skipped", "note": "no time left"}
 
 
 def work(groups: Sequence[Group], skip: Collection[int], deadline: float) -> None:

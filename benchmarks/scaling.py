@@ -1,0 +1,239 @@
+"""One loss over several GPUs of one machine: strong and weak scaling, memory, peers, in one run.
+
+    python benchmarks/scaling.py --output benchmarks/results/scaling.json --gpus 1,2,4
+
+Starts a process for each GPU itself; smaller numbers of GPUs are sub-groups of the largest. The
+most important come first, peers that may crash last and in processes of their own. What does not
+fit into --budget-seconds, is not installed, crashes or hangs is a record that says so. `--list`
+prints the plan; `--smallest` runs it with Gloo on the CPU, at sizes that show only that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from subprocess import Popen
+from typing import IO
+
+import torch
+
+from megabatch.benchmarking import ranks, records, scaling, supervise
+from megabatch.benchmarking.group import warm_up
+from megabatch.benchmarking.inputs import Case
+from megabatch.benchmarking.scaling import ScalingRecord, ScalingResult, Trial
+
+MIB = 2**20
+VARIANTS = ("megabatch", "megabatch-no-overlap", "megabatch-no-transfers")
+#: Rows of one GPU: weak scaling; the paper's 4M pairs on 8 GPUs.
+WEAK_ROWS, MEMORY_ROWS = 65_536, 524_288
+
+
+def case(b: int, contender: str = "megabatch", loss: str = "clip") -> Case:
+    return Case(loss, contender, "cuda", "bfloat16", b, 768, scale=14.3)
+
+
+def trials(sizes: list[int]) -> Iterator[Trial]:
+    """What is measured on these numbers of GPUs, the most important first."""
+    most = sizes[-1]
+    for b in (262_144, 65_536, 16_384):
+        yield from strong(b, sizes)
+    for n in sizes:
+        yield Trial(case(1_048_576), n, once=True)
+    for n in sizes:
+        if n > 1:
+            yield Trial(case(n * WEAK_ROWS), n)
+    yield Trial(case(most * MEMORY_ROWS), most, once=True)
+    for b in (65_536, 262_144):
+        yield from strong(b, sizes, "siglip")
+    if most > 1:
+        yield Trial(case(4_194_304), most, once=True)
+        for b in (65_536, 16_384):
+            yield Trial(case(b, "openclip"), most)
+        yield Trial(case(65_536, "openclip", "siglip"), most)
+        for peer, loss in (("memeff", "clip"), ("siglip-kernel", "siglip"), ("inf-cl", "clip")):
+            for b in (65_536, 16_384):
+                yield Trial(case(b, peer, loss), most)
+
+
+def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
+    for n in sizes:
+        for name in VARIANTS if n > 1 else VARIANTS[:1]:
+            yield Trial(case(b, name, loss), n)
+
+
+def plan(sizes: list[int], smallest: bool) -> list[Trial]:
+    """The trials, each once."""
+    return list(dict.fromkeys(small(t) if smallest else t for t in trials(sizes)))
+
+
+def small(trial: Trial) -> Trial:
+    one = trial.case
+    shrunk = replace(one, device="cpu", b=max(48, one.b >> 11), d=16)
+    return replace(trial, case=shrunk, seconds=0.0, product_size=32)
+
+
+def apart(plan: list[Trial]) -> Iterator[list[int]]:
+    """Numbers of the trials that share processes; a contender that may break them has its own."""
+    yield [i for i, trial in enumerate(plan) if not trial.contender.apart]
+    risky = [i for i, trial in enumerate(plan) if trial.contender.apart]
+    for name in dict.fromkeys(plan[i].case.contender for i in risky):
+        yield [i for i in risky if plan[i].case.contender == name]
+
+
+def row(record: ScalingRecord) -> str:
+    """One line for the eye."""
+    name = f"{record.loss:7} {record.contender:23} {record.b:>10,} on {record.n_devices}"
+    if record.ms is None or record.fraction is None or record.extra_bytes is None:
+        return f"{name}  {record.status}: {record.note}"
+    host = "" if record.host_ms is None else f"host {record.host_ms:8.2f} ms"
+    error = "-" if record.max_row_error is None else f"{record.max_row_error:.1e}"
+    return (
+        f"{name} {record.ms:11.3f} ms {record.fraction:6.1%} of {record.product_tflops:4.0f} "
+        f"{record.extra_bytes / MIB:7.0f} MiB {host:16} row error {error} "
+        f"{record.status} {record.note}"
+    )
+
+
+def table(found: list[ScalingRecord]) -> str:
+    """Fractions of ideal: of one GPU's time, and the same at equal rates of the product."""
+    lines = []
+    for r in found:
+        if r.contender != "megabatch" or r.ms is None or r.n_devices == 1:
+            continue
+        twins = {
+            t.contender: t.ms
+            for t in found
+            if (t.loss, t.b, t.n_devices) == (r.loss, r.b, r.n_devices) and t.ms is not None
+        }
+        serial, still = (twins.get(f"megabatch-no-{what}") for what in ("overlap", "transfers"))
+        share = (serial - still) / serial if serial and still else None
+        cells = (r.of_ideal, r.of_ideal_at_rate, r.of_ideal_weak, share)
+        numbers = "".join(f"{'' if c is None else f'{c:.1%}':>10}" for c in cells)
+        plain = "" if serial is None else f"{serial:.3f}"
+        lines.append(f"{r.loss:7}{r.b:>10,}{r.n_devices:>5}{r.ms:>12.3f}{plain:>12}{numbers}")
+    head = ("of ideal", "at rate", "weak", "transfers")
+    first = f"{'loss':7}{'b':>10}{'GPUs':>5}{'ms':>12}{'no overlap':>12}"
+    return "\n".join([first + "".join(f"{h:>10}" for h in head), *lines])
+
+
+def main() -> None:
+    options = arguments()
+    sizes: list[int] = options.gpus
+    todo = plan(sizes, options.smallest)
+    if options.only:
+        todo = [todo[i] for i in options.only]
+    if options.list:
+        for i, trial in enumerate(todo):
+            print(i, trial.n, trial.case, "once" if trial.once else "", f"{trial.cost:.0f} s")
+        return
+    words = [sys.executable, __file__, f"--gpus={','.join(map(str, sizes))}"]
+    words += [*(["--smallest"] if options.smallest else []), *(f"--only={i}" for i in options.only)]
+    if options.skip is not None:
+        work(options, todo, words)
+        return
+    output: Path = options.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    log = output.with_suffix(".log")
+    log.write_text("")
+    deadline = time.time() + options.budget_seconds
+    command = records.command_line(output)
+    done: list[ScalingRecord] = []
+
+    def keep(trial: Trial, result: ScalingResult) -> None:
+        done.append(scaling.record(trial, result))
+        records.write(output, command, scaling.compare(done))
+        print(row(done[-1]), flush=True)
+
+    for numbers in apart(todo):
+        here = []
+        for i in numbers:
+            absent = todo[i].contender.absent(todo[i].case.device)
+            if absent is None:
+                here.append(i)
+            else:
+                keep(todo[i], ScalingResult(*absent))
+        start = starter(words, here, len(todo), deadline)
+        for trial, found in supervise.supervise_cases(
+            [todo[i] for i in here], start, log, deadline, options.patience
+        ):
+            keep(trial, ScalingResult(**found))
+    print(table(scaling.compare(done)))
+    print(f"{len(done)} records: {output}; messages: {log}")
+
+
+def starter(words: list[str], numbers: list[int], count: int, deadline: float) -> supervise.Start:
+    """Workers that do the trials of these numbers, but for the ones that are done."""
+
+    def start(done: Collection[int], messages: IO[bytes]) -> Popen[bytes]:
+        if done:
+            time.sleep(3)  # the processes before it end on their own; their memory with them
+        left = [i for place, i in enumerate(numbers) if place not in done]
+        skip = [i for i in range(count) if i not in left]
+        same = [f"--deadline={deadline}", f"--numbers={json.dumps(numbers)}", "--skip"]
+        return supervise.start_self([*words[1:], *same])(skip, messages)
+
+    return start
+
+
+def work(options: argparse.Namespace, todo: list[Trial], words: list[str]) -> None:
+    """What every process does; rank 0, which is the worker, starts the others."""
+    numbers, skip = json.loads(options.numbers), json.loads(options.skip)
+    device, size = todo[0].case.device, options.gpus[-1]
+    if options.rank == 0:
+        others = [f"--deadline={options.deadline}", f"--numbers={options.numbers}"]
+        ranks.start_others(size, [*words, *others, f"--skip={options.skip}", "--rank=1"])
+    say = scaling.speaker(options.rank)
+    try:
+        teams = ranks.join(device, options.gpus)
+        warm_up(device)
+        places = {number: place for place, number in enumerate(numbers)}
+
+        def say_place(line: dict[str, object]) -> None:
+            say({**line, "case": places[line["case"]]})
+
+        scaling.work(todo, teams, skip, options.deadline, say_place)
+    except Exception as error:
+        ranks.give_up(error)
+    ranks.leave()
+
+
+def numbers_of(text: str) -> list[int]:
+    sizes = sorted({int(part) for part in text.split(",")})
+    if sizes[0] < 1 or any(262_144 % n for n in sizes):
+        raise argparse.ArgumentTypeError("expected powers of two")
+    return sizes
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/scaling.json"))
+    parser.add_argument("--gpus", type=numbers_of, help="such as 1,2,4; default: up to all")
+    parser.add_argument("--budget-seconds", type=float, default=560.0)
+    parser.add_argument("--patience", type=float, default=150.0, help="seconds until a hang is one")
+    parser.add_argument(
+        "--only", type=int, action="append", default=[], help="this trial of --list; repeatable"
+    )
+    parser.add_argument("--list", action="store_true", help="print what would be measured")
+    parser.add_argument("--smallest", action="store_true", help="tiny, with Gloo on the CPU")
+    parser.add_argument("--skip", help=argparse.SUPPRESS)
+    parser.add_argument("--numbers", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    count = torch.cuda.device_count()
+    if options.gpus is None:
+        largest = count if count and not options.smallest else 2
+        options.gpus = [2**k for k in range(int(math.log2(largest)) + 1)]
+    if not (options.smallest or options.list) and options.gpus[-1] > count:
+        parser.error(f"--gpus: this machine has {count}; --smallest runs on the CPU")
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""Trials over several processes: one contender, one global batch, one number of processes each."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.benchmarking import group, memory, records, step
+from megabatch.benchmarking.clock import product_rate, timed_calls
+from megabatch.benchmarking.contenders import LOSSES, LossFunction
+from megabatch.benchmarking.inputs import PERIOD, Case
+from megabatch.benchmarking.measure import Result
+from megabatch.benchmarking.parallel import PARALLEL, Contender, shard
+from megabatch.benchmarking.ranks import Team
+from megabatch.benchmarking.truth import Truth
+
+#: Rows a process in the first check of every contender.
+CHECK_ROWS = 320
+#: Operations a second on one GPU that a trial is expected to reach at least, to foresee its time.
+EXPECTED = 4e14
+#: Seconds after which a product's rate is measured anew.
+FRESH = 3.0
+#: Calls timed by the host's clock alone.
+HOST_CALLS = 5
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measurement; `case.b` is the global batch."""
+
+    case: Case
+    n: int  #: processes
+    seconds: float = 1.0  #: of repetitions, and of the matrix products before and after
+    product_size: int = 8192
+    once: bool = False  #: too long to repeat: the first call at this size is the only one
+
+    @property
+    def contender(self) -> Contender:
+        """Who is measured."""
+        return PARALLEL[self.case.loss][self.case.contender]
+
+    @property
+    def cost(self) -> float:
+        """Seconds it may take, with what it compiles."""
+        work = LOSSES[self.case.loss].work * self.case.b**2 * self.case.d
+        calls = 1 if self.once else 3
+        call = 0.0 if self.case.device == "cpu" else work / self.n / EXPECTED
+        return calls * call + max(call if not self.once else 0.0, self.seconds) + 3 * self.seconds
+
+
+@dataclass
+class ScalingResult(Result):
+    """What the processes found together."""
+
+    host_ms: float | None = None  #: that the host takes to give out a step's work
+    error_b: int | None = None  #: global batch at which the errors were found
+
+
+@dataclass(frozen=True)
+class ScalingRecord(records.Record):
+    """A record with the fields that only several devices have."""
+
+    host_ms: float | None  #: that the host takes to give out a step's work
+    error_b: int | None  #: global batch at which the errors were found
+    of_ideal: float | None  #: time on one device / (n_devices * this time), same b
+    of_ideal_at_rate: float | None  #: the same, each time in units of its devices' product rate
+    of_ideal_weak: float | None  #: n_devices * time on one device with as many rows / this time
+
+
+def work(
+    trials: Sequence[Trial],
+    teams: dict[int, Team],
+    skip: Collection[int],
+    deadline: float,
+    say: Callable[[dict[str, Any]], None],
+) -> None:
+    """What every process does: the trials in order, but for those to skip.
+
+    Rank 0 decides whether there is time for one, and says what begins and what came of it.
+    """
+    everyone = teams[max(teams)]
+    runner = _Runner(teams)
+    for i, trial in enumerate(trials):
+        if i in skip:
+            continue
+        late = time.time() + trial.cost > deadline
+        late, _ = everyone.tell((late, i))
+        say({"case": i})
+        result: ScalingResult | None = ScalingResult("skipped", "no time left")
+        if not late:
+            result = runner.run(trial) if trial.n in teams else None
+            everyone.meet()
+        if everyone.rank == 0:
+            assert result is not None
+            say({"case": i, "result": asdict(result)})
+
+
+class _Runner:
+    """Runs trials; knows who was checked, and the exact results."""
+
+    def __init__(self, teams: dict[int, Team]) -> None:
+        self.teams = teams
+        self.checked: dict[tuple[str, str, int], ScalingResult] = {}
+        self.last_rate: tuple[int, float, float] | None = None  #: team, when, rate
+
+    def run(self, trial: Trial) -> ScalingResult:
+        """The result, the same on all processes of the team but for what only rank 0 reports."""
+        team, case = self.teams[trial.n], trial.case
+        result = ScalingResult("ok", seconds=trial.seconds)
+        failure: tuple[str, str] | None = None
+        try:
+            with trial.contender.around():
+                self._measure(trial, team, result)
+        except Exception as error:
+            failure = _failure(error, case)
+        gc.collect()
+        if case.device == "cuda":
+            torch.cuda.empty_cache()
+        failures = [other for other in team.share(failure) if other is not None]
+        return ScalingResult(*failures[0]) if failures else result
+
+    def _measure(self, trial: Trial, team: Team, result: ScalingResult) -> None:
+        case = trial.case
+        loss = trial.contender.load(team)
+        if trial.contender.checked:
+            _take_errors(self._check_small(trial, team, loss), result)
+        rows = case.b // team.size
+        inputs = _inputs(case, team)
+        call = step.forward_backward(loss, case, inputs)
+        before = _allocated(case)
+        if trial.once:  # what is to be compiled, compiles with less
+            less = replace(case, b=min(rows, 2 * 16_384) * team.size)
+            step.forward_backward(loss, less, _inputs(less, team))()
+        else:
+            call()
+        inputs.forget()
+        taken: list[float] = []
+        values: list[Tensor] = []
+        rates = []
+        if trial.once:
+            rates.append(self._rate(trial, team))
+        team.meet()
+
+        def once() -> None:
+            taken.extend(timed_calls([lambda: values.append(call())], case.device))
+
+        extra = _allocated(case) - before + memory.extra_bytes(once, case.device)
+        extra -= inputs.gradient_bytes()
+        result.extra_bytes = max(0, max(team.share(extra)))
+        if trial.contender.checked and _exact_is_known(case):
+            exact = group._exact(replace(case, contender=""))
+            _judge(case, team, inputs, values[0], exact, result)
+        inputs.forget()
+        if trial.once:
+            result.times_ms = (max(team.share(taken[0])),)
+        else:
+            rates.append(self._rate(trial, team, fresh=False))
+            result.times_ms = _times(call, trial, team, taken[0])
+        rates.append(self._rate(trial, team))
+        result.product_rates = rates
+        if not trial.once:
+            result.host_ms = _host_ms(call, case, team)
+        inputs.forget()
+
+    def _rate(self, trial: Trial, team: Team, fresh: bool = True) -> float:
+        """Of products on all the team's devices at once, their mean; the last one's if recent."""
+        size, when, recent = team.tell(self.last_rate or (0, 0.0, 0.0))
+        if not fresh and size == team.size and team.tell(time.time() - when < FRESH):
+            return float(recent)
+        team.meet()
+        case = trial.case
+        rate = product_rate(case.device, case.torch_dtype, trial.product_size, trial.seconds)
+        rates = team.share(rate)
+        mean = sum(rates) / len(rates)
+        self.last_rate = (team.size, time.time(), mean)
+        return mean
+
+    def _check_small(self, trial: Trial, team: Team, loss: LossFunction) -> ScalingResult:
+        """Against float64 at a size that takes no time, once for each contender and team."""
+        key = (trial.case.loss, trial.case.contender, trial.n)
+        if key not in self.checked:
+            case = replace(trial.case, b=min(trial.case.b, CHECK_ROWS * team.size))
+            inputs = _inputs(case, team)
+            value = step.forward_backward(loss, case, inputs)()
+            self.checked[key] = ScalingResult("ok")
+            exact = step.exact_result(case, step.make_inputs(case))
+            _judge(case, team, inputs, value, exact, self.checked[key])
+        return self.checked[key]
+
+
+def _inputs(case: Case, team: Team) -> step.Inputs:
+    x, y = shard(case, team)
+    scalars = step.make_inputs(case, rows=1).scalars
+    return step.Inputs(x.requires_grad_(), y.requires_grad_(), scalars)
+
+
+def _judge(
+    case: Case,
+    team: Team,
+    inputs: step.Inputs,
+    value: Tensor,
+    exact: Truth,
+    result: ScalingResult,
+) -> None:
+    """Errors of the means over the team, as DDP takes them; the largest of all ranks."""
+    rows = case.b // team.size
+    place = torch.arange(team.rank * rows, (team.rank + 1) * rows, device=exact.dx.device)
+    place %= len(exact.dx)
+    own = exact._replace(dx=exact.dx[place], dy=exact.dy[place])
+    values = [value, *(t.grad for t in inputs.scalars if t.grad is not None)]
+    shared = torch.tensor(team.share([v.item() for v in values]), dtype=torch.float64).mean(0)
+    for tensor in (inputs.x, inputs.y):
+        if tensor.grad is not None:
+            tensor.grad /= team.size
+    for tensor, mean in zip(
+        (t for t in inputs.scalars if t.grad is not None), shared[1:], strict=True
+    ):
+        tensor.grad = mean.to(tensor)
+    found = step.errors(case, inputs, shared[0].to(exact.loss), own)
+    row, of_loss, of_scale = (_worst(each) for each in zip(*team.share(tuple(found)), strict=True))
+    assert of_loss is not None
+    worst = step.Errors(row, of_loss, of_scale)
+    wrong = None if result.status == "ok" else result.note  # at a smaller size already
+    result.judge(case, worst)
+    result.error_b = case.b
+    if result.status == "ok" and (worst.scale or 0) > step.SANE[case.dtype]:
+        result.status, result.note = "wrong", f"the scale's gradient is off by {worst.scale:.2g}"
+    if wrong is not None:
+        result.status, result.note = "wrong", wrong
+
+
+def _take_errors(source: ScalingResult, result: ScalingResult) -> None:
+    result.status, result.note, result.error_b = source.status, source.note, source.error_b
+    result.max_row_error, result.loss_error = source.max_row_error, source.loss_error
+    result.scale_gradient_error = source.scale_gradient_error
+
+
+def _exact_is_known(case: Case) -> bool:
+    """Whether float64 can tell in a second: up to a period, and CLIP's loss of whole periods."""
+    return case.b <= PERIOD or (case.loss == "clip" and case.b % PERIOD == 0)
+
+
+def _worst(errors: Sequence[float | None]) -> float | None:
+    numbers = [error for error in errors if error is not None]
+    if any(math.isnan(error) for error in numbers):
+        return math.nan
+    return max(numbers, default=None)
+
+
+def _times(call: Callable[[], Tensor], trial: Trial, team: Team, once_ms: float) -> list[float]:
+    """As `clock.times`, with as many calls on each rank; a call takes as long as on the slowest."""
+    count = max(2, math.ceil(1e3 * trial.seconds / max(team.share(once_ms))))
+    team.meet()
+    timed_calls([call], trial.case.device)
+    taken = team.share(timed_calls([call] * team.tell(count), trial.case.device))
+    return [max(each) for each in zip(*taken, strict=True)]
+
+
+def _host_ms(call: Callable[[], Tensor], case: Case, team: Team) -> float:
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+    team.meet()
+    begin = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    taken = 1e3 * (time.perf_counter() - begin) / HOST_CALLS
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+    return max(team.share(taken))
+
+
+def _failure(error: Exception, case: Case) -> tuple[str, str]:
+    result = group._failure(error, case)
+    return result.status, result.note
+
+
+def _allocated(case: Case) -> int:
+    return torch.cuda.memory_allocated() if case.device == "cuda" else 0
+
+
+def record(trial: Trial, result: ScalingResult) -> ScalingRecord:
+    """The record of one trial; what compares it with others comes with `compare`."""
+    one = records.combine(trial.case, [result], LOSSES[trial.case.loss].work, trial.n)
+    return ScalingRecord(
+        **asdict(one),
+        host_ms=result.host_ms,
+        error_b=result.error_b,
+        of_ideal=None,
+        of_ideal_at_rate=None,
+        of_ideal_weak=None,
+    )
+
+
+def compare(found: Sequence[ScalingRecord]) -> list[ScalingRecord]:
+    """Each held against one device in the same run; itself where there is no such record."""
+    alone = {(r.loss, r.b): r for r in found if r.n_devices == 1 and r.contender == "megabatch"}
+    return [_compared(r, alone) for r in found]
+
+
+def _compared(r: ScalingRecord, alone: dict[tuple[str, int], ScalingRecord]) -> ScalingRecord:
+    if r.ms is None or not r.contender.startswith("megabatch"):
+        return r
+    ms = r.ms
+    changes: dict[str, Any] = {}
+    strong, weak = alone.get((r.loss, r.b)), alone.get((r.loss, r.b // r.n_devices))
+    if strong is not None and strong.ms is not None:
+        changes["of_ideal"] = strong.ms / (r.n_devices * ms)
+        if strong.fraction and r.fraction:
+            changes["of_ideal_at_rate"] = r.fraction / strong.fraction
+    if weak is not None and weak.ms is not None:
+        changes["of_ideal_weak"] = r.n_devices * weak.ms / ms
+    return replace(r, **changes)
+
+
+def speaker(rank: int) -> Callable[[dict[str, Any]], None]:
+    """What rank 0 says goes to standard output, a line each; what libraries print, elsewhere."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(words: dict[str, Any]) -> None:
+        if rank == 0:
+            print(json.dumps(words), file=out, flush=True)
+
+    return say

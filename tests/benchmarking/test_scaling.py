@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megabatch.benchmarking import scaling
+from megabatch.benchmarking.inputs import Case, features
+from megabatch.benchmarking.parallel import PARALLEL, shard
+from megabatch.benchmarking.ranks import Team
+from megabatch.benchmarking.scaling import ScalingRecord, ScalingResult, Trial
+from tests.benchmarking.test_scripts import run
+
+CASE = Case("clip", "megabatch", "cpu", "float32", b=1000, d=10, scale=14.3)
+
+
+def made(n: int, ms: float, rate: float = 1e12, b: int = 1000) -> ScalingRecord:
+    result = ScalingResult("ok", "", (ms,), (rate,), 100, 0.1, host_ms=1.0)
+    return scaling.record(Trial(Case(**{**vars(CASE), "b": b}), n), result)
+
+
+def test_a_record_of_several_devices_shares_the_work() -> None:
+    record = made(4, 10.0)
+    assert record.n_devices == 4
+    assert record.fraction == pytest.approx(8 * 1000**2 * 10 / 4 / 10e-3 / 1e12)
+
+
+def test_fractions_of_ideal() -> None:
+    # On two devices in 60% of the time, each 10% slower than the one alone.
+    found = scaling.compare([made(1, 10.0), made(2, 6.0, rate=0.9e12), made(2, 21.0, b=2000)])
+    assert found[0].of_ideal == 1
+    assert found[1].of_ideal == pytest.approx(10 / 12)
+    assert found[1].of_ideal_at_rate == pytest.approx(10 / 12 / 0.9)
+    assert found[1].of_ideal_weak is None
+    # Twice the rows on twice the devices: four times the work, twice the time would be ideal.
+    assert found[2].of_ideal is None
+    assert found[2].of_ideal_weak == pytest.approx(20 / 21)
+
+
+def test_shards_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megabatch.benchmarking import inputs, parallel
+
+    for module in (inputs, parallel):
+        monkeypatch.setattr(module, "PERIOD", 12)
+    case = Case(**{**vars(CASE), "b": 40})
+    whole = features(40, 10, torch.float32, "cpu")
+    for rank in range(4):
+        for side, rows in zip(shard(case, Team(rank, 4, None, None)), whole, strict=True):
+            assert torch.equal(side, rows[10 * rank : 10 * rank + 10])
+
+
+def test_all_trials_have_a_contender_and_a_size() -> None:
+    listed = run("scaling.py", "--list", "--gpus=1,2,4,8").splitlines()
+    for b in (16_384, 65_536, 262_144, 1_048_576):
+        assert sum(f"b={b}," in line and "'megabatch'" in line for line in listed) >= 4
+    assert sum("b=4194304," in line for line in listed) == 1
+    for loss, contenders in PARALLEL.items():
+        for name in contenders:
+            assert any(f"'{loss}', contender='{name}'" in line for line in listed)
+
+
+def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
+    output = tmp_path / "s.json"
+    # 48 pairs on 1 and 2 processes, with overlap and without; without transfers; peers.
+    only = [f"--only={i}" for i in (4, 5, 6, 7, 20, 22)]
+    shown = run("scaling.py", "--smallest", "--gpus=1,2", *only, f"--output={output}")
+    records = json.loads(output.read_text())["records"]
+    by = {(r["loss"], r["contender"], r["n_devices"]): r for r in records}
+    ours, alone = by["clip", "megabatch", 2], by["clip", "megabatch", 1]
+    assert ours["status"] == alone["status"] == "ok"
+    assert ours["of_ideal"] == pytest.approx(alone["ms"] / 2 / ours["ms"])
+    assert ours["max_row_error"] < 1e-2
+    assert ours["scale_gradient_error"] < 1e-2
+    assert ours["host_ms"] > 0
+    assert by["clip", "megabatch-no-overlap", 2]["status"] == "ok"
+    assert by["clip", "megabatch-no-transfers", 2]["ms"] > 0
+    assert by["clip", "openclip", 2]["status"] == "ok"
+    assert by["clip", "memeff", 2]["status"] in ("not installed", "skipped")
+    assert "of ideal" in shown
+    run("plots.py", str(output), "--width=16")
+    assert (tmp_path / "s.png").exists()
+
+
+FAILING = """
+import sys
+from megabatch.benchmarking import ranks
+if len(sys.argv) == 1:
+    ranks.start_others(3, [sys.executable, __file__, "other"])
+teams = ranks.join("cpu", [1, 3])
+team = teams[3]
+assert team.share(team.rank) == [0, 1, 2] and team.tell(team.rank) == 0
+print(f"rank {team.rank} is here", file=sys.stderr, flush=True)
+try:
+    if team.rank == 2:
+        raise ValueError("of its own")
+    team.meet()
+except ValueError as error:
+    ranks.give_up(error)
+"""
+
+
+def test_a_process_that_fails_ends_all_others(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    begun = time.monotonic()
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "rank 0 is here" in ended.stderr
+    assert "rank 2: ValueError: of its own" in ended.stderr
+    assert time.monotonic() - begun < 60
+    deadline = time.monotonic() + 10
+    while str(script) in _commands() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert str(script) not in _commands()
+
+
+def _commands() -> str:
+    lines = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                lines.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+            except OSError:
+                continue
+    return "\n".join(lines)
