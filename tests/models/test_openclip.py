@@ -69,7 +69,7 @@ def test_a_model_that_cannot_be_built_here_says_why(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_tokenizer_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
+    def fail(name: str, context_length: int | None) -> None:
         raise OSError("no connection")
 
     monkeypatch.setattr(open_clip, "get_tokenizer", fail)

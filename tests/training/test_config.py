@@ -58,7 +58,8 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
     ("name", "value", "expected"),
     [
         ("precision", "int8", "'fp32' or 'bf16' or 'fp16'"),
-        ("lr_scheduler", "linear", "'cosine' or 'const'"),
+        ("hf_pooling", "max", "'mean' or 'cls' or 'last'"),
+        ("matryoshka_dims", (8, 0.5), "a list, each a whole number"),
         ("global_batch_size", 4096.0, "a whole number"),
         ("workers", True, "a whole number"),
         ("lr", "fast", "a number"),

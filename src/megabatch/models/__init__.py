@@ -1,6 +1,7 @@
-"""Two-tower models by name: open_clip's, and a small pair of our own for the glyphs."""
+"""Two-tower models by name: open_clip's, Hugging Face text encoders, a small pair of our own."""
 
+from megabatch.models.options import ModelOptions
 from megabatch.models.registry import available, create
 from megabatch.models.towers import Towers
 
-__all__ = ["Towers", "available", "create"]
+__all__ = ["ModelOptions", "Towers", "available", "create"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 import torch
 
 from megabatch.errors import UsageError
+from megabatch.models import weights as files
+from megabatch.models.options import ModelOptions
 from megabatch.models.towers import Towers
+
+#: What the name of a folder that open_clip saved begins with, in open_clip too.
+FOLDER = "local-dir:"
 
 
 def names() -> list[str]:
@@ -21,33 +27,80 @@ def names() -> list[str]:
     return list(open_clip.list_models())
 
 
-def create(name: str, weights: Path | None) -> Towers:
-    """Build an open_clip model by name; `weights`: a .safetensors file that exists, or None.
+def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
+    """Build an open_clip model by name, or "local-dir:PATH".
+
+    Args:
+        name: as above.
+        weights: a file that `weights.find` gave, or None; None for a folder, which has its own.
+        options: changes to the model's own configuration.
 
     Raises:
         UsageError: open_clip cannot build the model here, or the weights are not its own.
     """
     import open_clip
 
-    config = open_clip.get_model_config(name)
+    if options.given("hf_pooling", "hf_share"):
+        raise UsageError(f"hf_pooling, hf_share: {name} is no 'hf:' model")
+    if name.startswith(FOLDER):
+        if weights is not None:
+            raise UsageError(f"pretrained: {name} brings its own weights, expected none beside it")
+        weights = files.find(Path(name.removeprefix(FOLDER)))
+    config = _config(name)
     if "multimodal_cfg" in config:
         raise UsageError(f"model: {name} also writes captions (CoCa), expected two towers")
+    stored = set() if weights is None else files.names(weights)
     with _without_warnings():
         try:
             module, train_transform, eval_transform = open_clip.create_model_and_transforms(
                 name,
-                pretrained=None if weights is None else str(weights),
+                pretrained=None if weights is None else str(weights.absolute()),
                 pretrained_image=False,  # these two would download
                 pretrained_text=False,
                 output_dict=True,
+                force_patch_dropout=options.force_patch_dropout,
+                force_image_size=options.force_image_size,
+                force_context_length=options.force_context_length,
+                **_starts(options, config, stored),
             )
         except Exception as error:
             # Which kinds come depends on the architecture's own library and on the weights.
             raise UsageError(_could_not_build(name, weights, error)) from error
-        tokenizer = _tokenizer(name)
+        tokenizer = _tokenizer(name, options.force_context_length)
+    bias = module.logit_bias
+    if weights is not None and bias is not None and "logit_bias" not in stored:
+        start = options.init_logit_bias
+        # open_clip starts it at 0, where most of a sigmoid loss is of the pairs that do not match.
+        torch.nn.init.constant_(
+            bias, config.get("init_logit_bias", 0.0) if start is None else start
+        )
     return Towers(
         name, module.train(), train_transform, eval_transform, tokenizer, config["embed_dim"]
     )
+
+
+def _config(name: str) -> dict[str, Any]:
+    import open_clip
+
+    if not name.startswith(FOLDER):
+        config: dict[str, Any] = open_clip.get_model_config(name)
+        return config
+    path = Path(name.removeprefix(FOLDER)) / "open_clip_config.json"
+    try:
+        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["model_cfg"]
+        return stored
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"model: {path} cannot be used: {_one_line(error)}") from error
+
+
+def _starts(options: ModelOptions, config: dict[str, Any], stored: set[str]) -> dict[str, float]:
+    """Where scale and bias start; weights with a bias get a model that has one."""
+    names = ("init_logit_scale", "init_logit_bias")
+    values = {name: getattr(options, name) for name in names}
+    starts = {name: value for name, value in values.items() if value is not None}
+    if "logit_bias" in stored and config.get("init_logit_bias") is None:
+        starts.setdefault("init_logit_bias", 0.0)
+    return starts
 
 
 def _could_not_build(name: str, weights: Path | None, error: Exception) -> str:
@@ -57,11 +110,13 @@ def _could_not_build(name: str, weights: Path | None, error: Exception) -> str:
     return f"pretrained: {weights} does not hold the weights of {name}: {reason}"
 
 
-def _tokenizer(name: str) -> Callable[[Any], torch.Tensor]:
+def _tokenizer(name: str, context_length: int | None) -> Callable[[Any], torch.Tensor]:
     import open_clip
 
     try:
-        tokenizer: Callable[[Any], torch.Tensor] = open_clip.get_tokenizer(name)
+        tokenizer: Callable[[Any], torch.Tensor] = open_clip.get_tokenizer(
+            name, context_length=context_length
+        )
     except Exception as error:  # Hugging Face tokenizers: not installed, not in the local cache ...
         raise UsageError(f"model: the tokenizer of {name}: {_one_line(error)}") from error
     return tokenizer

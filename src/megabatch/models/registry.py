@@ -5,39 +5,47 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from megabatch.errors import UsageError
-from megabatch.models import glyph, openclip
+from megabatch.models import glyph, huggingface, openclip, weights
+from megabatch.models.options import ModelOptions
 from megabatch.models.towers import Towers
 
 
 def available() -> list[str]:
-    """The names that `create` takes: ours first, then open_clip's."""
+    """The names that `create` takes beside those of folders: ours first, then open_clip's."""
     return [glyph.NAME, *openclip.names()]
 
 
-def create(name: str, *, pretrained: str | Path | None = None) -> Towers:
+def create(
+    name: str, *, pretrained: str | Path | None = None, options: ModelOptions | None = None
+) -> Towers:
     """Build a model in float32 on the CPU, in training mode.
 
-    Weights come from torch's global generator, so seed it first for a repeatable start.
+    Weights come from torch's global generator, so seed it first for a repeatable start. Nothing is
+    ever downloaded here, and no code out of a pickle is run.
 
     Args:
-        name: one of `available()`.
-        pretrained: a local .safetensors file with the model's weights, such as the
-            `model.safetensors` of a run or what open_clip publishes. Nothing is downloaded, and no
-            other format is read, since a pickle can run code.
+        name: one of `available()`; "local-dir:PATH", a folder that open_clip saved for the hub
+            (open_clip_config.json and weights); or "hf:PATH", a folder with a Hugging Face text
+            encoder and its tokenizer, for pairs of texts.
+        pretrained: the model's weights: a .safetensors file such as the `model.safetensors` of a
+            run or what open_clip publishes; a .pt file of OpenCLIP's trainer or of torch; or a
+            folder that open_clip or a run wrote.
+        options: changes to the model's own configuration.
 
     Raises:
-        UsageError: no such model, a model that cannot be trained here, or weights that are
-            missing, damaged or another model's.
+        UsageError: no such model, a model that cannot be trained here, options that it does not
+            have, or weights that are missing, damaged or another model's.
     """
-    if name != glyph.NAME and name not in openclip.names():
-        raise UsageError(f"model: {name!r} is not known{_suggestion(name)}")
-    weights = None if pretrained is None else _check_weights(Path(pretrained))
+    options = options or ModelOptions()
+    file = None if pretrained is None else weights.find(Path(pretrained))
     if name == glyph.NAME:
-        return glyph.create(weights)
-    return openclip.create(name, weights)
+        return glyph.create(file, options)
+    if name.startswith(huggingface.PREFIX):
+        return huggingface.create(name, file, options)
+    if not name.startswith(openclip.FOLDER) and name not in openclip.names():
+        raise UsageError(f"model: {name!r} is not known{_suggestion(name)}")
+    return openclip.create(name, file, options)
 
 
 def _suggestion(name: str) -> str:
@@ -46,18 +54,3 @@ def _suggestion(name: str) -> str:
     if not close:
         return "; megabatch.models.available() lists all"
     return f"; did you mean {' or '.join(lower[match] for match in close)}?"
-
-
-def _check_weights(path: Path) -> Path:
-    if path.suffix != ".safetensors":
-        raise UsageError(
-            f"pretrained: expected a local .safetensors file, got {str(path)!r} "
-            "(nothing is downloaded and no pickle is loaded)"
-        )
-    if not path.is_file():
-        raise UsageError(f"pretrained: there is no file {path}")
-    try:
-        with safe_open(path, framework="pt"):
-            return path
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"pretrained: {path} is damaged: {error}") from error

@@ -11,15 +11,46 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from megabatch.training import choices
+
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Train two towers on pairs with one contrastive loss over the whole global batch."""
 
     model: str = "glyph-small"
-    """glyph-small, or the name of an open_clip architecture such as ViT-B-32."""
+    """glyph-small; the name of an open_clip architecture such as ViT-B-32; local-dir:PATH, a folder
+    that open_clip saved for the hub; or hf:PATH, a Hugging Face text encoder for pairs of texts."""
     pretrained: Path | None = None
-    """Weights to start from: a local .safetensors file."""
+    """Weights to start from: a local .safetensors file, a .pt file of OpenCLIP's trainer, or a
+    folder that open_clip or a run wrote."""
+    force_patch_dropout: float | None = None
+    """Share of an image's patches left out in training, instead of the model's own."""
+    force_image_size: int | None = None
+    """Pixels a side, instead of the model's own."""
+    force_context_length: int | None = None
+    """Tokens a text, instead of the model's own."""
+    init_logit_scale: float | None = None
+    """Where the logarithm of the logit scale starts, where no weights are loaded. Default: the
+    model's own; with the siglip loss log 10."""
+    init_logit_bias: float | None = None
+    """Where the logit bias starts; gives the model one. Default: the model's own; with the siglip
+    loss -10."""
+    hf_pooling: Literal["mean", "cls", "last"] = "mean"
+    """Of hf: models, a text's feature: the mean over its tokens, the first token, or the last."""
+    hf_share: bool = True
+    """Of hf: models, one encoder for both texts; otherwise two that start alike."""
+    lock_image: bool = False
+    """Train the image tower no further (LiT); wholly locked it runs once a step, and in evaluation
+    mode."""
+    lock_image_unlocked_groups: int = 0
+    """Groups of layers at the image tower's end that are trained all the same."""
+    lock_image_freeze_bn_stats: bool = False
+    """Keep the running statistics of the locked image tower's batch normalisation as well."""
+    lock_text: bool = False
+    """Train the text tower no further."""
+    lock_text_unlocked_layers: int = 0
+    """Groups of layers at the text tower's end that are trained all the same."""
     train_data: str = "glyphs"
     """"glyphs"; or .tar shards (WebDataset), .csv, .tsv or .parquet tables: a path, a pattern such
     as 'shards/{00000..00099}.tar', several joined by '::', or a folder of them."""
@@ -37,27 +68,63 @@ class TrainConfig:
     one is begun from the start, so the same command serves both."""
 
     global_batch_size: int = 4096
-    """Pairs that are contrasted with each other in one step."""
+    """Pairs that are contrasted with each other in one step, over all processes."""
     micro_batch_size: int = 512
-    """Pairs that go through the towers at a time: bounds memory and changes no gradient (models
-    with batch normalisation excepted)."""
+    """Pairs that go through the towers at a time, on each process: bounds memory and changes no
+    gradient (models with batch normalisation excepted)."""
     epochs: int = 16
     """Passes over the data."""
     steps: int | None = None
     """Optimizer steps; given, it decides instead of epochs."""
 
+    loss: Literal["clip", "siglip", "infonce", "ntxent", "dcl"] = "clip"
+    """clip: both directions; siglip: each pair alone; infonce: images against texts; ntxent and
+    dcl: both towers as views of one instance, each against all others."""
+    duplicates: Literal["negatives", "positives", "ignored"] = "negatives"
+    """What pairs of the same caption are to each other. clip takes all three, siglip positives,
+    infonce ignored, ntxent and dcl negatives alone."""
+    label_smoothing: float = 0.0
+    """Of the clip loss: this share of each target is spread over all columns."""
+    infonce_margin: float | None = None
+    """Of the infonce loss: negatives more similar than the own pair by more than this are left out.
+    """
+    matryoshka_dims: tuple[int, ...] = ()
+    """Widths of the features' prefixes that are trained to serve alone; the loss is their sum."""
+
+    opt: Literal["adamw", "lamb", "lars", "adafactor", "lion", "sgd"] = "adamw"
+    """The optimizer."""
     lr: float = 1e-3
-    """Peak learning rate."""
-    lr_scheduler: Literal["cosine", "const"] = "cosine"
-    """After the warm-up: fall to zero along a half cosine, or stay."""
+    """Peak learning rate, at a batch of lr_base_batch_size."""
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """The peak grows with the batch: lr * (global_batch_size / lr_base_batch_size) ** p, p = 0, 1/2
+    or 1."""
+    lr_base_batch_size: int = 4096
+    """The batch size that lr is meant for; matters to lr_scaling alone."""
+    lr_scheduler: Literal["cosine", "const", "const-cooldown", "wsd"] = "cosine"
+    """After the warm-up: fall to zero along a half cosine; stay; or stay and fall at the end
+    (const-cooldown, and wsd is another name for it)."""
+    lr_cooldown: int | None = None
+    """Steps of the fall at the end of const-cooldown. Default: a fifth of the run."""
+    lr_cooldown_shape: Literal["power", "1-sqrt", "cosine"] = "power"
+    """How it falls: (1 - x) ** lr_cooldown_power, 1 - sqrt(x), or half a cosine."""
+    lr_cooldown_power: float = 1.0
+    """1: a straight line."""
+    lr_cooldown_end: float = 0.0
+    """Learning rate that it falls to."""
+    layer_decay: float | None = None
+    """Factor of the learning rate from each layer of a tower to the one below it."""
     warmup: int = 20
     """Steps in which the learning rate rises linearly to its peak."""
     beta1: float = 0.9
-    """AdamW's decay of the mean gradient."""
+    """Decay of the mean gradient, of adamw, lamb, lion and adafactor."""
     beta2: float = 0.98
-    """AdamW's decay of the mean squared gradient."""
+    """Decay of the mean squared gradient, of adamw and lamb; lion's second decay."""
     eps: float = 1e-6
-    """AdamW's epsilon."""
+    """Epsilon of adamw and lamb."""
+    momentum: float = 0.9
+    """Of lars and sgd."""
+    ema_decay: float | None = None
+    """Also keep a moving average of the weights; at the end it is model-ema.safetensors."""
     wd: float = 0.2
     """Weight decay of matrices; biases, gains and the logit scale have none."""
     grad_clip_norm: float | None = None
@@ -87,7 +154,9 @@ class TrainConfig:
 def problems(config: TrainConfig) -> list[str]:
     """Every setting that is impossible whatever the data and the model, each with its reason."""
     wrong = list(_wrong_types(config))
-    return wrong if wrong else [reason for reason in _out_of_range(config) if reason]
+    if wrong:
+        return wrong
+    return [reason for reason in _out_of_range(config) if reason] + choices.problems(config)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -164,3 +233,8 @@ def describe_type(hint: Any) -> str:
         return " or ".join(describe_type(p) for p in get_args(hint) if p is not types.NoneType)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     return words.get(hint, "a path")
+    if get_origin(hint) is tuple:  # of any length, all of one type
+        item = get_args(hint)[0]
+        return isinstance(value, tuple) and all(accepts(item, part) for part in value)
+    if get_origin(hint) is tuple:
+        return f"a list, each {describe_type(get_args(hint)[0])}"

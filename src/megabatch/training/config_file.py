@@ -69,7 +69,13 @@ def save_config(config: TrainConfig, path: Path) -> None:
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """The fields that make a run what it is, as JSON and TOML hold them."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _NOT_SAVED}
-    return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _toml(value: Any) -> str:
@@ -85,6 +91,8 @@ def _parse(text: str, source: str) -> TrainConfig:
     hints = get_type_hints(TrainConfig)
     reasons = []
     for key, value in values.items():
+        if isinstance(value, list):
+            value = values[key] = tuple(value)
         if key not in hints:
             close = difflib.get_close_matches(key, hints, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from safetensors import SafetensorError
+from torch import Tensor
 
 from megabatch.data import Batch
 from megabatch.training import checkpoint
@@ -73,7 +74,8 @@ class Run:
         """Do the steps that are left and save a checkpoint; returns a signal that ended it."""
         trainer, config = self.trainer, self.config
         if trainer.step < trainer.total_steps:  # a finished run that is made longer
-            (self.folder / "model.safetensors").unlink(missing_ok=True)
+            for name in ("model.safetensors", "model-ema.safetensors"):
+                (self.folder / name).unlink(missing_ok=True)
         log = MetricsLog(self.folder, trainer.step)
         display = Display(self.console, trainer.total_steps, trainer.step)
         self._announce()
@@ -102,14 +104,10 @@ class Run:
 
     def finish(self) -> None:
         """Export the weights and say what came out."""
+        if self.trainer.ema is not None:
+            _export(self.trainer.ema.model_state(), self.folder / "model-ema.safetensors")
         weights = self.folder / "model.safetensors"
-        partial = self.folder / "model.safetensors.partial"
-        try:
-            checkpoint.save_tensors(self.trainer.module.state_dict(), partial)
-        except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise TrainingStopped(f"{weights} could not be written: {error}") from error
-        os.replace(partial, weights)
+        _export(self.trainer.module.state_dict(), weights)
         pairs = self.trainer.step * self.config.global_batch_size
         self.console.print(
             f"trained {self.trainer.step} steps, {pairs:,} pairs, in {duration(self.seconds)}"
@@ -185,6 +183,16 @@ class Run:
         )
         if trainer.step:
             self.console.print(f"continuing after step {trainer.step}")
+
+
+def _export(state: dict[str, Tensor], path: Path) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        checkpoint.save_tensors(state, partial)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise TrainingStopped(f"{path} could not be written: {error}") from error
+    os.replace(partial, path)
 
 
 def _evaluate(folder: Path, run: Run, console: Console) -> None:

@@ -11,9 +11,10 @@ import torch
 
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.errors import UsageError
-from megabatch.models import Towers, create
+from megabatch.models import Towers
 from megabatch.training.config import TrainConfig, problems, resolve_device
 from megabatch.training.config_file import load_config, to_dict
+from megabatch.training.towers import build_towers
 
 T = TypeVar("T")
 
@@ -22,6 +23,9 @@ T = TypeVar("T")
 MAY_DIFFER = (
     *("output", "workers", "log_every", "checkpoint_every", "keep_checkpoints", "device"),
     *("evaluate", "epochs", "steps"),
+    *("parallel", "dist_timeout", "grad_checkpointing", "torchcompile", "on_nonfinite"),
+    *("max_nonfinite", "check_replicas_every", "data_timeout"),
+    *("lr_cooldown", "lr_cooldown_shape", "lr_cooldown_power", "lr_cooldown_end"),
 )
 
 
@@ -50,7 +54,7 @@ def prepare(config: TrainConfig) -> Setup:
         reasons += length_problems(config, len(dataset))
     if not reasons:
         torch.manual_seed(config.seed)
-    towers = _attempt(reasons, lambda: create(config.model, pretrained=config.pretrained))
+    towers = _attempt(reasons, lambda: build_towers(config))
     if reasons or dataset is None or towers is None:
         raise UsageError(_all_of(reasons))
     loader = PairLoader(
@@ -96,6 +100,11 @@ def length_problems(config: TrainConfig, pairs: int) -> list[str]:
     steps = _total_steps(config, pairs)
     if config.warmup > steps >= 1:
         return [f"warmup: {config.warmup} steps, but the run has only {steps}"]
+    if (config.lr_cooldown or 0) + config.warmup > steps >= 1:
+        return [
+            f"lr_cooldown: {config.lr_cooldown} steps, but after the warm-up the run has only "
+            f"{steps - config.warmup}"
+        ]
     return []
 
 

@@ -10,15 +10,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megabatch.data import Batch
 from megabatch.errors import UsageError
-from megabatch.gradient_cache import GradientCache
-from megabatch.losses import ClipLoss
+from megabatch.models.locking import set_modes
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.config import TrainConfig
-from megabatch.training.optimizer import create_optimizer, load_state_tensors, state_tensors
+from megabatch.training.ema import Ema
+from megabatch.training.encoders import CachedStep
+from megabatch.training.objective import create_objective
+from megabatch.training.optimizer import (
+    create_optimizer,
+    load_state_tensors,
+    set_learning_rate,
+    state_tensors,
+)
 from megabatch.training.schedule import learning_rate
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,14 +54,17 @@ class Trainer:
         self.device = device
         self.total_steps = total_steps
         self.step = 0
-        self.module = module.to(device).train()
+        self.module = set_modes(module.to(device))
         self.optimizer = create_optimizer(self.module, config)
+        self.ema = None if config.ema_decay is None else Ema(self.module, config.ema_decay)
         enabled = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
-        self._cache = GradientCache(
-            _FromHost(self.module, device),
-            ClipLoss(),
+        self.objective = create_objective(config)
+        self._step = CachedStep(
+            self.module,
+            self.objective,
             config.micro_batch_size,
+            device=device,
             scaler=self.scaler if enabled else None,
         )
 
@@ -66,10 +76,10 @@ class Trainer:
         """
         _seed_everything(self.config.seed, self.step)
         lr = learning_rate(self.config, self.step, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
+        ids = getattr(batch, "ids", None) if self.objective.takes_ids else None
         with self._autocast():
-            loss = self._cache(batch.images, batch.texts).item()
+            loss = self._step(batch, ids).item()
         gradient_norm = self._gradient_norm()
         skipped = self.scaler.is_enabled() and not math.isfinite(gradient_norm)
         if not math.isfinite(loss) or not (math.isfinite(gradient_norm) or skipped):
@@ -81,6 +91,8 @@ class Trainer:
         with torch.no_grad():
             self.logit_scale.clamp_(0, math.log(self.config.max_logit_scale))
         self.step += 1
+        if self.ema is not None and not skipped:
+            self.ema.update(self.step)
         values = {"loss": loss, "lr": lr, "logit_scale": self.logit_scale.exp().item()}
         # A step that overflowed in fp16 is left out by the scaler, and its norm is no number.
         return values if skipped else {**values, "grad_norm": gradient_norm}
@@ -100,12 +112,17 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
         }
         optimizer = state_tensors(self.module, self.optimizer)
+        if self.ema is not None:
+            optimizer |= self.ema.state_tensors()
         return Checkpoint(self.module.state_dict(), optimizer, {**own, **state})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Be where the checkpoint was made."""
         self.module.load_state_dict(checkpoint.model)
-        load_state_tensors(self.module, self.optimizer, checkpoint.optimizer)
+        tensors = checkpoint.optimizer
+        if self.ema is not None:
+            tensors = self.ema.load_state_tensors(tensors)
+        load_state_tensors(self.module, self.optimizer, tensors)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.step = checkpoint.state["step"]
@@ -127,21 +144,6 @@ class Trainer:
             f"step {self.step + 1}: loss {loss:g}, gradient norm {gradient_norm:g}; the step was "
             "not taken (a lower --lr, a longer --warmup, --grad-clip-norm or --precision fp32 help)"
         )
-
-
-class _FromHost(nn.Module):
-    """Takes batches that stay on the host: one micro-batch at a time moves to the device."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.module = module
-        self.device = device
-
-    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
-        outputs: dict[str, Tensor] = self.module(
-            images.to(self.device, non_blocking=True), texts.to(self.device, non_blocking=True)
-        )
-        return outputs
 
 
 def _seed_everything(seed: int, step: int) -> None:

@@ -1,0 +1,73 @@
+"""Which parameters are whose tower's, and how deep they lie in it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from torch import nn
+
+Tower = Literal["image", "text"]
+
+FIRST = ("visual.", "first.")  # open_clip's and ours; a pair of text encoders
+_SHARED = ("logit_scale", "logit_bias")
+# A layer with its number, in the words of open_clip (layer1 is a ResNet's) and of transformers.
+_NUMBERED = re.compile(r"(?:^|\.)(?:resblocks|blocks|layers?|block|h)\.?(\d+)\.")
+# Of what lies outside numbered layers, what comes before them; the rest comes after.
+_BEFORE = re.compile(r"embed|conv1|conv2|conv3|bn[123]\b|ln_pre|norm_pre|wte|wpe|cls")
+
+
+def tower_parameters(module: nn.Module) -> dict[Tower, dict[str, nn.Parameter]]:
+    """The parameters of each tower by name; scale and bias are in neither.
+
+    Where one encoder serves both sides both have all of its parameters.
+    """
+    named = {n: p for n, p in module.named_parameters() if n not in _SHARED}
+    image = {name: p for name, p in named.items() if name.startswith(FIRST)}
+    text = {name: p for name, p in named.items() if name not in image}
+    return {"image": image, "text": text or image}
+
+
+def layer_ids(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Each towers' parameter's layer, and its tower's last one.
+
+    Layer 0 is what comes before the first numbered layer (embeddings); then the numbered ones; then
+    what comes after (the final norm, the projection). A timm trunk counts as timm does. A tower
+    without numbered layers is not in the result.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for parameters in tower_parameters(module).values():
+        trunk = getattr(getattr(module, "visual", None), "trunk", None)
+        if trunk is not None and any(n.startswith("visual.trunk.") for n in parameters):
+            found |= _timm_ids(trunk, list(parameters))
+        else:
+            found |= _numbered_ids(list(parameters))
+    return found
+
+
+def _numbered_ids(names: list[str]) -> dict[str, tuple[int, int]]:
+    numbers = {name: int(m.group(1)) for name in names if (m := _NUMBERED.search(name))}
+    if not numbers:
+        return {}
+    # open_clip's ResNets number from 1, all others from 0.
+    first, last = min(numbers.values()), max(numbers.values())
+    after = last - first + 2
+    found = {}
+    for name in names:
+        if name in numbers:
+            found[name] = (numbers[name] - first + 1, after)
+        else:
+            before = (
+                _BEFORE.search(name) and "pool" not in name
+            )  # a pooling layer has embeddings too
+            found[name] = (0 if before else after, after)
+    return found
+
+
+def _timm_ids(trunk: Any, names: list[str]) -> dict[str, tuple[int, int]]:
+    from timm.models import group_parameters
+
+    ids = group_parameters(trunk, trunk.group_matcher(coarse=False), reverse=True)
+    inside = {name: ids.get(name.removeprefix("visual.trunk.")) for name in names}
+    last = max(ids.values()) + (None in inside.values())  # a projection that is open_clip's own
+    return {name: (last if layer is None else layer, last) for name, layer in inside.items()}

@@ -1,0 +1,108 @@
+"""How a batch on the host goes through the towers in one step of gradient caching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.data import Batch
+from megabatch.gradient_cache import GradientCache
+from megabatch.models.layers import Tower
+from megabatch.models.locking import locked_towers
+
+
+class CachedStep:
+    """Fills `.grad` with the gradient of a batch's loss, the towers' features being cached.
+
+    A wholly locked tower runs once a step, micro-batch by micro-batch, without a graph, before the
+    loss; its features are data to the loss, which then spends nothing on their gradient either. The
+    other tower runs twice, as gradient caching does it.
+
+    Args:
+        module: of `Towers`, on its device; wrapped by DDP or FSDP2 or not.
+        objective: called as `Objective` is.
+        micro_batch_size: rows that go through a tower at a time.
+        device: where micro-batches go.
+        locked: the wholly locked towers, at most one. Default: those of the module.
+        scaler, group: see GradientCache.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: nn.Module,
+        micro_batch_size: int,
+        *,
+        device: torch.device,
+        locked: frozenset[Tower] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        group: Any = None,
+    ) -> None:
+        self.module = module
+        self.micro_batch_size = micro_batch_size
+        self.device = device
+        found = locked_towers(module) if locked is None else locked
+        if len(found) > 1:
+            raise ValueError("locked: expected at most one tower, got both")
+        self.locked: Tower | None = next(iter(found), None)
+        if self.locked is None:
+            model: nn.Module = FromHost(module, device)
+        else:
+            model = OneTower(module, device, "text" if self.locked == "image" else "image")
+        self._cache = GradientCache(model, objective, micro_batch_size, scaler=scaler, group=group)
+
+    def __call__(self, batch: Batch, ids: Tensor | None = None) -> Tensor:
+        """The loss, shape (), without a graph. ids: what the objective takes, or None."""
+        named = {} if ids is None else {"ids": ids}
+        if self.locked is None:
+            return self._cache(batch.images, batch.texts, **named)
+        images_locked = self.locked == "image"
+        still, live = batch.images, batch.texts
+        if not images_locked:
+            still, live = live, still
+        features = self.locked_features(still)
+        return self._cache(live, **{f"{self.locked}_features": features}, **named)
+
+    @torch.no_grad()
+    def locked_features(self, inputs: Tensor) -> Tensor:
+        """The locked tower's features of a whole batch, (b, d) on the device."""
+        assert self.locked is not None
+        tower = OneTower(self.module, self.device, self.locked)
+        parts = [tower(part) for part in inputs.split(self.micro_batch_size)]
+        return torch.cat([part[f"{self.locked}_features"] for part in parts])
+
+
+class FromHost(nn.Module):
+    """Both towers; takes batches that stay on the host: one micro-batch at a time moves over."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module = module
+        self.device = device
+
+    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
+        """The module's outputs."""
+        outputs: dict[str, Tensor] = self.module(
+            images.to(self.device, non_blocking=True), texts.to(self.device, non_blocking=True)
+        )
+        return outputs
+
+
+class OneTower(nn.Module):
+    """One tower alone, through the whole module's forward, so that DDP and FSDP2 see the pass."""
+
+    def __init__(self, module: nn.Module, device: torch.device, tower: Tower) -> None:
+        super().__init__()
+        self.module = module
+        self.device = device
+        self.tower = tower
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        """The module's outputs but for the other tower's features."""
+        moved = inputs.to(self.device, non_blocking=True)
+        outputs: dict[str, Tensor | None] = self.module(
+            moved if self.tower == "image" else None, moved if self.tower == "text" else None
+        )
+        return {name: value for name, value in outputs.items() if value is not None}
