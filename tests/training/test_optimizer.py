@@ -1,19 +1,48 @@
-"""Which parameters decay, and that the optimizer's state survives by name."""
+"""What each optimizer does, its groups, and that its whole state survives by name."""
 
 from __future__ import annotations
 
+import copy
+import warnings
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import timm.optim
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from megabatch.models import create
 from megabatch.training import TrainConfig
+from megabatch.training.checkpoint import save_tensors
+from megabatch.training.ema import Ema
 from megabatch.training.optimizer import (
     create_optimizer,
     decay_groups,
     load_state_tensors,
+    parameter_groups,
+    set_learning_rate,
     state_tensors,
 )
 from tests.models.tiny import TINY
+from tests.similarity.distributed.processes import World, on_processes, outcomes
+
+__all__ = ["outcomes"]  # a fixture
+
+NAMES: tuple[str, ...] = get_args(get_type_hints(TrainConfig)["opt"])
+
+
+def small() -> nn.Module:
+    """With matrices that Adafactor factors (16 and more) and such that it does not."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(33, 40), nn.LayerNorm(40), nn.Linear(40, 5, bias=False))
+
+
+def give_gradients(module: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
 
 
 def test_an_open_clip_models_groups_are_open_clips() -> None:
@@ -48,28 +77,159 @@ def test_only_matrices_shrink() -> None:
     assert torch.equal(module.bias.detach(), before["bias"])
 
 
-def stepped(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    torch.manual_seed(seed)
-    for parameter in module.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-
-
-def test_state_put_back_by_name_continues_exactly() -> None:
-    config = TrainConfig(lr=0.1)
-    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+@pytest.mark.parametrize("changes", [{}, {"beta1": 0.0, "momentum": 0.0}])
+@pytest.mark.parametrize("name", NAMES)
+def test_state_put_back_from_the_disk_continues_bit_for_bit(
+    name: str, changes: dict[str, float], tmp_path: Path
+) -> None:
+    config = TrainConfig(opt=name, lr=0.1, **changes)  # type: ignore[arg-type]
+    first = small()
     optimizer = create_optimizer(first, config)
-    stepped(first, optimizer, 1)
-    tensors = {name: value.clone() for name, value in state_tensors(first, optimizer).items()}
-    assert set(tensors) == {
-        f"{name}/{kind}"
-        for name in ("weight", "bias")
-        for kind in ("step", "exp_avg", "exp_avg_sq")
-    }
-    second.load_state_dict(first.state_dict())
+    for seed in range(3):
+        give_gradients(first, seed)
+        optimizer.step()
+    save_tensors(state_tensors(first, optimizer), tmp_path / "optimizer.safetensors")
+    tensors = load_file(tmp_path / "optimizer.safetensors")
+    second = copy.deepcopy(first)
     other = create_optimizer(second, config)
     load_state_tensors(second, other, tensors)
-    stepped(first, optimizer, 2)
-    stepped(second, other, 2)
-    assert torch.equal(first.weight, second.weight)
-    assert torch.equal(first.bias, second.bias)
+    again = state_tensors(second, other)
+    assert again.keys() == tensors.keys()
+    assert all(again[key].dtype == tensors[key].dtype for key in tensors)
+    for seed in range(3, 6):
+        for module, one in ((first, optimizer), (second, other)):
+            give_gradients(module, seed)
+            one.step()
+    for one, two in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_what_is_kept_of_each_optimizer() -> None:
+    kinds = {}
+    for name in NAMES:
+        module = small()
+        optimizer = create_optimizer(module, TrainConfig(opt=name))  # type: ignore[arg-type]
+        give_gradients(module, 0)
+        optimizer.step()
+        tensors = state_tensors(module, optimizer)
+        kinds[name] = {key for key in tensors if key.startswith(("0.weight/", "param_groups.1/"))}
+    both = {"0.weight/exp_avg", "0.weight/exp_avg_sq"}
+    assert kinds == {
+        "adamw": both | {"0.weight/step"},
+        "lamb": both | {"param_groups.1/step"},
+        "lars": {"0.weight/momentum_buffer"},
+        "adafactor": {
+            f"0.weight/{kind}" for kind in ("step", "exp_avg", "exp_avg_sq_r", "exp_avg_sq_c")
+        },
+        "lion": {"0.weight/exp_avg"},
+        "sgd": {"0.weight/momentum_buffer"},
+    }
+
+
+def test_numbers_that_are_no_tensors_come_back_as_numbers() -> None:
+    # timm's older Adafactor counts in a Python int: what a library keeps may change.
+    module = small()
+    optimizer = timm.optim.Adafactor(parameter_groups(module, TrainConfig()), lr=0.1)
+    give_gradients(module, 0)
+    optimizer.step()
+    tensors = state_tensors(module, optimizer)
+    assert tensors["0.weight/step:number"].item() == 1
+    other = timm.optim.Adafactor(parameter_groups(module, TrainConfig()), lr=0.1)
+    load_state_tensors(module, other, copy.deepcopy(tensors))
+    assert [type(s["step"]) for s in other.state.values()] == [int] * 5
+
+
+def test_an_optimizer_that_keeps_something_else_is_an_error() -> None:
+    module = small()
+    optimizer = create_optimizer(module, TrainConfig())
+    optimizer.state[next(module.parameters())]["note"] = "text"
+    with pytest.raises(TypeError, match=r"0\.weight/note: expected a tensor or a number, got str"):
+        state_tensors(module, optimizer)
+
+
+def test_lamb_is_as_published_and_clips_nothing() -> None:
+    module = nn.Linear(4, 3, bias=False)
+    before = module.weight.detach().clone()
+    config = TrainConfig(opt="lamb", lr=0.5, wd=0.1, beta1=0.0, beta2=0.0, eps=1e-12)
+    optimizer = create_optimizer(module, config)
+    module.weight.grad = 1e4 * torch.ones_like(module.weight)
+    optimizer.step()
+    direction = torch.ones(3, 4) + 0.1 * before  # Adam's first step, and the decay
+    step = 0.5 * before.norm() / direction.norm() * direction
+    torch.testing.assert_close(module.weight.detach(), before - step)
+
+
+def test_lars_is_as_published() -> None:
+    module = nn.Linear(4, 3, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = create_optimizer(module, TrainConfig(opt="lars", lr=2.0, wd=0.1, momentum=0.0))
+    gradient = torch.randn(3, 4)
+    module.weight.grad = gradient.clone()
+    optimizer.step()
+    ratio = 1e-3 * before.norm() / (gradient.norm() + 0.1 * before.norm())
+    expected = before - 2.0 * ratio * (gradient + 0.1 * before)
+    torch.testing.assert_close(module.weight.detach(), expected)
+
+
+def test_lion_steps_by_signs() -> None:
+    module = nn.Linear(4, 3, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = create_optimizer(module, TrainConfig(opt="lion", lr=0.1, wd=0.5))
+    module.weight.grad = torch.tensor([1.0, -2.0, 0.5, -1e-6]).repeat(3, 1)
+    optimizer.step()
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    torch.testing.assert_close(module.weight.detach(), before * (1 - 0.1 * 0.5) - 0.1 * signs)
+
+
+def test_layer_decay_gives_each_layer_its_rate() -> None:
+    module = create(TINY).module  # one layer a tower: 0 embeddings, 1 the layer, 2 the end
+    config = TrainConfig(layer_decay=0.5, wd=0.2)
+    groups = parameter_groups(module, config)
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
+    assert found.keys() == set(names.values())
+    assert found["visual.conv1.weight"] == (0.25, 0.2)
+    assert found["visual.class_embedding"] == (0.25, 0.0)
+    assert found["token_embedding.weight"] == (0.25, 0.2)
+    assert found["visual.transformer.resblocks.0.mlp.c_fc.weight"] == (0.5, 0.2)
+    assert found["transformer.resblocks.0.ln_1.weight"] == (0.5, 0.0)
+    assert found["text_projection"] == (1.0, 0.2)
+    assert found["logit_scale"] == (1.0, 0.0)
+    optimizer = create_optimizer(module, config)
+    set_learning_rate(optimizer, 0.4)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1, 0.2, 0.4}
+
+
+@on_processes(2)
+def test_sharded_parameters_are_stepped_and_averaged_as_whole_ones(world: World) -> None:
+    # Norms over whole tensors (LAMB, LARS) and means over rows and columns (Adafactor) must not be
+    # those of a rank's shard.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    warnings.filterwarnings("ignore", module="torch")
+    mesh = init_device_mesh("cpu", (world.size,))
+    for name in NAMES:
+        whole = small()
+        sharded: Any = fully_shard(small(), mesh=mesh)
+        config = TrainConfig(opt=name, lr=0.1)  # type: ignore[arg-type]
+        modules = (whole, sharded)
+        optimizers = [create_optimizer(module, config) for module in modules]
+        means = [Ema(module, 0.9) for module in modules]
+        for seed in range(2):
+            give_gradients(whole, seed)
+            for p, q in zip(whole.parameters(), sharded.parameters(), strict=True):
+                q.grad = distribute_tensor(p.grad.clone(), mesh, q.placements)
+            for optimizer, mean in zip(optimizers, means, strict=True):
+                optimizer.step()
+                mean.update(seed + 1)
+        states = [
+            {**m.state_dict(), **state_tensors(m, o), **e.state_tensors()}
+            for m, o, e in zip(modules, optimizers, means, strict=True)
+        ]
+        assert states[0].keys() == states[1].keys()
+        for key, value in states[0].items():
+            other = states[1][key]
+            full = other.full_tensor() if hasattr(other, "full_tensor") else other
+            torch.testing.assert_close(full, value, msg=lambda m, at=(name, key): f"{at}: {m}")
