@@ -52,7 +52,7 @@ def test_nested_batches_keep_their_types():
     [
         ((torch.ones(4, 5), torch.ones(3, 5)), ValueError, "batch 1: expected 4 rows.*got 3"),
         ((torch.ones(4, 5), {"a": [torch.ones(2)]}), ValueError, r"batch 1\['a'\]\[0\].*got 2"),
-        ((torch.ones(0, 5), torch.ones(0, 5)), ValueError, r"batch 0.*at least one row.*\(0, 5\)"),
+        ((torch.ones(0, 5), torch.ones(0, 5)), ValueError, "at least one row.*got 0"),
         ((torch.ones(4, 5), {}), ValueError, "batch 1.*got none"),
         ((torch.ones(4, 5), torch.tensor(1.0)), ValueError, r"batch 1.*shape \(\)"),
         ((torch.ones(4, 5), ["a", "b"]), TypeError, r"batch 1\[0\].*got str"),

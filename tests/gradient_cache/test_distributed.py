@@ -21,7 +21,7 @@ from megabatch.gradient_cache import GradientCache
 
 WORLD, WIDTH, DIMS = 2, 6, 4
 MICRO_BATCH_SIZE = 2
-SHARDS = {"equal": (4, 4), "unequal": (5, 1), "reversed": (3, 6)}
+SHARDS = {"equal": (4, 4), "unequal": (5, 1), "reversed": (3, 6), "empty": (0, 5), "last": (3, 0)}
 
 
 class CountReduceScatter(TorchDispatchMode):

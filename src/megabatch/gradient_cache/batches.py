@@ -1,83 +1,151 @@
-"""Batches as encoders take them: tensors, or nested mappings, lists and tuples of tensors."""
+"""Batches as encoders take them: tensors, or nested mappings, lists and tuples of tensors.
+
+In the place of a tensor may stand anything whose rows are made when they are asked for: an object
+with `len(rows)` and `rows[slice] -> Tensor`, compressed images say.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megabatch.similarity.exchange import agree, group_name, resolve
 
-def _leaves(batch: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch, each with its path for messages; None is passed over."""
+
+class Rows(Protocol):
+    """Rows that are made when they are asked for; the same rows each time.
+
+    It is asked from another thread than the caller's, where a device is given, and must not draw
+    from torch's global generator, whose state the encoders' random numbers depend on.
+    """
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """The rows start:stop, also none of them."""
+
+
+Leaf: TypeAlias = "Tensor | Rows"
+
+#: Of two rows batch normalisation can make statistics, and an output with a number a row has
+#: another shape than one that is a single number.
+PLACEHOLDER_ROWS = 2
+
+
+def leaves(batch: Any, name: str = "batch") -> Iterator[tuple[str, Leaf]]:
+    """The tensors and rows of a batch, each with its path for messages; None is passed over."""
     if isinstance(batch, Tensor):
         yield name, batch
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from _leaves(value, f"{name}[{key!r}]")
+            yield from leaves(value, f"{name}[{key!r}]")
     elif isinstance(batch, (list, tuple)):
         for i, value in enumerate(batch):
-            yield from _leaves(value, f"{name}[{i}]")
+            yield from leaves(value, f"{name}[{i}]")
+    elif _makes_rows(batch):
+        yield name, batch
     elif batch is not None:
         raise TypeError(
-            f"{name}: expected a tensor, or a mapping, list or tuple of tensors, "
-            f"got {type(batch).__name__}"
+            f"{name}: expected a tensor, a mapping, list or tuple of tensors, or an object with "
+            f"__len__ and __getitem__(slice), got {type(batch).__name__}"
         )
+
+
+def _makes_rows(value: Any) -> bool:
+    text = isinstance(value, (str, bytes, bytearray, memoryview))
+    return not text and hasattr(value, "__len__") and hasattr(value, "__getitem__")
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """All tensors of a nested batch."""
-    return [tensor for _, tensor in _leaves(batch, "batch")]
+    return [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def batch_size(batches: tuple[Any, ...]) -> int:
-    """The number of rows that all tensors of all batches share, at least 1.
+    """The number of rows that all leaves of all batches share.
 
     Raises:
-        TypeError: something in a batch is neither a tensor nor a container of tensors.
-        ValueError: a batch without tensors or without rows, or two numbers of rows.
+        TypeError: something in a batch is neither rows nor a container of them.
+        ValueError: a batch without tensors, or two numbers of rows.
     """
     size, first = 0, ""
     for i, batch in enumerate(batches):
-        leaves = list(_leaves(batch, f"batch {i}"))
-        if not leaves:
+        found = list(leaves(batch, f"batch {i}"))
+        if not found:
             raise ValueError(f"batch {i}: expected tensors, got none")
-        for name, tensor in leaves:
-            if tensor.ndim == 0:
+        for name, leaf in found:
+            if isinstance(leaf, Tensor) and leaf.ndim == 0:
                 raise ValueError(f"{name}: expected a dimension of samples, got shape ()")
-            if len(tensor) == 0:
-                raise ValueError(f"{name}: expected at least one row, got shape {(*tensor.shape,)}")
-            if first and len(tensor) != size:
-                raise ValueError(f"{name}: expected {size} rows as in {first}, got {len(tensor)}")
-            size, first = len(tensor), first or name
+            if first and len(leaf) != size:
+                raise ValueError(f"{name}: expected {size} rows as in {first}, got {len(leaf)}")
+            size, first = len(leaf), first or name
     return size
 
 
 def take(batch: Any, rows: slice) -> Any:
-    """The given rows of every tensor in the batch, in containers of the same types (views)."""
-    if isinstance(batch, Tensor):
-        return batch[rows]
+    """The given rows of every leaf in the batch, in containers of the same types (views).
+
+    Raises:
+        TypeError, ValueError: an object gave something else than a tensor of as many rows.
+    """
+    return mapped(batch, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else _made(leaf, rows))
+
+
+def _made(leaf: Rows, rows: slice) -> Tensor:
+    tensor = leaf[rows]
+    kind, wanted = type(leaf).__name__, f"[{rows.start}:{rows.stop}]"
+    if not isinstance(tensor, Tensor):
+        got = type(tensor).__name__
+        raise TypeError(f"batch: expected {kind}{wanted} to be a tensor, got {got}")
+    if tensor.ndim == 0 or len(tensor) != rows.stop - rows.start:
+        shape = (*tensor.shape,)
+        raise ValueError(
+            f"batch: expected {rows.stop - rows.start} rows of {kind}{wanted}, got shape {shape}"
+        )
+    return tensor
+
+
+def placeholder(batch: Any) -> Any:
+    """Rows of ones like those of a batch without rows.
+
+    Ones are legal tokens, and attention masks that leave something to attend to.
+    """
+    empty = take(batch, slice(0, 0))
+    return mapped(empty, lambda tensor: tensor.new_ones((PLACEHOLDER_ROWS, *tensor.shape[1:])))
+
+
+def mapped(batch: Any, function: Callable[[Any], Tensor]) -> Any:
+    """The batch with `function` of each leaf in its place, in containers of the same types."""
     if isinstance(batch, Mapping):
-        part = {key: take(value, rows) for key, value in batch.items()}
+        part = {key: mapped(value, function) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return part
         same_type = copy.copy(batch)  # a Hugging Face BatchEncoding stays one
         same_type.update(part)
         return same_type
     if isinstance(batch, (list, tuple)):
-        values = [take(value, rows) for value in batch]
+        values = [mapped(value, function) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
+    return batch if batch is None else function(batch)
 
 
-def agree_on_count(count: int, group: Any) -> int:
-    """The largest `count` of all ranks; without communication in one process or for "local"."""
-    if group == "local" or not (dist.is_available() and dist.is_initialized()):
-        return count
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    largest = torch.tensor(count, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return int(largest)
+def agree_on_counts(rows: int, micro_batches: int, group: Any) -> tuple[int, int]:
+    """(rows of all ranks, largest number of micro-batches); alone in one process or for "local".
+
+    Hosts tell each other; no device is waited for.
+
+    Raises:
+        CommunicationError: a rank is gone or does not come.
+    """
+    name = group_name(group)
+    if not name:
+        return rows, micro_batches
+    on_gpu = torch.distributed.get_backend(resolve(name)) == "nccl"
+    device = torch.device("cuda" if on_gpu else "cpu")
+    counts = agree(name, "GradientCache", [rows, micro_batches], device)
+    return sum(count[0] for count in counts), max(count[1] for count in counts)

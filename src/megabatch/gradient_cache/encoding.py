@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.batches import take, tensors_in
+from megabatch.gradient_cache.batches import tensors_in
+from megabatch.gradient_cache.feed import Feed, Parts
+from megabatch.gradient_cache.room import allocated
 from megabatch.gradient_cache.state import (
     cuda_devices,
     get_random_state,
@@ -27,52 +29,83 @@ class Encoding:
     """An encoder with the batches that it takes in one step, and what is cached between passes.
 
     After `forward`, `cached` holds the outputs of the whole batch as leaves of the loss's graph,
-    and `per_sample` the names of those that have a row per sample.
+    and `per_sample` the names of those that have a row per sample. After `backward`, `activations`
+    is the most that a micro-batch's graph took of the GPUs' memory, in bytes.
     """
 
-    def __init__(self, name: str, encoder: Any, batches: tuple[Any, ...]) -> None:
+    def __init__(
+        self, name: str, encoder: Any, feed: Feed, feature_dtype: torch.dtype | None = None
+    ) -> None:
         """Look into the encoder; `name` is for messages."""
         self.name = name
         self.encoder = encoder
-        self.batches = batches
+        self.feed = feed
+        self.feature_dtype = feature_dtype
         self.modules = modules_in(encoder)
         self.wrappers = gradient_wrappers(self.modules)
         parameters = (module.parameters(recurse=False) for module in self.modules)
-        self.devices = cuda_devices(tensors_in(batches), *parameters)
+        self.devices = cuda_devices(tensors_in(feed.batches), *parameters)
+        if feed.device is not None and feed.device.type == "cuda":
+            index = torch.cuda.current_device() if feed.device.index is None else feed.device.index
+            self.devices.add(torch.device("cuda", index))
         self.requires_grad = isinstance(encoder, nn.Module) and any(
             parameter.requires_grad for parameter in encoder.parameters()
         )
         self.random_states: list[dict[torch.device, Tensor]] = []
         self.cached: Outputs = {}
+        self.gradients: Outputs = {}
+        self.activations = 0
         self.per_sample: set[Any] = set()
         self.by_keyword = False
 
     def forward(self, micro_batches: list[slice]) -> None:
         """Encode all micro-batches without a graph, remembering the random state before each."""
-        with without_synchronisation(self.wrappers):
-            pieces = [self._forward_one(rows) for rows in micro_batches]
+        pieces = []
+        feed = contextlib.closing(self.feed(micro_batches))
+        with without_synchronisation(self.wrappers), feed as fed:
+            for rows, parts in zip(micro_batches, fed, strict=True):
+                pieces.append(self._forward_one(rows, parts))
+                del parts
         if any(piece.keys() != pieces[0].keys() for piece in pieces):
             raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
         for key in pieces[0]:
             self._cache(key, [piece[key] for piece in pieces], micro_batches)
 
+    def large_gradients(self) -> list[Tensor]:
+        """The gradients of outputs that grow with the batch."""
+        outputs = (self.cached[key] for key in self.per_sample)
+        return [t.grad for t in outputs if t is not None and t.grad is not None]
+
+    def take_gradients(self, keep: Callable[[Tensor], Tensor]) -> None:
+        """Let go of the outputs and keep what the loss sent to them, where `keep` puts it."""
+        outputs, self.cached = self.cached, {}
+        self.gradients = {
+            key: None if tensor is None or tensor.grad is None else tensor.grad
+            for key, tensor in outputs.items()
+        }
+        del outputs
+        for key in self.per_sample:
+            gradient = self.gradients[key]
+            self.gradients[key] = None if gradient is None else keep(gradient)
+
     def has_gradients(self) -> bool:
         """Whether the loss sent a gradient to any output, so that `backward` has work to do."""
-        return any(t is not None and t.grad is not None for t in self.cached.values())
+        return any(gradient is not None for gradient in self.gradients.values())
 
     def backward(self, micro_batches: list[slice], synchronise: bool) -> None:
         """Encode all micro-batches again, with a graph, and send the cached gradients through it.
 
         With `synchronise` DDP and FSDP2 reduce the gradients over ranks in the last micro-batch.
         """
-        gradients = {key: None if t is None else t.grad for key, t in self.cached.items()}
-        self.cached = {}
-        with keep_running_statistics(self.modules):
-            for i, rows in enumerate(micro_batches):
+        feed = contextlib.closing(self.feed(micro_batches))
+        with keep_running_statistics(self.modules), feed as fed:
+            for i, (rows, parts) in enumerate(zip(micro_batches, fed, strict=True)):
                 last = i == len(micro_batches) - 1
                 set_random_state(self.random_states[i])
                 with without_synchronisation([] if last and synchronise else self.wrappers):
-                    self._backward_one(rows, gradients, last)
+                    self._backward_one(rows, parts, last)
+                del parts
+        self.gradients = {}
 
     def arguments(self) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """The cached outputs as positional and keyword arguments of the loss."""
@@ -93,38 +126,43 @@ class Encoding:
 
     # The two functions below are functions so that a micro-batch's graph is gone when they return.
 
-    def _forward_one(self, rows: slice) -> Outputs:
+    def _forward_one(self, rows: slice, parts: Parts) -> Outputs:
         self.random_states.append(get_random_state(self.devices))
         idle = rows.start == rows.stop
         statistics = keep_running_statistics(self.modules) if idle else contextlib.nullcontext()
         # Whether a frozen module, or a callable that is no module, leads back to a parameter is
         # seen from its outputs; a graph is recorded until one does, that is none or only one.
         with statistics, torch.set_grad_enabled(not self.requires_grad):
-            outputs = self._encode(rows)
+            outputs = self._encode(parts)
         tensors = [output for output in outputs.values() if output is not None]
         self.requires_grad |= any(output.requires_grad for output in tensors)
-        return {key: None if out is None else out.detach() for key, out in outputs.items()}
+        return {key: None if out is None else self._kept(out) for key, out in outputs.items()}
 
-    def _backward_one(self, rows: slice, gradients: Outputs, last: bool) -> None:
+    def _kept(self, output: Tensor) -> Tensor:
+        output = output.detach()
+        narrow = self.feature_dtype is not None and output.ndim > 1 and output.is_floating_point()
+        return output.to(self.feature_dtype) if narrow else output
+
+    def _backward_one(self, rows: slice, parts: Parts, last: bool) -> None:
+        before = allocated(self.devices)
         outputs, upstream = [], []
-        for key, output in self._encode(rows).items():
-            gradient = gradients[key]
+        for key, output in self._encode(parts).items():
+            gradient = self.gradients[key]
             if output is None or gradient is None or not output.requires_grad:
                 continue
             if key in self.per_sample:
                 outputs.append(output[: rows.stop - rows.start])  # of an idle micro-batch: no row
-                upstream.append(gradient[rows])
+                # From the host it is on its way while the graph's first steps are prepared.
+                upstream.append(gradient[rows].to(output, non_blocking=True))
             else:  # once; but every micro-batch reaches the same parameters, as DDP expects
                 outputs.append(output)
                 upstream.append(gradient if last else torch.zeros_like(gradient))
+        self.activations = max(self.activations, allocated(self.devices) - before)
         if outputs:
             torch.autograd.backward(outputs, upstream)
 
-    def _encode(self, rows: slice) -> Outputs:
-        # An idle micro-batch (another rank has more of them) encodes one row and keeps none of it:
-        # many models cannot take zero rows, and FSDP's collectives need every rank in each forward.
-        taken = rows if rows.start < rows.stop else slice(0, 1)
-        output = self.encoder(*(take(batch, taken) for batch in self.batches))
+    def _encode(self, parts: Parts) -> Outputs:
+        output = self.encoder(*parts)
         if isinstance(output, Tensor):
             return {0: output}
         self.by_keyword = isinstance(output, Mapping)
@@ -152,7 +190,7 @@ class Encoding:
         if len(tensors) < len(pieces):
             raise ValueError(f"{name} is None in some micro-batches only")
         kept = [rows.stop - rows.start for rows in micro_batches]
-        encoded = [max(n, 1) for n in kept]
+        encoded = [self.feed.encoded(rows) for rows in micro_batches]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if shapes[0] in ((), (1,)) and len(set(shapes)) == 1:
             if not _all_equal(tensors):

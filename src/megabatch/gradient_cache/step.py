@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.batches import agree_on_count, batch_size
+from megabatch.gradient_cache.batches import agree_on_counts, batch_size
 from megabatch.gradient_cache.encoding import Encoding
+from megabatch.gradient_cache.feed import Feed
+from megabatch.gradient_cache.room import Room, to_host
 from megabatch.gradient_cache.state import cuda_devices, get_random_state, set_random_state
 
 if TYPE_CHECKING:
@@ -57,9 +59,10 @@ class GradientCache:
     **Several processes.** Under DistributedDataParallel and FSDP2 (`fully_shard`) each wrapped
     module synchronises its gradients once a step, in the last micro-batch of the encoder that it
     belongs to. A rank with fewer micro-batches than another takes part in the rest with one row
-    whose outputs are dropped. Wrappers, and batch normalisation, are found inside modules, methods
-    of modules, partials, and among the modules that a function refers to; a wrapper hidden deeper
-    still gives right gradients, but synchronises in each micro-batch.
+    whose outputs are dropped; a rank without any row does so with two rows of ones. Wrappers, and
+    batch normalisation, are found inside modules, methods of modules, partials, and among the
+    modules that a function refers to; a wrapper hidden deeper still gives right gradients, but
+    synchronises in each micro-batch.
     """
 
     def __init__(
@@ -70,6 +73,9 @@ class GradientCache:
         *,
         scaler: torch.amp.GradScaler | None = None,
         group: ProcessGroup | Literal["local"] | None = None,
+        device: torch.device | str | None = None,
+        feature_dtype: torch.dtype | None = None,
+        gradients_on_host: bool | None = None,
     ) -> None:
         """Check and keep the parts of a step.
 
@@ -88,10 +94,20 @@ class GradientCache:
             group: the ranks that must agree on the number of micro-batches: a process group, `None`
                 for the default one where torch.distributed is initialised, or "local" for no
                 communication.
+            device: where the encoders work. Batches then stay where they are, on the host say, and
+                move there micro-batch by micro-batch, the next one while one is computed on; the
+                device holds the rows of two micro-batches. None: batches are where they belong.
+            feature_dtype: what per-sample outputs of two dimensions and more are kept in; half the
+                memory for features, the loss's copies and gradients. Under autocast to the same
+                dtype the losses of megabatch give the same values: they cast to it in any case.
+            gradients_on_host: whether gradients of features wait on the host for the second pass.
+                None: where they would leave too little room, measured, for a micro-batch's
+                activations.
 
         Raises:
             TypeError: an argument of the wrong type.
-            ValueError: no encoder; micro_batch_size below 1.
+            ValueError: no encoder; micro_batch_size below 1; a feature_dtype that is no floating
+                point.
         """
         several = isinstance(encoders, (tuple, list, nn.ModuleList))
         self.encoders = tuple(encoders) if several else None  # type: ignore[arg-type]
@@ -119,6 +135,15 @@ class GradientCache:
         self.micro_batch_size = micro_batch_size
         self.scaler = scaler
         self.group = group
+        self.device = None if device is None else torch.device(device)
+        if not isinstance(feature_dtype, (torch.dtype, type(None))):
+            kind = type(feature_dtype).__name__
+            raise TypeError(f"feature_dtype: expected a torch.dtype or None, got {kind}")
+        if feature_dtype is not None and not feature_dtype.is_floating_point:
+            raise ValueError(f"feature_dtype: expected a floating point type, got {feature_dtype}")
+        self.feature_dtype = feature_dtype
+        self.gradients_on_host = gradients_on_host
+        self._room = Room()
 
     @torch.enable_grad()
     def __call__(self, /, *batches: Any, **loss_kwargs: Any) -> Tensor:
@@ -126,7 +151,10 @@ class GradientCache:
 
         Args:
             *batches: tensors, or nested mappings, lists and tuples of tensors (or None), all with
-                the same number of rows (first dimension).
+                the same number of rows (first dimension). In the place of a tensor may stand an
+                object with `__len__` and `__getitem__(slice) -> Tensor`, compressed images say: its
+                rows are made when their turn comes, in each pass, and must be the same each time.
+                No row is legal where another rank has one.
             **loss_kwargs: passed on to the loss, whole.
 
         Returns:
@@ -134,21 +162,24 @@ class GradientCache:
 
         Raises:
             TypeError: a batch, an encoder's output or the loss's is of the wrong type.
-            ValueError: an empty batch, or batches of different sizes; an output that is neither
+            ValueError: no row on any rank, or batches of different sizes; an output that is neither
                 per sample nor shared; a loss that is not one number or needs no gradient;
                 DistributedDataParallel with `static_graph=True`, which knows no `no_sync`.
                 All these come before any `.grad` changes. An exception out of an encoder's second
                 pass leaves `.grad` incomplete: set the gradients to zero before the next step.
         """
+        self._check_number(batches)
         rows = batch_size(batches)
-        encodings = self._encodings(batches)
         micro_batches = self._micro_batches(rows)
+        encodings = self._encodings(batches, rows)
 
         for encoding in encodings:
             encoding.forward(micro_batches)
         # Autocast keeps its casts of weights, and one made without a graph passes no gradient on.
         torch.clear_autocast_cache()
         loss = self._loss_and_feature_gradients(encodings, loss_kwargs)
+
+        self._keep_gradients(encodings)
 
         devices = set().union(*(encoding.devices for encoding in encodings), cuda_devices())
         random_state = get_random_state(devices)
@@ -157,28 +188,46 @@ class GradientCache:
             for i, encoding in enumerate(replayed):
                 again = any(encoding.encoder is later.encoder for later in replayed[i + 1 :])
                 encoding.backward(micro_batches, synchronise=not again)
+                self._room.measured(encoding.activations)
         finally:
             set_random_state(random_state)
         return loss
 
-    def _encodings(self, batches: tuple[Any, ...]) -> list[Encoding]:
+    def _encodings(self, batches: tuple[Any, ...], rows: int) -> list[Encoding]:
+        if self.encoders is None:
+            feed = Feed(batches, rows, self.device)
+            return [Encoding("the model", self.model, feed, self.feature_dtype)]
+        return [
+            Encoding(f"encoder {i}", encoder, Feed((batch,), rows, self.device), self.feature_dtype)
+            for i, (encoder, batch) in enumerate(zip(self.encoders, batches, strict=True))
+        ]
+
+    def _check_number(self, batches: tuple[Any, ...]) -> None:
         if not batches:
             raise TypeError("batches: expected at least one, got none")
-        if self.encoders is None:
-            return [Encoding("the model", self.model, batches)]
-        if len(batches) != len(self.encoders):
+        if self.encoders is not None and len(batches) != len(self.encoders):
             raise TypeError(
                 f"batches: expected one per encoder, {len(self.encoders)}, got {len(batches)}"
             )
-        pairs = zip(self.encoders, batches, strict=True)
-        return [Encoding(f"encoder {i}", encoder, (b,)) for i, (encoder, b) in enumerate(pairs)]
 
     def _micro_batches(self, rows: int) -> list[slice]:
         """Row ranges of the micro-batches; empty ones at the end where other ranks have more."""
         starts = range(0, rows, self.micro_batch_size)
         micro_batches = [slice(start, min(start + self.micro_batch_size, rows)) for start in starts]
-        idle = agree_on_count(len(micro_batches), self.group) - len(micro_batches)
-        return micro_batches + [slice(rows, rows)] * idle
+        total, most = agree_on_counts(rows, len(micro_batches), self.group)
+        if not total:
+            raise ValueError("batches: expected at least one row over all processes, got 0")
+        return micro_batches + [slice(rows, rows)] * (most - len(micro_batches))
+
+    def _keep_gradients(self, encodings: list[Encoding]) -> None:
+        """Let go of the features; their gradients wait for the second pass where there is room."""
+        host = self.gradients_on_host
+        if host is None:
+            modules = (module for encoding in encodings for module in encoding.modules)
+            gradients = (tensor for encoding in encodings for tensor in encoding.large_gradients())
+            host = not self._room.suffices(gradients, modules)
+        for encoding in encodings:
+            encoding.take_gradients(to_host if host else lambda gradient: gradient)
 
     def _loss_and_feature_gradients(
         self, encodings: list[Encoding], loss_kwargs: dict[str, Any]

@@ -1,0 +1,177 @@
+"""Micro-batches on their way to the device: the next one is prepared while one is computed on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from megabatch.gradient_cache.batches import (
+    PLACEHOLDER_ROWS,
+    leaves,
+    mapped,
+    placeholder,
+    take,
+    tensors_in,
+)
+
+Parts: TypeAlias = "tuple[Any, ...]"  # of each batch, the rows of one micro-batch
+
+T = TypeVar("T")
+
+
+class Feed:
+    """Gives the micro-batches of a step's batches, on the device where one is given.
+
+    A thread makes the next one ready while the caller works with one: it takes or decodes the rows,
+    pins them and copies them on a stream of their own. No third one is on the device by then: the
+    thread waits until the GPU is done with the one before. So the device holds the rows of two
+    micro-batches, whatever the batch.
+    """
+
+    def __init__(self, batches: Parts, rows: int, device: torch.device | None) -> None:
+        """`rows`: how many each batch has; none is legal."""
+        # Without a row of its own a rank takes part all the same in what ranks do together.
+        self.batches = batches if rows else tuple(placeholder(batch) for batch in batches)
+        self.device = device
+        self._ahead = device is not None and _gains_by_a_thread(self.batches, device)
+
+    def __call__(self, micro_batches: Sequence[slice]) -> Generator[Parts, None, None]:
+        """The rows of each micro-batch; for an idle one (no rows) rows that nobody keeps.
+
+        An error on the way surfaces here, as it was raised. Close it (`contextlib.closing`): the
+        thread has ended then.
+        """
+
+        def load(i: int) -> Parts:
+            return self._load(micro_batches[i])
+
+        if not self._ahead:
+            return (load(i) for i in range(len(micro_batches)))
+        assert self.device is not None
+        if self.device.type == "cuda":
+            return _on_cuda(load, len(micro_batches), self.device)
+        return _one_ahead(load, len(micro_batches))
+
+    def encoded(self, rows: slice) -> int:
+        """How many rows an encoder gets for the micro-batch `rows`; an idle one has none itself.
+
+        Many models cannot take zero rows, and FSDP's collectives need every rank in each forward
+        pass: so an idle micro-batch is one row, or an empty batch's placeholder.
+        """
+        return rows.stop - rows.start or (1 if rows.stop else PLACEHOLDER_ROWS)
+
+    def _load(self, rows: slice) -> Parts:
+        start = 0 if rows.start == rows.stop else rows.start
+        taken = slice(start, start + self.encoded(rows))
+        parts = tuple(take(batch, taken) for batch in self.batches)
+        if self.device is None:
+            return parts
+        move = functools.partial(_to_device, device=self.device)
+        return tuple(mapped(part, move) for part in parts)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; from the host by way of pinned memory, without waiting."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.requires_grad:
+        # Unpinned memory would be copied before this returns, at a fraction of the speed.
+        tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _gains_by_a_thread(batches: Parts, device: torch.device) -> bool:
+    tensors = tensors_in(batches)
+    if any(tensor.requires_grad for tensor in tensors):
+        return False  # moving them is part of the graph, which belongs to the caller's thread
+    made = len(tensors) < sum(1 for _ in leaves(batches))
+    return made or (device.type == "cuda" and any(t.device.type == "cpu" for t in tensors))
+
+
+def _one_ahead(load: Callable[[int], T], count: int) -> Generator[T, None, None]:
+    """load(0), load(1), ...; a thread is at the next one while the caller works with one."""
+    worker = _Worker()
+    try:
+        coming = worker.submit(load, 0)
+        for i in range(count):
+            value = coming.result()
+            if i + 1 < count:
+                coming = worker.submit(load, i + 1)
+            yield value
+            del value  # before the next one is waited for
+    finally:
+        worker.stop()
+
+
+def _on_cuda(
+    load: Callable[[int], Parts], count: int, device: torch.device
+) -> Generator[Parts, None, None]:
+    """As `_one_ahead`; what is done on the GPU meanwhile goes on a stream of its own."""
+    stream = _stream(device)
+    # What the batches hold on the GPU may still be in the making.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    used: list[torch.cuda.Event] = []  # for each micro-batch that the caller has used: when it had
+
+    def load_on_stream(i: int) -> tuple[Parts, torch.cuda.Event]:
+        if i > 1:
+            # The caller's host may be far ahead of its GPU, and memory is free only once the GPU is
+            # done: without this, inputs of many micro-batches could pile up.
+            used[i - 2].synchronize()
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            return load(i), stream.record_event()
+
+    with contextlib.closing(_one_ahead(load_on_stream, count)) as loaded:
+        for parts, ready in loaded:
+            current = torch.cuda.current_stream(device)
+            current.wait_event(ready)
+            for tensor in tensors_in(parts):
+                if tensor.is_cuda:  # its memory is the other stream's
+                    tensor.record_stream(current)
+            yield parts
+            del parts
+            used.append(torch.cuda.current_stream(device).record_event())
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: each new one would have memory of its own in the allocator."""
+    return torch.cuda.Stream(device)
+
+
+class _Worker:
+    """One thread that does one thing after another.
+
+    A daemon, unlike those of concurrent.futures: one that hangs does not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="megabatch-feed", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[[int], T], i: int) -> Future[T]:
+        future: Future[T] = Future()
+        self._jobs.put(lambda: _fulfil(future, function, i))
+        return future
+
+    def stop(self) -> None:
+        """Wait for what is being done, and end."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _fulfil(future: Future[T], function: Callable[[int], T], i: int) -> None:
+    try:
+        future.set_result(function(i))
+    except BaseException as error:  # whatever it is, the caller waits for it
+        future.set_exception(error)

@@ -1,0 +1,237 @@
+"""Batches on the host: moved or made one micro-batch ahead, in order, once a pass."""
+
+import signal
+import threading
+import time
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch.gradient_cache import GradientCache
+from tests.gradient_cache.towers import (
+    BATCH,
+    WIDTH,
+    Tower,
+    TwoTowers,
+    assert_same_gradients,
+    biased_loss,
+    clip_loss,
+    gradients,
+    pairs,
+)
+
+FEED = "megabatch-feed"
+
+
+class Compressed:
+    """Rows kept as bytes, decoded when asked for; notes when and by which thread."""
+
+    def __init__(self, rows, before=lambda rows: None):
+        self.data = [row.numpy().tobytes() for row in rows]
+        self.before = before
+        self.asked, self.threads = [], set()
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, rows):
+        self.before(rows)
+        self.asked.append((rows.start, rows.stop))
+        self.threads.add(threading.current_thread().name)
+        parts = [torch.frombuffer(bytearray(d), dtype=torch.float64) for d in self.data[rows]]
+        return torch.stack(parts) if parts else torch.empty(0, WIDTH)
+
+
+def feeding():
+    return [thread for thread in threading.enumerate() if thread.name == FEED]
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_compressed_rows_are_decoded_once_a_pass_and_give_the_same_gradients(device):
+    model, (images, texts) = TwoTowers(), pairs()
+    biased_loss(*model(images, texts)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    packed = Compressed(images)
+    GradientCache(lambda x, y: model(x["pixels"], y), biased_loss, 3, device=device)(
+        {"pixels": packed}, texts
+    )
+    assert_same_gradients(gradients(model), expected)
+    assert packed.asked == [(0, 3), (3, 6), (6, 7)] * 2
+    assert packed.threads == {FEED if device else threading.main_thread().name}
+    assert not feeding()
+
+
+def test_the_next_rows_are_made_while_one_micro_batch_is_encoded():
+    events = []
+    decoded = [threading.Event() for _ in range(BATCH)]
+
+    def before(rows):
+        events.append(f"decode {rows.start}")
+        decoded[rows.start].set()
+
+    def encode(x):
+        row = next(i for i, other in enumerate(images) if torch.equal(other, x[0]))
+        if row + 1 < BATCH:
+            assert decoded[row + 1].wait(10)  # while this one is encoded
+        if row + 2 < BATCH and "second pass" not in events:
+            assert not decoded[row + 2].wait(0.02)  # but no more than one ahead
+        return tower(x)
+
+    tower, (images, texts) = Tower(), pairs()
+    step = GradientCache((encode, Tower()), lambda x, y: loss(x, y), 1, device="cpu")
+
+    def loss(x, y):
+        events.append("second pass")
+        for event in decoded:
+            event.clear()
+        return clip_loss(x, y)
+
+    step(Compressed(images, before), texts)
+    assert [e for e in events if e != "second pass"] == [f"decode {i}" for i in range(BATCH)] * 2
+
+
+def test_plain_host_tensors_need_no_thread_on_the_cpu():
+    towers, started = (Tower(), Tower()), []
+    begin = threading.Thread.start
+    try:
+        threading.Thread.start = lambda thread: (started.append(thread), begin(thread))
+        GradientCache(towers, clip_loss, 3, device="cpu")(*pairs())
+    finally:
+        threading.Thread.start = begin
+    assert not started
+
+
+def test_inputs_that_require_gradients_get_them_although_they_are_moved():
+    tower, (images, texts) = Tower(), (x.requires_grad_() for x in pairs())
+    clip_loss(tower(images), tower(texts)).backward()
+    expected = images.grad
+    images.grad = None
+    GradientCache((tower, tower), clip_loss, 3, device=torch.device("cpu"))(images, texts)
+    assert_same_gradients([images.grad], [expected])
+
+
+@pytest.mark.parametrize("second_pass", [False, True])
+def test_an_error_in_the_thread_surfaces_with_its_traceback(second_pass):
+    images, texts = pairs()
+    packed = Compressed(images)
+
+    def spoil(rows):
+        if rows.start == 3 and (len(packed.asked) > 3) == second_pass:
+            raise OSError("image 3 is truncated")
+
+    packed.before = spoil
+    towers = (Tower(), Tower())
+    with pytest.raises(OSError, match="image 3 is truncated") as caught:
+        GradientCache(towers, clip_loss, 3, device="cpu")(packed, texts)
+    assert "spoil" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not feeding()
+    if not second_pass:
+        assert all(gradient is None for gradient in gradients(*towers))
+
+
+def test_an_error_of_the_encoder_or_ctrl_c_ends_the_thread():
+    def encode(x):
+        signal.raise_signal(signal.SIGINT)
+        return x
+
+    packed = Compressed(pairs()[0], before=lambda rows: time.sleep(0.05))
+    with pytest.raises(KeyboardInterrupt):
+        GradientCache((encode, Tower()), clip_loss, 1, device="cpu")(packed, pairs()[1])
+    assert not feeding()
+    assert len(packed.asked) == 2  # the one in use and the one on its way
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "message"),
+    [
+        (lambda rows: [1.0], TypeError, r"Rows\[0:3\] to be a tensor, got list"),
+        (lambda rows: torch.ones(2, WIDTH), ValueError, r"3 rows of Rows\[0:3\], got shape \(2, 5"),
+    ],
+)
+def test_rows_that_are_none(made, error, message):
+    class Rows:
+        def __len__(self):
+            return BATCH
+
+        def __getitem__(self, rows):
+            return made(rows)
+
+    towers = (Tower(), Tower())
+    with pytest.raises(error, match=message):
+        GradientCache(towers, clip_loss, 3, device="cpu")(Rows(), pairs()[1])
+    assert not feeding()
+
+
+@pytest.mark.parametrize("gradients_on_host", [False, True, None])
+def test_where_gradients_of_features_wait_changes_nothing(gradients_on_host):
+    model, batches = TwoTowers(dict), pairs()
+    biased_loss(**model(*batches)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    GradientCache(model, biased_loss, 3, gradients_on_host=gradients_on_host)(*batches)
+    assert_same_gradients(gradients(model), expected)
+
+
+def test_features_kept_in_another_dtype_are_what_autocast_would_make_of_them():
+    towers, batches = nn.ModuleList([Tower(), Tower()]).float(), [x.float() for x in pairs()]
+    seen = []
+
+    def loss(x, y):
+        seen.append(x.dtype)
+        return clip_loss(x.bfloat16(), y.bfloat16()).float()
+
+    values = []
+    for dtype in (None, torch.bfloat16):
+        towers.zero_grad()
+        values.append(GradientCache(tuple(towers), loss, 3, feature_dtype=dtype)(*batches))
+        values += gradients(towers)
+    assert seen == [torch.float32, torch.bfloat16]
+    half = len(values) // 2
+    assert all(torch.equal(a, b) for a, b in zip(values[:half], values[half:], strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", TypeError), (torch.int64, ValueError)])
+def test_bad_feature_dtypes(dtype, error):
+    with pytest.raises(error, match="feature_dtype"):
+        GradientCache((abs, abs), clip_loss, 2, feature_dtype=dtype)
+
+
+@pytest.mark.gpu
+def test_from_the_host_to_a_gpu():
+    towers = nn.ModuleList([Tower(dropout=0.5), Tower()]).cuda()
+    host = pairs(64)
+    results = []
+    for batches, device in (
+        ([batch.cuda() for batch in host], None),
+        (list(host), "cuda"),
+        ([host[0].pin_memory(), Compressed(host[1])], "cuda"),
+    ):
+        torch.manual_seed(1)
+        towers.zero_grad()
+        step = GradientCache(tuple(towers), clip_loss, 3, device=device, gradients_on_host=True)
+        step(*batches)
+        results.append(gradients(towers))
+    for other in results[1:]:
+        assert_same_gradients(other, results[0])
+
+
+@pytest.mark.gpu
+def test_inputs_on_the_gpu_do_not_grow_with_the_batch():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1 << 16, 4, dtype=torch.float32)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    peaks = []
+    for rows in (64, 512):
+        towers, batches = (Wide().cuda(), Wide().cuda()), [torch.ones(rows, 1 << 16).float()] * 2
+        torch.cuda.reset_peak_memory_stats()
+        GradientCache(towers, clip_loss, 16, device="cuda")(*batches)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] - peaks[0] < 2 << 20  # one micro-batch of inputs is 4 MiB
