@@ -1,0 +1,96 @@
+"""Choices that cannot be, alone or together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megabatch.training import TrainConfig
+from megabatch.training.config import problems
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr_base_batch_size", 0),
+        ("force_image_size", 0),
+        ("force_context_length", -1),
+        ("lr_cooldown_end", -1.0),
+        ("lr_cooldown_power", 0.0),
+        ("momentum", 1.0),
+        ("ema_decay", 1.0),
+        ("label_smoothing", 1.0),
+        ("force_patch_dropout", -0.5),
+        ("layer_decay", 0.0),
+        ("layer_decay", 1.5),
+        ("init_logit_scale", float("nan")),
+        ("init_logit_bias", float("inf")),
+        ("matryoshka_dims", (8, 0)),
+    ],
+)
+def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
+    (reason,) = problems(replace(TrainConfig(), **{name: value}))
+    assert reason.startswith(f"{name}: {value}; expected ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"loss": "siglip", "duplicates": "ignored"},
+            "duplicates: ignored; the siglip loss can take them for negatives or positives",
+        ),
+        (
+            {"loss": "infonce", "duplicates": "positives"},
+            "duplicates: positives; the infonce loss can take them for negatives or ignored",
+        ),
+        (
+            {"loss": "dcl", "duplicates": "ignored"},
+            "duplicates: ignored; the dcl loss can take them for negatives",
+        ),
+        (
+            {"loss": "siglip", "label_smoothing": 0.1},
+            "label_smoothing: 0.1; only the clip loss has it",
+        ),
+        (
+            {"duplicates": "ignored", "label_smoothing": 0.1},
+            "label_smoothing: 0.1; expected 0 where duplicates are ignored",
+        ),
+        ({"infonce_margin": 0.1}, "infonce_margin: 0.1; only the infonce loss has it"),
+        ({"lr_cooldown": 5}, "lr_cooldown: 5; lr_scheduler cosine has none"),
+        (
+            {"lock_image_unlocked_groups": 2},
+            "lock_image: false, but 2 of its groups are to stay unlocked",
+        ),
+        (
+            {"lock_text_unlocked_layers": 1},
+            "lock_text: false, but 1 of its groups are to stay unlocked",
+        ),
+        (
+            {"lock_image_freeze_bn_stats": True},
+            "lock_image_freeze_bn_stats: true; expected with lock_image",
+        ),
+        (
+            {"lock_image": True, "lock_text": True},
+            "lock_image, lock_text: both towers locked leave nothing to train",
+        ),
+    ],
+)
+def test_what_cannot_be_together_says_why(changes: dict[str, Any], reason: str) -> None:
+    assert problems(replace(TrainConfig(), **changes)) == [reason]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": "siglip", "duplicates": "positives"},
+        {"lr_scheduler": "wsd", "lr_cooldown": 5},
+        {"lock_image": True, "lock_text": True, "lock_text_unlocked_layers": 1},
+        {"opt": "lamb", "ema_decay": 0.999, "layer_decay": 1.0, "force_patch_dropout": 0.0},
+        {"matryoshka_dims": (8, 16), "label_smoothing": 0.1, "duplicates": "positives"},
+    ],
+)
+def test_what_can_be_together(changes: dict[str, Any]) -> None:
+    assert problems(replace(TrainConfig(), **changes)) == []

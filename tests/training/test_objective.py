@@ -1,0 +1,83 @@
+"""Losses by name against the losses themselves, called with a model's outputs."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import megabatch as mb
+from megabatch.training import TrainConfig
+from megabatch.training.objective import create_objective, uses_bias
+
+NAMES = get_args(get_type_hints(TrainConfig)["loss"])
+IDS = torch.tensor([7, 3, 7, 1, 7, 3])
+
+
+def outputs() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    x, y = (F.normalize(torch.randn(6, 8), dim=-1) for _ in range(2))
+    scale, bias = torch.tensor(12.0), torch.tensor(-3.0)
+    return {"image_features": x, "text_features": y, "logit_scale": scale, "logit_bias": bias}
+
+
+@pytest.mark.parametrize(
+    ("changes", "direct"),
+    [
+        ({}, lambda x, y, s, b: mb.ClipLoss()(x, y, s)),
+        (
+            {"label_smoothing": 0.1},
+            lambda x, y, s, b: mb.ClipLoss(label_smoothing=0.1)(x, y, s),
+        ),
+        ({"duplicates": "positives"}, lambda x, y, s, b: mb.ClipLoss()(x, y, s, ids=IDS)),
+        (
+            {"duplicates": "ignored"},
+            lambda x, y, s, b: mb.ClipLoss(duplicates="ignored")(x, y, s, ids=IDS),
+        ),
+        ({"loss": "siglip"}, lambda x, y, s, b: mb.SigLipLoss()(x, y, s, b)),
+        (
+            {"loss": "siglip", "duplicates": "positives"},
+            lambda x, y, s, b: mb.SigLipLoss()(x, y, s, b, ids=IDS),
+        ),
+        ({"loss": "infonce"}, lambda x, y, s, b: mb.InfoNCELoss(1 / 12)(x, y)),
+        (
+            {"loss": "infonce", "infonce_margin": 0.1, "duplicates": "ignored"},
+            lambda x, y, s, b: mb.InfoNCELoss(1 / 12, margin=0.1)(x, y, ids=IDS),
+        ),
+        ({"loss": "ntxent"}, lambda x, y, s, b: mb.NTXentLoss(1 / 12)(x, y)),
+        ({"loss": "dcl"}, lambda x, y, s, b: mb.DCLLoss(1 / 12)(x, y)),
+        (
+            {"matryoshka_dims": (4, 8)},
+            lambda x, y, s, b: mb.MatryoshkaLoss(mb.ClipLoss(), (4, 8))(x, y, s),
+        ),
+    ],
+)
+def test_a_name_is_its_loss(changes: dict[str, Any], direct: Any) -> None:
+    objective = create_objective(TrainConfig(**changes), group="local")
+    ids = {"ids": IDS} if objective.takes_ids else {}
+    value = objective(**outputs(), **ids)
+    torch.testing.assert_close(value, direct(*outputs().values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scale_and_bias_get_gradients_where_they_matter(name: str) -> None:
+    config = TrainConfig(loss=name)  # type: ignore[arg-type]
+    given = {key: value.requires_grad_() for key, value in outputs().items()}
+    create_objective(config)(**given).backward()
+    assert all(given[key].grad is not None for key in given if key != "logit_bias")
+    assert (given["logit_bias"].grad is not None) == uses_bias(config)
+
+
+def test_ids_are_never_passed_over() -> None:
+    with pytest.raises(ValueError, match="ids: expected the batch's, got None"):
+        create_objective(TrainConfig(duplicates="ignored"))(**outputs())
+    with pytest.raises(ValueError, match="ids: expected None"):
+        create_objective(TrainConfig())(**outputs(), ids=IDS)
+
+
+def test_a_model_without_a_bias_will_do_for_softmax_losses() -> None:
+    given = {key: value for key, value in outputs().items() if key != "logit_bias"}
+    assert create_objective(TrainConfig())(**given).isfinite()
