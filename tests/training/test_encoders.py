@@ -1,0 +1,131 @@
+"""A locked tower runs once a step, a live one twice, and gradients are the undivided batch's."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch import ClipLoss
+from megabatch.data import Batch
+from megabatch.models import create
+from megabatch.models.layers import Tower
+from megabatch.models.locking import lock, locked_towers, set_modes
+from megabatch.training import TrainConfig
+from megabatch.training.encoders import CachedStep
+from megabatch.training.objective import create_objective
+from tests.models.tiny import TINY
+
+CPU = torch.device("cpu")
+
+
+def tiny(*locked: Tower) -> nn.Module:
+    torch.manual_seed(0)
+    module = create(TINY).module
+    for tower in locked:
+        lock(module, tower)
+    return set_modes(module)
+
+
+def batch(size: int = 6) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(size, 3, 32, 32, generator=generator)
+    texts = torch.randint(1, 49_000, (size, 16), generator=generator)
+    return Batch(images, texts, torch.arange(size))
+
+
+def count_calls(module: nn.Module) -> Counter[str]:
+    """Forward passes of each tower."""
+    calls: Counter[str] = Counter()
+    whose: Any = module
+    whose.visual.register_forward_pre_hook(lambda *_: calls.update(["image"]))
+    whose.transformer.register_forward_pre_hook(lambda *_: calls.update(["text"]))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("locked", "expected"),
+    [
+        ((), {"image": 6, "text": 6}),
+        (("image",), {"image": 3, "text": 6}),
+        (("text",), {"image": 6, "text": 3}),
+    ],
+)
+def test_forward_passes_of_three_micro_batches(
+    locked: tuple[Tower, ...], expected: dict[str, int]
+) -> None:
+    module = tiny(*locked)
+    calls = count_calls(module)
+    CachedStep(module, create_objective(TrainConfig()), 2, device=CPU)(batch())
+    assert calls == expected
+
+
+@pytest.mark.parametrize("locked", ["image", "text"])
+def test_gradients_are_those_of_the_undivided_batch(locked: Tower) -> None:
+    module = tiny(locked)
+    whose: Any = module
+    whose.visual.patch_dropout = nn.Identity()  # drawn per micro-batch
+    whole = copy.deepcopy(module)
+    data = batch()
+    expected = ClipLoss()(**whole(data.images, data.texts))
+    expected.backward()
+    loss = CachedStep(module, create_objective(TrainConfig()), 4, device=CPU)(data)
+    torch.testing.assert_close(loss, expected.detach())
+    some = 0
+    for (name, one), two in zip(module.named_parameters(), whole.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None), name
+        if one.grad is not None and two.grad is not None:
+            some += 1
+            torch.testing.assert_close(one.grad, two.grad, atol=1e-6, rtol=1e-4, msg=name)
+    assert some > 5
+
+
+def test_the_loss_spends_nothing_on_locked_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    class Loss(nn.Module):
+        def forward(self, **outputs: torch.Tensor) -> torch.Tensor:
+            seen.update({name: value.requires_grad for name, value in outputs.items()})
+            return ClipLoss()(**outputs)
+
+    CachedStep(tiny("image"), Loss(), 2, device=CPU)(batch())
+    assert seen == {"image_features": False, "text_features": True, "logit_scale": True}
+
+
+def test_a_locked_towers_features_have_nothing_random() -> None:
+    step = CachedStep(tiny("image"), create_objective(TrainConfig()), 2, device=CPU)
+    first = step.locked_features(batch().images)
+    assert torch.equal(first, step.locked_features(batch().images))  # patch dropout is 0.5
+    assert not first.requires_grad
+
+
+def test_ids_reach_the_loss_with_a_locked_tower_too() -> None:
+    ids = torch.tensor([1, 1, 2, 3, 4, 5])
+    objective = create_objective(TrainConfig(duplicates="ignored"))
+    losses = []
+    for values in (ids, torch.arange(6)):
+        step = CachedStep(tiny("text"), objective, 2, device=CPU)
+        torch.manual_seed(0)
+        losses.append(step(batch(), values))
+    assert losses[0] < losses[1]  # fewer negatives
+
+
+def test_half_precision_casts_of_locked_weights_pass_gradients_on() -> None:
+    # Autocast keeps its casts: one made without a graph must not serve the pass with one.
+    module = tiny("image")
+    with torch.autocast("cpu", torch.bfloat16):
+        CachedStep(module, create_objective(TrainConfig()), 2, device=CPU)(batch())
+    live = [p for p in module.parameters() if p.requires_grad]
+    assert live
+    assert all(p.grad is not None and bool(p.grad.any()) for p in live)
+
+
+def test_two_locked_towers_are_refused() -> None:
+    module = tiny("image", "text")
+    assert locked_towers(module) == {"image", "text"}
+    with pytest.raises(ValueError, match="at most one tower"):
+        CachedStep(module, create_objective(TrainConfig()), 2, device=CPU)
