@@ -136,11 +136,10 @@ class TextPair(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute activations in the backward pass, as open_clip's models have it."""
         for side in [self.first] if self.share else [self.first, self.second]:
-            encoder: Any = side.encoder
-            if enable:
-                encoder.gradient_checkpointing_enable()
-            else:
-                encoder.gradient_checkpointing_disable()
+            verb = "enable" if enable else "disable"
+            # The second name goes in transformers 6, the first came in 5.
+            names = [f"{kind}_checkpointing_{verb}" for kind in ("activation", "gradient")]
+            getattr(side.encoder, next(n for n in names if hasattr(side.encoder, n)))()
 
     def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
         """Lock the first texts' encoder but for its last layers; as open_clip's models have it."""
@@ -224,12 +223,21 @@ def _encoder(folder: Path) -> Any:
 
 
 def _tokenizer(folder: Path, config: Any, context_length: int | None) -> FolderTokenizer:
+    # Without any of them transformers makes one up, of a handful of special tokens.
+    files_of_one = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+    if not any(path for pattern in files_of_one for path in folder.glob(pattern)):
+        raise UsageError(f"model: {folder} has no tokenizer: none of {', '.join(files_of_one)}")
     try:
         tokenizer = _read_tokenizer(folder)
     except Exception as error:
         raise UsageError(f"model: the tokenizer of {folder}: {_one_line(error)}") from error
     if tokenizer.pad_token_id is None:
         raise UsageError(f"model: the tokenizer of {folder} has no token of padding")
+    if len(tokenizer) > config.vocab_size:
+        raise UsageError(
+            f"model: the tokenizer of {folder} has {len(tokenizer)} tokens, but the encoder knows "
+            f"only {config.vocab_size}"
+        )
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     if context_length is not None and context_length > longest:
         raise UsageError(

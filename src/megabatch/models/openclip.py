@@ -42,11 +42,11 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
 
     if options.given("hf_pooling", "hf_share"):
         raise UsageError(f"hf_pooling, hf_share: {name} is no 'hf:' model")
+    config = _config(name)
     if name.startswith(FOLDER):
         if weights is not None:
             raise UsageError(f"pretrained: {name} brings its own weights, expected none beside it")
         weights = files.find(Path(name.removeprefix(FOLDER)))
-    config = _config(name)
     if "multimodal_cfg" in config:
         raise UsageError(f"model: {name} also writes captions (CoCa), expected two towers")
     stored = set() if weights is None else files.names(weights)

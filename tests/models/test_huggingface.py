@@ -1,0 +1,193 @@
+"""Pairs of texts by an encoder out of a folder: pooling, padding, sharing, training."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megabatch.data import Batch
+from megabatch.errors import UsageError
+from megabatch.gradient_cache import GradientCache
+from megabatch.losses import ClipLoss
+from megabatch.models import ModelOptions, Towers, create
+from megabatch.models.layers import layer_ids
+from megabatch.models.locking import lock, locked_towers
+from megabatch.training import TrainConfig
+from megabatch.training.encoders import CachedStep
+from megabatch.training.objective import create_objective
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of two layers and a tokenizer of letters, as `save_pretrained` writes them."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("bert")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS), intermediate_size=32, max_position_embeddings=12, **sizes
+    )
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(path)
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]"
+    ).save_pretrained(path)
+    return path
+
+
+def made(folder: Path, **options: object) -> Towers:
+    towers = create(f"hf:{folder}", options=ModelOptions(**options))  # type: ignore[arg-type]
+    towers.module.eval()  # no dropout
+    return towers
+
+
+def test_both_texts_go_the_same_way(folder: Path) -> None:
+    towers = made(folder)
+    assert towers.first == "text"
+    first = torch.stack([towers.train_transform(text) for text in ("a b c", "d")])
+    second = towers.tokenizer(["a b c", "d"])
+    assert torch.equal(first, second)
+    assert second.tolist() == [[2, 4, 5, 6, 3, *[0] * 7], [2, 7, 3, *[0] * 9]]
+    outputs = towers.module(first, second)
+    assert outputs.keys() == {"image_features", "text_features", "logit_scale"}
+    assert outputs["text_features"].shape == (2, towers.embed_dim) == (2, 16)
+    assert torch.equal(outputs["image_features"], outputs["text_features"])
+    torch.testing.assert_close(outputs["text_features"].norm(dim=-1), torch.ones(2))
+    assert outputs["logit_scale"].item() == pytest.approx(20)
+    for part in (towers.train_transform, towers.tokenizer):
+        pickle.loads(pickle.dumps(part))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_pooling_is_what_it_says_and_knows_no_padding(folder: Path, pooling: str) -> None:
+    towers = made(folder, hf_pooling=pooling)
+    tokens = towers.tokenizer("a b c")
+    encoder = towers.module.first.encoder
+    states: Tensor = encoder(input_ids=tokens[:, :5]).last_hidden_state  # without the padding
+    expected = {"mean": states.mean(1), "cls": states[:, 0], "last": states[:, 4]}[pooling]
+    torch.testing.assert_close(towers.module.encode_text(tokens), expected)
+
+
+def test_the_last_token_is_found_where_padding_comes_first(folder: Path) -> None:
+    towers = made(folder, hf_pooling="last")
+    tokens = towers.tokenizer("a b c").roll(7, dims=1)
+    assert tokens[0, -1] == 3
+    mask = (tokens != 0).long()
+    states = towers.module.first.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(towers.module.encode_text(tokens), states[:, -1])
+
+
+def test_a_text_of_padding_alone_has_finite_features(folder: Path) -> None:
+    tokens = torch.zeros(1, 12, dtype=torch.int64)
+    assert made(folder).module.encode_text(tokens).isfinite().all()
+
+
+def test_one_encoder_or_two(folder: Path) -> None:
+    one, two = made(folder).module, made(folder, hf_share=False).module
+    counts = [sum(p.numel() for p in module.parameters()) - 1 for module in (one, two)]
+    assert counts[1] == 2 * counts[0]
+    tokens = torch.tensor([[2, 4, 3]])
+    torch.testing.assert_close(two.encode_image(tokens), two.encode_text(tokens))  # start alike
+    with pytest.raises(UsageError, match="lock_image: one encoder serves both sides"):
+        lock(one, "image")
+    lock(two, "image", unlocked=1)  # what comes after the layers, of which BERT has nothing
+    lock(two, "text")
+    assert locked_towers(two) == {"image", "text"}
+    assert layer_ids(two)["second.encoder.encoder.layer.1.output.dense.bias"] == (2, 3)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_every_parameter_gets_the_gradient_of_the_whole_batch(folder: Path, share: bool) -> None:
+    towers = made(folder, hf_share=share)
+    module = towers.module
+    texts = towers.tokenizer(["a", "b c", "d e f", "g", "h a b"])
+    others = towers.tokenizer(["h", "g", "f e", "d c", "b"])
+    ClipLoss()(**module(texts, others)).backward()
+    expected = {name: p.grad for name, p in module.named_parameters()}
+    assert all(gradient is not None for gradient in expected.values())
+    module.zero_grad()
+    GradientCache(module, ClipLoss(), 2)(texts, others)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_a_locked_first_encoder_runs_once(folder: Path) -> None:
+    towers = made(folder, hf_share=False)
+    lock(towers.module, "image")
+    calls = []
+    for side in ("first", "second"):
+        getattr(towers.module, side).register_forward_pre_hook(
+            lambda *_, side=side: calls.append(side)
+        )
+    texts = towers.tokenizer(["a", "b", "c", "d"])
+    step = CachedStep(towers.module, create_objective(TrainConfig()), 2, device=torch.device("cpu"))
+    step(Batch(texts, texts, torch.arange(4)))
+    assert calls == ["first"] * 2 + ["second"] * 4
+
+
+def test_activations_can_be_recomputed(folder: Path) -> None:
+    module = made(folder).module
+    flags = []
+    for enable in (True, False):
+        module.set_grad_checkpointing(enable)
+        parts = module.first.encoder.modules()
+        flags.append(any(getattr(part, "gradient_checkpointing", False) for part in parts))
+    assert flags == [True, False]
+
+
+def test_weights_of_a_run_come_back(folder: Path, tmp_path: Path) -> None:
+    towers = made(folder)
+    with torch.no_grad():
+        towers.module.logit_scale.fill_(1.5)
+    save_file(towers.module.state_dict(), tmp_path / "model.safetensors")
+    again = create(f"hf:{folder}", pretrained=tmp_path / "model.safetensors")
+    assert again.module.logit_scale.item() == 1.5
+    other = ModelOptions(hf_share=False)
+    with pytest.raises(UsageError, match="does not hold the weights of hf:"):
+        create(f"hf:{folder}", pretrained=tmp_path / "model.safetensors", options=other)
+
+
+def test_a_folder_without_weights_starts_at_random(folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    torch.manual_seed(5)
+    stored, fresh = made(folder).module.state_dict(), made(tmp_path).module.state_dict()
+    assert stored.keys() == fresh.keys()
+    name = "first.encoder.embeddings.word_embeddings.weight"
+    assert not torch.equal(stored[name], fresh[name])
+
+
+def test_context_length(folder: Path) -> None:
+    assert made(folder, force_context_length=5).tokenizer("a b c d e f").tolist() == [
+        [2, 4, 5, 6, 3]
+    ]
+    assert made(folder).tokenizer([]).shape == (0, 12)
+    with pytest.raises(UsageError, match=r"force_context_length: 13, but .* positions for 12"):
+        made(folder, force_context_length=13)
+
+
+def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no images"):
+        made(folder, force_image_size=32)
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        create(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of no kind"}))
+    with pytest.raises(UsageError, match="cannot be read"):
+        create(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        create(f"hf:{tmp_path}")
