@@ -220,6 +220,9 @@ def accepts(hint: Any, value: Any) -> bool:
         return value in get_args(hint)
     if get_origin(hint) in (Union, types.UnionType):
         return any(accepts(part, value) for part in get_args(hint))
+    if get_origin(hint) is tuple:  # of any length, all of one type
+        item = get_args(hint)[0]
+        return isinstance(value, tuple) and all(accepts(item, part) for part in value)
     if hint in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, (int, float) if hint is float else hint)
@@ -231,10 +234,7 @@ def describe_type(hint: Any) -> str:
         return " or ".join(repr(choice) for choice in get_args(hint))
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(describe_type(p) for p in get_args(hint) if p is not types.NoneType)
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return words.get(hint, "a path")
-    if get_origin(hint) is tuple:  # of any length, all of one type
-        item = get_args(hint)[0]
-        return isinstance(value, tuple) and all(accepts(item, part) for part in value)
     if get_origin(hint) is tuple:
         return f"a list, each {describe_type(get_args(hint)[0])}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return words.get(hint, "a path")
