@@ -6,23 +6,22 @@ return a stack of what the public functions hand out: one row (negative), or the
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from megabatch.similarity import sweep
+from megabatch.similarity import id_order, sweep
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.pairs import PAIRED, Pairs
+from megabatch.similarity.id_order import IdOrder
+from megabatch.similarity.pairs import Pairs
+from megabatch.similarity.states import kinds_of
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
 
-
-def kinds_of(diagonal: str, row_ids: Tensor | None) -> int:
-    """1 where all pairs are negatives, 2 where some may be positive."""
-    return 2 if row_ids is not None or diagonal == PAIRED else 1
+Blocks: TypeAlias = "sweep.Blocks | FusedBlocks"
+Pull: TypeAlias = Any  # of one side: whatever these blocks make of it
 
 
 @torch.library.custom_op("megabatch::statistics", mutates_args=())
@@ -45,15 +44,19 @@ def statistics(
     kinds = kinds_of(diagonal, row_ids)
     with torch.cuda.device_of(x):
         kept = _kept(x, y, keep)
-        blocks = sweep.blocks(x, x if y is None else y, pairs, y is None, kept)
-        row_state = sweep.empty_state(x.shape[0], kinds, x)
-        size = (x if y is None else y).shape[0]
-        column_state = sweep.empty_state(size, kinds, x) if columns else None
-        blocks.forward(scale, row_state, column_state)
-        finished = finish(row_state, blocks.unit)
-        if column_state is None:
-            return finished, finished.new_empty(0), kept
-        return finished, finish(column_state, blocks.unit), kept
+        matrix = _ordered(x, y, pairs)
+        blocks = sweep.blocks(matrix.x, matrix.y, matrix.pairs, y is None, kept)
+        near, far = blocks.values(scale, kinds, columns)
+        near = id_order.restore(near, matrix.rows, 1)
+        if far is None:
+            return near, near.new_empty(0), kept
+        return near, id_order.restore(far, matrix.columns, 1), kept
+
+
+def _ordered(x: Tensor, y: Tensor | None, pairs: Pairs) -> IdOrder:
+    """The matrix as its blocks want it."""
+    other = x if y is None else y
+    return IdOrder.of(x, other, pairs) if sweep.fused_available(x) else IdOrder(x, other, pairs)
 
 
 def _kept(x: Tensor, y: Tensor | None, keep: bool) -> Tensor:
@@ -81,18 +84,6 @@ def _(
     return rows, x.new_empty((parts, (x if y is None else y).shape[0]), dtype=dtype), kept
 
 
-def finish(state: Tensor, unit: float) -> Tensor:
-    """(reference, sum relative to it) -> log-sum-exp."""
-    kinds = 1 if state.shape[0] == 2 else 2
-    out = state.new_empty(1 if kinds == 1 else 4, state.shape[1])
-    # Few launches: on a GPU a small batch's time is theirs.
-    references, sums = state[0 : 2 * kinds : 2], state[1 : 2 * kinds : 2]
-    torch.add(sums.log(), references, alpha=unit, out=out[:kinds])
-    if kinds == 2:
-        out[2:] = state[4:]
-    return out
-
-
 @torch.library.custom_op("megabatch::statistics_backward", mutates_args=())
 def statistics_backward(
     x: Tensor,
@@ -113,32 +104,41 @@ def statistics_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward sweep: gradients of x, y and scale; empty where not needed."""
     pairs = Pairs(diagonal, row_ids, column_ids, ceiling)
-    pulls = pull_of(rows, row_gradient), pull_of(columns, column_gradient)
     with torch.cuda.device_of(x):
-        blocks = sweep.blocks(x, x if y is None else y, pairs, y is None, kept)
-        size = blocks.prepare(*pulls)
+        matrix = _ordered(x, y, pairs)
+        blocks = sweep.blocks(matrix.x, matrix.y, matrix.pairs, y is None, kept)
+        near = _pull(blocks, rows, row_gradient, matrix.rows)
+        far = near if y is None else _pull(blocks, columns, column_gradient, matrix.columns)
+        size = blocks.prepare(near, None if y is None else far)
+        factor = scale if size is None else scale * size
         if y is None:
-            dx, dscale = _symmetric_gradients(x, blocks, scale, size, pulls[0], need_x)
+            dx, dscale = _symmetric_gradients(blocks, scale, factor, near, matrix.x, need_x)
             dy = x.new_empty(0)
         else:
-            dx, dy, dscale = _gradients(
-                x, y, blocks, scale, size, pulls, need_x, need_y, need_scale
-            )
+            needed = need_x, need_y, need_scale
+            dx, dy, dscale = _gradients(blocks, scale, factor, (near, far), matrix, needed)
+    dx = id_order.restore(dx, matrix.rows if need_x else None, 0)
+    dy = id_order.restore(dy, matrix.columns if need_y and y is not None else None, 0)
     return dx, dy, dscale if size is None else dscale * size
 
 
+def _pull(
+    blocks: Blocks, values: Tensor, gradient: Tensor | None, order: Tensor | None
+) -> Pull | None:
+    if gradient is None:
+        return None
+    return blocks.pull(id_order.sort(values, order, 1), id_order.sort(gradient, order, 1))
+
+
 def _gradients(
-    x: Tensor,
-    y: Tensor,
-    blocks: sweep.Blocks | FusedBlocks,
+    blocks: Blocks,
     scale: Tensor,
-    size: Tensor | None,
-    pulls: tuple[Tensor | None, Tensor | None],
-    need_x: bool,
-    need_y: bool,
-    need_scale: bool,
+    factor: Tensor,
+    pulls: tuple[Pull | None, Pull | None],
+    matrix: IdOrder,
+    needed: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    factor = scale if size is None else scale * size
+    (x, y), (need_x, need_y, need_scale) = matrix[:2], needed
     dx, dy = (
         torch.empty_like(t) if need else t.new_empty(0) for t, need in ((x, need_x), (y, need_y))
     )
@@ -161,19 +161,13 @@ def _gradients(
 
 
 def _symmetric_gradients(
-    x: Tensor,
-    blocks: sweep.Blocks | FusedBlocks,
-    scale: Tensor,
-    size: Tensor | None,
-    pull: Tensor | None,
-    need_x: bool,
+    blocks: Blocks, scale: Tensor, factor: Tensor, pull: Pull | None, x: Tensor, need_x: bool
 ) -> tuple[Tensor, Tensor]:
     """x against itself: dS + dS.T is symmetric, so the blocks above the diagonal suffice."""
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
     total = blocks.accumulator(len(x))
     for i in sweep.strips(len(x), blocks.rows):
         blocks.backward(i, scale, pull, pull, total[i], total)
-    factor = scale if size is None else scale * size
     inner = blocks.finish(total, "x", slice(0, len(x)), factor, True, dx if need_x else None)
     assert inner is not None
     return dx, inner / 2  # each pair was met as (i, j) and as (j, i)
@@ -200,21 +194,6 @@ def _(
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
     dy = torch.empty_like(y) if need_y and y is not None else x.new_empty(0)
     return dx, dy, torch.empty_like(scale)
-
-
-def pull_of(values: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """What the backward tiles need of one side: see `tile_torch`."""
-    if gradient is None:
-        return None
-    kinds = 1 if values.shape[0] == 1 else 2
-    pull = values.new_empty(2 if kinds == 1 else 5, values.shape[1])
-    # A side without any pair is -inf; a reference of +inf makes its exponentials 0, not NaN.
-    empty = values[:kinds] == -math.inf
-    pull[0 : 2 * kinds : 2] = values[:kinds].masked_fill(empty, math.inf)
-    pull[1 : 2 * kinds : 2] = gradient[:kinds].masked_fill(empty, 0)
-    if kinds == 2:
-        pull[4] = gradient[2]
-    return pull
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

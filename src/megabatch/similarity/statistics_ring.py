@@ -20,7 +20,8 @@ from torch import Tensor
 from megabatch.similarity import exchange, ring, sweep
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Ring, Visit
-from megabatch.similarity.statistics_local import finish, kinds_of, pull_of, statistics
+from megabatch.similarity.states import finish, kinds_of, pull_of
+from megabatch.similarity.statistics_local import statistics
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks

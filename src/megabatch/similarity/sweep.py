@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from megabatch.similarity import tile_torch
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.pairs import Pairs
+from megabatch.similarity.states import empty_state, finish, pull_of
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
@@ -158,6 +158,18 @@ class Blocks:
                     self._kept.get((i.start, j.start)),
                 )
 
+    def values(self, scale: Tensor, kinds: int, columns: bool) -> tuple[Tensor, Tensor | None]:
+        """What the public functions return of the rows and, if wanted, of the columns."""
+        row_state = empty_state(self.x.shape[0], kinds, self.x)
+        column_state = empty_state(self.y.shape[0], kinds, self.x) if columns else None
+        self.forward(scale, row_state, column_state)
+        finished = finish(row_state, self.unit)
+        return finished, None if column_state is None else finish(column_state, self.unit)
+
+    def pull(self, values: Tensor, gradient: Tensor) -> Tensor | None:
+        """What `backward` takes of a side whose `values` got this upstream gradient."""
+        return pull_of(values, gradient)
+
     def backward(
         self,
         i: slice,
@@ -234,11 +246,3 @@ class Blocks:
         m, n = i.stop - i.start, j.stop - j.start
         first, second = self._buffers[:, : m * n]
         return first.view(m, n), second.view(m, n)
-
-
-def empty_state(size: int, kinds: int, like: Tensor) -> Tensor:
-    """The state of `size` rows before any column was seen; kinds: 1 (negatives) or 2."""
-    dtype = accumulator_dtype(like.dtype)
-    state = torch.zeros(2 if kinds == 1 else 6, size, dtype=dtype, device=like.device)
-    state[0 : 2 * kinds : 2] = -math.inf
-    return state

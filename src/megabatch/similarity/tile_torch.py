@@ -1,13 +1,6 @@
 """One block of the similarity matrix in torch operations: any device, the readable truth.
 
-A *state* holds one side's running statistics, one row or column of the matrix a column:
-`[largest negative, sum of e^(negative - largest), the same two over positives, sum of positive
-logits, number of positives]`; the last four are absent where no pair can be positive. A *pull*
-holds what the backward pass needs of a side: `[log-sum-exp over negatives, its upstream gradient,
-the same two over positives, upstream gradient of the sum of positive logits]`.
-
-Sums are kept as (largest, shifted sum) and not as a log-sum-exp, so that merging many blocks
-rounds only the sum.
+States and pulls are those of `states`.
 """
 
 from __future__ import annotations

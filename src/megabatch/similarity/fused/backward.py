@@ -1,9 +1,10 @@
 """The backward kernels: dS of a tile, rounded once to the features' dtype, for two products.
 
-`tile` takes one exponential a logit for both sides, relative to the tile's largest row
-log-sum-exp; `exact` takes two, with masks, and writes over what `tile` wrote on the diagonal and
-where a tile's log-sum-exps lie too far apart to share a reference: sharing loses probabilities
-under 2^(spread - 126); with a spread of 80 at most they are below 2^-46, 4M of them below 2^-24.
+`pull` gathers what a side sends back. `tile` takes one exponential a logit for both sides, relative
+to the tile's largest row log-sum-exp; `exact` takes two, with masks, and writes over what `tile`
+wrote in mixed tiles and where a tile's log-sum-exps lie too far apart to share a reference:
+sharing loses probabilities under 2^(spread - 126); with a spread of 80 at most they are below
+2^-46, 4M of them below 2^-24.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megabatch.similarity.fused.tiles import LOG2E, logits_tile, mask_tile, swizzle
+from megabatch.similarity.fused.tiles import LOG2E, logits_tile, mask_tile, mixed, swizzle
 
 
 @triton.jit(do_not_specialize=["size", "tiles"])
@@ -19,9 +20,46 @@ def extremes(pull, out, size, tiles, B: tl.constexpr):
     """Smallest and largest log-sum-exp of each tile of B rows in log2: out[0], out[1]."""
     t = tl.program_id(0)
     i = t * B + tl.arange(0, B)
-    value = tl.load(pull + i, mask=i < size, other=0.0) * LOG2E
-    tl.store(out + t, tl.min(tl.where(i < size, value, float("inf")), 0))
-    tl.store(out + tiles + t, tl.max(tl.where(i < size, value, float("-inf")), 0))
+    _extremes(tl.load(pull + i, mask=i < size, other=0.0), i < size, out + t, tiles)
+
+
+@triton.jit
+def _extremes(value, inside, out, tiles):
+    value = value * LOG2E
+    tl.store(out, tl.min(tl.where(inside, value, float("inf")), 0))
+    tl.store(out + tiles, tl.max(tl.where(inside, value, float("-inf")), 0))
+
+
+@triton.jit(do_not_specialize=["value_stride", "gradient_stride", "size", "tiles"])
+def pull(
+    values,
+    value_stride,
+    gradients,
+    gradient_stride,
+    out,
+    extremes_out,
+    size,
+    tiles,
+    B: tl.constexpr,
+    KINDS: tl.constexpr,
+):
+    """A side's pull as `states.pull_of` makes it, and its tiles' `extremes`, in one launch."""
+    t = tl.program_id(0)
+    i = t * B + tl.arange(0, B)
+    inside = i < size
+    for kind in tl.static_range(KINDS):
+        value = tl.load(values + kind * value_stride + i, mask=inside, other=0.0)
+        gradient = tl.load(gradients + kind * gradient_stride + i, mask=inside, other=0.0)
+        empty = value == float("-inf")
+        value = tl.where(empty, float("inf"), value)
+        tl.store(out + 2 * kind * size.to(tl.int64) + i, value, mask=inside)
+        gradient = tl.where(empty, 0.0, gradient)
+        tl.store(out + (2 * kind + 1) * size.to(tl.int64) + i, gradient, mask=inside)
+        if kind == 0:
+            _extremes(value, inside, extremes_out + t, tiles)
+    if KINDS == 2:
+        gradient = tl.load(gradients + 2 * gradient_stride + i, mask=inside, other=0.0)
+        tl.store(out + 4 * size.to(tl.int64) + i, gradient, mask=inside)
 
 
 @triton.jit
@@ -32,11 +70,16 @@ def _apart(
     row_tiles,
     column_extremes,
     column_tiles,
+    row_ranges,
+    row_range_stride,
+    column_ranges,
+    column_range_stride,
     diagonal_offset,
     BM: tl.constexpr,
     BN: tl.constexpr,
     COLUMNS: tl.constexpr,
     DIAGONAL: tl.constexpr,
+    IDS: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
     """Whether `exact` must take a tile: see the module."""
@@ -46,10 +89,10 @@ def _apart(
         low = tl.minimum(low, tl.load(column_extremes + tj))
         high = tl.maximum(high, tl.load(column_extremes + column_tiles + tj))
     apart = (high - low <= LIMIT) == 0  # infinite and NaN differences count as too large
-    if DIAGONAL != 0:
-        j0 = tj * BN + diagonal_offset
-        apart = apart | ((ti * BM < j0 + BN) & (j0 < ti * BM + BM))
-    return apart
+    return apart | mixed(
+        ti, tj, row_ranges, row_range_stride, column_ranges, column_range_stride,
+        diagonal_offset, BM, BN, DIAGONAL, IDS,
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -64,6 +107,7 @@ def tile(
     row_stride,
     column_pull,
     column_stride,
+    ceiling,
     row_start,
     column_start,
     m,
@@ -76,12 +120,14 @@ def tile(
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CEILING: tl.constexpr,
 ):
     """dS of R row tiles a program, as if their log-sum-exps lay close; stored in SPLIT pieces."""
     group, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM * R), tl.cdiv(n, BN), GROUP)
     j0 = tj * BN
     j = j0 + tl.arange(0, BN)
-    k = tl.load(scale) * LOG2E
+    scale_factor = tl.load(scale)
+    k = scale_factor * LOG2E
     if COLUMNS:
         c = tl.load(column_pull + j, mask=j < n, other=float("inf")) * LOG2E
         weight = tl.load(column_pull + column_stride + j, mask=j < n, other=0.0)
@@ -101,6 +147,9 @@ def tile(
             e = e * (factor[:, None] + (weight * tl.exp2(reference - c))[None, :])
         else:
             e = e * factor[:, None]
+        if CEILING:
+            highest = tl.load(ceiling + i, mask=i < m, other=0.0)
+            e = tl.where(acc * scale_factor > highest[:, None], 0.0, e)
         e = e.to(ds.dtype)
         if SPLIT == 1:
             ds.store([i0, j0], e)
@@ -121,6 +170,8 @@ def tile(
         "row_tiles",
         "row_stride",
         "column_stride",
+        "row_range_stride",
+        "column_range_stride",
     ]
 )
 def exact(
@@ -137,7 +188,11 @@ def exact(
     column_extremes,
     column_tiles,
     row_ids,
+    row_ranges,
+    row_range_stride,
     column_ids,
+    column_ranges,
+    column_range_stride,
     ceiling,
     row_start,
     column_start,
@@ -167,7 +222,8 @@ def exact(
         index = tl.minimum(start + tl.arange(0, CHUNK), total - 1)
         apart = _apart(
             index // tiles, index % tiles, row_extremes, row_tiles, column_extremes, column_tiles,
-            diagonal_offset, BM, BN, COLUMNS, DIAGONAL, LIMIT,
+            row_ranges, row_range_stride, column_ranges, column_range_stride,
+            diagonal_offset, BM, BN, COLUMNS, DIAGONAL, IDS, LIMIT,
         )  # fmt: skip
         if tl.max(apart.to(tl.int32), 0) == 0:
             return
@@ -179,7 +235,8 @@ def exact(
         if not ALL:
             wanted = _apart(
                 ti, tj, row_extremes, row_tiles, column_extremes, column_tiles,
-                diagonal_offset, BM, BN, COLUMNS, DIAGONAL, LIMIT,
+                row_ranges, row_range_stride, column_ranges, column_range_stride,
+                diagonal_offset, BM, BN, COLUMNS, DIAGONAL, IDS, LIMIT,
             )  # fmt: skip
         if wanted:
             i0 = ti * BM

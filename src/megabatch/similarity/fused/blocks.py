@@ -1,13 +1,13 @@
 """One device with fused kernels: the same interface as `sweep.Blocks`, far fewer launches.
 
-States and pulls are laid out as `tile_torch` documents, with a state's references in base 2.
+States and pulls are laid out as `states` documents, with a state's references in base 2.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.fused import backward, forward
 from megabatch.similarity.fused.configs import TILE, backward_config, forward_config
-from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE
+from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
+from megabatch.similarity.states import empty_state, finish
 from megabatch.similarity.tile_torch import add_product
 
 #: A block's side is a multiple, so that only its last tiles may be partly empty.
@@ -28,6 +29,11 @@ SPREAD = 80.0
 #: float16 holds dS from 2^-24 to 2^16: upstream gradients are brought to this size. At most six
 #: terms of it meet in one dS, and a probability of 1 / 4M still is a normal number.
 HALF_SIZE = 4096.0
+#: Bytes a row that the backward pass holds: results, their gradients, pulls, a loss's own terms.
+VECTORS = 80
+
+#: one side's state, whether this block is its first, and whether it is its last
+_State: TypeAlias = tuple[Tensor, bool, bool]
 
 
 class FusedBlocks:
@@ -43,91 +49,132 @@ class FusedBlocks:
         self.pairs, self.symmetric = pairs, symmetric
         self.d = self.x.shape[1]
         self.configs = forward_config(x), backward_config(x)
-        # dS of one block, in the features' dtype, is most of the workspace.
-        side = int(math.sqrt(workspace / x.element_size()))
-        self.rows = self.columns = max(GROUP, side // GROUP * GROUP)
+        self._descriptor_pairs: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
+        self._ranges = _id_ranges(pairs.row_ids), _id_ranges(pairs.column_ids)
+        self.rows, self.columns = self._block_shape(x, workspace)
         self._ds: Tensor | None = None
-        self._masked = pairs.row_ids is not None or pairs.ceiling is not None
+
+    def _block_shape(self, x: Tensor, workspace: int) -> tuple[int, int]:
+        """Rows and columns of a block of dS, which in the features' dtype takes the workspace.
+
+        A quarter of it is left for what else the backward pass holds: a strip's gradient, vectors
+        of each row and column, padded copies. What exceeds that makes the blocks narrower.
+        """
+        m, n, item = len(self.x), len(self.y), x.element_size()
+        rows = _whole_groups(int(math.sqrt(workspace / item)))
+        if self.symmetric:
+            return rows, rows
+        beside = 4 * self.d * min(rows, m) + VECTORS * (m + n)
+        beside += item * self.d * ((m + n) if self.d != self.width else 0)
+        limit = max(GROUP, min(workspace, workspace * 5 // 4 - beside) // (item * rows))
+        # Even parts: a last one of few columns would make a slow product.
+        parts = triton.cdiv(max(n, 1), limit)
+        return rows, min(_whole_groups(limit), _whole_groups(triton.cdiv(n, parts) + GROUP - 1))
 
     # --- forward ----------------------------------------------------------------------------
 
+    def values(self, scale: Tensor, kinds: int, columns: bool) -> tuple[Tensor, Tensor | None]:
+        """What the public functions return of the rows and, if wanted, of the columns."""
+        m, n = len(self.x), len(self.y)
+        if m == 0 or n == 0:
+            nothing = (finish(empty_state(size, kinds, self.x), self.unit) for size in (m, n))
+            return next(nothing), next(nothing) if columns else None
+        near = self._empty(2 if kinds == 1 else 6, m)
+        far = self._empty(len(near), n) if columns else None
+        self._sweep(scale, near, far, whole=True)
+        parts = 1 if kinds == 1 else 4
+        return near[:parts], None if far is None else far[:parts]
+
     def forward(self, scale: Tensor, rows: Tensor, columns: Tensor | None) -> None:
         """Merge all blocks into the states of the rows and, unless None, of the columns."""
+        self._sweep(scale, rows, columns, whole=False)
+
+    def _sweep(self, scale: Tensor, rows: Tensor, columns: Tensor | None, whole: bool) -> None:
+        """With `whole` this is all there is: states begin empty and end as results."""
+        m, n = len(self.x), len(self.y)
         # The forward's workspace is one sum a tile and row: larger blocks fit.
         step = self.rows if self.symmetric else 2 * self.rows
-        for i in _slices(self.x.shape[0], step):
-            for j in _slices(self.y.shape[0], step):
+        for i in _slices(m, step):
+            for j in _slices(n, step):
                 if self.symmetric and j.start < i.start:
                     continue
-                other = rows if self.symmetric and i != j else columns
-                self._forward_block(i, j, scale, rows[:, i], None if other is None else other[:, j])
+                # Above the diagonal, a block's columns are rows further down.
+                mirrored = self.symmetric and i != j
+                other = rows if mirrored else columns
+                start = whole and j.start == 0, whole and i.start == 0
+                end = whole and j.stop == n, whole and not mirrored and i.stop == m
+                near = rows[:, i], start[0], end[0]
+                far = None if other is None else (other[:, j], start[1], end[1])
+                self._forward_block(i, j, scale, near, far)
 
     def _forward_block(
-        self, i: slice, j: slice, scale: Tensor, rows: Tensor, columns: Tensor | None
+        self, i: slice, j: slice, scale: Tensor, rows: _State, columns: _State | None
     ) -> None:
         m, n = i.stop - i.start, j.stop - j.start
         pairs, config = self.pairs.view(i, j), self.configs[0]
-        row_tiles, column_tiles = triton.cdiv(m, TILE), triton.cdiv(n, TILE)
-        programs = row_tiles + (0 if columns is None else column_tiles)
-        flags = rows.new_ones(row_tiles + column_tiles, dtype=torch.int32)
-        row_flags, column_flags = flags[:row_tiles], flags[row_tiles:]
-        other = rows if columns is None else columns  # the kernels then never touch it
+        size = config.rows * TILE
+        groups, tiles = triton.cdiv(m, size), triton.cdiv(n, TILE)
+        references, tops = self._empty(groups * size), self._empty(groups)
+        row_sums, column_sums = self._empty(tiles, m), self._empty(groups, n)
         diagonal = _diagonal(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL
+        place = i.start, j.start, m, n, self.d
         offset = pairs.column_start - pairs.row_start
         xd, yd = self._descriptors(config.bk)
-        if not self._masked:
-            row_sums, column_sums, references, tops = self._sums(
-                i, j, scale, diagonal != NO_DIAGONAL, offset, columns is not None
-            )
-            forward.merge[(programs,)](
-                row_sums, references, rows, rows.stride(0), row_flags, len(row_sums), m,
-                column_sums, tops, other, other.stride(0), column_flags, len(tops), n,
-                SIZE=config.rows * TILE, B=TILE, P=32,
-            )  # fmt: skip
-        forward.exact[(programs,)](
-            xd, yd, scale, rows, rows.stride(0), row_flags, other, other.stride(0), column_flags,
-            pairs.row_ids, pairs.column_ids, pairs.ceiling, i.start, j.start, m, n, self.d, offset,
-            BM=TILE, BN=TILE, BK=config.bk, DIAGONAL=diagonal, **self._kinds(),
-            POSITIVES=rows.shape[0] == 6, num_warps=8, num_stages=config.stages,
-        )  # fmt: skip
-
-    def _sums(
-        self, i: slice, j: slice, scale: Tensor, diagonal: bool, offset: int, columns: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(row sums, column sums, the rows' references, their groups' largest) of one block."""
-        m, n = i.stop - i.start, j.stop - j.start
-        config = self.configs[0]
-        groups, tiles = triton.cdiv(m, config.rows * TILE), triton.cdiv(n, TILE)
-        references = self._empty(groups * config.rows * TILE)
-        tops, row_sums, column_sums = (
-            self._empty(groups), self._empty(tiles, m), self._empty(groups, n)
-        )  # fmt: skip
-        xd, yd = self._descriptors(config.bk)
-        common = {"BM": TILE, "BN": TILE, "BK": config.bk, "DIAGONAL": diagonal}
+        near, far = (r.view(s) for r, s in zip(self._ranges, (i, j), strict=True))
+        kinds = {"IDS": pairs.row_ids is not None, "CEILING": pairs.ceiling is not None}
+        common: dict[str, int | bool] = {"BM": TILE, "BN": TILE, "BK": config.bk, **kinds}
         common |= {"num_warps": config.warps, "num_stages": config.stages}
         forward.reference[(groups * config.rows,)](
-            xd, self.y, self.y.stride(0), scale, references, i.start, j.start, m, n, self.d, offset,
-            **common,
+            xd, self.y, self.y.stride(0), scale, references,
+            pairs.row_ids, pairs.column_ids, pairs.ceiling, *place, offset,
+            DIAGONAL=diagonal != NO_DIAGONAL, **common,
         )  # fmt: skip
         # The last column tile apart where it reaches past the end: a mask costs the others 4%.
         whole = n // TILE
         for first, count, even in ((0, whole, True), (whole, tiles - whole, False)):
             if count:
                 forward.tile[(groups * count,)](
-                    xd, yd, scale, references, tops, row_sums, column_sums,
-                    i.start, j.start, m, n, self.d, first, count, offset,
-                    R=config.rows, GROUP=config.group, COLUMNS=columns, EVEN=even, **common,
+                    xd, yd, scale, references, tops, row_sums, column_sums, *near, *far,
+                    pairs.ceiling, *place, first, count, offset,
+                    R=config.rows, GROUP=config.group, COLUMNS=columns is not None, EVEN=even,
+                    DIAGONAL=diagonal != NO_DIAGONAL, **common,
                 )  # fmt: skip
-        return row_sums, column_sums, references, tops
+        state, begins, ends = rows
+        other, other_begins, other_ends = rows if columns is None else columns
+        programs = triton.cdiv(m, TILE) + (0 if columns is None else tiles)
+        forward.settle[(programs,)](
+            xd, yd, scale,
+            row_sums, references, tiles, state, state.stride(0), int(begins), int(ends),
+            column_sums, tops, groups, other, other.stride(0), int(other_begins), int(other_ends),
+            pairs.row_ids, *near, pairs.column_ids, *far, pairs.ceiling, *place, offset,
+            SIZE=size, P=32, B=TILE, BK=config.bk, DIAGONAL=diagonal, **kinds,
+            OWN=pairs.diagonal == PAIRED, POSITIVES=len(state) == 6,
+            num_warps=8, num_stages=config.stages,
+        )  # fmt: skip
 
     # --- backward ---------------------------------------------------------------------------
+
+    def pull(self, values: Tensor, gradient: Tensor) -> Side:
+        """What `backward` takes of a side whose `values` got this upstream gradient."""
+        if gradient.stride(1) != 1:
+            gradient = gradient.contiguous()
+        kinds, size = 1 if len(values) == 1 else 2, values.shape[1]
+        pull = values.new_empty(2 if kinds == 1 else 5, size)
+        extremes = values.new_empty(2, triton.cdiv(size, TILE))
+        tiles = extremes.shape[1]
+        if tiles:
+            backward.pull[(tiles,)](
+                values, values.stride(0), gradient, gradient.stride(0), pull, extremes, size,
+                tiles, B=TILE, KINDS=kinds,
+            )  # fmt: skip
+        return Side(True, pull, extremes, size, tiles, kinds == 2)
 
     def backward(
         self,
         i: slice,
         scale: Tensor,
-        rows: Tensor | None,
-        columns: Tensor | None,
+        rows: Side | Tensor | None,
+        columns: Side | Tensor | None,
         dx: Tensor | None,
         dy: Tensor | None,
     ) -> None:
@@ -135,8 +182,7 @@ class FusedBlocks:
 
         With `symmetric`, dx and dy are views of one gradient of all rows, `columns` is `rows`.
         """
-        near = _Side.of(None if rows is None else rows[:, i], scale)
-        far = _Side.of(columns, scale)
+        near, far = Side.of(rows, scale).view(i), Side.of(columns, scale)
         for j in _slices(self.y.shape[0], self.columns):
             if self.symmetric and j.start < i.start:
                 continue
@@ -147,7 +193,7 @@ class FusedBlocks:
                 add_product(dy[j], ds.T, self.x[i])
 
     def _gradient_block(
-        self, i: slice, j: slice, scale: Tensor, rows: _Side, columns: _Side
+        self, i: slice, j: slice, scale: Tensor, rows: Side, columns: Side
     ) -> Tensor:
         """dS (m, n) of one block, in the features' dtype, in the workspace."""
         m, n = i.stop - i.start, j.stop - j.start
@@ -155,23 +201,25 @@ class FusedBlocks:
         ds = self._workspace(m, n)
         tiles, column_tiles = triton.cdiv(m, TILE), triton.cdiv(n, TILE)
         common = {"BM": TILE, "BN": TILE, "BK": config.bk, "COLUMNS": columns.wanted}
-        common |= {"num_stages": config.stages}
+        common |= {"CEILING": pairs.ceiling is not None, "num_stages": config.stages}
         xd, yd = self._descriptors(config.bk)
+        near, far = (r.view(s) for r, s in zip(self._ranges, (i, j), strict=True))
         pulls = rows.pull, rows.stride, columns.pull, columns.stride
-        everything = self._masked or not rows.wanted
-        if not everything:
+        place = i.start, j.start, m, n, self.d
+        if rows.wanted:
             backward.tile[(triton.cdiv(tiles, config.rows) * column_tiles,)](
-                xd, yd, _descriptor(ds, TILE // config.split), scale, *pulls,
-                i.start, j.start, m, n, self.d, R=config.rows, GROUP=config.group,
-                SPLIT=config.split, num_warps=config.warps, **common,
+                xd, yd, _descriptor(ds, TILE // config.split), scale, *pulls, pairs.ceiling, *place,
+                R=config.rows, GROUP=config.group, SPLIT=config.split, num_warps=config.warps,
+                **common,
             )  # fmt: skip
-        chunk = 1 if everything else 64
+        chunk = 64 if rows.wanted else 1
         backward.exact[(triton.cdiv(tiles * column_tiles, chunk),)](
             xd, yd, _descriptor(ds, TILE), scale, *pulls,
             rows.extremes, rows.tiles, columns.extremes, columns.tiles,
-            pairs.row_ids, pairs.column_ids, pairs.ceiling,
-            i.start, j.start, m, n, self.d, pairs.column_start - pairs.row_start,
-            CHUNK=chunk, ALL=everything, ROWS=rows.wanted, **self._kinds(), LIMIT=SPREAD,
+            pairs.row_ids, *near, pairs.column_ids, *far, pairs.ceiling,
+            *place, pairs.column_start - pairs.row_start,
+            CHUNK=chunk, ALL=not rows.wanted, ROWS=rows.wanted, LIMIT=SPREAD,
+            IDS=pairs.row_ids is not None, OWN=pairs.diagonal == PAIRED,
             DIAGONAL=_diagonal(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL,
             POSITIVES=rows.positives or columns.positives, num_warps=8, **common,
         )  # fmt: skip
@@ -189,23 +237,21 @@ class FusedBlocks:
         return self.x.new_empty(shape, dtype=torch.float32)
 
     def _descriptors(self, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-        return _descriptor(self.x, columns), _descriptor(self.y, columns)
-
-    def _kinds(self) -> dict[str, bool]:
-        return {
-            "IDS": self.pairs.row_ids is not None,
-            "OWN": self.pairs.diagonal == PAIRED,
-            "CEILING": self.pairs.ceiling is not None,
-        }
+        # Made once and not for each launch; there are none of an empty shard.
+        if columns not in self._descriptor_pairs:
+            pair = _descriptor(self.x, columns), _descriptor(self.y, columns)
+            self._descriptor_pairs[columns] = pair
+        return self._descriptor_pairs[columns]
 
     def accumulator(self, rows: int) -> Tensor:
         """Zeros for the gradients of `rows` rows."""
         return self.x.new_zeros((rows, self.d), dtype=torch.float32)
 
-    def prepare(self, rows: Tensor | None, columns: Tensor | None) -> Tensor | None:
+    def prepare(self, near: Side | Tensor | None, far: Side | Tensor | None) -> Tensor | None:
         """Bring pulls into dS's range, in place; returns what gradients are to be multiplied by."""
         if self.x.dtype != torch.float16:
             return None
+        rows, columns = (p.pull if isinstance(p, Side) else p for p in (near, far))
         parts = [p[1::2].abs().amax() for p in (rows, columns) if p is not None and p.numel()]
         parts += [p[4].abs().amax() for p in (rows, columns) if p is not None and len(p) == 5]
         if not parts:
@@ -242,7 +288,7 @@ class FusedBlocks:
         return parts.sum() if inner else None
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """One side's pull, and its tiles' smallest and largest log-sum-exps."""
 
     wanted: bool
@@ -253,8 +299,10 @@ class _Side(NamedTuple):
     positives: bool = False
 
     @classmethod
-    def of(cls, pull: Tensor | None, placeholder: Tensor) -> _Side:
+    def of(cls, pull: Side | Tensor | None, placeholder: Tensor) -> Side:
         """None: a side without upstream gradients; the kernels never read the placeholder."""
+        if isinstance(pull, Side):
+            return pull
         if pull is None:
             return cls(False, placeholder, placeholder)
         tiles = triton.cdiv(pull.shape[1], TILE)
@@ -262,13 +310,40 @@ class _Side(NamedTuple):
         backward.extremes[(tiles,)](pull, extremes, pull.shape[1], tiles, B=TILE)
         return cls(True, pull, extremes, pull.stride(0), tiles, len(pull) == 5)
 
-    def view(self, columns: slice) -> _Side:
-        """These columns, whole tiles but for the last."""
+    def view(self, part: slice) -> Side:
+        """These rows or columns, whole tiles but for the last."""
         if not self.wanted:
             return self
         return self._replace(
-            pull=self.pull[:, columns], extremes=self.extremes[:, columns.start // TILE :]
+            pull=self.pull[:, part], extremes=self.extremes[:, part.start // TILE :]
         )
+
+
+class _Ranges(NamedTuple):
+    """Smallest and largest ids of one side's tiles, (2, tiles); None where there are no ids."""
+
+    values: Tensor | None
+    stride: int
+
+    def view(self, part: slice) -> _Ranges:
+        """From this row or column on."""
+        if self.values is None:
+            return self
+        return self._replace(values=self.values[:, part.start // TILE :])
+
+
+def _id_ranges(ids: Tensor | None) -> _Ranges:
+    if ids is None:
+        return _Ranges(None, 0)
+    tiles = triton.cdiv(len(ids), TILE)
+    ranges = ids.new_empty(2, tiles)
+    if tiles:
+        id_ranges[(tiles,)](ids, ranges, len(ids), tiles, B=TILE)
+    return _Ranges(ranges, tiles)
+
+
+def _whole_groups(size: int) -> int:
+    return max(GROUP, size // GROUP * GROUP)
 
 
 def _slices(n: int, step: int) -> Iterator[slice]:

@@ -8,6 +8,7 @@ import triton.language as tl
 # The kernels' `do_not_specialize`: numbers that change from block to block. Triton would compile a
 # kernel anew, seconds each, for those that are 1 or divide by 16.
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 #: DIAGONAL in the kernels: what the pairs (i, i) are.
 NO_DIAGONAL, POSITIVE, DROPPED = 0, 1, 2
 
@@ -28,6 +29,45 @@ def logits_tile(x, y, i0, j0, d, BM: tl.constexpr, BN: tl.constexpr, BK: tl.cons
     for c in tl.range(0, d, BK):
         acc = tl.dot(x.load([i0, c]), y.load([j0, c]).T, acc, input_precision="tf32")
     return acc
+
+
+@triton.jit(do_not_specialize=["size", "tiles"])
+def id_ranges(ids, out, size, tiles, B: tl.constexpr):
+    """Smallest and largest id of each tile of B rows: out[0], out[1]; no negative ones."""
+    t = tl.program_id(0)
+    i = t * B + tl.arange(0, B)
+    value = tl.load(ids + i, mask=i < size, other=-1)
+    tl.store(out + t, tl.min(tl.where(value >= 0, value, 1 << 62), 0))
+    tl.store(out + tiles + t, tl.max(value, 0))
+
+
+@triton.jit
+def mixed(
+    ti,
+    tj,
+    row_ranges,
+    row_stride,
+    column_ranges,
+    column_stride,
+    diagonal_offset,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    """Whether tile (ti, tj) may hold pairs that are no negatives; either may be a vector.
+
+    Those lie on the diagonal, or where the tiles' ranges of ids meet.
+    """
+    result = tj < 0
+    if DIAGONAL != 0:
+        j0 = tj * BN + diagonal_offset
+        result = result | ((ti * BM < j0 + BN) & (j0 < ti * BM + BM))
+    if IDS:
+        apart = tl.load(row_ranges + ti) > tl.load(column_ranges + column_stride + tj)
+        apart = apart | (tl.load(column_ranges + tj) > tl.load(row_ranges + row_stride + ti))
+        result = result | ~apart
+    return result
 
 
 @triton.jit
