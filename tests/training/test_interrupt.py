@@ -7,12 +7,12 @@ import signal
 
 import pytest
 
-from megabatch.training.interrupt import Interrupt
+from megabatch.training.interrupt import Interrupt, exit_code
 
 
 def test_the_first_is_noted_and_the_second_ends_it() -> None:
     with Interrupt() as interrupt:
-        assert interrupt.received is None
+        assert interrupt.received == 0
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupt.received == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
@@ -20,8 +20,19 @@ def test_the_first_is_noted_and_the_second_ends_it() -> None:
 
 
 def test_handlers_are_put_back() -> None:
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with Interrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupt.received == signal.SIGTERM
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_a_scheduler_may_repeat_itself() -> None:
+    with Interrupt() as interrupt:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert interrupt.received == signal.SIGUSR1
+
+
+def test_exit_codes() -> None:
+    assert [exit_code(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == [130, 75, 75]

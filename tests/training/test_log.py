@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megabatch.training.log import MetricsLog, memory_bytes
+from megabatch.training import log as log_module
+from megabatch.training.log import Meter, MetricsLog, memory_bytes
 
 
 def write(run: Path, resumed: int, steps: range, loss: float) -> None:
@@ -46,6 +49,54 @@ def test_tensorboard_shows_the_continued_curve_alone(tmp_path: Path) -> None:
     assert board.Tags()["scalars"] == ["train/loss"]
     points = {(event.step, event.value) for event in board.Scalars("train/loss")}
     assert points == {*((s, 1.0) for s in (1, 2, 3)), *((s, 2.0) for s in (4, 5, 6, 7))}
+
+
+class Full:
+    """A file on a full disk, which gets room again."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.full = file, True
+
+    def write(self, text: str) -> None:
+        self.file.write(text)
+
+    def flush(self) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_a_full_disk_is_told_once_and_what_was_logged_comes_later(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0)
+    log._file = full = Full(log._file)  # type: ignore[assignment]
+    told = [log.write({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
+    assert told == ["the log cannot be written: No space left on device", "", ""]
+    full.full = False
+    assert log.write({"step": 4, "loss": 1.0}) == ""
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
+    assert steps == [1, 2, 3, 4]
+    full.full = True
+    assert log.write({"step": 5, "loss": 1.0}) != ""  # another outage
+    log.close()
+
+
+def test_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(log_module.time, "perf_counter", lambda: now[0])
+    meter = Meter(seconds=10.0, waited=5.0)
+    for wait, work in ((1, 2), (0, 3), (2, 2)):
+        now[0] += wait
+        meter.data_came()
+        now[0] += work
+        meter.mark()
+    assert meter.lap(30) == {"pairs_per_second": 3.0, "data_wait": 0.3}
+    assert (meter.seconds, meter.waited) == (20.0, 8.0)
+    now[0] += 4
+    meter.mark()
+    assert meter.lap(2) == {"pairs_per_second": 0.5, "data_wait": 0.0}
 
 
 def test_memory_counts_what_is_in_use() -> None:

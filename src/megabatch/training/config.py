@@ -135,16 +135,36 @@ class TrainConfig:
     """Of the towers' and the loss's products, by autocast (OpenCLIP's amp_bf16 and amp); weights
     stay in fp32. fp16 scales the loss."""
     device: str = "auto"
-    """cpu, cuda, cuda:1 ...; auto takes cuda where there is one."""
+    """cpu, cuda, cuda:1 ...; auto takes cuda where there is one. Of several processes each takes
+    its own."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """With several processes (torchrun, srun): ddp, each has the whole model; fsdp (FSDP2), each
+    has a part of weights, optimizer state and gradients."""
+    dist_timeout: int = 600
+    """Seconds after which processes give up on one that does not come; more than a checkpoint
+    takes."""
+    grad_checkpointing: bool = False
+    """Keep no activations inside the towers' blocks but compute them again: less memory, slower."""
+    torchcompile: bool = False
+    """Translate the towers' blocks by torch.compile."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When loss or gradient is NaN or infinite: stop, or leave the step out and go on."""
+    max_nonfinite: int = 10
+    """So many steps left out in a row stop the run all the same."""
+    check_replicas_every: int = 100
+    """Steps between two comparisons of what all processes should hold alike; 0: never."""
 
     seed: int = 0
     """Of the weights, the order of the data, augmentation and dropout."""
     workers: int = 0
     """Processes that read and transform data; 0: none beside the trainer. Changes no result."""
+    data_timeout: int = 600
+    """Seconds after which workers that give no data are given up; 0: never."""
     log_every: int = 1
     """Steps between two lines of metrics.jsonl and two points in TensorBoard."""
     checkpoint_every: int = 100
-    """Steps between two checkpoints; 0: only at the end and on Ctrl-C."""
+    """Steps between two checkpoints; 0: only at the end and on a signal."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept."""
     evaluate: bool = False
@@ -182,7 +202,9 @@ def resolve_device(name: str) -> torch.device:
 def _out_of_range(config: TrainConfig) -> Iterator[str | None]:
     for name in ("global_batch_size", "micro_batch_size", "log_every", "keep_checkpoints"):
         yield _unless(getattr(config, name) >= 1, config, name, "at least 1")
-    for name in ("warmup", "workers", "checkpoint_every"):
+    for name in ("dist_timeout", "max_nonfinite"):
+        yield _unless(getattr(config, name) >= 1, config, name, "at least 1")
+    for name in ("warmup", "workers", "checkpoint_every", "check_replicas_every", "data_timeout"):
         yield _unless(getattr(config, name) >= 0, config, name, "at least 0")
     length = "epochs" if config.steps is None else "steps"
     yield _unless(getattr(config, length) >= 1, config, length, "at least 1")

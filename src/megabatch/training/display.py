@@ -28,7 +28,7 @@ class Display:
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
+            disable=console.quiet or not console.is_terminal,
         )
         self._task = self._bar.add_task("train", total=total_steps, completed=done, text="")
 
@@ -44,9 +44,11 @@ class Display:
     ) -> None:
         self._bar.stop()
 
-    def update(self, step: int, loss: float, pairs_per_second: float, memory: int) -> None:
-        """Show the state after `step` steps; memory in bytes."""
-        text = f"loss {loss:.3f}  {pairs_per_second:,.0f} pairs/s  {memory / 2**30:.1f} GiB"
+    def update(self, step: int, record: dict[str, float]) -> None:
+        """Show the state after `step` steps: a record of the log."""
+        loss = f"{record['loss']:.3f}" if "loss" in record else "not finite"
+        speed, memory = record["pairs_per_second"], record["memory_bytes"]
+        text = f"loss {loss}  {speed:,.0f} pairs/s  {memory / 2**30:.1f} GiB"
         self._bar.update(self._task, completed=step, text=text)
         now = time.monotonic()
         last = step == self._total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,71 @@ class MetricsLog:
     """
 
     def __init__(self, run: Path, resumed_step: int) -> None:
+        self._told = False
         path = run / "metrics.jsonl"
         if path.exists():
             _cut_back(path, resumed_step)
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed_step + 1)
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Log one step; on the disk when this returns, as far as another process can see."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        for name, value in record.items():
-            if name not in _NO_CURVE:
-                self._board.add_scalar(f"train/{name}", value, record["step"])
+    def write(self, record: dict[str, Any]) -> str:
+        """Log one step; on the disk when this returns, as far as another process can see.
+
+        Returns:
+            "", or once an outage why it could not be written. The records that were not are kept
+            in memory and written when there is room again.
+        """
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+            for name, value in record.items():
+                if name not in _NO_CURVE:
+                    self._board.add_scalar(f"train/{name}", value, record["step"])
+        except OSError as error:
+            told, self._told = self._told, True
+            return "" if told else f"the log cannot be written: {error.strerror or error}"
+        self._told = False
+        return ""
 
     def close(self) -> None:
-        """Flush and close both."""
-        self._file.close()
-        self._board.close()
+        """Flush and close both.
+
+        Raises:
+            OSError: what was logged last cannot be written.
+        """
+        try:
+            self._file.close()
+        finally:
+            self._board.close()
+
+
+class Meter:
+    """Measures speed and the share of time spent waiting for data, a step at a time.
+
+    seconds: of training so far, those before a resume included. waited: of these, for data.
+    """
+
+    def __init__(self, seconds: float, waited: float) -> None:
+        self.seconds, self.waited = seconds, waited
+        self._now = time.perf_counter()
+        self._since = seconds, waited
+
+    def data_came(self) -> None:
+        """Count the time since the last mark as waiting."""
+        before = self.seconds
+        self.mark()
+        self.waited += self.seconds - before
+
+    def mark(self) -> None:
+        """Count the time since the last mark as work."""
+        before, self._now = self._now, time.perf_counter()
+        self.seconds += self._now - before
+
+    def lap(self, pairs: int) -> dict[str, float]:
+        """Pairs a second and share of waiting, since the last lap."""
+        seconds, waited = self.seconds - self._since[0], self.waited - self._since[1]
+        self._since = self.seconds, self.waited
+        return {"pairs_per_second": pairs / seconds, "data_wait": waited / seconds}
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,45 +12,81 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megabatch.data import Batch
+from megabatch.errors import UsageError
 from megabatch.training import checkpoint
+from megabatch.training.checkpoint import Checkpoint, CheckpointError
 from megabatch.training.config import TrainConfig
 from megabatch.training.config_file import save_config
 from megabatch.training.display import Display, duration
-from megabatch.training.interrupt import Interrupt
-from megabatch.training.log import MetricsLog, memory_bytes
-from megabatch.training.setup import Setup, prepare
+from megabatch.training.interrupt import Interrupt, exit_code
+from megabatch.training.lock import locked
+from megabatch.training.log import Meter, MetricsLog, memory_bytes
+from megabatch.training.replicas import check_replicas
+from megabatch.training.setup import Setup, check_folder, prepare
 from megabatch.training.trainer import Trainer, TrainingStopped
+from megabatch.training.world import Gone, World, joined
 
 
 def train(config: TrainConfig, *, resume_command: str = "the same with --resume") -> int:
     """Train as configured; writes `config.output` (see the package's page on run folders).
 
+    Where `torchrun` or `srun` started several processes, each calls this, and they train together;
+    rank 0 writes and speaks.
+
     `resume_command`: what to tell a user who interrupts.
 
     Returns:
-        0; or 128 + the signal's number where SIGINT or SIGTERM ended it, after a checkpoint.
+        0; or, after a checkpoint, 130 where SIGINT ended it and 75 (EX_TEMPFAIL: give the same
+        command with --resume again) where SIGTERM or SIGUSR1 did, on whichever rank it came.
 
     Raises:
         UsageError: the configuration is impossible (nothing was started), or the run had to stop:
-            TrainingStopped, CheckpointError.
+            TrainingStopped, CheckpointError, Gone (another process).
+        SystemExit: on ranks other than 0, in place of an error that rank 0 raises.
     """
-    console = Console(highlight=False, soft_wrap=True)
-    setup = prepare(config)
-    try:
-        run = Run(setup, console)
-        received = run.train()
-        if received is not None:
-            console.print(
-                f"interrupted after step {run.trainer.step} of {run.trainer.total_steps}; "
-                f"continue with: {resume_command}"
-            )
-            return 128 + received
-        run.finish()
-    except OSError as error:  # a full disk, in the run's own folder
-        raise TrainingStopped(f"{config.output}: {error.strerror or error}") from error
-    if config.evaluate:
-        _evaluate(config.output, run, console)
+    with joined(config) as world:
+        console = Console(highlight=False, soft_wrap=True, quiet=not world.main)
+        try:
+            received = _train(config, world, console, resume_command)
+        except UsageError as error:
+            if world.main or isinstance(error, Gone):
+                raise
+            raise SystemExit(getattr(error, "exit_code", 2)) from error
+    if received:
+        return exit_code(received)
+    if config.evaluate and world.main:
+        _evaluate(config.output, world, console)
     return 0
+
+
+def _train(config: TrainConfig, world: World, console: Console, resume_command: str) -> int:
+    """The run; returns the signal that ended it, or 0."""
+    setup = prepare(config, world)
+    with contextlib.ExitStack() as stack:
+        world.attempt(lambda: stack.enter_context(_own_folder(config, world)))
+        try:
+            run = Run(setup, console)
+            received = run.train()
+            if not received:
+                run.finish()
+        except OSError as error:  # a full disk, in the run's own folder
+            raise TrainingStopped(f"{config.output}: {error.strerror or error}") from error
+    if received:
+        console.print(
+            f"interrupted after step {run.trainer.step} of {run.trainer.total_steps}; "
+            f"continue with: {resume_command}"
+        )
+    return received
+
+
+@contextlib.contextmanager
+def _own_folder(config: TrainConfig, world: World) -> Iterator[None]:
+    if not world.main:
+        yield
+        return
+    with locked(config.output):
+        check_folder(config)  # once more: somebody may have been here before the lock was
+        yield
 
 
 class Run:
@@ -58,60 +94,109 @@ class Run:
 
     def __init__(self, setup: Setup, console: Console) -> None:
         self.config = setup.config
+        self.world = setup.world
         self.folder = setup.config.output
         self.loader = setup.loader
         self.console = console
-        self.trainer = Trainer(setup.config, setup.towers.module, setup.device, setup.total_steps)
-        self.seconds = 0.0  # of training, those before a resume included
+        self.trainer = Trainer(
+            setup.config, setup.towers.module, setup.world.device, setup.total_steps, setup.world
+        )
+        self.meter = Meter(0.0, 0.0)
         self._saved_step: int | None = None
         self._checkpoints = self.folder / "checkpoints"
         if self.config.resume:
             self._restore()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        save_config(self.config, self.folder / "config.toml")
+        self._place = self.loader.state_dict()  # in the data, after the last step
+        if self.world.main:
+            save_config(self.config, self.folder / "config.toml")
 
-    def train(self) -> int | None:
-        """Do the steps that are left and save a checkpoint; returns a signal that ended it."""
-        trainer, config = self.trainer, self.config
-        if trainer.step < trainer.total_steps:  # a finished run that is made longer
+    def train(self) -> int:
+        """Do the steps that are left and save a checkpoint; returns a signal that ended it, or 0.
+
+        A periodic checkpoint or a line of the log that cannot be written is told, and training goes
+        on; the last checkpoint must be written.
+        """
+        trainer = self.trainer
+        if self.world.main and trainer.step < trainer.total_steps:  # finished, and made longer
             for name in ("model.safetensors", "model-ema.safetensors"):
                 (self.folder / name).unlink(missing_ok=True)
-        log = MetricsLog(self.folder, trainer.step)
-        display = Display(self.console, trainer.total_steps, trainer.step)
         self._announce()
-        try:
-            with Interrupt() as interrupt, display:
-                begun, since = time.perf_counter() - self.seconds, trainer.step
-                logged = time.perf_counter()
-                for epoch, batch in self._batches():
-                    values = trainer.train_step(batch)
-                    now = time.perf_counter()
-                    self.seconds = now - begun
-                    if trainer.step % config.log_every == 0 or trainer.step == trainer.total_steps:
-                        pairs = (trainer.step - since) * config.global_batch_size
-                        speed, logged, since = pairs / (now - logged), now, trainer.step
-                        memory = memory_bytes(trainer.device)
-                        log.write(self._record(epoch, values, speed, memory))
-                        display.update(trainer.step, values["loss"], speed, memory)
-                    if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
-                        self._save()
-                    if interrupt.received is not None:
-                        break
+        display = Display(self.console, trainer.total_steps, trainer.step)
+        with contextlib.ExitStack() as stack:
+            log = MetricsLog(self.folder, trainer.step) if self.world.main else None
+            if log is not None:
+                stack.callback(log.close)
+            interrupt = stack.enter_context(Interrupt())
+            stack.enter_context(display)
+            received = self._steps(interrupt, log, display)
+            self._save(last=True)
+        return received
+
+    def _steps(self, interrupt: Interrupt, log: MetricsLog | None, display: Display) -> int:
+        trainer, config = self.trainer, self.config
+        self.meter.mark()
+        check_replicas(trainer.module, self.world)
+        batches, since = self._batches(), trainer.step
+        while trainer.step < trainer.total_steps:
+            received, epoch, batch = self._next(batches, interrupt)
+            if received:
+                return received
+            self.meter.data_came()
+            values = trainer.train_step(batch)
+            self._place = self.loader.state_dict()
+            self.meter.mark()
+            last = trainer.step == trainer.total_steps
+            if log is not None and (last or trainer.step % config.log_every == 0):
+                pairs = (trainer.step - since) * config.global_batch_size
+                record = self._record(epoch, values, self.meter.lap(pairs))
+                since = trainer.step
+                if trouble := log.write(record):
+                    self.console.print(f"{trouble}; going on")
+                display.update(trainer.step, record)
+            if config.check_replicas_every and trainer.step % config.check_replicas_every == 0:
+                check_replicas(trainer.module, self.world)
+            if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
                 self._save()
-        finally:
-            log.close()
-        return interrupt.received if trainer.step < trainer.total_steps else None
+            self.meter.mark()
+        return 0
+
+    def _next(
+        self, batches: Iterator[tuple[int, Batch]], interrupt: Interrupt
+    ) -> tuple[int, int, Batch]:
+        """A signal that any rank got, or 0; the epoch; this rank's part of the next batch.
+
+        Raises:
+            UsageError: a rank has no data; what was trained is saved.
+        """
+        failure: UsageError | None = None
+        try:
+            epoch, batch = next(batches)
+        except UsageError as error:
+            failure = error
+        except (OSError, RuntimeError) as error:  # RuntimeError: DataLoader's, of its workers
+            failure = TrainingStopped(f"reading data: {' '.join(str(error).split())[:500]}")
+            failure.__cause__ = error
+        heard = self.world.gather(interrupt.received, failure is not None)
+        if any(failed for _, failed in heard):
+            self._save(last=True)
+            self.world.settle(failure)
+        # Several kinds: SIGTERM's number is the largest.
+        return int(max(received for received, _ in heard)), epoch, batch
 
     def finish(self) -> None:
         """Export the weights and say what came out."""
-        if self.trainer.ema is not None:
-            _export(self.trainer.ema.model_state(), self.folder / "model-ema.safetensors")
         weights = self.folder / "model.safetensors"
-        _export(self.trainer.module.state_dict(), weights)
+        if self.trainer.ema is not None:
+            self._export(self.trainer.weights(ema=True), self.folder / "model-ema.safetensors")
+        self._export(self.trainer.weights(), weights)
         pairs = self.trainer.step * self.config.global_batch_size
         self.console.print(
-            f"trained {self.trainer.step} steps, {pairs:,} pairs, in {duration(self.seconds)}"
+            f"trained {self.trainer.step} steps, {pairs:,} pairs, in "
+            f"{duration(self.meter.seconds)}, of which "
+            f"{self.meter.waited / max(self.meter.seconds, 1e-9):.1%} waiting for data"
         )
+        if self.trainer.skipped:
+            self.console.print(f"  left out {self.trainer.skipped} steps that were not finite")
         for line in self.loader.report():
             self.console.print(f"  {line}")
         self.console.print(f"weights: {weights}")
@@ -129,7 +214,7 @@ class Run:
                     return
 
     def _record(
-        self, epoch: int, values: dict[str, float], speed: float, memory: int
+        self, epoch: int, values: dict[str, float], speed: dict[str, float]
     ) -> dict[str, float]:
         step = self.trainer.step
         return {
@@ -137,27 +222,51 @@ class Run:
             "epoch": epoch,
             "samples": step * self.config.global_batch_size,
             **values,
-            "pairs_per_second": speed,
-            "seconds": self.seconds,
-            "memory_bytes": memory,
+            **speed,
+            "seconds": self.meter.seconds,
+            "memory_bytes": memory_bytes(self.trainer.device),
         }
 
-    def _save(self) -> None:
-        if self._saved_step != self.trainer.step:
-            made = self.trainer.checkpoint(loader=self.loader.state_dict(), seconds=self.seconds)
+    def _save(self, *, last: bool = False) -> None:
+        step = self.trainer.step
+        if self._saved_step == step:
+            return
+        made = self.trainer.checkpoint(
+            loader=self._place, seconds=self.meter.seconds, waited=self.meter.waited
+        )
+        error = self._write(made) if self.world.main else None
+        if last:
+            self.world.settle(error)
+        # Ranks that took different views of it would not come together at the next one.
+        if self.world.from_main(error is None):
+            self._saved_step = step
+        self.console.print(f"{error}; going on") if error else None
+
+    def _write(self, made: Checkpoint) -> CheckpointError | None:
+        try:
             checkpoint.save(self._checkpoints, made, keep=self.config.keep_checkpoints)
-            self._saved_step = self.trainer.step
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _export(self, state: dict[str, Tensor], path: Path) -> None:
+        error: UsageError | None = None
+        if self.world.main:
+            partial = path.with_name(path.name + ".partial")
+            try:
+                checkpoint.save_tensors(state, partial)
+                os.replace(partial, path)
+            except (OSError, SafetensorError) as caught:
+                partial.unlink(missing_ok=True)
+                error = TrainingStopped(f"{path} could not be written: {caught}")
+        self.world.settle(error)
 
     def _restore(self) -> None:
-        checkpoint.remove_partial(self._checkpoints)
-        found = checkpoint.load_newest(self._checkpoints)
-        if found is None:
+        found = self.world.attempt(self._read)
+        state = self.world.from_main(None if found is None else found.state)
+        if state is None:
             self.console.print(f"{self.folder} has no checkpoint yet: beginning at step 0")
             return
-        newest, passed_over = found
-        for reason in passed_over:
-            self.console.print(f"{reason}; taking the one before")
-        state = newest.state
         if state["step"] > self.trainer.total_steps:
             raise TrainingStopped(
                 f"resume: the run has done {state['step']} steps, asked are "
@@ -168,10 +277,21 @@ class Run:
                 f"the run's length changes from {state['total_steps']} to "
                 f"{self.trainer.total_steps} steps, the learning rate's schedule with it"
             )
-        self.loader.load_state_dict(state["loader"])
-        self.trainer.restore(newest)
-        self.seconds = state["seconds"]
+        self.world.attempt(lambda: self.loader.load_state_dict(state["loader"]))
+        self.trainer.restore(found or Checkpoint({}, {}, state))
+        self.meter = Meter(state["seconds"], state.get("waited", 0.0))
         self._saved_step = self.trainer.step
+
+    def _read(self) -> Checkpoint | None:
+        if not self.world.main:
+            return None
+        checkpoint.remove_partial(self._checkpoints)
+        found = checkpoint.load_newest(self._checkpoints)
+        if found is None:
+            return None
+        for reason in found[1]:
+            self.console.print(f"{reason}; taking the one before")
+        return found[0]
 
     def _announce(self) -> None:
         config, trainer = self.config, self.trainer
@@ -179,28 +299,22 @@ class Run:
         self.console.print(
             f"{config.model} ({millions:.1f}M parameters) on {len(self.loader.dataset):,} pairs of "
             f"{config.train_data}: {trainer.total_steps} steps of {config.global_batch_size:,} "
-            f"pairs, {config.micro_batch_size:,} at a time, {config.precision} on {trainer.device}"
+            f"pairs, {config.micro_batch_size:,} at a time, {config.precision} on {self._where()}"
         )
         if trainer.step:
             self.console.print(f"continuing after step {trainer.step}")
 
-
-def _export(state: dict[str, Tensor], path: Path) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        checkpoint.save_tensors(state, partial)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
-        raise TrainingStopped(f"{path} could not be written: {error}") from error
-    os.replace(partial, path)
+    def _where(self) -> str:
+        device, size = self.trainer.device, self.world.size
+        return str(device) if size == 1 else f"{size} x {device.type} ({self.config.parallel})"
 
 
-def _evaluate(folder: Path, run: Run, console: Console) -> None:
+def _evaluate(folder: Path, world: World, console: Console) -> None:
     # Only now: the evaluation brings matplotlib and scikit-learn along.
     from megabatch.evaluation import evaluate_run
     from megabatch.evaluation.table import print_evaluation
 
     with console.status("evaluating"):
-        evaluation = evaluate_run(folder, device=str(run.trainer.device))
+        evaluation = evaluate_run(folder, device=str(world.device))
     print_evaluation(evaluation, console)
     console.print(f"report:  {folder / 'report.html'}")

@@ -12,9 +12,10 @@ import torch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.errors import UsageError
 from megabatch.models import Towers
-from megabatch.training.config import TrainConfig, problems, resolve_device
+from megabatch.training.config import TrainConfig, problems
 from megabatch.training.config_file import load_config, to_dict
 from megabatch.training.towers import build_towers
+from megabatch.training.world import World
 
 T = TypeVar("T")
 
@@ -34,24 +35,29 @@ class Setup:
     """What a run works with."""
 
     config: TrainConfig
-    device: torch.device
+    world: World
     towers: Towers
     loader: PairLoader
     total_steps: int
 
 
-def prepare(config: TrainConfig) -> Setup:
+def prepare(config: TrainConfig, world: World | None = None) -> Setup:
     """Open the data, build the model, and check that the run can be done.
 
     Raises:
-        UsageError: it cannot; the message has every reason found.
+        UsageError: it cannot, here or on another rank; the message has every reason found.
     """
+    world = world or World(torch.device("cpu"))
+    return world.attempt(lambda: _prepare(config, world))
+
+
+def _prepare(config: TrainConfig, world: World) -> Setup:
     reasons = problems(config)
-    if not reasons:
+    if not reasons and world.main:
         reasons += folder_problems(config)
     dataset = _attempt(reasons, lambda: _open(config))
     if dataset is not None:
-        reasons += length_problems(config, len(dataset))
+        reasons += length_problems(config, len(dataset), world.size)
     if not reasons:
         torch.manual_seed(config.seed)
     towers = _attempt(reasons, lambda: build_towers(config))
@@ -64,9 +70,16 @@ def prepare(config: TrainConfig) -> Setup:
         tokenizer=towers.tokenizer,
         seed=config.seed,
         workers=config.workers,
+        rank=world.rank,
+        world_size=world.size,
     )
-    total_steps = _total_steps(config, len(dataset))
-    return Setup(config, resolve_device(config.device), towers, loader, total_steps)
+    return Setup(config, world, towers, loader, _total_steps(config, len(dataset)))
+
+
+def check_folder(config: TrainConfig) -> None:
+    """Raise a UsageError where the output folder cannot take this run."""
+    if reasons := folder_problems(config):
+        raise UsageError(_all_of(reasons))
 
 
 def folder_problems(config: TrainConfig) -> list[str]:
@@ -91,10 +104,12 @@ def folder_problems(config: TrainConfig) -> list[str]:
     return _differences(config) if begun else []
 
 
-def length_problems(config: TrainConfig, pairs: int) -> list[str]:
+def length_problems(config: TrainConfig, pairs: int, ranks: int = 1) -> list[str]:
     """Why a data set of so many pairs is too small for this run."""
     if config.global_batch_size < 1:
         return []
+    if config.global_batch_size < ranks:
+        return [f"global_batch_size: {config.global_batch_size}, but there are {ranks} processes"]
     if config.global_batch_size > pairs:
         return [f"global_batch_size: {config.global_batch_size}, but there are only {pairs} pairs"]
     steps = _total_steps(config, pairs)

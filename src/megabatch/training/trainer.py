@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megabatch.data import Batch
 from megabatch.errors import UsageError
-from megabatch.models.locking import set_modes
+from megabatch.models.locking import locked_towers, set_modes
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.config import TrainConfig
 from megabatch.training.ema import Ema
@@ -26,7 +26,15 @@ from megabatch.training.optimizer import (
     set_learning_rate,
     state_tensors,
 )
+from megabatch.training.parallel import (
+    checkpoint_activations,
+    compile_units,
+    full,
+    gradient_norm,
+    lay_out,
+)
 from megabatch.training.schedule import learning_rate
+from megabatch.training.world import World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,61 +49,82 @@ class Trainer:
     """Steps one model through batches.
 
     A step depends on the weights, the optimizer's state, its batch and its number alone: its
-    random numbers (dropout, patch dropout) come from the seed and the number. So a run that is
-    continued from a checkpoint draws what the uninterrupted one would, with no random state kept.
+    random numbers (dropout, patch dropout) come from the seed, the number and the rank. So a run
+    that is continued from a checkpoint draws what the uninterrupted one would, with no random state
+    kept.
 
-    step: number of steps done.
+    With several processes each calls everything here at the same time, `train_step` with its own
+    share of the batch.
+
+    step: number of steps done. skipped: how many of them were left out, not being finite.
     """
 
     def __init__(
-        self, config: TrainConfig, module: nn.Module, device: torch.device, total_steps: int
+        self,
+        config: TrainConfig,
+        module: nn.Module,
+        device: torch.device,
+        total_steps: int,
+        world: World | None = None,
     ) -> None:
         self.config = config
         self.device = device
         self.total_steps = total_steps
+        self.world = world or World(device)
         self.step = 0
+        self.skipped = 0
+        self._skipped_in_a_row = 0
         self.module = set_modes(module.to(device))
+        if config.grad_checkpointing:
+            checkpoint_activations(self.module)
+        if config.torchcompile:
+            compile_units(self.module)
+        self.layout = lay_out(self.module, config.parallel, self.world)
         self.optimizer = create_optimizer(self.module, config)
         self.ema = None if config.ema_decay is None else Ema(self.module, config.ema_decay)
         enabled = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
         self.objective = create_objective(config)
         self._step = CachedStep(
-            self.module,
+            self.layout.model,
             self.objective,
             config.micro_batch_size,
+            locked=locked_towers(self.module),
             device=device,
             scaler=self.scaler if enabled else None,
         )
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """Do one step; returns what is worth logging of it.
+        """Do one step; returns what is worth logging of it, the same on every rank.
+
+        A step whose loss or gradient is not finite changes no weight. With fp16 a gradient that is
+        too large for it is no fault: the scaler lowers its scale.
 
         Raises:
-            TrainingStopped: the loss or the gradient is not finite; nothing has changed then.
+            TrainingStopped: the loss or the gradient is not finite and the configuration says to
+                stop, or it was so too many times in a row.
         """
-        _seed_everything(self.config.seed, self.step)
+        _seed_everything(self.config.seed, self.step, self.world.rank)
         lr = learning_rate(self.config, self.step, self.total_steps)
         set_learning_rate(self.optimizer, lr)
-        ids = getattr(batch, "ids", None) if self.objective.takes_ids else None
-        with self._autocast():
-            loss = self._step(batch, ids).item()
-        gradient_norm = self._gradient_norm()
-        skipped = self.scaler.is_enabled() and not math.isfinite(gradient_norm)
-        if not math.isfinite(loss) or not (math.isfinite(gradient_norm) or skipped):
-            self.optimizer.zero_grad(set_to_none=True)
-            raise TrainingStopped(self._not_finite(loss, gradient_norm))
-        self.scaler.step(self.optimizer)
+        loss, norm = self._gradients(batch)
+        if math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled()):
+            self.scaler.step(self.optimizer)  # leaves out an overflow of fp16 by itself
+            self._skipped_in_a_row = 0
+        else:
+            self._leave_out(loss, norm)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             self.logit_scale.clamp_(0, math.log(self.config.max_logit_scale))
         self.step += 1
-        if self.ema is not None and not skipped:
+        if self.ema is not None and math.isfinite(loss) and math.isfinite(norm):
             self.ema.update(self.step)
-        values = {"loss": loss, "lr": lr, "logit_scale": self.logit_scale.exp().item()}
-        # A step that overflowed in fp16 is left out by the scaler, and its norm is no number.
-        return values if skipped else {**values, "grad_norm": gradient_norm}
+        scale = full(self.logit_scale.detach()).exp().item()
+        values = {"loss": loss, "lr": lr, "logit_scale": scale, "grad_norm": norm}
+        # What is no number is left out: JSON has no word for it.
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        return {**finite, "skipped_steps": self.skipped} if self.skipped else finite
 
     @property
     def logit_scale(self) -> nn.Parameter:
@@ -105,48 +134,79 @@ class Trainer:
         return parameter
 
     def checkpoint(self, **state: Any) -> Checkpoint:
-        """All of this as a checkpoint, with `state` beside it."""
+        """All of this as a checkpoint, with `state` beside it; the tensors are on rank 0 alone."""
         own = {
             "step": self.step,
             "total_steps": self.total_steps,
             "scaler": self.scaler.state_dict(),
+            "skipped_steps": self.skipped,
         }
         optimizer = state_tensors(self.module, self.optimizer)
         if self.ema is not None:
             optimizer |= self.ema.state_tensors()
-        return Checkpoint(self.module.state_dict(), optimizer, {**own, **state})
+        return Checkpoint(self.weights(), self.layout.gather(optimizer), {**own, **state})
+
+    def weights(self, *, ema: bool = False) -> dict[str, Tensor]:
+        """The module's tensors by name, or their moving average; whole, on rank 0 alone."""
+        if not ema:
+            return self.layout.gather(self.module.state_dict())
+        assert self.ema is not None
+        return self.layout.gather(self.ema.model_state())
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Be where the checkpoint was made."""
-        self.module.load_state_dict(checkpoint.model)
-        tensors = checkpoint.optimizer
+        """Be where the checkpoint was made, by however many ranks; its tensors are rank 0's."""
+        self.module.load_state_dict(self.layout.scatter(checkpoint.model))
+        tensors = self.layout.scatter(checkpoint.optimizer)
         if self.ema is not None:
             tensors = self.ema.load_state_tensors(tensors)
         load_state_tensors(self.module, self.optimizer, tensors)
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.step = checkpoint.state["step"]
+        self.skipped = checkpoint.state.get("skipped_steps", 0)  # earlier versions did not count
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, _AUTOCAST[self.config.precision])
 
-    def _gradient_norm(self) -> float:
-        """The norm before clipping; clips if the configuration says so."""
-        self.scaler.unscale_(self.optimizer)
-        limit = self.config.grad_clip_norm
-        parameters = list(self.module.parameters())
-        return torch.nn.utils.clip_grad_norm_(parameters, limit or math.inf).item()
+    def _gradients(self, batch: Batch) -> tuple[float, float]:
+        """Fill the gradients, unscaled and clipped; the global mean loss, the norm before clipping.
 
-    def _not_finite(self, loss: float, gradient_norm: float) -> str:
-        return (
-            f"step {self.step + 1}: loss {loss:g}, gradient norm {gradient_norm:g}; the step was "
-            "not taken (a lower --lr, a longer --warmup, --grad-clip-norm or --precision fp32 help)"
+        One synchronisation of gradients: GradientCache's, in the last micro-batch.
+        """
+        ids = getattr(batch, "ids", None) if self.objective.takes_ids else None
+        with self.world.failures(f"step {self.step + 1}"):
+            with self._autocast():
+                loss = self._step(batch, ids)
+            self.layout.end_step(first=self.step == 0)
+            self.scaler.unscale_(self.optimizer)
+            parameters = list(self.module.parameters())
+            norm = gradient_norm(parameters)
+            if self.config.grad_clip_norm is not None:
+                limit = self.config.grad_clip_norm
+                torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            # Each rank's loss is its share: the mean over ranks is the mean over all rows.
+            return self.world.mean(loss.item()), norm.item()
+
+    def _leave_out(self, loss: float, norm: float) -> None:
+        """Count a step that is not finite; every rank comes to the same end."""
+        self._skipped_in_a_row += 1
+        config, row = self.config, self._skipped_in_a_row
+        if config.on_nonfinite == "skip" and row < config.max_nonfinite:
+            self.skipped += 1
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        again = f", not finite {row} times in a row" if row > 1 else ""
+        raise TrainingStopped(
+            f"step {self.step + 1}: loss {loss:g}, gradient norm {norm:g}{again}; the step was not "
+            "taken (a lower --lr, a longer --warmup, --grad-clip-norm or --precision fp32 help; "
+            "--on-nonfinite skip goes on)"
         )
 
 
-def _seed_everything(seed: int, step: int) -> None:
-    torch.manual_seed((seed << 32) + step)
-    random.seed((seed << 32) + step)
-    np.random.seed([seed, step])
+def _seed_everything(seed: int, step: int, rank: int) -> None:
+    (word,) = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)
+    torch.manual_seed(int(word))
+    random.seed(int(word))
+    np.random.seed([seed, step, rank])

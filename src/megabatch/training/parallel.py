@@ -1,0 +1,192 @@
+"""A model over several processes: replicated (DDP) or sharded (FSDP2), and its parts made whole.
+
+Precision is autocast's in all three layouts (one process, DDP, FSDP), not FSDP2's
+MixedPrecisionPolicy: the same roundings everywhere, so a run can move between layouts; gains,
+biases and the logit scale, at 100 off by 0.4% in bf16, are never rounded. The policy would halve
+what an all-gather carries, but there is one all-gather a step here: gradient caching holds
+unsharded gradients from the first micro-batch to the last, so the unsharded weights stay beside
+them (ZeRO-2) rather than to be gathered again for every micro-batch, twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from megabatch.errors import UsageError
+from megabatch.training.world import World
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a module's tensors lie over the ranks.
+
+    module: the module itself, with its own parameter names (sharded in place by FSDP2).
+    model: what to call instead of it.
+    scalars: names of parameters of shape () that are (1,) here, since FSDP2 shards no scalar.
+    """
+
+    module: nn.Module
+    model: nn.Module
+    world: World
+    scalars: frozenset[str] = frozenset()
+
+    def end_step(self, *, first: bool) -> None:
+        """Free FSDP2's unsharded weights, which the optimizer is about to make stale.
+
+        Raises:
+            UsageError: in the first step, a parameter that DDP waits for got no gradient.
+        """
+        if first and self.model is not self.module:
+            _check_all_used(self.module)
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on rank 0's host, in the shapes of one process; nothing on other ranks.
+
+        Every rank has to come, with the same names: "parameter" or, of an optimizer,
+        "parameter/kind".
+        """
+        whole: dict[str, Tensor] = {}
+        for key, tensor in tensors.items():
+            value = full(tensor)
+            if isinstance(tensor, DTensor) and _parameter(key) in self.scalars:
+                value = value.reshape(())
+            if self.world.main:
+                whole[key] = value.detach().cpu()
+        return whole
+
+    def scatter(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Each rank's part of rank 0's whole tensors: the inverse of `gather`."""
+        parameters = dict(self.module.named_parameters())
+        return {
+            key: self._part(key, tensor, parameters.get(_parameter(key)))
+            for key, tensor in self.world.tensors_from_main(tensors)
+        }
+
+    def _part(self, key: str, whole: Tensor, parameter: nn.Parameter | None) -> Tensor:
+        # An optimizer's count of steps has the shape of a scalar parameter, and is on every rank.
+        if not isinstance(parameter, DTensor) or _is_count(key):
+            return whole
+        if _parameter(key) in self.scalars and whole.numel() == 1:
+            whole = whole.reshape(1)
+        if whole.shape != parameter.shape:
+            return whole
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def _is_count(key: str) -> bool:
+    return key.rsplit("/", 1)[-1].startswith("step") or key.endswith(":number")
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; then every rank has to come."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def lay_out(module: nn.Module, how: str, world: World) -> Layout:
+    """Spread a module, on its device already, over the ranks; `how`: "ddp" or "fsdp"."""
+    if world.size == 1:
+        return Layout(module, module, world)
+    if how == "ddp":
+        # Buffers stay each rank's own (running statistics; the checkpoint has rank 0's): DDP would
+        # send them before the forward passes of a step, which in training read none of them.
+        model = DistributedDataParallel(
+            module, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+        return Layout(module, model, world)
+    for tensor in (*module.parameters(), *module.buffers()):
+        world.broadcast(tensor.detach(), "the weights at the start")
+    scalars = _scalars_to_vectors(module)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for part in (*units(module), module):
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    assert isinstance(module, FSDPModule)
+    module.set_reshard_after_backward(False)
+    return Layout(module, module, world, scalars)
+
+
+def units(module: nn.Module) -> list[nn.Module]:
+    """The parts that are sharded, checkpointed and compiled one by one.
+
+    The blocks of transformers and residual networks: composite modules of one class that a list or
+    sequence repeats. In a model without any: its towers.
+    """
+    found = list(_blocks(module))
+    return found or [child for child in module.children() if _is_composite(child)]
+
+
+def checkpoint_activations(module: nn.Module) -> None:
+    """Keep only the units' inputs for the backward pass, which computes the rest again."""
+    for unit in units(module):
+        forward: Callable[..., object] = unit.forward
+        unit.forward = functools.partial(checkpoint, forward, use_reentrant=False)
+
+
+def compile_units(module: nn.Module) -> None:
+    """Let torch.compile translate each unit, in place: the names of parameters stay.
+
+    Unit by unit the same code is compiled once for all blocks, and FSDP2's hooks stay outside.
+    """
+    for unit in units(module):
+        unit.compile()
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        members = list(child.children())
+        repeats = len(members) > 1 and len({type(member) for member in members}) == 1
+        sequence = isinstance(child, (nn.ModuleList, nn.Sequential))
+        if sequence and repeats and all(map(_is_composite, members)):
+            yield from members
+        else:
+            yield from _blocks(child)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    has_children = next(module.children(), None) is not None
+    return has_children and next(module.parameters(), None) is not None
+
+
+def _scalars_to_vectors(module: nn.Module) -> frozenset[str]:
+    names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        old = getattr(holder, attribute)
+        new = nn.Parameter(old.detach().reshape(1), requires_grad=old.requires_grad)
+        setattr(holder, attribute, new)
+    return frozenset(names)
+
+
+def _check_all_used(module: nn.Module) -> None:
+    """DDP leaves a whole bucket of gradients unreduced where one never comes."""
+    unused = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise UsageError(
+            "parallel: ddp needs a gradient of every trainable parameter, and there is none of "
+            f"{', '.join(unused[:5])}{more}"
+        )
+
+
+def _parameter(key: str) -> str:
+    return key.split("/", 1)[0]
+
+
+def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """The norm of the whole gradient, over all shards; the same on every rank."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return full(torch.nn.utils.get_total_norm(gradients))
