@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache
+from megabatch.gradient_cache.feed import Feed
 from megabatch.models.layers import Tower
 from megabatch.models.locking import locked_towers
 
@@ -24,7 +26,7 @@ class CachedStep:
         module: of `Towers`, on its device; wrapped by DDP or FSDP2 or not.
         objective: called as `Objective` is.
         micro_batch_size: rows that go through a tower at a time.
-        device: where micro-batches go.
+        device: where micro-batches go, the next one while one is computed on.
         locked: the wholly locked towers, at most one. Default: those of the module.
         scaler, group: see GradientCache.
     """
@@ -48,10 +50,12 @@ class CachedStep:
             raise ValueError("locked: expected at most one tower, got both")
         self.locked: Tower | None = next(iter(found), None)
         if self.locked is None:
-            model: nn.Module = FromHost(module, device)
+            model = module
         else:
-            model = OneTower(module, device, "text" if self.locked == "image" else "image")
-        self._cache = GradientCache(model, objective, micro_batch_size, scaler=scaler, group=group)
+            model = OneTower(module, "text" if self.locked == "image" else "image")
+        self._cache = GradientCache(
+            model, objective, micro_batch_size, scaler=scaler, group=group, device=device
+        )
 
     def __call__(self, batch: Batch, ids: Tensor | None = None) -> Tensor:
         """The loss, shape (), without a graph. ids: what the objective takes, or None."""
@@ -66,43 +70,27 @@ class CachedStep:
         return self._cache(live, **{f"{self.locked}_features": features}, **named)
 
     @torch.no_grad()
-    def locked_features(self, inputs: Tensor) -> Tensor:
+    def locked_features(self, inputs: Any) -> Tensor:
         """The locked tower's features of a whole batch, (b, d) on the device."""
         assert self.locked is not None
-        tower = OneTower(self.module, self.device, self.locked)
-        parts = [tower(part) for part in inputs.split(self.micro_batch_size)]
-        return torch.cat([part[f"{self.locked}_features"] for part in parts])
-
-
-class FromHost(nn.Module):
-    """Both towers; takes batches that stay on the host: one micro-batch at a time moves over."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.module = module
-        self.device = device
-
-    def forward(self, images: Tensor, texts: Tensor) -> dict[str, Tensor]:
-        """The module's outputs."""
-        outputs: dict[str, Tensor] = self.module(
-            images.to(self.device, non_blocking=True), texts.to(self.device, non_blocking=True)
-        )
-        return outputs
+        tower, size, rows = OneTower(self.module, self.locked), self.micro_batch_size, len(inputs)
+        micro_batches = [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
+        feed = Feed((inputs,), rows, self.device)
+        with contextlib.closing(feed(micro_batches)) as parts:
+            return torch.cat([tower(*part)[f"{self.locked}_features"] for part in parts])
 
 
 class OneTower(nn.Module):
     """One tower alone, through the whole module's forward, so that DDP and FSDP2 see the pass."""
 
-    def __init__(self, module: nn.Module, device: torch.device, tower: Tower) -> None:
+    def __init__(self, module: nn.Module, tower: Tower) -> None:
         super().__init__()
         self.module = module
-        self.device = device
         self.tower = tower
 
     def forward(self, inputs: Tensor) -> dict[str, Tensor]:
         """The module's outputs but for the other tower's features."""
-        moved = inputs.to(self.device, non_blocking=True)
         outputs: dict[str, Tensor | None] = self.module(
-            moved if self.tower == "image" else None, moved if self.tower == "text" else None
+            inputs if self.tower == "image" else None, inputs if self.tower == "text" else None
         )
         return {name: value for name, value in outputs.items() if value is not None}
