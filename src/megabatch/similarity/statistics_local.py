@@ -44,19 +44,13 @@ def statistics(
     kinds = kinds_of(diagonal, row_ids)
     with torch.cuda.device_of(x):
         kept = _kept(x, y, keep)
-        matrix = _ordered(x, y, pairs)
+        matrix = sweep.ordered(x, y, pairs)
         blocks = sweep.blocks(matrix.x, matrix.y, matrix.pairs, y is None, kept)
         near, far = blocks.values(scale, kinds, columns)
         near = id_order.restore(near, matrix.rows, 1)
         if far is None:
             return near, near.new_empty(0), kept
         return near, id_order.restore(far, matrix.columns, 1), kept
-
-
-def _ordered(x: Tensor, y: Tensor | None, pairs: Pairs) -> IdOrder:
-    """The matrix as its blocks want it."""
-    other = x if y is None else y
-    return IdOrder.of(x, other, pairs) if sweep.fused_available(x) else IdOrder(x, other, pairs)
 
 
 def _kept(x: Tensor, y: Tensor | None, keep: bool) -> Tensor:
@@ -105,7 +99,7 @@ def statistics_backward(
     """Backward sweep: gradients of x, y and scale; empty where not needed."""
     pairs = Pairs(diagonal, row_ids, column_ids, ceiling)
     with torch.cuda.device_of(x):
-        matrix = _ordered(x, y, pairs)
+        matrix = sweep.ordered(x, y, pairs)
         blocks = sweep.blocks(matrix.x, matrix.y, matrix.pairs, y is None, kept)
         near = _pull(blocks, rows, row_gradient, matrix.rows)
         far = near if y is None else _pull(blocks, columns, column_gradient, matrix.columns)

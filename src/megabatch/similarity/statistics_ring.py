@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity import exchange, ring, sweep
+from megabatch.similarity import exchange, id_order, ring, sweep
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Ring, Visit
 from megabatch.similarity.states import finish, kinds_of, pull_of
@@ -56,8 +56,9 @@ def ring_statistics(
     with torch.cuda.device_of(x):
         circle = Ring(group, sizes, call)
         shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
-        finished = _forward(shards, scale, kinds_of(diagonal, row_ids), columns)
-    return *finished, torch.tensor(sizes)
+        near, far = _forward(shards, scale, kinds_of(diagonal, row_ids), columns)
+    far = id_order.restore(far, shards.order.columns, 1) if columns else far
+    return id_order.restore(near, shards.order.rows, 1), far, torch.tensor(sizes)
 
 
 def _terms(
@@ -116,9 +117,11 @@ class _Shards:
         circle: Ring,
     ) -> None:
         self.ring, self.symmetric = circle, y is None
-        self.features = x, x if y is None else y
+        # Each shard in an order of its own: pairs (i, i) of one rank stay on the diagonal.
+        self.order = sweep.ordered(x, y, Pairs(diagonal, *ids, ceiling))
+        self.features = self.order.x, self.order.y
         start = circle.starts[circle.rank]
-        self.pairs = Pairs(diagonal, *ids, ceiling, start, start)
+        self.pairs = replace(self.order.pairs, row_start=start, column_start=start)
         #: the rank's rows against its own columns
         self.own = sweep.blocks(*self.features, self.pairs, symmetric=y is None)
         self.x, self.y = self.own.x, self.own.y
@@ -220,15 +223,24 @@ def ring_statistics_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, y and scale, empty where not needed; scale's is this rank's part."""
     circle = Ring(group, sizes.tolist(), f"{call}, backward")
-    near, far = pull_of(rows, row_gradient), pull_of(columns, column_gradient)
     with torch.cuda.device_of(x):
         shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
+        near = _pull(rows, row_gradient, shards.order.rows)
+        far = _pull(columns, column_gradient, shards.order.columns)
         size = _common_size(shards, near, far)
         factor = scale if size is None else scale * size
         dx, dy, dscale = _gradients(
             shards, scale, factor, near, near if y is None else far, need_x, need_y, need_scale
         )
+    dx = id_order.restore(dx, shards.order.rows if need_x else None, 0)
+    dy = id_order.restore(dy, shards.order.columns if need_y and y is not None else None, 0)
     return dx, dy, dscale if size is None else dscale * size
+
+
+def _pull(values: Tensor, gradient: Tensor | None, order: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    return pull_of(id_order.sort(values, order, 1), id_order.sort(gradient, order, 1))
 
 
 def _gradients(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megabatch.similarity import tile_torch
 from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.states import empty_state, finish, pull_of
 
@@ -101,6 +102,12 @@ def blocks(
     from megabatch.similarity.fused.blocks import FusedBlocks  # Triton, where it is needed
 
     return FusedBlocks(x, y, pairs, symmetric, workspace(x))
+
+
+def ordered(x: Tensor, y: Tensor | None, pairs: Pairs) -> IdOrder:
+    """The whole matrix in the order that its blocks want: by id for fused kernels."""
+    other = x if y is None else y
+    return IdOrder.of(x, other, pairs) if fused_available(x) else IdOrder(x, other, pairs)
 
 
 def fused_available(x: Tensor) -> bool:
