@@ -147,9 +147,10 @@ def compile_units(module: nn.Module) -> None:
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         members = list(child.children())
-        repeats = len(members) > 1 and len({type(member) for member in members}) == 1
-        sequence = isinstance(child, (nn.ModuleList, nn.Sequential))
-        if sequence and repeats and all(map(_is_composite, members)):
+        alike = len({type(member) for member in members}) == 1
+        listed = isinstance(child, nn.ModuleList)
+        repeated = isinstance(child, nn.Sequential) and len(members) > 1
+        if alike and (listed or repeated) and all(map(_is_composite, members)):
             yield from members
         else:
             yield from _blocks(child)

@@ -1,0 +1,255 @@
+"""Trainers on several Gloo processes against one process with the whole batch, in float64."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megabatch.errors import UsageError
+from megabatch.models import create
+from megabatch.training.parallel import checkpoint_activations, compile_units, units
+from megabatch.training.replicas import ReplicasDiffer, check_replicas
+from megabatch.training.trainer import Trainer, TrainingStopped
+from megabatch.training.world import World
+from tests.models.tiny import TINY
+from tests.similarity.distributed.processes import World as Processes
+from tests.similarity.distributed.processes import on_processes, outcomes
+from tests.training.toy import CPU, Block, batch_of, config_of, share_of, toy, trainer_of
+
+__all__ = ["outcomes"]
+
+LAYOUTS = ("ddp", "fsdp")
+
+
+def world_of(processes: Processes) -> World:
+    return World(CPU, processes.rank, processes.size)
+
+
+def sizes_of(size: int) -> list[int]:
+    """Unequal shares of a batch of 8."""
+    return {2: [5, 3], 3: [1, 5, 2]}[size]
+
+
+def run(trainer: Trainer, steps: range, world: World | None = None) -> list[dict[str, float]]:
+    batches = [batch_of(step) for step in steps]
+    if world is not None:
+        batches = [share_of(batch, sizes_of(world.size), world.rank) for batch in batches]
+    return [trainer.train_step(batch) for batch in batches]
+
+
+def assert_alike(got: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, atol=tolerance, rtol=tolerance, msg=name)
+
+
+def compare(processes: Processes, changes: dict[str, Any], tolerance: float = 1e-9) -> None:
+    """Steps on all ranks, a checkpoint, and steps after it on other trainers, against one process.
+
+    The checkpoint of one process goes to all ranks, that of all ranks to one process.
+    """
+    world, config = world_of(processes), config_of(ema_decay=0.9, **changes)
+    alone, together = trainer_of(config), trainer_of(config, world)
+    for ours, expected in zip(run(together, range(3), world), run(alone, range(3)), strict=True):
+        assert_alike(ours, expected, tolerance)
+
+    saved = copy.deepcopy(alone.checkpoint())
+    made = together.checkpoint()
+    if world.main:
+        assert_alike(made.model, saved.model, tolerance)
+        assert_alike(made.optimizer, saved.optimizer, tolerance)
+    else:
+        assert not made.model
+        assert not made.optimizer
+
+    run(alone, range(3, 5))
+    continued = trainer_of(config, world)
+    run(continued, range(7, 8), world)  # somewhere else; its state is replaced
+    continued.restore(saved)
+    run(continued, range(3, 5), world)
+    for ema in (False, True):
+        weights = continued.weights(ema=ema)
+        if world.main:
+            assert_alike(weights, alone.weights(ema=ema), tolerance)
+    if world.main:
+        back = trainer_of(config)
+        back.layout.module.load_state_dict(made.model)
+        assert back.step == 0
+
+
+@on_processes(2, 3)
+def test_adamw(processes: Processes) -> None:
+    for layout in LAYOUTS:
+        compare(processes, {"parallel": layout, "grad_clip_norm": 0.1})
+
+
+@on_processes(2)
+def test_other_optimizers(processes: Processes) -> None:
+    for opt in ("sgd", "lion", "lamb", "lars"):
+        for layout in LAYOUTS:
+            compare(processes, {"parallel": layout, "opt": opt})
+
+
+@on_processes(2)
+def test_activations_computed_again_and_compiled_blocks(processes: Processes) -> None:
+    original = nn.Module.compile
+    nn.Module.compile = functools.partialmethod(original, backend="eager")  # type: ignore[assignment, method-assign]
+    try:
+        for layout in LAYOUTS:
+            options = {"grad_checkpointing": True, "torchcompile": True}
+            compare(processes, {"parallel": layout, **options})
+    finally:
+        nn.Module.compile = original  # type: ignore[method-assign]
+
+
+@on_processes(2)
+def test_what_is_sharded_and_what_is_freed(processes: Processes) -> None:
+    trainer = trainer_of(config_of(parallel="fsdp"), world_of(processes))
+    run(trainer, range(2), world_of(processes))
+    for name, parameter in trainer.module.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.to_local().shape[0] == math.ceil(parameter.shape[0] / 2) or (
+            processes.rank == 1 and parameter.shape[0] == 1
+        )
+    states = [s["exp_avg"] for s in trainer.optimizer.state.values()]
+    assert all(isinstance(state, DTensor) for state in states)
+
+
+@on_processes(2)
+def test_ranks_that_start_apart_are_made_alike(processes: Processes) -> None:
+    world = world_of(processes)
+    for layout in LAYOUTS:
+        module = toy()
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.add_(processes.rank)
+        weights = Trainer(config_of(parallel=layout), module, CPU, 10, world).weights()
+        if world.main:
+            assert_alike(weights, toy().state_dict(), 0)
+
+
+@on_processes(2)
+def test_a_gradient_that_overflows_on_one_rank_is_left_out_on_all(processes: Processes) -> None:
+    world = world_of(processes)
+    for layout in LAYOUTS:
+        trainer = trainer_of(config_of(parallel=layout, precision="fp16"), world)
+        unscale = trainer.scaler.unscale_
+
+        def overflowing(optimizer: Any, unscale: Any = unscale, t: Any = trainer) -> None:
+            gradient = t.module.visual.first.weight.grad
+            if isinstance(gradient, DTensor):  # of FSDP2 one rank's part, of DDP all ranks'
+                gradient = gradient.to_local() if world.rank == 1 else torch.zeros(1, 1)
+            gradient[0, 0] = math.inf
+            unscale(optimizer)
+
+        before = {name: value.clone() for name, value in trainer.weights().items()}
+        trainer.scaler.unscale_ = overflowing  # type: ignore[method-assign]
+        (values,) = run(trainer, range(1), world)
+        assert "grad_norm" not in values
+        assert math.isfinite(values["loss"])
+        assert trainer.scaler.get_scale() == 2.0**15
+        after = trainer.weights()
+        if world.main:
+            assert_alike(after, before, 0)
+        trainer.scaler.unscale_ = unscale  # type: ignore[method-assign]
+        assert "grad_norm" in run(trainer, range(1, 12), world)[-1]
+
+
+@on_processes(2)
+def test_a_number_that_is_none_stops_all_ranks_or_is_left_out_on_all(processes: Processes) -> None:
+    world = world_of(processes)
+    for layout in LAYOUTS:
+        for rule in ("stop", "skip"):
+            trainer = trainer_of(config_of(parallel=layout, on_nonfinite=rule), world)
+            run(trainer, range(1), world)
+            before = {name: value.clone() for name, value in trainer.weights().items()}
+            bad = share_of(batch_of(1), sizes_of(2), world.rank)
+            if world.rank == 1:
+                bad.texts[0, 0] = math.nan
+            if rule == "stop":
+                with pytest.raises(TrainingStopped, match="step 2: loss nan"):
+                    trainer.train_step(bad)
+            else:
+                assert "loss" not in trainer.train_step(bad)
+                assert (trainer.step, trainer.skipped) == (2, 1)
+            after = trainer.weights()
+            if world.main:
+                assert_alike(after, before, 0)
+
+
+@on_processes(3)
+def test_replicas_that_drift_apart_are_found_and_named(processes: Processes) -> None:
+    world = world_of(processes)
+    for layout in LAYOUTS:
+        trainer = trainer_of(config_of(parallel=layout), world)
+        run(trainer, range(2), world)
+        check_replicas(trainer.module, world)
+    trainer = trainer_of(config_of(), world)
+    scale, weight = trainer.logit_scale, trainer.module.text.first.weight  # type: ignore[union-attr]
+    with torch.no_grad():
+        if world.rank == 1:
+            scale.copy_(torch.nextafter(scale, torch.tensor(math.inf)))
+    with pytest.raises(ReplicasDiffer, match=r"logit_scale \(ranks 0, 2 against rank 1\)$"):
+        check_replicas(trainer.module, world)
+    with torch.no_grad():
+        if world.rank == 1:
+            scale.copy_(torch.nextafter(scale, torch.tensor(-math.inf)))
+        if world.rank == 2:
+            weight.copy_(weight.flip(1))  # the same values in other places
+            trainer.module.text.shift += 1  # type: ignore[operator, union-attr]
+    with pytest.raises(
+        ReplicasDiffer, match=r"text.first.weight \(.* rank 2\), text.shift \(ranks 0, 1 against"
+    ):
+        check_replicas(trainer.module, world)
+
+
+@on_processes(2)
+def test_a_parameter_that_ddp_would_wait_for_is_named(processes: Processes) -> None:
+    module = toy()
+    module.idle = nn.Linear(2, 2).double()  # type: ignore[assignment]
+    trainer = Trainer(config_of(), module, CPU, 10, world_of(processes))
+    with pytest.raises(UsageError, match=r"there is none of idle.weight, idle.bias$"):
+        run(trainer, range(1), world_of(processes))
+
+
+def test_units_are_the_repeated_blocks() -> None:
+    assert [type(unit) for unit in units(toy())] == [Block] * 6
+
+
+def test_units_of_real_models() -> None:
+    vit = create(TINY).module
+    names = {module: name for name, module in vit.named_modules()}
+    assert {names[unit].rpartition(".")[0] for unit in units(vit)} == {
+        "visual.transformer.resblocks",
+        "transformer.resblocks",
+    }
+    glyph = create("glyph-small").module
+    assert units(glyph) == [glyph.visual, glyph.text]
+
+
+def test_blocks_are_computed_again_and_compiled_under_their_own_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = functools.partialmethod(nn.Module.compile, backend="eager")
+    monkeypatch.setattr(nn.Module, "compile", compiled)
+    images, texts = torch.randn(3, 3, 32, 32), torch.randint(1, 49_000, (3, 16))
+    model = create(TINY).module.eval()
+    expected = model(images, texts)["image_features"]
+    names = list(model.state_dict())
+    checkpoint_activations(model)
+    passes: list[int] = []
+    hooks = [unit.mlp.register_forward_hook(lambda *_: passes.append(1)) for unit in units(model)]  # type: ignore[union-attr]
+    sum(feature.sum() for feature in model(images, texts).values()).backward()
+    assert len(passes) == 2 * len(units(model))  # forward, and again in the backward pass
+    for hook in hooks:
+        hook.remove()
+    compile_units(model)
+    torch.testing.assert_close(model(images, texts)["image_features"], expected)
+    assert list(model.state_dict()) == names
