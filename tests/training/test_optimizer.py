@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import timm.optim
@@ -16,7 +15,6 @@ from torch import nn
 from megabatch.models import create
 from megabatch.training import TrainConfig
 from megabatch.training.checkpoint import save_tensors
-from megabatch.training.ema import Ema
 from megabatch.training.optimizer import (
     create_optimizer,
     decay_groups,
@@ -26,9 +24,6 @@ from megabatch.training.optimizer import (
     state_tensors,
 )
 from tests.models.tiny import TINY
-from tests.similarity.distributed.processes import World, on_processes, outcomes
-
-__all__ = ["outcomes"]  # a fixture
 
 NAMES: tuple[str, ...] = get_args(get_type_hints(TrainConfig)["opt"])
 
@@ -198,38 +193,3 @@ def test_layer_decay_gives_each_layer_its_rate() -> None:
     optimizer = create_optimizer(module, config)
     set_learning_rate(optimizer, 0.4)
     assert {group["lr"] for group in optimizer.param_groups} == {0.1, 0.2, 0.4}
-
-
-@on_processes(2)
-def test_sharded_parameters_are_stepped_and_averaged_as_whole_ones(world: World) -> None:
-    # Norms over whole tensors (LAMB, LARS) and means over rows and columns (Adafactor) must not be
-    # those of a rank's shard.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
-
-    warnings.filterwarnings("ignore", module="torch")
-    mesh = init_device_mesh("cpu", (world.size,))
-    for name in NAMES:
-        whole = small()
-        sharded: Any = fully_shard(small(), mesh=mesh)
-        config = TrainConfig(opt=name, lr=0.1)  # type: ignore[arg-type]
-        modules = (whole, sharded)
-        optimizers = [create_optimizer(module, config) for module in modules]
-        means = [Ema(module, 0.9) for module in modules]
-        for seed in range(2):
-            give_gradients(whole, seed)
-            for p, q in zip(whole.parameters(), sharded.parameters(), strict=True):
-                q.grad = distribute_tensor(p.grad.clone(), mesh, q.placements)
-            for optimizer, mean in zip(optimizers, means, strict=True):
-                optimizer.step()
-                mean.update(seed + 1)
-        states = [
-            {**m.state_dict(), **state_tensors(m, o), **e.state_tensors()}
-            for m, o, e in zip(modules, optimizers, means, strict=True)
-        ]
-        assert states[0].keys() == states[1].keys()
-        for key, value in states[0].items():
-            other = states[1][key]
-            full = other.full_tensor() if hasattr(other, "full_tensor") else other
-            torch.testing.assert_close(full, value, msg=lambda m, at=(name, key): f"{at}: {m}")

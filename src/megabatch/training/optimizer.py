@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from timm.optim import AdafactorBigVision, Lamb, Lars, Lion
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megabatch.models.layers import layer_ids
 from megabatch.training.config import TrainConfig
@@ -105,7 +106,10 @@ def state_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def load_state_tensors(
     module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:
-    """Put back what `state_tensors` gave, for the same module and groups."""
+    """Put back what `state_tensors` gave, for the same module and groups.
+
+    Where FSDP2 shards a parameter, its state may be sharded like it, or whole.
+    """
     by_name: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         name, kind = key.rsplit("/", 1)
@@ -113,16 +117,30 @@ def load_state_tensors(
         value = tensor.item() if number else tensor
         by_name.setdefault(name, {})[kind.removesuffix(":number")] = value
     names = {parameter: name for name, parameter in module.named_parameters()}
+    for parameter, name in names.items():
+        kinds = by_name.get(name, {})
+        by_name[name] = {kind: _laid_out(value, parameter) for kind, value in kinds.items()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
     state["state"] = {
         i: by_name[names[parameter]]
         for i, parameter in enumerate(order)
-        if names[parameter] in by_name
+        if by_name[names[parameter]]
     }
     for i, group in enumerate(state["param_groups"]):
         group |= by_name.get(f"{_GROUP}{i}", {})
     optimizer.load_state_dict(state)
+
+
+def _laid_out(value: Any, parameter: nn.Parameter) -> Any:
+    """A state of the parameter as the optimizer would have made it: sharded or not."""
+    made_like_it = isinstance(value, Tensor) and value.ndim == parameter.ndim
+    if not (made_like_it and isinstance(parameter, DTensor)) or isinstance(value, DTensor):
+        return value
+    # Of another shape than the parameter's are Adafactor's factors, which timm makes by new_zeros.
+    like = parameter.detach().new_zeros(value.shape)
+    assert isinstance(like, DTensor)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _as_tensor(key: str, value: Any) -> tuple[str, Tensor]:

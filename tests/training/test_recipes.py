@@ -1,0 +1,93 @@
+"""Whole short runs of recipes: stopped half-way and continued they end in the same files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megabatch.errors import UsageError
+from megabatch.models import ModelOptions, create
+from megabatch.training import load_config, train
+from megabatch.training.config_file import to_dict
+from tests.models.tiny import TINY
+from tests.training.conftest import MakeConfig
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "lamb": {"opt": "lamb", "ema_decay": 0.9, "lr_scaling": "sqrt", "lr_base_batch_size": 2},
+    "lars": {"opt": "lars", "lr": 1.0, "lr_scheduler": "wsd", "lr_cooldown": 3},
+    "adafactor": {"opt": "adafactor", "loss": "siglip", "layer_decay": 0.7, "ema_decay": 0.5},
+    "lion": {"opt": "lion", "lr": 1e-4, "loss": "infonce", "infonce_margin": 0.1},
+    "sgd": {"opt": "sgd", "loss": "dcl", "matryoshka_dims": (8, 16), "label_smoothing": 0.0},
+    "locked image": {"lock_image": True, "ema_decay": 0.9},
+    "locked text": {"lock_text": True, "force_patch_dropout": 0.25, "force_context_length": 8},
+    "partly locked": {"lock_image": True, "lock_image_unlocked_groups": 1, "loss": "ntxent"},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_continued_from_its_checkpoint_is_the_uninterrupted_one(
+    name: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    recipe = {"steps": 6, "checkpoint_every": 3, "keep_checkpoints": 9, **RECIPES[name]}
+    straight, other = tmp_path / "straight", tmp_path / "other"
+    assert train(make_config(straight, **recipe)) == 0
+    # The other one's newest checkpoint is that of step 3, as if it had been killed after it.
+    other.mkdir()
+    (other / "checkpoints").mkdir()
+    (straight / "checkpoints/step-00000003").rename(other / "checkpoints/step-00000003")
+    (other / "config.toml").write_text((straight / "config.toml").read_text())
+    assert train(make_config(other, resume=True, **recipe)) == 0
+    files = ["model.safetensors"] + ["model-ema.safetensors"] * ("ema_decay" in recipe)
+    for file in files:
+        assert (straight / file).read_bytes() == (other / file).read_bytes(), file
+    trained = load_file(straight / files[-1])
+    config = load_config(straight / "config.toml")
+    assert config == make_config(straight, **recipe)
+    module = create(TINY, options=ModelOptions.of(to_dict(config))).module
+    module.load_state_dict(trained)  # what evaluation does
+
+
+def test_a_locked_tower_leaves_a_run_as_it_came(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = tmp_path / "start.safetensors"
+    torch.manual_seed(7)
+    start = create(TINY).module.state_dict()
+    save_file(start, path)
+    changes = {"lock_image": True, "pretrained": path, "steps": 3}
+    assert train(make_config(tmp_path / "run", **changes)) == 0
+    after = load_file(tmp_path / "run" / "model.safetensors")
+    changed = {name for name, value in after.items() if not torch.equal(value, start[name])}
+    assert changed
+    assert not any(name.startswith("visual.") for name in changed)
+
+
+def test_the_average_lags_behind_the_weights(make_config: MakeConfig, tmp_path: Path) -> None:
+    assert train(make_config(tmp_path / "run", ema_decay=0.9, steps=4)) == 0
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    means = load_file(tmp_path / "run" / "model-ema.safetensors")
+    assert weights.keys() == means.keys()
+    assert not torch.equal(weights["visual.proj"], means["visual.proj"])
+
+
+def test_impossible_choices_come_together_with_all_others(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(
+        tmp_path / "run", micro_batch_size=0, loss="dcl", duplicates="ignored", layer_decay=0.0
+    )
+    with pytest.raises(UsageError) as caught:
+        train(config)
+    reasons = str(caught.value).splitlines()[1:]
+    assert [reason.split(":")[0].strip(" -") for reason in reasons] == [
+        *("micro_batch_size", "layer_decay", "duplicates")
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cooldown_longer_than_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", lr_scheduler="wsd", lr_cooldown=11)
+    with pytest.raises(UsageError, match=r"lr_cooldown: 11 steps, but after .* only 10"):
+        train(config)
