@@ -37,17 +37,23 @@ def test_a_single_point_and_a_banded_curve_can_be_drawn() -> None:
 
 
 def test_bars_leave_no_empty_panel_and_both_themes_differ() -> None:
-    with_baseline = Bars("a", ["@1", "@5"], [0.5, 0.75], [0.01, 0.05], [0.2, 0.3])
-    without = Bars("b", ["@1", "@5"], [0.5, 0.8], [0.0003, 0.0015])
+    with_baseline = Bars(
+        "a",
+        ["@1", "@5"],
+        {"model": [0.5, 0.75], "baseline": [0.2, 0.3], "chance": [0.01, 0.05]},
+    )
+    without = Bars("b", ["@1", "@5"], {"neighbours": [0.5, 0.8], "chance": [0.0003, 0.0015]})
     chart = bars_chart([with_baseline, without, without], columns=2)
     light, dark = svgs(chart)
     assert light != dark
     assert light.count('<g id="axes_') == 3
     assert "a: @1 50.0%, @5 75.0%" in chart.alt
+    for label in ("model", "nearest neighbours", "pixel nearest neighbour", "chance"):
+        assert f"<!-- {label} -->" in light
 
 
 def test_the_same_chart_is_the_same_text() -> None:
-    bars = Bars("a", ["@1"], [0.5], [0.1])
+    bars = Bars("a", ["@1"], {"model": [0.5], "chance": [0.1]})
     assert bars_chart([bars], columns=1) == bars_chart([bars], columns=1)
 
 

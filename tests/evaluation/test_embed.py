@@ -5,8 +5,9 @@ import torch
 from PIL import Image
 
 from megabatch.data.glyphs import GlyphSet
-from megabatch.data.pairs import BadSample, Pair
-from megabatch.evaluation.embed import Encoder, distinct_with_ids, embed_images_of_pairs
+from megabatch.data.pairs import BadSample
+from megabatch.evaluation.embed import Encoder, distinct_with_ids
+from megabatch.evaluation.samples import Sample
 from megabatch.models import Towers, create
 
 
@@ -22,10 +23,10 @@ class SomeBad:
     def __len__(self) -> int:
         return 10
 
-    def __getitem__(self, index: int) -> Pair:
+    def __getitem__(self, index: int) -> Sample[str]:
         if index % 3 == 0:
             raise BadSample("empty caption" if index else "undecodable image", f"sample {index}")
-        return Pair(Image.new("L", (32, 32), 20 * index), f"caption {index % 2}", f"key {index}")
+        return Sample(Image.new("L", (32, 32), 20 * index), f"caption {index % 2}", f"key {index}")
 
 
 def test_batches_do_not_change_the_features(towers: Towers, small_glyphs: GlyphSet) -> None:
@@ -41,19 +42,27 @@ def test_batches_do_not_change_the_features(towers: Towers, small_glyphs: GlyphS
     )
 
 
-def test_half_precision_gives_nearly_the_same_in_float32(towers: Towers) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_gives_nearly_the_same_in_float32(towers: Towers, precision: str) -> None:
     names = ["latin small letter a", "digit seven"]
-    half = Encoder(towers, precision="bf16").texts(names)
+    half = Encoder(towers, precision=precision).texts(names)
     assert half.dtype == torch.float32
     assert (half * Encoder(towers).texts(names)).sum(1).min() > 0.99
 
 
-def test_bad_samples_are_skipped_and_counted(towers: Towers) -> None:
-    got = embed_images_of_pairs(Encoder(towers, batch_size=4), SomeBad())
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_skipped_and_counted(towers: Towers, workers: int) -> None:
+    got = Encoder(towers, batch_size=4, workers=workers).embed(SomeBad())
     assert got.indices == [1, 2, 4, 5, 7, 8]
-    assert got.captions == [f"caption {i % 2}" for i in got.indices]
-    assert got.features.shape == (6, towers.embed_dim)
+    assert got.targets == [f"caption {i % 2}" for i in got.indices]
     assert got.skipped == {"undecodable image": 1, "empty caption": 3}
+    shades = [Image.new("L", (32, 32), 20 * i) for i in got.indices]
+    torch.testing.assert_close(got.features, Encoder(towers).images(shades), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_bad_samples_alone_leaves_nothing(towers: Towers) -> None:
+    got = Encoder(towers, batch_size=1).embed(SomeBad())
+    assert got.indices == [1, 2, 4, 5, 7, 8]
 
 
 def test_nothing_gives_no_features(towers: Towers) -> None:

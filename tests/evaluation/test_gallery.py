@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,46 +11,74 @@ import torch.nn.functional as F
 from PIL import Image
 
 from megabatch.data.glyphs import GlyphSet
-from megabatch.evaluation.embed import EmbeddedPairs
 from megabatch.evaluation.gallery import choose_queries, encode
-from megabatch.evaluation.tasks import Scored, Task, glyph_tasks
+from megabatch.evaluation.tasks import Matched, Task, glyph_tasks
 
 
 @pytest.fixture
-def scored(small_glyphs: GlyphSet) -> Scored:
+def task(small_glyphs: GlyphSet) -> Task:
+    return glyph_tasks(small_glyphs)[0]
+
+
+@pytest.fixture
+def matched(task: Task) -> Matched:
     """Features that find the right name for most images and a wrong one for the others."""
-    task = glyph_tasks(small_glyphs)[0]
-    captions = task.pairs.captions  # type: ignore[attr-defined]
+    captions = [task.samples[i].target[0] for i in range(len(task.samples))]
     texts = sorted(set(captions))
-    text_ids = torch.tensor([texts.index(c) for c in captions])
+    ids = torch.tensor([texts.index(c) for c in captions])
     torch.manual_seed(0)
     text_features = F.normalize(torch.randn(len(texts), 16), dim=1)
-    features = F.normalize(text_features[text_ids] + 0.35 * torch.randn(len(captions), 16), dim=1)
-    images = EmbeddedPairs(features, captions, list(range(len(captions))))
-    return Scored(task, images, text_ids, texts, text_features, {})
+    features = F.normalize(text_features[ids] + 0.35 * torch.randn(len(captions), 16), dim=1)
+    indices = list(range(len(captions)))
+    return Matched(
+        task.samples, indices, features, ids, texts, text_features, torch.arange(len(texts))
+    )
 
 
-def test_queries_show_the_five_best_names_and_the_rank_of_the_right_one(scored: Scored) -> None:
-    examples, failures = choose_queries(scored, examples=6, failures=3)
+def test_queries_show_the_five_best_names_and_the_rank_of_the_right_one(
+    task: Task, matched: Matched
+) -> None:
+    examples, failures = choose_queries(matched, task.picture_of, examples=6, failures=3)
     assert len(examples) == 6
     assert len(failures) == 3
     assert len({q.key for q in examples + failures}) == 9
-    keys = [scored.task.pairs[i].key for i in range(len(scored.task.pairs))]
-    scores = scored.images.features @ scored.text_features.T
+    keys = [task.samples[i].key for i in range(len(task.samples))]
+    scores = matched.features @ matched.text_features.T
     for query in examples + failures:
         place = keys.index(query.key)
         best = scores[place].argsort(descending=True)
-        assert [a.text for a in query.answers] == [scored.texts[i] for i in best[:5]]
-        assert query.rank == 1 + best.tolist().index(int(scored.text_ids[place]))
+        assert [a.text for a in query.answers] == [matched.texts[i] for i in best[:5]]
+        assert query.rank == 1 + best.tolist().index(int(matched.image_ids[place]))
         assert [a.right for a in query.answers] == [a.text == query.text for a in query.answers]
         assert all(a.known and a.picture for a in query.answers)
     assert all(q.rank > 1 for q in failures)
     assert any(q.rank == 1 for q in examples)
 
 
+def test_of_several_right_texts_the_best_is_named_and_each_is_marked(matched: Matched) -> None:
+    two = replace(
+        matched,
+        texts=[f"{text} {i}" for text in matched.texts for i in (1, 2)],
+        text_features=F.normalize(
+            matched.text_features.repeat_interleave(2, 0)
+            + 0.05 * torch.randn(2 * len(matched.texts), 16),
+            dim=1,
+        ),
+        text_ids=matched.text_ids.repeat_interleave(2),
+    )
+    examples, _ = choose_queries(two, examples=8, failures=0)
+    for query in examples:
+        right = [place for place, answer in enumerate(query.answers, 1) if answer.right]
+        assert len(right) <= 2
+        if right:
+            assert query.rank == right[0]
+            assert query.text == query.answers[right[0] - 1].text
+    assert any(len([a for a in q.answers if a.right]) == 2 for q in examples)
+
+
 def test_names_that_training_has_not_are_shown_as_such(small_glyphs: GlyphSet) -> None:
     faces, characters = glyph_tasks(small_glyphs)
-    unseen = characters.pairs[0].caption
+    unseen = characters.samples[0].target[0]
     assert faces.picture_of is not None
     assert characters.picture_of is not None
     assert faces.picture_of(unseen) is None
@@ -58,13 +87,8 @@ def test_names_that_training_has_not_are_shown_as_such(small_glyphs: GlyphSet) -
     assert shown[1] is False
 
 
-def test_without_pictures_of_its_own_a_task_shows_evaluated_images(scored: Scored) -> None:
-    plain = Task("pairs", "pairs", "", scored.task.pairs)
-    examples, _ = choose_queries(
-        Scored(plain, scored.images, scored.text_ids, scored.texts, scored.text_features, {}),
-        examples=2,
-        failures=0,
-    )
+def test_without_pictures_of_its_own_a_task_shows_evaluated_images(matched: Matched) -> None:
+    examples, _ = choose_queries(matched, examples=2, failures=0)
     assert all(a.picture and a.known is None for q in examples for a in q.answers)
 
 

@@ -217,11 +217,3 @@ def test_bad_input_is_named(arguments: dict, error: type[Exception], message: st
 def test_bad_ids_have_no_chance(x_ids: Tensor, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         chance_metrics(x_ids, IDS)
-
-
-def test_features_spread_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    with pytest.raises(ValueError, match="group has 2 processes"):
-        retrieval_metrics(GOOD, GOOD)
-    assert retrieval_metrics(GOOD, GOOD, ks=(4,), group="local")["x_to_y/recall@4"] == 1

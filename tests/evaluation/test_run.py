@@ -72,7 +72,9 @@ def test_glyphs_are_evaluated_and_reported(run: Path) -> None:
             assert figures == sorted(figures)
             assert faces[contender][f"{way}/median_rank"] >= 1
     digits = evaluation["zero_shot"]["digits"]
-    assert digits["chance"] == pytest.approx({"top1": 0.1, "top5": 0.5})
+    assert digits["chance"] == pytest.approx(
+        {"top1": 0.1, "top5": 0.5, "mean_per_class_recall": 0.1}
+    )
     assert digits["baseline"]["top1"] > 0.3
     assert 0 < digits["model"]["top1"] < 1
 
@@ -166,7 +168,7 @@ def test_an_open_clip_model_is_evaluated(run: Path, csv: Path, tmp_path: Path) -
     [
         ({"device": "gpu7"}, "device 'gpu7' cannot be used"),
         ({"device": "meta"}, "device 'meta' cannot be used"),
-        ({"precision": "int4"}, "precision: 'int4'; expected one of fp32, bf16"),
+        ({"precision": "int4"}, "precision: 'int4'; expected one of fp32, bf16, fp16"),
         ({"batch_size": 0}, "batch size: 0; expected at least 1"),
         ({"val_data": "no-such-*.tar"}, "no-such"),
     ],
@@ -179,7 +181,9 @@ def test_impossible_settings_are_refused(run: Path, settings: dict, message: str
 
 def test_other_training_data_needs_pairs_to_evaluate(run: Path) -> None:
     (run / "config.toml").write_text('model = "glyph-small"\ntrain_data = "shards/"\n')
-    with pytest.raises(UsageError, match="trained on shards/: give held-out pairs by --val-data"):
+    with pytest.raises(
+        UsageError, match=r"trained on shards/: give held-out pairs by --val-data .* --class-data"
+    ):
         evaluate_run(run)
 
 

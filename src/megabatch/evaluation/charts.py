@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +14,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megabatch.evaluation.metrics_log import Series
+from megabatch.evaluation.table import CONTENDERS
 
 _INK = {"light": "#1f2328", "dark": "#e6e6e6"}
 _FAINT = {"light": "#d5d9de", "dark": "#444b54"}
 _COLOURS = {
-    "light": {"model": "#2166ac", "baseline": "#e08214", "chance": "#7f7f7f"},
-    "dark": {"model": "#6baed6", "baseline": "#fdae61", "chance": "#a6a6a6"},
+    "light": {
+        "model": "#2166ac",
+        "neighbours": "#1b7837",
+        "probe": "#762a83",
+        "baseline": "#e08214",
+        "chance": "#7f7f7f",
+    },
+    "dark": {
+        "model": "#6baed6",
+        "neighbours": "#7fbf7b",
+        "probe": "#c2a5cf",
+        "baseline": "#fdae61",
+        "chance": "#a6a6a6",
+    },
 }
-_HATCHES = {"model": "", "baseline": "//", "chance": ".."}  # told apart without colour, too
-_LABELS = {"model": "model", "baseline": "pixel nearest neighbour", "chance": "chance"}
+# Told apart without colour, too.
+_HATCHES = {"model": "", "neighbours": "\\\\", "probe": "xx", "baseline": "//", "chance": ".."}
 
 
 @dataclass(frozen=True)
@@ -36,13 +49,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bars:
-    """One panel of the comparison: figures of the model, the baseline (if any) and chance."""
+    """One panel of the comparison: a figure for each tick, by contender."""
 
     title: str
     ticks: Sequence[str]
-    model: Sequence[float]
-    chance: Sequence[float]
-    baseline: Sequence[float] | None = None
+    values: Mapping[str, Sequence[float]]
 
 
 def curves_chart(panels: Sequence[tuple[str, Series]]) -> Chart:
@@ -59,7 +70,7 @@ def curves_chart(panels: Sequence[tuple[str, Series]]) -> Chart:
 
 
 def bars_chart(panels: Sequence[Bars], *, columns: int) -> Chart:
-    """Recall of model, baseline and chance side by side, a panel a task and direction."""
+    """Recall of all contenders side by side, a panel a task and direction."""
     rows = -(-len(panels) // columns)
 
     def draw(figure: Figure, theme: str) -> None:
@@ -70,11 +81,14 @@ def bars_chart(panels: Sequence[Bars], *, columns: int) -> Chart:
             for ax in figure.axes
             for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
         }
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3)
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=5)
 
     alt = "; ".join(
         f"{p.title}: "
-        + ", ".join(f"{t} {100 * v:.1f}%" for t, v in zip(p.ticks, p.model, strict=True))
+        + ", ".join(
+            f"{t} {100 * v:.1f}%"
+            for t, v in zip(p.ticks, next(iter(p.values.values())), strict=True)
+        )
         for p in panels
     )
     return _chart(draw, (9.6, 0.4 + 2.4 * rows), alt)
@@ -102,8 +116,7 @@ def _draw_curve(ax: Axes, title: str, series: Series, colour: str) -> None:
 
 
 def _draw_bars(ax: Axes, panel: Bars, colours: dict[str, str]) -> None:
-    rows = {"model": panel.model, "baseline": panel.baseline, "chance": panel.chance}
-    shown = {name: values for name, values in rows.items() if values is not None}
+    shown = panel.values
     width = 0.82 / len(shown)
     places = np.arange(len(panel.ticks))
     for i, (name, values) in enumerate(shown.items()):
@@ -113,7 +126,7 @@ def _draw_bars(ax: Axes, panel: Bars, colours: dict[str, str]) -> None:
             width * 0.94,
             color=colours[name],
             hatch=_HATCHES[name],
-            label=_LABELS[name],
+            label=CONTENDERS[name],
         )
         ax.bar_label(bars, [percent(v) for v in values], fontsize=7.5, padding=1)
     ax.set_title(panel.title)

@@ -3,101 +3,121 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
-from megabatch.data.pairs import BadSample, PairDataset
+from megabatch.data.pairs import BadSample
 from megabatch.errors import UsageError
+from megabatch.evaluation.processes import gather_rows, gather_values, share
+from megabatch.evaluation.samples import ImageList, Samples
 from megabatch.models import Towers
 
-T = TypeVar("T")
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Embedded:
+    """The image features of a source, with the targets and places of the samples they are of.
+
+    features: (n, d); targets, indices: n each, indices into the source (bad samples are missing
+    there); skipped: how many bad samples for each reason.
+    """
+
+    features: Tensor
+    targets: list[Any]
+    indices: list[int]
+    skipped: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
 class Encoder:
     """Towers with the device, precision and batch size that they are evaluated at.
 
-    Features come back in float32 on the CPU, normalised; UsageError if they are not finite.
+    Features come back in float32 on that device, normalised; UsageError if they are not finite.
+    Over the processes of `group` each encodes a share, and each gets all features.
+
+    workers: processes that read and transform images; 0: none beside this one.
     """
 
     towers: Towers
     device: str = "cpu"
     precision: str = "fp32"
     batch_size: int = 512
+    workers: int = 0
+    group: object = "local"
 
-    def images(self, images: Iterable[Image.Image]) -> Tensor:
-        """Features (n, d) of pictures."""
-        transform, module = self.towers.eval_transform, cast(Any, self.towers.module)
-        return self._features(
-            images, lambda batch: torch.stack([transform(i) for i in batch]), module.encode_image
+    def embed(self, samples: Samples[Any]) -> Embedded:
+        """Embed each image once; unusable samples are skipped and counted."""
+        batches = _Batches(samples, self.towers.eval_transform, self.batch_size)
+        loader = DataLoader(
+            batches,
+            batch_size=None,  # an item is a batch already: of the same samples whoever reads it
+            sampler=share(len(batches), self.group),
+            num_workers=self.workers,
+            pin_memory=torch.device(self.device).type == "cuda",
         )
+        encode = cast(Any, self.towers.module).encode_image
+        targets: list[Any] = []
+        indices: list[int] = []
+        skipped: Counter[str] = Counter()
+
+        def images() -> Iterable[Tensor]:
+            for batch in loader:
+                targets.extend(batch.targets)
+                indices.extend(batch.indices)
+                skipped.update(batch.skipped)
+                if batch.images is not None:
+                    yield batch.images
+
+        features = self._features(images(), encode)
+        told = gather_values([targets, indices, skipped], self.group)
+        return Embedded(
+            features,
+            [target for part, _, _ in told for target in part],
+            [index for _, part, _ in told for index in part],
+            sum((Counter(part) for _, _, part in told), Counter()),
+        )
+
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        """Features (n, d) of pictures."""
+        return self.embed(ImageList(images)).features
 
     def texts(self, texts: Iterable[str]) -> Tensor:
         """Features (n, d) of texts."""
-        module = cast(Any, self.towers.module)
-        return self._features(texts, self.towers.tokenizer, module.encode_text)
+        texts = list(texts)
+        starts = range(0, len(texts), self.batch_size)
+        batches = (
+            self.towers.tokenizer(texts[starts[i] : starts[i] + self.batch_size])
+            for i in share(len(starts), self.group)
+        )
+        return self._features(batches, cast(Any, self.towers.module).encode_text)
 
     @torch.inference_mode()
-    def _features(
-        self, items: Iterable[T], prepare: Callable[[list[T]], Tensor], encode: Callable[..., Any]
-    ) -> Tensor:
+    def _features(self, batches: Iterable[Tensor], encode: Callable[..., Any]) -> Tensor:
         self.towers.module.eval()
-        parts = [torch.zeros(0, self.towers.embed_dim)]
-        for batch in _batches(items, self.batch_size):
+        parts = [torch.zeros(0, self.towers.embed_dim, device=self.device)]
+        for batch in batches:
             with self._autocast():
-                features = encode(prepare(batch).to(self.device), normalize=True)
-            parts.append(features.float().cpu())
-        whole = torch.cat(parts)
+                parts.append(
+                    encode(batch.to(self.device, non_blocking=True), normalize=True).float()
+                )
+        whole = gather_rows(torch.cat(parts), self.group)
         if not bool(whole.isfinite().all()):
             raise UsageError("the model's features are not finite: its weights have diverged")
         return whole
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.precision == "fp32":
+        dtype = PRECISIONS[self.precision]
+        if dtype is None:
             return nullcontext()
-        return torch.autocast(torch.device(self.device).type, torch.bfloat16)
-
-
-@dataclass
-class EmbeddedPairs:
-    """The image features of a data set, with the captions and places of the samples they are of.
-
-    features: (n, d); captions, indices: n each, indices into the data set (bad samples are missing
-    there); skipped: how many bad samples for each reason.
-    """
-
-    features: Tensor
-    captions: list[str]
-    indices: list[int]
-    skipped: Counter[str] = field(default_factory=Counter)
-
-
-def embed_images_of_pairs(encoder: Encoder, pairs: PairDataset) -> EmbeddedPairs:
-    """Embed each image once; unusable samples are skipped and counted."""
-    captions: list[str] = []
-    indices: list[int] = []
-    skipped: Counter[str] = Counter()
-
-    def images() -> Iterator[Image.Image]:
-        for index in range(len(pairs)):
-            try:
-                pair = pairs[index]
-            except BadSample as bad:
-                skipped[bad.reason] += 1
-                continue
-            captions.append(pair.caption)
-            indices.append(index)
-            yield pair.image
-
-    features = encoder.images(images())
-    return EmbeddedPairs(features, captions, indices, skipped)
+        return torch.autocast(torch.device(self.device).type, dtype)
 
 
 def distinct_with_ids(captions: Sequence[str]) -> tuple[list[str], Tensor]:
@@ -106,7 +126,42 @@ def distinct_with_ids(captions: Sequence[str]) -> tuple[list[str], Tensor]:
     return list(place), torch.tensor([place[c] for c in captions], dtype=torch.int64)
 
 
-def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
+class _Batch:
+    """What a worker makes of some samples; `images` (b, ...), None where all are bad."""
+
+    def __init__(self) -> None:
+        self.images: Tensor | None = None
+        self.targets: list[Any] = []
+        self.indices: list[int] = []
+        self.skipped: Counter[str] = Counter()
+
+    def pin_memory(self) -> _Batch:
+        """Called by the loader where the batch goes on to a GPU."""
+        self.images = None if self.images is None else self.images.pin_memory()
+        return self
+
+
+@dataclass(frozen=True)
+class _Batches(Dataset[_Batch]):
+    samples: Samples[Any]
+    transform: Callable[[Image.Image], Tensor]
+    size: int
+
+    def __len__(self) -> int:
+        return -(-len(self.samples) // self.size)
+
+    def __getitem__(self, number: int) -> _Batch:
+        batch = _Batch()
+        images = []
+        first = number * self.size
+        for index in range(first, min(first + self.size, len(self.samples))):
+            try:
+                sample = self.samples[index]
+            except BadSample as bad:
+                batch.skipped[bad.reason] += 1
+                continue
+            images.append(self.transform(sample.image))
+            batch.targets.append(sample.target)
+            batch.indices.append(index)
+        batch.images = torch.stack(images) if images else None
+        return batch

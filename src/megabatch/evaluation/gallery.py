@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 
-from megabatch.evaluation.tasks import Scored
+from megabatch.evaluation.retrieval import best_right_columns
+from megabatch.evaluation.tasks import Matched
 from megabatch.similarity import ranks, topk
 
 _LARGEST = 128  # pixels a side of an embedded picture
@@ -48,56 +49,69 @@ class Query:
 
 
 def choose_queries(
-    scored: Scored, *, examples: int, failures: int, seed: int = 0
+    matched: Matched,
+    picture_of: Callable[[str], tuple[Image.Image, bool] | None] | None = None,
+    *,
+    examples: int,
+    failures: int,
+    seed: int = 0,
 ) -> tuple[list[Query], list[Query]]:
-    """Queries drawn at random from all, and more from those whose right answer is not the first."""
-    order = torch.randperm(len(scored.text_ids), generator=torch.Generator().manual_seed(seed))
-    order = order[: examples + _LOOKED_THROUGH]
-    text_range = torch.arange(len(scored.texts))
-    right = scored.text_ids[order]
+    """Queries drawn at random from all, and more from those whose right answer is not the first.
+
+    `picture_of`: as a `Task` has it.
+    """
+    order = torch.randperm(len(matched.indices), generator=torch.Generator().manual_seed(seed))
+    order = order[: examples + _LOOKED_THROUGH].to(matched.features.device)
+    asked, ids = matched.features[order], matched.image_ids[order]
+    target, tied = best_right_columns(asked, matched.text_features, ids, matched.text_ids)
     above, equal = ranks(
-        scored.images.features[order], scored.text_features, right, ids=(right, text_range)
+        asked, matched.text_features, target, ids=(ids, matched.text_ids), group="local"
     )
-    ranked = list(zip(order.tolist(), (1 + above + (equal + 1) // 2).tolist(), strict=True))
-    show = _shower(scored)
-    missed = [pair for pair in ranked[examples:] if pair[1] > 1][:failures]
-    return [show(*pair) for pair in ranked[:examples]], [show(*pair) for pair in missed]
+    expected = 1 + above + (equal / (tied + 1)).ceil().long()
+    ranked = list(zip(order.tolist(), target.tolist(), expected.tolist(), strict=True))
+    show = _shower(matched, picture_of or _pictures_of(matched))
+    missed = [query for query in ranked[examples:] if query[2] > 1][:failures]
+    return [show(*query) for query in ranked[:examples]], [show(*query) for query in missed]
 
 
-def _shower(scored: Scored) -> Callable[[int, int], Query]:
-    """Return what turns the place of an embedded image, and its rank, into a query."""
-    images, pairs = scored.images, scored.task.pairs
-    picture_of = scored.task.picture_of or _pictures_of_pairs(scored)
+def _shower(
+    matched: Matched, picture_of: Callable[[str], tuple[Image.Image, bool | None] | None]
+) -> Callable[[int, int, int], Query]:
+    """Return what turns an image's place, its best right text and that one's rank into a query."""
 
-    def show(place: int, rank: int) -> Query:
-        pair = pairs[images.indices[place]]
-        k = min(5, len(scored.texts))
-        cosines, found = topk(images.features[place : place + 1], scored.text_features, k)
+    def show(place: int, right: int, rank: int) -> Query:
+        sample = matched.samples[matched.indices[place]]
+        k = min(5, len(matched.texts))
+        cosines, found = topk(
+            matched.features[place : place + 1], matched.text_features, k, group="local"
+        )
         answers = []
         for cosine, at in zip(cosines[0].tolist(), found[0].tolist(), strict=True):
-            drawn = picture_of(scored.texts[at])
+            drawn = picture_of(matched.texts[at])
             answers.append(
                 Answer(
-                    text=scored.texts[at],
+                    text=matched.texts[at],
                     picture=encode(drawn[0]) if drawn else None,
                     known=drawn[1] if drawn else None,
-                    right=at == int(scored.text_ids[place]),
+                    right=bool(matched.text_ids[at] == matched.image_ids[place]),
                     cosine=cosine,
                 )
             )
-        return Query(pair.key, pair.caption, encode(pair.image), rank, answers)
+        return Query(sample.key, matched.texts[right], encode(sample.image), rank, answers)
 
     return show
 
 
-def _pictures_of_pairs(scored: Scored) -> Callable[[str], tuple[Image.Image, bool | None] | None]:
+def _pictures_of(matched: Matched) -> Callable[[str], tuple[Image.Image, bool | None] | None]:
     """For data that brings no pictures of its own: the first evaluated image of a text."""
-    first: dict[str, int] = {}
-    for caption, index in zip(scored.images.captions, scored.images.indices, strict=True):
-        first.setdefault(caption, index)
+    first_image: dict[int, int] = {}
+    for index, which in zip(matched.indices, matched.image_ids.tolist(), strict=True):
+        first_image.setdefault(which, index)
+    which_text = dict(zip(matched.texts, matched.text_ids.tolist(), strict=True))
 
     def picture_of(text: str) -> tuple[Image.Image, bool | None] | None:
-        return (scored.task.pairs[first[text]].image, None) if text in first else None
+        index = first_image.get(which_text[text])
+        return None if index is None else (matched.samples[index].image, None)
 
     return picture_of
 

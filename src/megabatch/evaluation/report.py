@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from PIL import Image
 
 from megabatch.evaluation.charts import Bars, Chart, bars_chart, curves_chart
 from megabatch.evaluation.gallery import Query, choose_queries
 from megabatch.evaluation.metrics_log import read_metrics, series
 from megabatch.evaluation.run_folder import write_atomically
-from megabatch.evaluation.table import CONTENDERS, retrieval_groups, zero_shot_groups
-from megabatch.evaluation.tasks import KS, Scored
+from megabatch.evaluation.table import (
+    CONTENDERS,
+    classification_groups,
+    left_out,
+    retrieval_groups,
+    zero_shot_groups,
+)
+from megabatch.evaluation.tasks import KS, Matched
 
 _CURVES = {
     "loss": "loss",
@@ -34,15 +41,29 @@ class Gallery:
     failures: list[Query]
 
 
-def write_report(folder: Path, evaluation: dict[str, Any], scored: Sequence[Scored]) -> Path:
-    """Write `folder/report.html` from the evaluation, the run's log and the tasks' features."""
-    records = read_metrics(folder / "metrics.jsonl")
+@dataclass(frozen=True)
+class Shown:
+    """What a gallery is drawn from; `picture_of` and `pictures_are` as a `Task` has them."""
+
+    title: str
+    matched: Matched
+    picture_of: Callable[[str], tuple[Image.Image, bool] | None] | None = None
+    pictures_are: str = "one of its evaluated images"
+
+
+def write_report(
+    folder: Path, evaluation: dict[str, Any], shown: Sequence[Shown], run: Path | None
+) -> Path:
+    """Write `folder/report.html` from the evaluation, the run's log and the tasks' features.
+
+    `run`: the run's folder, None where a model is evaluated that is no run's.
+    """
     html = render(
-        name=folder.resolve().name,
+        name=evaluation["run"]["model"] if run is None else run.resolve().name,
         evaluation=evaluation,
-        records=records,
-        galleries=[_gallery(s) for s in scored],
-        config=(folder / "config.toml").read_text(encoding="utf-8"),
+        records=[] if run is None else read_metrics(run / "metrics.jsonl"),
+        galleries=[_gallery(s) for s in shown],
+        config="" if run is None else (run / "config.toml").read_text(encoding="utf-8"),
     )
     path = folder / "report.html"
     write_atomically(path, html)
@@ -72,22 +93,38 @@ def render(
         recall=_recall_chart(evaluation),
         retrieval=retrieval_groups(evaluation),
         zero_shot=zero_shot_groups(evaluation),
+        classification=classification_groups(evaluation),
+        by_class=_by_class(evaluation),
+        left_out=left_out,
         curves=_training_curves(records),
         galleries=galleries,
         config=config,
     )
 
 
-def _gallery(scored: Scored) -> Gallery:
-    examples, failures = choose_queries(scored, examples=8, failures=4)
-    return Gallery(scored.task.title, scored.task.pictures_are, examples, failures)
+def _gallery(shown: Shown) -> Gallery:
+    examples, failures = choose_queries(shown.matched, shown.picture_of, examples=8, failures=4)
+    return Gallery(shown.title, shown.pictures_are, examples, failures)
+
+
+def _by_class(evaluation: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Of each zero-shot task its classes from the worst on; of many the first and last ten."""
+    tables = []
+    for task in evaluation["zero_shot"].values():
+        recalls = sorted(task.get("recall_by_class", {}).items(), key=lambda item: item[1])
+        rows = [(name, f"{100 * recall:.1f}%") for name, recall in recalls]
+        if len(rows) > 20:
+            rows = [*rows[:10], ("…", ""), *rows[-10:]]
+        if rows:
+            tables.append((task["title"], rows))
+    return tables
 
 
 def _facts(evaluation: dict[str, Any], records: list[dict[str, Any]]) -> list[tuple[str, str]]:
     run = evaluation["run"]
     facts = [
         ("model", f"{run['model']}, {run['parameters'] / 1e6:.1f} M parameters"),
-        ("training data", str(run["train_data"])),
+        *([("training data", str(run["train_data"]))] if run["train_data"] else []),
         ("weights", run["weights"]),
         ("evaluation", f"{evaluation['seconds']:.0f} s on {run['device']}, {run['precision']}"),
     ]
@@ -112,21 +149,25 @@ def _training_curves(records: list[dict[str, Any]]) -> Chart | None:
 
 
 def _recall_chart(evaluation: dict[str, Any]) -> Chart:
-    """Image to text of every task and the zero-shot tasks in one row, text to image below."""
-    retrieval, zero_shot = evaluation["retrieval"].values(), evaluation["zero_shot"].values()
+    """Image to text of every task and the classification tasks first, text to image after them."""
+    retrieval = evaluation["retrieval"].values()
     recalls = [f"recall@{k}" for k in KS]
+    classed = [
+        *((task, "zero-shot, top k") for task in evaluation["zero_shot"].values()),
+        *((task, "trained, top k") for task in evaluation.get("classification", {}).values()),
+    ]
     panels = [
         *(
             _panel(task, "image to text", [f"image_to_text/{r}" for r in recalls], KS)
             for task in retrieval
         ),
-        *(_panel(task, "zero-shot, top k", ["top1", "top5"], (1, 5)) for task in zero_shot),
+        *(_panel(task, subtitle, ["top1", "top5"], (1, 5)) for task, subtitle in classed),
         *(
             _panel(task, "text to image", [f"text_to_image/{r}" for r in recalls], KS)
             for task in retrieval
         ),
     ]
-    return bars_chart(panels, columns=len(retrieval) + len(zero_shot))
+    return bars_chart(panels, columns=len(retrieval) + len(classed))
 
 
 def _panel(task: dict[str, Any], subtitle: str, keys: list[str], ks: Sequence[int]) -> Bars:
@@ -135,4 +176,4 @@ def _panel(task: dict[str, Any], subtitle: str, keys: list[str], ks: Sequence[in
         for name in CONTENDERS
         if keys[0] in task.get(name, {})
     }
-    return Bars(f"{task['title']}: {subtitle}", [f"@{k}" for k in ks], **values)
+    return Bars(f"{task['title']}: {subtitle}", [f"@{k}" for k in ks], values)

@@ -24,7 +24,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megabatch.evaluation.processes import gather_rows, share
 from megabatch.similarity import ranks
+from megabatch.similarity.exchange import agree, group_name
+from megabatch.similarity.sweep import block_shape
 
 # Elements of one gathered block of features: 64 MiB in fp32.
 _CHUNK_ELEMENTS = 2**24
@@ -49,8 +52,10 @@ def retrieval_metrics(
             are right answers, and the best-ranked of them counts. Negative ids equal nothing.
             Without ids row i belongs to column i, and m must equal n.
         ks: the k of recall@k, each at least 1. One larger than the number of columns gives 1.
-        group: as in `megabatch.similarity.ranks`; features spread over several processes are
-            refused (gather them, or pass "local" to score each process's own).
+        group: as in `megabatch.similarity.ranks`. Over several processes each passes rows of its
+            own, any number; they are gathered, queries are shared out, and every process gets the
+            same figures, those of all rows together in the order of ranks. "local": this
+            process's rows alone.
 
     Returns:
         For `x_to_y` and `y_to_x` each: `x_to_y/recall@k` (a fraction), `x_to_y/median_rank`
@@ -61,9 +66,30 @@ def retrieval_metrics(
         TypeError, ValueError: wrong kinds, shapes or lengths; features that are not finite; no row
             with a right answer.
     """
-    _check_features(x, y)
     _check_ks(ks)
-    _check_one_process(group)
+    if name := group_name(group):
+        _check_features(x, y, rows_here=False)
+        given = [kind for kind, ids in (("x_ids", x_ids), ("y_ids", y_ids)) if ids is not None]
+        terms = f"retrieval_metrics, width {x.shape[1]}, {x.dtype}, {given or 'no ids'}, ks {[*ks]}"
+        agree(name, terms, [], x.device)
+        x, y = gather_rows(x, group), gather_rows(y, group)
+        x_ids, y_ids = (i if i is None else gather_rows(i, group) for i in (x_ids, y_ids))
+    return metrics_of_all(x, y, x_ids=x_ids, y_ids=y_ids, ks=ks, group=group)
+
+
+@torch.no_grad()
+def metrics_of_all(
+    x: Tensor,
+    y: Tensor,
+    *,
+    x_ids: Tensor | None = None,
+    y_ids: Tensor | None = None,
+    ks: Sequence[int] = (1, 5, 10),
+    group: object = "local",
+) -> dict[str, float]:
+    """`retrieval_metrics` where every process of the group holds all rows already."""
+    _check_ks(ks)
+    _check_features(x, y)
     if (x_ids is None) != (y_ids is None):
         missing = "x_ids" if x_ids is None else "y_ids"
         raise ValueError(f"x_ids and y_ids go together, but {missing} is None")
@@ -119,8 +145,16 @@ def expected_recalls(
     above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
 ) -> dict[int, float]:
     """Mean over queries of the chance that a right answer is among the first k, for each k."""
+    within = answered_within(above, equal, tied, ks)
+    return {k: float(right.mean()) for k, right in within.items()}
+
+
+def answered_within(
+    above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
+) -> dict[int, Tensor]:
+    """Each query's chance that a right answer is among the first k, float64 (q,), for each k."""
     missed = torch.ones(len(above), dtype=torch.float64, device=above.device)
-    recalls: dict[int, float] = {}
+    chances: dict[int, Tensor] = {}
     last = int((above + equal).max()) + 1  # from that rank on, every query has been answered
     done = 0
     for k in sorted(set(ks)):
@@ -131,8 +165,8 @@ def expected_recalls(
             miss_here = wrong_left.double() / (wrong_left + tied)
             missed = torch.where(drawn >= 0, missed * miss_here, missed)
         done = max(done, min(k, last))
-        recalls[k] = float(1 - missed.mean())
-    return {k: recalls[k] for k in ks}
+        chances[k] = 1 - missed
+    return {k: chances[k] for k in ks}
 
 
 def _one_way(
@@ -144,12 +178,17 @@ def _one_way(
     ks: Sequence[int],
     group: object | None,
 ) -> dict[str, float]:
-    target, tied = _best_right_columns(x, y, x_ids, y_ids)
-    answerable = tied > 0
+    answerable = _right_columns(x_ids, y_ids)[2] > 0
     if not bool(answerable.any()):
         raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
-    x, x_ids, target, tied = (t[answerable] for t in (x, x_ids, target, tied))
-    above, equal = ranks(x, y, target, ids=(x_ids, y_ids), group=group)
+    x, x_ids = x[answerable], x_ids[answerable]
+    # Whole blocks of queries: then each product has the shape that it has in one process.
+    part = share(len(x), group, block=block_shape(x)[0])
+    x, x_ids = x[part.start : part.stop], x_ids[part.start : part.stop]
+    target, tied = best_right_columns(x, y, x_ids, y_ids)
+    above, equal = ranks(x, y, target, ids=(x_ids, y_ids), group="local")
+    counts = gather_rows(torch.stack([above, equal, tied], dim=1), group)
+    above, equal, tied = counts.unbind(1)
     return summarise(name, above, equal, tied, ks)
 
 
@@ -161,9 +200,7 @@ def _right_columns(x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
     return order, start, torch.where(x_ids >= 0, counts, 0)
 
 
-def _best_right_columns(
-    x: Tensor, y: Tensor, x_ids: Tensor, y_ids: Tensor
-) -> tuple[Tensor, Tensor]:
+def best_right_columns(x: Tensor, y: Tensor, x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Per row its best-scoring column of the same id, and how many such columns share that score.
 
     Only pairs of equal ids are scored, a bounded number at a time. A row without one: (0, 0).
@@ -216,7 +253,7 @@ def _median(values: Tensor) -> float:
     return float((ordered[(n - 1) // 2] + ordered[n // 2]) / 2)
 
 
-def _check_features(x: Tensor, y: Tensor) -> None:
+def _check_features(x: Tensor, y: Tensor, *, rows_here: bool = True) -> None:
     for name, features in (("x", x), ("y", y)):
         if not isinstance(features, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(features).__name__}")
@@ -224,7 +261,7 @@ def _check_features(x: Tensor, y: Tensor) -> None:
             raise ValueError(f"{name} must have shape (rows, d), got {tuple(features.shape)}")
         if not features.is_floating_point():
             raise TypeError(f"{name} must have a floating dtype, got {features.dtype}")
-        if not len(features):
+        if rows_here and not len(features):
             raise ValueError(f"{name} has no rows")
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"x and y must have the same width, got {x.shape[1]} and {y.shape[1]}")
@@ -232,7 +269,7 @@ def _check_features(x: Tensor, y: Tensor) -> None:
         raise TypeError(f"x and y must have the same dtype, got {x.dtype} and {y.dtype}")
     if x.device != y.device:
         raise ValueError(f"x and y must be on the same device, got {x.device} and {y.device}")
-    for name, features in (("x", x), ("y", y)):
+    for name, features in (("x", x), ("y", y)) if rows_here else ():
         # A NaN compares with nothing, so its row would rank first: better no figure than that one.
         broken = int((~features.isfinite().all(1)).sum())
         if broken:
@@ -263,15 +300,3 @@ def _check_ks(ks: Sequence[int]) -> None:
             raise TypeError(f"ks must be integers, got {k!r}")
         if k < 1:
             raise ValueError(f"ks must be at least 1, got {k}")
-
-
-def _check_one_process(group: object | None) -> None:
-    distributed = torch.distributed
-    if group == "local" or not (distributed.is_available() and distributed.is_initialized()):
-        return
-    size = distributed.get_world_size(group)  # type: ignore[arg-type]
-    if size > 1:
-        raise ValueError(
-            f"group has {size} processes, but retrieval_metrics scores one process's features; "
-            'gather them first and pass group="local"'
-        )

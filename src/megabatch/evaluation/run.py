@@ -1,122 +1,187 @@
-"""Evaluate a whole run: every figure with chance and a baseline beside it, and a report."""
+"""Evaluate a run or a model: every figure with chance and a baseline beside it, and a report."""
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megabatch.data import open_pairs
 from megabatch.data.glyphs import GlyphSet, load_glyphs
 from megabatch.errors import UsageError
+from megabatch.evaluation.captions import open_captioned
+from megabatch.evaluation.class_tasks import ClassTask, Neighbours, score_classes
+from megabatch.evaluation.classification import chance, rank_by_similarity
+from megabatch.evaluation.config import EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
-from megabatch.evaluation.report import write_report
-from megabatch.evaluation.run_folder import Run, open_run, write_atomically
-from megabatch.evaluation.tasks import (
-    Scored,
-    Task,
-    digit_baseline,
-    glyph_tasks,
-    pairs_task,
-    record,
-    score,
-)
+from megabatch.evaluation.labels import open_labelled
+from megabatch.evaluation.processes import is_first, together
+from megabatch.evaluation.prompts import OPENAI, Prompts, read_names, read_templates
+from megabatch.evaluation.report import Shown, write_report
+from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
+from megabatch.evaluation.tasks import Task, digit_baseline, glyph_tasks, pairs_task, record, score
 from megabatch.evaluation.zeroshot import (
     CAPTIONED_DIGITS,
     UNICODE_DIGITS,
     class_features,
     handwritten_digits,
-    zero_shot_metrics,
 )
 
-PRECISIONS = ("fp32", "bf16")
 
-
-def evaluate_run(
-    run: str | Path,
-    *,
-    val_data: str | None = None,
-    device: str = "cpu",
-    precision: str = "fp32",
-    batch_size: int = 512,
-) -> dict[str, Any]:
+def evaluate_run(run: str | Path, *, group: object = "local", **settings: Any) -> dict[str, Any]:
     """Evaluate a run's weights; writes `RUN/evaluation.json` and `RUN/report.html`.
 
-    A model trained on the built-in glyphs is asked for held-out faces among their own names, and
-    for held-out characters among all names. Any other model is asked for the pairs of `val_data`.
-    Both also class scikit-learn's handwritten digits without having seen any.
+    In this process alone, unless a `group` is given: a trainer may call it on one of many.
 
     Args:
         run: the run's folder: `config.toml` and `model.safetensors` or checkpoints.
-        val_data: held-out pairs, as for `megabatch.data.open_pairs`; "glyphs" for the glyph tasks.
-            None: "glyphs" if the model was trained on them.
-        device: a torch device; precision: "fp32" or "bf16"; batch_size: of the encoders.
+        group: as for `evaluate`.
+        settings: other fields of `EvalConfig` by name: `val_data`, `device`, `precision` ...
+
+    Returns, raises: as `evaluate`.
+    """
+    return evaluate(EvalConfig(run=Path(run), **{"device": "cpu", **settings}), group=group)
+
+
+def evaluate(config: EvalConfig, *, group: object = None) -> dict[str, Any]:
+    """Evaluate; the first process writes `evaluation.json` and `report.html` to the output folder.
+
+    `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a model
+    that was trained on the built-in glyphs is asked for held-out faces among their own names, and
+    for held-out characters among all names. Unless there is `class_data`, scikit-learn's
+    handwritten digits are classed too, without having seen any.
+
+    Args:
+        config: what and how.
+        group: processes that share the work and must all call this: None for the default group
+            where torch.distributed is initialised, a process group, or "local" for this process
+            alone. The figures are the same on all of them, and the same as one process's.
 
     Returns:
         What `evaluation.json` holds: `run`, `retrieval` (by task, then "model", "chance" and, where
-        there is one, "baseline"), `zero_shot` likewise, `date`, `seconds`.
+        there is one, "baseline"), `zero_shot` likewise, `classification` (by task, then
+        "neighbours", "probe", "chance"), `date`, `seconds`.
 
     Raises:
         UsageError: no run, no weights, damaged files, or a setting that is impossible.
     """
     started = time.perf_counter()
-    _check_settings(device, precision, batch_size)
-    opened = open_run(Path(run))
-    train_data = opened.config.get("train_data")
-    val_data = val_data or ("glyphs" if train_data == "glyphs" else None)
-    if val_data is None:
-        raise UsageError(
-            f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "
-            "built-in glyphs: --val-data glyphs)"
-        )
-    opened.towers.module.to(device)
-    encoder = Encoder(opened.towers, device, precision, batch_size)
-    glyphs = load_glyphs() if val_data == "glyphs" else None
-    tasks = glyph_tasks(glyphs) if glyphs else [_pairs_task(val_data, opened.config)]
+    plan = together(lambda: _prepare(config), group)
+    opened, glyphs, tasks, classes = plan.opened, plan.glyphs, plan.tasks, plan.classes
+    opened.towers.module.to(plan.device)
+    encoder = Encoder(
+        opened.towers, plan.device, config.precision, config.batch_size, config.workers, group
+    )
     scored = [score(encoder, task) for task in tasks]
+    zero_shot, classification = {}, {}
+    shown = [Shown(s.task.title, s.matched, s.task.picture_of, s.task.pictures_are) for s in scored]
+    if classes is None:
+        zero_shot["digits"] = _digits(encoder, glyphs)
+    else:
+        classed = score_classes(encoder, classes)
+        if classed.zero_shot is not None and classed.matched is not None:
+            zero_shot["classes"] = classed.zero_shot
+            shown.append(Shown(classes.title, classed.matched))
+        if classed.classification is not None:
+            classification["classes"] = classed.classification
     evaluation = {
         "run": _describe(opened, encoder),
         "retrieval": {s.task.key: record(s) for s in scored},
-        "zero_shot": {"digits": _digits(encoder, glyphs)},
+        "zero_shot": zero_shot,
+        "classification": classification,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - started, 2),
     }
-    _write(opened.folder, evaluation, scored)
+    if is_first(group):
+        _write(plan.folder, opened.folder, evaluation, shown)
     return evaluation
 
 
-def _pairs_task(val_data: str, config: dict[str, Any]) -> Task:
-    pairs = open_pairs(  # tables have the columns that the training data had
+@dataclass(frozen=True)
+class _Plan:
+    """What is evaluated, on what: all that can be wrong with a configuration is found by then."""
+
+    device: str
+    folder: Path
+    opened: Opened
+    glyphs: GlyphSet | None
+    tasks: list[Task]
+    classes: ClassTask | None
+
+
+def _prepare(config: EvalConfig) -> _Plan:
+    check(config)
+    device = choose_device(config.device)
+    opened = _open(config)
+    folder = config.output or opened.folder
+    assert folder is not None  # `check` sees to it
+    if opened.towers.first != "image":
+        raise UsageError(f"{opened.towers.name} pairs texts with texts: only images are evaluated")
+    glyphs, tasks = _retrieval_tasks(config, opened)
+    return _Plan(device, folder, opened, glyphs, tasks, _class_task(config))
+
+
+def _open(config: EvalConfig) -> Opened:
+    if config.run is not None:
+        return open_run(config.run, ema=config.weights == "ema")
+    assert config.model is not None  # `check` sees to it
+    return open_model(config.model, config.pretrained)
+
+
+def _retrieval_tasks(config: EvalConfig, opened: Opened) -> tuple[GlyphSet | None, list[Task]]:
+    """What is asked for, or what fits the training data; with the glyphs, if it is they."""
+    train_data = opened.config.get("train_data")
+    val_data = config.val_data
+    if val_data is None and config.class_data is None:
+        if train_data != "glyphs":
+            raise UsageError(
+                f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "
+                "built-in glyphs: --val-data glyphs) or labelled images by --class-data"
+            )
+        val_data = "glyphs"
+    if val_data == "glyphs":
+        glyphs = load_glyphs()
+        return glyphs, glyph_tasks(glyphs)
+    if val_data is None:
+        return None, []
+    trained = opened.config  # tables have the columns that the training data had
+    samples = open_captioned(
         val_data,
-        image_column=config.get("csv_img_key"),
-        caption_column=config.get("csv_caption_key"),
-        separator=config.get("csv_separator"),
+        image_folder=config.image_folder,
+        split=config.split,
+        image_column=config.csv_img_key or trained.get("csv_img_key"),
+        caption_column=config.csv_caption_key or trained.get("csv_caption_key"),
+        separator=config.csv_separator or trained.get("csv_separator"),
     )
-    return pairs_task(val_data, pairs)
+    return None, [pairs_task(val_data, samples)]
 
 
-def _check_settings(device: str, precision: str, batch_size: int) -> None:
-    if precision not in PRECISIONS:
-        raise UsageError(f"precision: {precision!r}; expected one of {', '.join(PRECISIONS)}")
-    if batch_size < 1:
-        raise UsageError(f"batch size: {batch_size}; expected at least 1")
-    try:
-        torch.zeros(1, device=device).cpu()
-    except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
-        raise UsageError(
-            f"device {device!r} cannot be used: {str(error).splitlines()[0]}"
-        ) from error
+def _class_task(config: EvalConfig) -> ClassTask | None:
+    if config.class_data is None:
+        return None
+    test = open_labelled(config.class_data)
+    train = None if config.class_train_data is None else open_labelled(config.class_train_data)
+    prompts = None
+    if "zero-shot" in config.methods:
+        own = None if test.templates is None else str(test.templates)
+        templates = read_templates(config.templates or own or OPENAI)
+        prompts = Prompts(read_names(config.class_names, test.classes, test.n_classes), templates)
+    knn = Neighbours(config.knn_k, config.knn_temperature) if "knn" in config.methods else None
+    probe = "linear-probe" in config.methods
+    return ClassTask(config.class_data, test, prompts, train, knn, probe)
 
 
 def _digits(encoder: Encoder, glyphs: GlyphSet | None) -> dict[str, Any]:
     images, labels = handwritten_digits()
     prompts = UNICODE_DIGITS if glyphs else CAPTIONED_DIGITS
     classes = class_features(encoder.texts, prompts)
-    figures = zero_shot_metrics(encoder.images(images), labels, classes)
+    features = encoder.images(images)
+    ranked = rank_by_similarity(features, labels.to(features.device), classes, encoder.group)
+    figures = {"model": ranked.figures(), "chance": chance(len(classes))}
     if glyphs:
         figures["baseline"] = digit_baseline(glyphs, prompts.names, images, labels)
     return {
@@ -125,24 +190,31 @@ def _digits(encoder: Encoder, glyphs: GlyphSet | None) -> dict[str, Any]:
         + ", ".join(f"“{template}”" for template in prompts.templates)
         + ".",
         "images": len(images),
-        "classes": len(prompts.names),
+        "classes": len(classes),
         **figures,
     }
 
 
-def _describe(run: Run, encoder: Encoder) -> dict[str, Any]:
+def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
+    weights = opened.weights
+    if weights is not None and opened.folder is not None:
+        weights = weights.relative_to(opened.folder)
     return {
-        "model": run.towers.name,
-        "parameters": sum(p.numel() for p in run.towers.module.parameters()),
-        "weights": run.weights.relative_to(run.folder).as_posix(),
-        "train_data": run.config.get("train_data"),
+        "model": opened.towers.name,
+        "parameters": sum(p.numel() for p in opened.towers.module.parameters()),
+        "weights": "random" if weights is None else weights.as_posix(),
+        "train_data": opened.config.get("train_data"),
         "device": encoder.device,
         "precision": encoder.precision,
         "torch": torch.__version__,
     }
 
 
-def _write(folder: Path, evaluation: dict[str, Any], scored: list[Scored]) -> None:
+def _write(folder: Path, run: Path | None, evaluation: dict[str, Any], shown: list[Shown]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output: {folder} cannot be made: {error.strerror or error}") from error
     text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomically(folder / "evaluation.json", text + "\n")
-    write_report(folder, evaluation, scored)
+    write_report(folder, evaluation, shown, run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megabatch.errors import UsageError
-from megabatch.models import Towers, create
+from megabatch.models import ModelOptions, Towers, create
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,34 +22,49 @@ else:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that has been opened: `weights` is the file that the towers' weights came from."""
+class Opened:
+    """A model to evaluate: a run's, or one by name.
 
-    folder: Path
-    config: dict[str, Any]
+    weights: the file that the towers' weights came from, None where they are random; folder: the
+    run's, and config: what its config.toml says; None and empty without a run.
+    """
+
     towers: Towers
-    weights: Path
+    weights: Path | None
+    folder: Path | None = None
+    config: dict[str, Any] = field(default_factory=dict)
 
 
-def open_run(folder: Path) -> Run:
+def open_run(folder: Path, *, ema: bool = False) -> Opened:
     """Build the run's towers with `model.safetensors`, or with the newest checkpoint that is whole.
+
+    With `ema` with `model-ema.safetensors`, the moving average of the weights.
 
     Raises:
         UsageError: the folder is no run, has no weights, or they are damaged or of another model.
     """
     config = read_config(folder)
-    candidates = _weight_files(folder)
+    candidates = _moving_average(folder) if ema else _weight_files(folder)
     if not candidates:
         raise UsageError(f"{folder} has no weights: neither model.safetensors nor a checkpoint")
     model = config.get("model")
     if not isinstance(model, str):
         raise UsageError(f"{folder / 'config.toml'}: model must name a model, got {model!r}")
     try:
-        towers = create(model)
-    except (ValueError, RuntimeError) as error:
+        towers = create(model, options=ModelOptions.of(config))
+    except (UsageError, ValueError, TypeError, RuntimeError) as error:
         raise UsageError(f"{folder / 'config.toml'}: {error}") from error
     weights = _load_first_good(towers, candidates)
-    return Run(folder, config, towers, weights)
+    return Opened(towers, weights, folder, config)
+
+
+def open_model(name: str, pretrained: Path | None) -> Opened:
+    """A model by name, as `megabatch.models.create` builds it; random without weights.
+
+    Raises:
+        UsageError: no such model, or weights that are missing, damaged or another model's.
+    """
+    return Opened(create(name, pretrained=pretrained), pretrained)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -75,6 +90,15 @@ def write_atomically(path: Path, text: str) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)  # after success there is none
+
+
+def _moving_average(folder: Path) -> list[Path]:
+    path = folder / "model-ema.safetensors"
+    if not path.is_file():
+        raise UsageError(
+            f"{folder} has no model-ema.safetensors: it was trained without --ema-decay"
+        )
+    return [path]
 
 
 def _weight_files(folder: Path) -> list[Path]:

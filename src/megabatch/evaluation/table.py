@@ -8,7 +8,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-CONTENDERS = {"model": "model", "baseline": "pixel nearest neighbour", "chance": "chance"}
+CONTENDERS = {
+    "model": "model",
+    "neighbours": "nearest neighbours",
+    "probe": "linear probe",
+    "baseline": "pixel nearest neighbour",
+    "chance": "chance",
+}
+OWN = ("model", "neighbours", "probe")  # what the model reaches, by whatever method
+RETRIEVAL = ("R@1", "R@5", "R@10", "median rank")
+ACCURACY = ("top-1", "top-5", "mean per class")
 _WAYS = {"image_to_text": "image → text", "text_to_image": "text → image"}
 
 
@@ -37,8 +46,23 @@ def retrieval_groups(evaluation: dict[str, Any]) -> list[Group]:
 
 
 def zero_shot_groups(evaluation: dict[str, Any]) -> list[Group]:
-    """Top-1 and top-5 accuracy of each contender, by task."""
-    return [_zero_shot_group(task) for task in evaluation["zero_shot"].values()]
+    """Top-1 and top-5 accuracy and mean recall of the classes, of each contender, by task."""
+    return [_accuracy_group(task) for task in evaluation["zero_shot"].values()]
+
+
+def classification_groups(evaluation: dict[str, Any]) -> list[Group]:
+    """The same of the methods that learn from labelled images."""
+    return [
+        _accuracy_group(task, ", with training images")
+        for task in evaluation.get("classification", {}).values()
+    ]
+
+
+def left_out(task: dict[str, Any]) -> list[str]:
+    """What of a task's data could not be used, in words."""
+    counts = [f"{count} × {reason}" for reason, count in task.get("skipped", {}).items()]
+    counts += [f"{n} × {why} in training" for why, n in task.get("train_skipped", {}).items()]
+    return counts + list(task.get("damage", []))
 
 
 def _retrieval_group(task: dict[str, Any], way: str) -> Group:
@@ -54,25 +78,30 @@ def _retrieval_group(task: dict[str, Any], way: str) -> Group:
     return Group(f"{task['title']}, {_WAYS[way]}: {queries:,} among {among:,}", rows)
 
 
-def _zero_shot_group(task: dict[str, Any]) -> Group:
+def _accuracy_group(task: dict[str, Any], more: str = "") -> Group:
+    keys = ("top1", "top5", "mean_per_class_recall")
     rows = [
-        Row(label, name == "model", (_percent(task[name]["top1"]), _percent(task[name]["top5"])))
+        Row(label, name in OWN, tuple(_percent(task[name].get(key)) for key in keys))
         for name, label in CONTENDERS.items()
         if name in task
     ]
-    return Group(f"{task['title']}: {task['images']:,} in {task['classes']} classes", rows)
+    return Group(f"{task['title']}{more}: {task['images']:,} in {task['classes']:,} classes", rows)
 
 
 def print_evaluation(evaluation: dict[str, Any], console: Console | None = None) -> None:
     """Print every figure with its baseline and chance below it; fits 80 columns."""
     console = console or Console()
     for columns, groups in (
-        (("R@1", "R@5", "R@10", "median rank"), retrieval_groups(evaluation)),
-        (("top-1", "top-5"), zero_shot_groups(evaluation)),
+        (RETRIEVAL, retrieval_groups(evaluation)),
+        (ACCURACY, zero_shot_groups(evaluation) + classification_groups(evaluation)),
     ):
         for group in groups:
             console.print(group.heading, style="bold", highlight=False, markup=False)
             console.print(_table(columns, group))
+    kinds = ("retrieval", "zero_shot", "classification")
+    tasks = [task for kind in kinds for task in evaluation.get(kind, {}).values()]
+    for line in dict.fromkeys(line for task in tasks for line in left_out(task)):
+        console.print(f"left out: {line}", style="yellow", highlight=False, markup=False)
 
 
 def _table(columns: tuple[str, ...], group: Group) -> Table:
@@ -85,7 +114,9 @@ def _table(columns: tuple[str, ...], group: Group) -> Table:
     return table
 
 
-def _percent(value: float) -> str:
+def _percent(value: float | None) -> str:
+    if value is None:
+        return "–"
     return f"{100 * value:.3f}%" if 0 < value < 0.001 else f"{100 * value:.2f}%"
 
 

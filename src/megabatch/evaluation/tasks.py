@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +13,11 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.data.glyphs import GlyphSet
-from megabatch.data.pairs import PairDataset
 from megabatch.errors import UsageError
 from megabatch.evaluation.baseline import pixel_neighbour_recalls
-from megabatch.evaluation.embed import (
-    EmbeddedPairs,
-    Encoder,
-    distinct_with_ids,
-    embed_images_of_pairs,
-)
-from megabatch.evaluation.retrieval import chance_metrics, retrieval_metrics
+from megabatch.evaluation.embed import Encoder, distinct_with_ids
+from megabatch.evaluation.retrieval import chance_metrics, metrics_of_all
+from megabatch.evaluation.samples import CaptionedPairs, Captions, Samples
 
 KS = (1, 5, 10)
 
@@ -30,7 +26,7 @@ KS = (1, 5, 10)
 class Task:
     """Images to be matched with texts.
 
-    candidates: the texts to choose from, each once; None: the distinct captions of `pairs`.
+    candidates: the texts to choose from, each once; None: the captions of `samples`.
     baseline: computes recalls of image→text that need no model; None: there are none.
     picture_of: a picture to show beside a text, with whether the training set has that text;
         None: an evaluated image of it. pictures_are: the same in the report's words.
@@ -39,7 +35,7 @@ class Task:
     key: str
     title: str
     note: str
-    pairs: PairDataset
+    samples: Samples[Captions]
     candidates: list[str] | None = None
     baseline: Callable[[], dict[str, float]] | None = None
     picture_of: Callable[[str], tuple[Image.Image, bool] | None] | None = None
@@ -47,36 +43,77 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Matched:
+    """Images, texts, and which belong together: those of equal ids, int64.
+
+    features: (n, d) of the images, which are `samples[i]` for i in `indices`; text_features: (t, d)
+    of `texts`; image_ids: (n,); text_ids: (t,), each at least once.
+    """
+
+    samples: Samples[Any]
+    indices: list[int]
+    features: Tensor
+    image_ids: Tensor
+    texts: list[str]
+    text_features: Tensor
+    text_ids: Tensor
+
+
+@dataclass(frozen=True)
 class Scored:
     """A task with a model's features for it and its figures.
 
-    text_features: (n, d) of `texts`; text_ids: int64, the right text of each embedded image;
     figures: by contender ("model", "chance", "baseline"), keys such as `image_to_text/recall@1`.
     """
 
     task: Task
-    images: EmbeddedPairs
-    text_ids: Tensor
-    texts: list[str]
-    text_features: Tensor
+    matched: Matched
+    skipped: Counter[str]
     figures: dict[str, dict[str, float]]
 
 
 def score(encoder: Encoder, task: Task) -> Scored:
     """Embed the task's images and texts and rank them against each other."""
-    images = embed_images_of_pairs(encoder, task.pairs)
-    if not images.captions:
-        raise UsageError(f"{task.title}: none of {len(task.pairs)} samples is usable")
-    texts, text_ids = _place_captions(images.captions, task.candidates)
+    images = encoder.embed(task.samples)
+    if not images.targets:
+        raise UsageError(f"{task.title}: none of {len(task.samples)} samples is usable")
+    texts, image_ids, text_ids = _relate(images.targets, task.candidates)
+    image_ids, text_ids = image_ids.to(encoder.device), text_ids.to(encoder.device)
     text_features = encoder.texts(texts)
-    ids = {"x_ids": text_ids, "y_ids": torch.arange(len(texts))}
+    ids = {"x_ids": image_ids, "y_ids": text_ids}
     figures = {
-        "model": _named(retrieval_metrics(images.features, text_features, ks=KS, **ids)),
+        "model": _named(
+            metrics_of_all(images.features, text_features, ks=KS, group=encoder.group, **ids)
+        ),
         "chance": _named(chance_metrics(ks=KS, **ids)),
     }
     if task.baseline is not None:
         figures["baseline"] = {f"image_to_text/{k}": v for k, v in task.baseline().items()}
-    return Scored(task, images, text_ids, texts, text_features, figures)
+    matched = Matched(
+        task.samples, images.indices, images.features, image_ids, texts, text_features, text_ids
+    )
+    return Scored(task, matched, images.skipped, figures)
+
+
+def _relate(
+    captions: list[Captions], candidates: list[str] | None
+) -> tuple[list[str], Tensor, Tensor]:
+    """The texts to choose from, and the ids of images and of texts that say what is right.
+
+    Where an image has several captions, each caption belongs to its own image alone, as COCO's and
+    Flickr30k's figures are made. Where each has one, all images of one caption belong to it.
+    """
+    if candidates is None and any(len(of_image) > 1 for of_image in captions):
+        counts = torch.tensor([len(of_image) for of_image in captions])
+        texts = [caption for of_image in captions for caption in of_image]
+        return texts, torch.arange(len(captions)), torch.repeat_interleave(counts)
+    first = [of_image[0] for of_image in captions]
+    if candidates is None:
+        candidates, image_ids = distinct_with_ids(first)
+    else:
+        place = {text: i for i, text in enumerate(candidates)}
+        image_ids = torch.tensor([place[caption] for caption in first], dtype=torch.int64)
+    return candidates, image_ids, torch.arange(len(candidates))
 
 
 def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
@@ -99,7 +136,7 @@ def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
             f"Every image of {face_names}, two faces that training never saw, among all names of "
             "these images. The pixel baseline names an image after the training images nearest "
             "to it.",
-            faces,
+            CaptionedPairs(faces),
             baseline=face_baseline,
             picture_of=_pictures(glyphs, train.indices),
             pictures_are="an image of it from the training set",
@@ -110,7 +147,7 @@ def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
             "Images of characters whose names training never saw, among the names of all "
             "characters. The pixel baseline is 0 by construction: it can give only names that a "
             "training image has.",
-            characters,
+            CaptionedPairs(characters),
             candidates=glyphs.names,
             baseline=no_baseline,
             picture_of=_pictures(glyphs, train.indices, characters.indices),
@@ -120,17 +157,22 @@ def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
     ]
 
 
-def pairs_task(spec: str, pairs: PairDataset) -> Task:
-    """Any data set of pairs, among its own captions; images of one caption are all right."""
-    return Task("pairs", spec, f"The images of {spec} among their own captions.", pairs)
+def pairs_task(title: str, samples: Samples[Captions]) -> Task:
+    """Images among their own captions."""
+    note = (
+        f"The images of {title} among all their captions. Where images have several captions, each "
+        "of them is right for its own image; where each has one, all images of one caption are "
+        "right for it."
+    )
+    return Task("pairs", title, note, samples)
 
 
 def digit_baseline(
-    glyphs: GlyphSet, names: Sequence[str], images: Sequence[Image.Image], labels: Tensor
+    glyphs: GlyphSet, names: Sequence[Sequence[str]], images: Sequence[Image.Image], labels: Tensor
 ) -> dict[str, float]:
     """Top-1 and top-5 of classing an image with the nearest printed digit in the training set."""
     train = glyphs.split("train")
-    class_of = {f"digit {name}": i for i, name in enumerate(names)}
+    class_of = {f"digit {name}": i for i, (name,) in enumerate(names)}
     printed = np.array([class_of.get(name, -1) for name in glyphs.names])[train.name_ids]
     recalls = pixel_neighbour_recalls(
         train.images[printed >= 0],
@@ -140,13 +182,6 @@ def digit_baseline(
         ks=(1, 5),
     )
     return {f"top{k}": recalls[f"recall@{k}"] for k in (1, 5)}
-
-
-def _place_captions(captions: list[str], candidates: list[str] | None) -> tuple[list[str], Tensor]:
-    if candidates is None:
-        return distinct_with_ids(captions)
-    place = {text: i for i, text in enumerate(candidates)}
-    return candidates, torch.tensor([place[c] for c in captions], dtype=torch.int64)
 
 
 def _named(metrics: dict[str, float]) -> dict[str, float]:
@@ -183,8 +218,9 @@ def record(scored: Scored) -> dict[str, Any]:
     return {
         "title": task.title,
         "note": task.note,
-        "images": len(scored.images.indices),
-        "texts": len(scored.texts),
-        "skipped": dict(scored.images.skipped),
+        "images": len(scored.matched.indices),
+        "texts": len(scored.matched.texts),
+        "skipped": dict(scored.skipped),
+        "damage": list(getattr(task.samples, "damage", [])),
         **scored.figures,
     }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -12,73 +11,37 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.data import glyphs
-from megabatch.evaluation.retrieval import chance_metrics, retrieval_metrics
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Class names, one a class, and the templates that each is put into (at its `{}`)."""
-
-    names: tuple[str, ...]
-    templates: tuple[str, ...]
-
+from megabatch.evaluation.prompts import Prompts
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # In the words of Unicode's character names, which is all that a glyph model has read.
 UNICODE_DIGITS = Prompts(
-    _DIGITS,
+    tuple((name,) for name in _DIGITS),
     ("digit {}", "mathematical sans-serif digit {}", "mathematical monospace digit {}"),
 )
 # For models of natural captions: the templates that CLIP's authors used on MNIST and its kin.
-CAPTIONED_DIGITS = Prompts(tuple("0123456789"), ('a photo of the number: "{}".',))
+CAPTIONED_DIGITS = Prompts(
+    tuple((digit,) for digit in "0123456789"), ('a photo of the number: "{}".',)
+)
 
 
 def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Prompts) -> Tensor:
-    """One feature a class (classes, d): the normalised mean over templates of normalised features.
+    """One feature a class (c, d): the normalised mean of the normalised features of its texts.
 
     `encode_texts`: gives the features (n, d) of n texts.
 
     Raises:
-        ValueError: no class, no template, or a template without `{}`.
+        ValueError: no class, a class without a name, no template, or a template without `{}`.
     """
-    if not prompts.names or not prompts.templates:
-        raise ValueError(f"prompts need a class name and a template at least, got {prompts}")
+    if not prompts.names or not prompts.templates or not all(prompts.names):
+        raise ValueError(f"prompts need a name for each class and a template, got {prompts}")
     for template in prompts.templates:
         if "{}" not in template:
             raise ValueError(f"a template has {{}} where the class name goes, got {template!r}")
-    texts = [t.replace("{}", name) for name in prompts.names for t in prompts.templates]
-    features = F.normalize(encode_texts(texts), dim=-1)
-    means = features.unflatten(0, (len(prompts.names), len(prompts.templates))).mean(1)
-    return F.normalize(means, dim=-1)
-
-
-def zero_shot_metrics(
-    image_features: Tensor, labels: Tensor, classes: Tensor, *, ks: Sequence[int] = (1, 5)
-) -> dict[str, dict[str, float]]:
-    """Top-k accuracy of choosing the class with the largest inner product.
-
-    Args:
-        image_features: (n, d); labels: int64 (n,), index into `classes`; classes: (c, d).
-        ks: the k of top-k. Ties count as a random choice, as in `retrieval_metrics`.
-
-    Returns:
-        `{"model": {"top1": ...}, "chance": {"top1": ...}}`, fractions.
-
-    Raises:
-        ValueError, TypeError: wrong shapes or dtypes, a label that is no class.
-    """
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(classes):
-        raise ValueError(
-            f"labels must lie in 0..{len(classes) - 1}, got {int(labels.min())}"
-            f"..{int(labels.max())}"
-        )
-    class_ids = torch.arange(len(classes), device=labels.device)
-    found = retrieval_metrics(image_features, classes, x_ids=labels, y_ids=class_ids, ks=ks)
-    chance = chance_metrics(labels, class_ids, ks=ks)
-    return {
-        "model": {f"top{k}": found[f"x_to_y/recall@{k}"] for k in ks},
-        "chance": {f"top{k}": chance[f"x_to_y/recall@{k}"] for k in ks},
-    }
+    texts = prompts.texts()
+    features = F.normalize(encode_texts([text for of_class in texts for text in of_class]), dim=-1)
+    means = [part.mean(0) for part in features.split([len(of_class) for of_class in texts])]
+    return F.normalize(torch.stack(means), dim=-1)
 
 
 def handwritten_digits() -> tuple[list[Image.Image], Tensor]:

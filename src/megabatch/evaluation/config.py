@@ -1,0 +1,129 @@
+"""What an evaluation can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from megabatch.errors import UsageError
+from megabatch.evaluation.embed import PRECISIONS
+from megabatch.evaluation.processes import local_rank
+
+Method = Literal["zero-shot", "knn", "linear-probe"]
+METHODS: tuple[Method, ...] = ("zero-shot", "knn", "linear-probe")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluate a run or any open_clip model: retrieval, classification, and a report to look at.
+
+    Without data of your own a run that was trained on the built-in glyphs is asked for glyphs it
+    never saw. Under torchrun the work is shared out; the figures stay the same.
+    """
+
+    run: tyro.conf.Positional[Annotated[Path | None, tyro.conf.arg(metavar="RUN")]] = None
+    """The run's folder: config.toml with model.safetensors or checkpoints."""
+    model: str | None = None
+    """Instead of RUN: the name of a model, such as ViT-B-32."""
+    pretrained: Path | None = None
+    """The weights of --model: a local .safetensors or .pt file, or a folder."""
+    weights: Literal["final", "ema"] = "final"
+    """Of RUN: the trained weights, or their moving average (model-ema.safetensors)."""
+    output: Path | None = None
+    """Folder for evaluation.json and report.html. Default: RUN."""
+
+    val_data: str | None = None
+    """Retrieval: images with one or several captions each: shards (.tar), .csv, .tsv, .parquet, a
+    folder of them, COCO's or Karpathy's .json, or "glyphs"."""
+    image_folder: Path | None = None
+    """Where the images of a table or .json file are. Default: where that file is."""
+    split: str | None = None
+    """Of Karpathy's .json. Default: test."""
+    csv_img_key: str | None = None
+    """Column of image paths (or bytes) in a table. Default: as in the run's training data, else
+    filepath, image, image_path or file_name."""
+    csv_caption_key: str | None = None
+    """Column of captions in a table. Default: as in the run's training data, else title, caption or
+    text."""
+    csv_separator: str | None = None
+    """Separator of a text table. Default: a comma, in .tsv files a tab."""
+
+    class_data: str | None = None
+    """Classification: test images, in a folder with a folder a class, or in shards whose samples
+    have a class index (cls)."""
+    class_train_data: str | None = None
+    """Training images for knn and linear-probe, as --class-data."""
+    methods: tuple[Method, ...] = METHODS
+    """How --class-data is classified; knn and linear-probe where there is --class-train-data."""
+    class_names: str | None = None
+    """imagenet, or a file: a name a line, or JSON with names by class folder. Default:
+    classnames.txt of the shards, or the folders' names."""
+    templates: str | None = None
+    """Prompts for zero-shot: openai (80), simple (7), or a file with one a line, {} for the name.
+    Default: those that came with the shards, else openai."""
+    knn_k: int = 20
+    """Neighbours that vote for their classes."""
+    knn_temperature: float = 0.07
+    """A neighbour's vote weighs exp(cosine / temperature)."""
+
+    device: str = "auto"
+    """Where the encoders run: cpu, cuda, cuda:1 ...; auto takes cuda where there is one, under
+    torchrun each process its own."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the encoders; everything behind them is in float32."""
+    batch_size: int = 512
+    """Images or texts in one pass through an encoder."""
+    workers: int = 0
+    """Processes that read and transform images; 0: none beside the evaluation."""
+
+
+def check(config: EvalConfig) -> None:
+    """Refuse what cannot be, before anything is read; UsageError names the setting."""
+    if (config.run is None) == (config.model is None):
+        raise UsageError("expected either a run's folder or --model NAME")
+    if config.model is None and config.pretrained is not None:
+        raise UsageError("pretrained: goes with --model; a run brings its own weights")
+    if config.run is None:
+        for name in ("output", "val_data or class_data"):
+            if not any(getattr(config, key) for key in name.split(" or ")):
+                raise UsageError(f"{name.replace('_', '-')}: needed with --model")
+        if config.weights != "final":
+            raise UsageError("weights: a choice between a run's; with --model give --pretrained")
+    for name, needs in (("class_train_data", "class_data"), ("class_names", "class_data")):
+        if getattr(config, name) is not None and getattr(config, needs) is None:
+            raise UsageError(f"{name.replace('_', '-')}: goes with --{needs.replace('_', '-')}")
+    for method in config.methods:
+        if method not in METHODS:
+            raise UsageError(f"methods: {method!r}; expected some of {', '.join(METHODS)}")
+    if config.class_data and not config.class_train_data and "zero-shot" not in config.methods:
+        raise UsageError(f"methods: {', '.join(config.methods)} need --class-train-data")
+    if config.precision not in PRECISIONS:
+        raise UsageError(
+            f"precision: {config.precision!r}; expected one of {', '.join(PRECISIONS)}"
+        )
+    for name, least in (("batch_size", 1), ("knn_k", 1), ("workers", 0)):
+        if getattr(config, name) < least:
+            words = name.replace("_", " ")
+            raise UsageError(f"{words}: {getattr(config, name)}; expected at least {least}")
+    if not config.knn_temperature > 0:
+        raise UsageError(f"knn temperature: {config.knn_temperature}; expected a number above 0")
+
+
+def choose_device(name: str) -> str:
+    """The device that a configuration means in this process.
+
+    Raises:
+        UsageError: it cannot be used.
+    """
+    if name == "auto":
+        count = torch.cuda.device_count()
+        name = f"cuda:{local_rank() % count}" if count else "cpu"
+    try:
+        torch.zeros(1, device=name).cpu()
+    except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
+        raise UsageError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return name

@@ -1,0 +1,84 @@
+"""Samples to evaluate on: an image with what is known of it, by index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from PIL import Image
+
+from megabatch.data.pairs import PairDataset, clean_caption
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+Captions = list[str]
+
+
+@dataclass(frozen=True)
+class Sample(Generic[T]):
+    """One image; `target`: its class or its captions; `key` names it in messages."""
+
+    image: Image.Image
+    target: T
+    key: str
+
+
+class Samples(Protocol[T_co]):
+    """Samples by index, as `megabatch.data.PairDataset` has pairs.
+
+    A source may also have `damage: list[str]`, a line for each file read only in part.
+    """
+
+    def __len__(self) -> int:
+        """Number of samples, bad ones included."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Sample[Any]:
+        """Sample `index`; raises `megabatch.data.BadSample` if it cannot be used."""
+        ...
+
+
+@dataclass(frozen=True)
+class CaptionedPairs:
+    """Pairs as samples; each line of a caption is a caption."""
+
+    pairs: PairDataset
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Sample[Captions]:
+        pair = self.pairs[index]
+        return Sample(pair.image, clean_captions(pair.caption, pair.key), pair.key)
+
+    @property
+    def damage(self) -> list[str]:
+        """What of the pairs' files could not be read."""
+        return list(getattr(self.pairs, "damage", []))
+
+
+@dataclass(frozen=True)
+class ImageList:
+    """Pictures in memory; the target of each is its place."""
+
+    images: Sequence[Image.Image]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample[int]:
+        return Sample(self.images[index], index, str(index))
+
+
+def clean_captions(value: Any, key: str) -> Captions:
+    """A text's lines, or a list's texts, without white space around them and empty ones.
+
+    Raises:
+        BadSample: nothing is left, or something is no text.
+    """
+    if not isinstance(value, (list, tuple)):
+        value = clean_caption(value, key).splitlines()
+    kept = [clean_caption(v, key) for v in value if not isinstance(v, str) or v.strip()]
+    return kept or [clean_caption("", key)]

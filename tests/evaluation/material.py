@@ -1,0 +1,97 @@
+"""Small data sets on disk, in the layouts that evaluation reads."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+NAMES = ("digit_zero", "digit_one", "digit_two", "digit_three")
+
+
+def picture(kind: int, seed: int) -> Image.Image:
+    """A noisy picture with a bar where its kind says."""
+    pixels = np.random.default_rng(seed).integers(0, 90, (32, 32), dtype=np.uint8)
+    pixels[:, 8 * kind : 8 * kind + 5] += 150
+    return Image.fromarray(pixels)
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def image_folder(folder: Path, per_class: int, seed: int = 0) -> Path:
+    """`folder/digit_zero/0.png` ..."""
+    for kind, name in enumerate(NAMES):
+        (folder / name).mkdir(parents=True)
+        for i in range(per_class):
+            picture(kind, seed + 1000 * kind + i).save(folder / name / f"{i}.png")
+    return folder
+
+
+def shard(path: Path, samples: list[dict[str, bytes]]) -> Path:
+    """A tar file with the members of each sample by extension."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for i, members in enumerate(samples):
+            for extension, data in members.items():
+                info = tarfile.TarInfo(f"{i:04}.{extension}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def class_shards(folder: Path, per_class: int, seed: int = 0) -> Path:
+    """CLIP benchmark's layout, with names and templates, in two shards of the test split."""
+    samples = [
+        {"png": png(picture(kind, seed + 1000 * kind + i)), "cls": str(kind).encode()}
+        for kind in range(len(NAMES))
+        for i in range(per_class)
+    ]
+    half = len(samples) // 2
+    shard(folder / "test" / "0.tar", samples[:half])
+    shard(folder / "test" / "1.tar", samples[half:])
+    (folder / "classnames.txt").write_text("".join(f"{n.split('_')[1]}\n" for n in NAMES))
+    (folder / "zeroshot_classification_templates.txt").write_text("digit {c}\na {c}.\n")
+    return folder
+
+
+def captions(n: int) -> list[list[str]]:
+    """From one to three captions for each of n images; some occur twice."""
+    words = ("zero", "one", "two", "three")
+    return [[f"{words[i % 4]} of {i // 3}, {j}" for j in range(1 + i % 3)] for i in range(n)]
+
+
+def write_pictures(folder: Path, n: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(n):
+        picture(i % 4, i).save(folder / f"{i}.png")
+    return [f"{i}.png" for i in range(n)]
+
+
+def caption_table(folder: Path, n: int) -> Path:
+    """A row for each caption, an image's rows apart from each other."""
+    names, texts = write_pictures(folder, n), captions(n)
+    rows = [(names[i], texts[i][j]) for j in range(3) for i in range(n) if j < len(texts[i])]
+    path = folder / "pairs.csv"
+    path.write_text("filepath,title\n" + "".join(f'{name},"{text}"\n' for name, text in rows))
+    return path
+
+
+def coco(folder: Path, n: int) -> Path:
+    names, texts = write_pictures(folder / "images", n), captions(n)
+    document = {
+        "images": [{"id": 70 + i, "file_name": names[i]} for i in range(n)],
+        "annotations": [
+            {"image_id": 70 + i, "caption": text} for i in range(n) for text in texts[i]
+        ],
+    }
+    path = folder / "captions.json"
+    path.write_text(json.dumps(document))
+    return path

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from megabatch.data.pairs import BadSample
+from megabatch.errors import UsageError
+from megabatch.evaluation.captions import open_captioned
+from megabatch.evaluation.samples import Samples
+from tests.evaluation.material import (
+    caption_table,
+    captions,
+    coco,
+    picture,
+    png,
+    shard,
+    write_pictures,
+)
+
+N = 7
+
+
+def check(data: Samples[list[str]]) -> None:
+    """The images of `material` with all their captions, in order."""
+    assert len(data) == N
+    for i, expected in enumerate(captions(N)):
+        assert data[i].target == expected
+        assert data[i].image.tobytes() == picture(i % 4, i).tobytes()
+
+
+def test_rows_of_one_image_are_joined(tmp_path: Path) -> None:
+    table = caption_table(tmp_path, N)
+    check(open_captioned(str(table)))
+    moved = tmp_path / "elsewhere" / "pairs.tsv"
+    moved.parent.mkdir()
+    rows = [line.split(",", 1) for line in table.read_text().splitlines()]
+    moved.write_text("".join(f"{image}\t{caption}\n" for image, caption in rows))
+    check(open_captioned(str(moved), image_folder=tmp_path))
+
+
+def test_a_list_column_and_image_bytes(tmp_path: Path) -> None:
+    images = [png(picture(i % 4, i)) for i in range(N)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pa.table({"image": images, "caption": captions(N)}), path)
+    check(open_captioned(str(path)))
+    structs = [{"bytes": image, "path": None} for image in images]
+    pyarrow.parquet.write_table(pa.table({"photo": structs, "said": captions(N)}), path)
+    check(open_captioned(str(path), image_column="photo", caption_column="said"))
+
+
+def test_coco(tmp_path: Path) -> None:
+    path = coco(tmp_path, N)
+    check(open_captioned(str(path), image_folder=tmp_path / "images"))
+
+
+def test_karpathys_split(tmp_path: Path) -> None:
+    names = write_pictures(tmp_path / "val2014", N)
+    images = [
+        {
+            "filepath": "val2014",
+            "filename": name,
+            "split": "test",
+            "sentences": [{"raw": text, "tokens": text.split()} for text in texts],
+        }
+        for name, texts in zip(names, captions(N), strict=True)
+    ]
+    images.insert(2, {**images[0], "split": "train"})
+    path = tmp_path / "dataset_coco.json"
+    path.write_text(json.dumps({"images": images, "dataset": "coco"}))
+    check(open_captioned(str(path)))
+    assert len(open_captioned(str(path), split="train")) == 1
+    with pytest.raises(UsageError, match="split: 'val'; the file has test, train"):
+        open_captioned(str(path), split="val")
+
+
+@pytest.mark.parametrize("kind", ["txt", "caption", "captions"])
+def test_shards_with_lines_or_lists(tmp_path: Path, kind: str) -> None:
+    def members(i: int, texts: list[str]) -> dict[str, bytes]:
+        image = {"png": png(picture(i % 4, i))}
+        if kind == "txt":
+            return {**image, "txt": "\n".join(texts).encode() + b"\n"}
+        return {**image, "json": json.dumps({kind: texts, "more": 1}).encode()}
+
+    path = shard(tmp_path / "0.tar", [members(i, texts) for i, texts in enumerate(captions(N))])
+    check(open_captioned(str(path)))
+
+
+def test_one_caption_each_is_fine(tmp_path: Path) -> None:
+    samples = [{"png": png(picture(0, i)), "txt": f" caption {i}".encode()} for i in range(3)]
+    data = open_captioned(str(shard(tmp_path / "0.tar", samples)))
+    assert [data[i].target for i in range(3)] == [[f"caption {i}"] for i in range(3)]
+
+
+def test_bad_rows_are_told(tmp_path: Path) -> None:
+    write_pictures(tmp_path, 2)
+    path = tmp_path / "pairs.csv"
+    path.write_bytes(
+        b"image,caption\n0.png,one\n0.png,two,three\n1.png,\xff\xfe\n1.png,  \n,none\n9.png,x\n"
+    )
+    data = open_captioned(str(path))
+    assert data.damage == [f"{path}: 2 rows left out: a wrong number of fields, or not UTF-8"]  # type: ignore[attr-defined]
+    assert data[0].target == ["one"]
+    for index, reason in ((1, "empty caption"), (2, "missing image file"), (3, "missing image")):
+        with pytest.raises(BadSample, match=reason):
+            data[index]
+
+
+def test_what_is_no_captioned_data_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "no.json").write_text("{")
+    (tmp_path / "other.json").write_text('{"images": [{"id": 1}], "annotations": []}')
+    (tmp_path / "empty.json").write_text('{"images": [], "annotations": []}')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "columns.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "empty.csv").write_text("image,caption\n")
+    for name, message in (
+        ("missing.json", "cannot be read"),
+        ("no.json", "cannot be read"),
+        ("other.json", "expected COCO's captions .* wrong at 'file_name'"),
+        ("empty.json", "no image with a caption"),
+        ("list.json", "expected COCO's captions"),
+        ("columns.csv", "no image column .* its columns are 'a', 'b'"),
+        ("empty.csv", "no rows"),
+        ("missing.csv", "nothing matches"),
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            open_captioned(str(tmp_path / name))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="only Karpathy's JSON files have splits"):
+        open_captioned(str(tmp_path / "empty.csv"), split="test")

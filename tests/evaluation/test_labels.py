@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megabatch.data.pairs import BadSample
+from megabatch.errors import UsageError
+from megabatch.evaluation.labels import open_labelled
+from tests.evaluation.material import NAMES, class_shards, image_folder, picture, png, shard
+
+
+def test_a_folder_has_a_class_for_each_folder(tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "data", 3)
+    (folder / "digit_one" / "notes.txt").write_text("no image")
+    (folder / "digit_two" / "1.png").write_bytes(b"broken")
+    data = open_labelled(str(folder))
+    assert data.classes == sorted(NAMES)
+    assert data.n_classes == 4
+    assert len(data) == 12
+    assert Counter(data.labels().tolist()) == {0: 3, 1: 3, 2: 3, 3: 3}
+    kinds = [data.classes[label] for label in data.labels().tolist()]
+    for index in range(len(data)):
+        if kinds[index] == "digit_two" and index % 3 == 1:
+            continue
+        sample = data[index]
+        assert sample.key == f"{kinds[index]}/{index % 3}.png"
+        kind = NAMES.index(kinds[index])
+        assert sample.image.tobytes() == picture(kind, 1000 * kind + index % 3).tobytes()
+        assert data.classes[sample.target] == kinds[index]
+    with pytest.raises(BadSample, match=r"undecodable image: digit_two/1\.png"):
+        [data[i] for i in range(len(data))]
+
+
+def test_shards_have_a_class_index_and_bring_names_and_templates(tmp_path: Path) -> None:
+    folder = class_shards(tmp_path / "wds", 3)
+    for spec in (folder, folder / "test", f"{folder}/test/{{0..1}}.tar"):
+        data = open_labelled(str(spec))
+        assert data.classes == ["zero", "one", "two", "three"]
+        assert data.templates is not None
+        assert data.templates.read_text() == "digit {c}\na {c}.\n"
+        assert data.labels().tolist() == [data[i].target for i in range(12)]
+        assert data[5].image.tobytes() == picture(1, 1002).tobytes()
+        assert data[7].key == "1.tar:0001"
+
+
+def test_samples_without_a_usable_class_are_bad(tmp_path: Path) -> None:
+    image = png(picture(0, 0))
+    path = shard(
+        tmp_path / "0.tar",
+        [{"png": image, "cls": b"1"}, {"png": image}, {"png": image, "cls": b"x"}, {"cls": b"0"}],
+    )
+    data = open_labelled(str(path))
+    assert data.classes is None
+    assert data.n_classes == 2
+    assert data.labels().tolist() == [1, -1, -1, 0]
+    assert data[0].target == 1
+    for index, reason in ((1, "no cls"), (2, "class index is no number"), (3, "no image")):
+        with pytest.raises(BadSample) as caught:
+            data[index]
+        assert caught.value.reason == reason
+    (tmp_path / "classnames.txt").write_text("only one\n")
+    with pytest.raises(BadSample, match="beyond the class names"):
+        open_labelled(str(path))[0]
+
+
+def test_what_is_no_labelled_data_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    image_folder(tmp_path / "splits" / "train", 1)
+    image_folder(tmp_path / "splits" / "val", 1)
+    (tmp_path / "hollow" / "a class").mkdir(parents=True)
+    shard(tmp_path / "pairs.tar", [{"png": png(picture(0, 0)), "txt": b"caption"}])
+    (tmp_path / "table.csv").write_text("filepath,title\n")
+    for name, message in (
+        ("missing", "nothing matches"),
+        ("empty", "find any class folder"),
+        ("splits", r"look like splits .* give one of them, such as .*splits/train"),
+        ("hollow", "no valid file for the classes a class"),
+        ("pairs.tar", r"no sample has a member \.cls"),
+        ("table.csv", r"expected shards \(\.tar\) or a folder"),
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            open_labelled(str(tmp_path / name))
+        assert "\n" not in str(caught.value)
