@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch as mb
+from megabatch.data import Batch
 from megabatch.training import TrainConfig
-from megabatch.training.objective import create_objective, uses_bias
+from megabatch.training.objective import create_objective, ids_of, uses_bias
 
 NAMES = get_args(get_type_hints(TrainConfig)["loss"])
 IDS = torch.tensor([7, 3, 7, 1, 7, 3])
@@ -81,3 +82,19 @@ def test_ids_are_never_passed_over() -> None:
 def test_a_model_without_a_bias_will_do_for_softmax_losses() -> None:
     given = {key: value for key, value in outputs().items() if key != "logit_bias"}
     assert create_objective(TrainConfig())(**given).isfinite()
+
+
+def test_ids_are_the_batchs_own_or_tell_texts_apart_by_their_tokens() -> None:
+    texts = torch.tensor([[1, 2, 0], [1, 2, 0], [2, 1, 0], [1, 2, 3]])
+    batch = Batch(torch.zeros(4, 1), texts, torch.arange(4))
+    ids = ids_of(batch)
+    assert ids.dtype == torch.int64
+    assert ids[0] == ids[1]
+    assert len(set(ids.tolist())) == 3
+    assert ((ids >= 0) & (ids < 2**62)).all()
+    # On another rank, in another process and layout: the same.
+    again = Batch(torch.zeros(2, 1), texts.t().contiguous().t()[2:], torch.arange(2))
+    assert torch.equal(ids_of(again), ids[2:])
+    assert ids[3].item() == 3260279177869700765  # not salted
+    batch.ids = torch.tensor([4, 4, 5, 5])
+    assert torch.equal(ids_of(batch), batch.ids)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
+from megabatch.data import Batch
 from megabatch.losses import (
     ClipLoss,
     DCLLoss,
@@ -75,6 +78,20 @@ def create_objective(config: TrainConfig, *, group: Any = None) -> Objective:
     if config.matryoshka_dims:
         loss = MatryoshkaLoss(loss, config.matryoshka_dims)
     return Objective(loss, takes_ids=config.duplicates != "negatives")
+
+
+def ids_of(batch: Batch) -> Tensor:
+    """Ids of a batch's pairs, int64 (b,): its own, or where it has none a hash of each text.
+
+    The hash is of the tokens, the same on every rank: texts that the model cannot tell apart are
+    one. At 62 bits a million different texts share an id with probability 1e-7.
+    """
+    own: Tensor | None = getattr(batch, "ids", None)
+    if own is not None:
+        return own
+    rows = batch.texts.cpu().numpy()
+    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
+    return torch.tensor([int.from_bytes(d, "little") >> 2 for d in digests], dtype=torch.int64)
 
 
 def uses_bias(config: TrainConfig) -> bool:

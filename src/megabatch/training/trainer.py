@@ -19,7 +19,7 @@ from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.config import TrainConfig
 from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep
-from megabatch.training.objective import create_objective
+from megabatch.training.objective import create_objective, ids_of
 from megabatch.training.optimizer import (
     create_optimizer,
     load_state_tensors,
@@ -175,7 +175,7 @@ class Trainer:
 
         One synchronisation of gradients: GradientCache's, in the last micro-batch.
         """
-        ids = getattr(batch, "ids", None) if self.objective.takes_ids else None
+        ids = ids_of(batch) if self.objective.takes_ids else None
         with self.world.failures(f"step {self.step + 1}"):
             with self._autocast():
                 loss = self._step(batch, ids)
