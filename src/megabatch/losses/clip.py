@@ -88,7 +88,9 @@ class ClipLoss(nn.Module):
         """
         check_pairs(image_features, text_features, ("image_features", "text_features"))
         x, y = cast_for_autocast(image_features, text_features)
-        scale = replicated(check_scalar("logit_scale", logit_scale, x), self.group)
+        scale = check_scalar("logit_scale", logit_scale, x)
+        if self.label_smoothing:  # which uses it outside the engine
+            scale = replicated(scale, self.group)
         if logit_bias is not None:
             check_scalar("logit_bias", logit_bias, x)
         weights = check_weights(weights, x)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from megabatch.losses.arguments import check_pairs, check_weights, own_ids
 from megabatch.similarity.arguments import check_scalar
-from megabatch.similarity.parallel import replicated, share_of_mean
+from megabatch.similarity.parallel import share_of_mean
 from megabatch.similarity.sigmoid import softplus_sum
 
 
@@ -56,8 +56,8 @@ class SigLipLoss(nn.Module):
         """
         x, y = image_features, text_features
         check_pairs(x, y, ("image_features", "text_features"))
-        scale = replicated(check_scalar("logit_scale", logit_scale, x), self.group)
-        bias = replicated(check_scalar("logit_bias", logit_bias, x), self.group)
+        scale = check_scalar("logit_scale", logit_scale, x)
+        bias = check_scalar("logit_bias", logit_bias, x)
         weights = check_weights(weights, x)
         if ids is not None:
             ids = own_ids(ids, x, self.group)

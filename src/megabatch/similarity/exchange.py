@@ -102,6 +102,52 @@ def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.Reduce
     return tensor
 
 
+class Pending:
+    """A collective operation under way; what it was given must stay as it is until `wait`."""
+
+    def __init__(self, work: dist.Work | None, what: str) -> None:
+        """`what` names the operation in errors."""
+        self._work, self.what = work, what
+
+    def wait(self) -> None:
+        """Until it is done: on the CPU for this thread, on a GPU for its stream."""
+        if self._work is not None:
+            with _failures_of(self.what):
+                self._work.wait()
+        self._work = None
+
+
+def gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
+    """Every rank's (m, ...) as (n, m, ...), to be filled; all ranks come with the same shape."""
+    everyone = shard.new_empty((group.size(), *shard.shape))
+    what = _collective(operation, "gathering")
+    with _failures_of(what):
+        flat = everyone.view(-1, *shard.shape[1:])
+        work = dist.all_gather_into_tensor(flat, shard.contiguous(), group=group, async_op=True)
+    return everyone, Pending(work, what)
+
+
+def scatter_sum(parts: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
+    """This rank's (m, ...) of the sum over ranks of (n m, ...), to be filled."""
+    total = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
+    what = _collective(operation, "adding up what all ranks found")
+    with _failures_of(what):
+        work = dist.reduce_scatter_tensor(total, parts, group=group, async_op=True)
+    return total, Pending(work, what)
+
+
+def deal(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:
+    """(n, ...): from every rank what it has for this one, of (n, ...) each; waits for them."""
+    own = torch.empty_like(parts)
+    with _failures_of(_collective(operation, "exchanging what all ranks found")):
+        dist.all_to_all_single(own, parts, group=group)
+    return own
+
+
+def _collective(operation: str, what: str) -> str:
+    return f"{operation}: {what}, rank {dist.get_rank()}"
+
+
 class Swap:
     """Tensors sent to one rank while others of the same kinds are received from another.
 

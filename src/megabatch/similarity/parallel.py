@@ -46,16 +46,17 @@ def share_of_mean(
     Args:
         total: a scalar. rows: how many it is the sum over. group, weights, name: as there.
     """
-    ranks, (_, size) = group_name(group), rank_and_size(group)
-    count: int | Tensor = rows
-    if ranks:
-        weighted = weights is not None
-        count = torch.ops.megabatch.global_count(total.detach(), rows, ranks, name, weighted)
-    elif weights is None:
-        _check_count(rows, name)
-    if weights is None:
-        return total * size / count
-    weight = sum_over_ranks(weights.detach().sum(), group)
+    name_of_group, (_, size) = group_name(group), rank_and_size(group)
+    if not name_of_group:
+        if weights is None:
+            _check_count(rows, name)
+            return total / rows
+        weight = weights.detach().sum()
+    else:
+        number = None if weights is None else weights.detach().sum()
+        weight = torch.ops.megabatch.global_weight(
+            total.detach(), rows, number, name_of_group, name
+        )
     return total * size / weight.masked_fill(weight == 0, 1)
 
 
@@ -128,18 +129,32 @@ def _replicated(parameter: Tensor, group: str) -> Tensor:
     return parameter.clone()
 
 
-@torch.library.custom_op("megabatch::global_count", mutates_args=())
-def _global_count(like: Tensor, rows: int, group: str, name: str, weighted: bool) -> Tensor:
-    """The number of rows of all ranks, which their hosts tell each other."""
-    terms = f"global_mean, of {name}, {'with' if weighted else 'without'} weights"
-    count = sum(number for (number,) in exchange.agree(group, terms, [rows], like.device))
-    if not weighted:
-        _check_count(count, name)
-    return like.new_full((), count)
+@torch.library.custom_op("megabatch::global_weight", mutates_args=())
+def _global_weight(like: Tensor, rows: int, weight: Tensor | None, group: str, name: str) -> Tensor:
+    """The number of rows of all ranks, or the sum of their weights; no handshake.
+
+    It is an error where it is known: on the CPU on every rank. On a GPU only a rank without rows
+    looks at the number, and ranks that come with weights while others come without get NaN.
+    """
+    size = exchange.resolve(group).size()
+    numbers = like.new_full((2,), rows, dtype=torch.float64)  # the sum; how many come with weights
+    numbers[1] = 0 if weight is None else 1
+    if weight is not None:
+        numbers[0] = weight
+    exchange.all_reduce(numbers, group, f"global_mean of {name}")
+    weighted = 0 if weight is None else size
+    on_host = like.device.type == "cpu"
+    if on_host and numbers[1] != weighted:
+        raise ValueError(
+            f"weights: expected on all ranks or on none, got them on {int(numbers[1])} of {size}"
+        )
+    if weight is None and (on_host or rows == 0):
+        _check_count(int(numbers[0]), name)
+    return torch.where(numbers[1] == weighted, numbers[0], torch.nan).to(like.dtype)
 
 
-@_global_count.register_fake
-def _(like: Tensor, rows: int, group: str, name: str, weighted: bool) -> Tensor:
+@_global_weight.register_fake
+def _(like: Tensor, rows: int, weight: Tensor | None, group: str, name: str) -> Tensor:
     return like.new_empty(())
 
 

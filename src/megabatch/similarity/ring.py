@@ -9,18 +9,34 @@ one exchange a step, hidden behind that step's computation, and one more that br
 
 Large shards travel in several rounds, a piece of each at a time, so that what is in flight is
 bounded whatever their size.
+
+Small shards of one size do not travel: n steps would take longer to give out than to compute. All
+ranks gather all of them at once, and what they add to each other's comes home at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from megabatch.similarity import exchange
+from megabatch.similarity import exchange, gathering
 from megabatch.similarity.exchange import Swap
+from megabatch.similarity.gathering import Place
+from megabatch.similarity.routes import (
+    Parcel,
+    Parts,
+    Route,
+    Visit,
+    full,
+    narrow,
+    rows_only,
+    symmetric,
+)
+
+__all__ = ["Parcel", "Parts", "Ring", "Route", "Visit", "full", "rows_only", "symmetric"]
 
 #: Bytes of features of a piece: 32,768 rows of 768 bfloat16 numbers, whose products are as fast as
 #: larger ones. Two pieces of features and three of fp32 gradients are in memory at once.
@@ -28,7 +44,14 @@ DEFAULT_PIECE = 48 << 20
 #: A larger piece has a multiple of this many rows, as blocks of a GPU have.
 UNIT = 16384
 
+#: Bytes of features of all ranks up to which they are gathered: 65,536 rows of 768 bfloat16
+#: numbers. The gradients of them all in fp32 take twice as much for as long.
+DEFAULT_GATHER = 96 << 20
+#: From here on the gathering hides behind the rank's own shard. Below, fewer launches matter more.
+HIDDEN_GATHER = 32 << 20
+
 _piece = DEFAULT_PIECE
+_gather = DEFAULT_GATHER
 _overlap = True
 
 
@@ -61,58 +84,34 @@ def set_piece(size: int | None) -> int:
     return before
 
 
+def set_gather(size: int | None) -> int:
+    """Bound the features that all ranks gather at once, in bytes; returns the bound before.
+
+    Where those of all ranks together take more, or shards differ in size, pieces travel the ring
+    instead; 0: always. All ranks must set the same. None is the bound at the start, 96 MiB.
+
+    Raises:
+        TypeError: `size` is neither None nor an integer.
+        ValueError: `size` is negative.
+    """
+    global _gather
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+        raise TypeError(f"size: expected a number of bytes, got {type(size).__name__}")
+    if size is not None and size < 0:
+        raise ValueError(f"size: expected at least 0 bytes, got {size}")
+    before, _gather = _gather, DEFAULT_GATHER if size is None else size
+    return before
+
+
+def plan(features: Tensor) -> str:
+    """How features like these (n, d) travel, in words that all ranks must agree on."""
+    return f"pieces of {piece_rows(features)} rows, gathered up to {_gather} bytes"
+
+
 def piece_rows(features: Tensor) -> int:
     """Rows of a piece of features like these (n, d)."""
     rows = max(1, _piece // (features.shape[1] * features.element_size()))
     return rows if rows < UNIT else rows // UNIT * UNIT
-
-
-class Route(NamedTuple):
-    """How far a piece goes: `full`, `rows_only` or `symmetric`."""
-
-    steps: int  #: visits, the first one at home
-    carried: range  #: the steps after which what a visit added travels on, and home after the last
-
-
-def full(n: int) -> Route:
-    """Every rank is visited and adds to what the piece brings home."""
-    return Route(n, range(n))
-
-
-def rows_only(n: int) -> Route:
-    """Every rank is visited; nothing comes home."""
-    return Route(n, range(0))
-
-
-def symmetric(n: int) -> Route:
-    """Half the ranks are visited, where the block of ranks (r, o) is the mirror of (o, r).
-
-    A visit serves both. What it adds goes straight home after the last one, (n - 1) // 2 ranks
-    on. Where n is even, opposite ranks visit each other and each keeps its own part: that block is
-    computed twice, n / 2 + 1 / 2 blocks a rank instead of the full route's n.
-    """
-    return Route(n // 2 + 1, range(1, (n + 1) // 2))
-
-
-class Parcel(NamedTuple):
-    """A tensor that travels, in pieces of its rows along `dim`; None where there is nothing."""
-
-    tensor: Tensor | None
-    dim: int = 0
-
-
-class Visit(NamedTuple):
-    """A piece of a rank's shard, at this rank."""
-
-    step: int
-    rows: slice  #: of its owner's shard
-    start: int  #: of its first row among those of all ranks
-    cargo: tuple[Tensor | None, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of rows."""
-        return _length(self.rows)
 
 
 class Ring:
@@ -130,22 +129,18 @@ class Ring:
     def tour(
         self,
         parcels: Sequence[Parcel],
-        visit: Callable[[Visit], Tensor | None],
+        visit: Callable[[Visit], None],
         route: Route,
         rows: int,
-        *,
-        dim: int = 0,
-        merge: Callable[[Tensor, Tensor], Tensor] = Tensor.add_,
+        parts: Parts | None = None,
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Take this rank's shard around the ring while the others' come by.
+        """Let this rank's shard visit the others while theirs come by.
 
         Args:
-            parcels: this rank's shard.
-            visit: called for every piece that comes by, the rank's own at step 0. Returns what it
-                adds to the piece's owner at the steps that the route carries.
+            parcels: this rank's shard, its features first.
+            visit: called until all that the route brings has been here, the rank's own included.
             route: how far pieces go. rows: of a piece, the same on all ranks.
-            dim: along which that lies in what `visit` returns.
-            merge: (sum of the parts before, this rank's part) -> their sum; may reuse either.
+            parts: what a visit adds to, where the route carries that.
 
         Yields:
             `(rows of this rank's shard, sum of what all ranks added to them)`, as it comes home.
@@ -154,12 +149,30 @@ class Ring:
         Raises:
             CommunicationError: naming the operation, the step, this rank and its neighbours.
         """
+        if route.everyone and self._small(parcels[0]):
+            features = parcels[0].tensor
+            assert features is not None
+            hidden = self.n * features.nbytes >= HIDDEN_GATHER
+            place = Place(self.group, self.rank, self.sizes[0], self.operation, _overlap, hidden)
+            return gathering.tour(place, parcels, visit, parts if route.carried else None)
+        return self._in_turn(parcels, visit, route, rows, parts)
+
+    def _in_turn(
+        self,
+        parcels: Sequence[Parcel],
+        visit: Callable[[Visit], None],
+        route: Route,
+        rows: int,
+        parts: Parts | None,
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Around the ring."""
         home: tuple[Swap, slice, Tensor] | None = None
         for pieces in self._rounds(rows):
-            here = tuple(_narrow(parcel, pieces[self.rank]) for parcel in parcels)
+            here = tuple(narrow(parcel, pieces[self.rank]) for parcel in parcels)
             carry: Tensor | None = None
             for step in range(route.steps):
-                piece = pieces[self._owner(step)]
+                owner = self._owner(step)
+                piece = pieces[owner]
                 swap = self._swap(f"ring step {step + 1} of {route.steps}", 1)
                 coming = here
                 if step + 1 < route.steps:
@@ -168,26 +181,39 @@ class Ring:
                         None if t is None else swap.add(t, size, parcel.dim)
                         for t, parcel in zip(here, parcels, strict=True)
                     )
-                arriving = None if carry is None else swap.add(carry, _length(piece), dim)
+                arriving = part = None
+                if carry is not None:
+                    assert parts is not None
+                    arriving = swap.add(carry, _length(piece), parts.dim)
                 _start(swap)
-                start = self.starts[self._owner(step)] + piece.start
-                part = visit(Visit(step, piece, start, here))
+                if step in route.carried:
+                    assert parts is not None
+                    part = parts.empty(_length(piece))
+                visit(Visit(owner, piece, self.starts[owner] + piece.start, here, part))
                 swap.wait()
                 here = coming
                 if home is not None:
                     yield _arrived(*home)
                     home = None
-                if step in route.carried:
-                    assert part is not None
-                    carry = part if arriving is None else merge(arriving, part)
+                if part is not None:
+                    assert parts is not None
+                    carry = part if arriving is None else _join(parts, arriving, part)
                     if step == route.carried[-1]:
                         own = pieces[self.rank]
                         swap = self._swap("ring's way home", -step)
-                        home = swap, own, swap.add(carry, _length(own), dim)
+                        home = swap, own, swap.add(carry, _length(own), parts.dim)
                         _start(swap)
                         carry = None
         if home is not None:
             yield _arrived(*home)
+
+    def _small(self, features: Parcel) -> bool:
+        """Whether all shards are gathered: alike on all ranks."""
+        size = self.sizes[0]
+        if size == 0 or any(other != size for other in self.sizes):
+            return False
+        assert features.tensor is not None
+        return self.n * features.tensor.nbytes <= _gather
 
     def _rounds(self, rows: int) -> Iterator[list[slice]]:
         """For each round the rows of each rank's piece in its shard, empty where it has no more."""
@@ -204,10 +230,8 @@ class Ring:
         return Swap(self.group, to, source, f"{self.operation}: {what}")
 
 
-def _narrow(parcel: Parcel, rows: slice) -> Tensor | None:
-    if parcel.tensor is None:
-        return None
-    return parcel.tensor.narrow(parcel.dim, rows.start, _length(rows))
+def _join(parts: Parts, before: Tensor, part: Tensor) -> Tensor:
+    return before.add_(part) if parts.merge is None else parts.merge(torch.stack([before, part]))
 
 
 def _length(rows: slice) -> int:

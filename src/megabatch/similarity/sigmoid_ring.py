@@ -16,7 +16,7 @@ from torch import Tensor
 from megabatch.similarity import exchange, ring
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.ring import Parcel, Ring, Visit
+from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
 from megabatch.similarity.sigmoid import _softplus_sum, add_blocks, inner
 
 
@@ -49,10 +49,9 @@ def _ring_softplus_sum(
     dy = y.new_empty(y.shape if need_y else 0, dtype=dtype)
     total, dscale, dbias = x.new_zeros(3, dtype=torch.float64)
 
-    def visit(piece: Visit) -> Tensor | None:
+    def visit(piece: Visit) -> None:
         features, ids = piece.cargo
         assert features is not None
-        part = features.new_zeros(features.shape, dtype=dtype) if need_y else None
         total.add_(
             add_blocks(
                 x,
@@ -62,17 +61,17 @@ def _ring_softplus_sum(
                 bias,
                 weight,
                 dx if need_x else None,
-                part,
+                piece.part,
                 dscale if need_scale and not (need_x or need_y) else None,
                 dbias if need_bias else None,
             )
         )
-        return part
 
     parcels = [Parcel(y), Parcel(column_ids)]
     route = ring.full(circle.n) if need_y else ring.rows_only(circle.n)
+    parts = Parts(lambda size: y.new_zeros((size, y.shape[1]), dtype=dtype))
     with torch.cuda.device_of(x):
-        for home, arrived in circle.tour(parcels, visit, route, ring.piece_rows(y)):
+        for home, arrived in circle.tour(parcels, visit, route, ring.piece_rows(y), parts):
             dy[home] = arrived
         if need_scale and (need_x or need_y):
             dscale += inner(x, dx) if need_x else inner(y, dy)
@@ -103,7 +102,7 @@ def _circle(
         f"{x.device.type}, gradients wanted: {wanted or 'none'}, "
         f"ids: {'given' if row_ids is not None else diagonal}, "
         f"weight: {'none' if weight is None else 'given'}, "
-        f"pieces of {ring.piece_rows(y)} rows"
+        f"{ring.plan(y)}"
     )
     sizes = [number for (number,) in exchange.agree(group, terms, [y.shape[0]], x.device)]
     return Ring(group, sizes, "softplus_sum")

@@ -1,9 +1,10 @@
 """Log-sum-exps of a matrix whose rows and columns lie on several processes: the operators.
 
-What `statistics_local` does on one process, with columns that come around the ring. For each row of
-a piece travel, per step forward: its features, its id where there are ids, and 8 bytes of column
-statistics (24 where pairs can be positive; twice that for float64 features); backward: its
-features, id, what its column pulls (8 or 20 bytes), and its gradient so far, 4 d bytes.
+What `statistics_local` does on one process, with columns that come around the ring, or all at once
+where they are few (`ring`). For each row of a piece travel, per step forward: its features, its id
+where there are ids, and 8 bytes of column statistics (24 where pairs can be positive; twice that
+for float64 features); backward: its features, id, what its column pulls (8 or 20 bytes), and its
+gradient so far, 4 d bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from megabatch.similarity import exchange, id_order, ring, sweep
 from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.ring import Parcel, Ring, Visit
-from megabatch.similarity.states import finish, kinds_of, pull_of
+from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
+from megabatch.similarity.states import empty_state, finish, kinds_of, pull_of
 from megabatch.similarity.statistics_local import statistics
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _terms(
         f"sides: {'both' if columns or y is None else 'rows'}, "
         f"ids: {'given' if row_ids is not None else 'none'}, diagonal: {diagonal}, "
         f"ceiling: {'none' if ceiling is None else 'given'}, "
-        f"{kernels} kernels, pieces of {ring.piece_rows(x)} rows"
+        f"{kernels} kernels, {ring.plan(x)}"
     )
 
 
@@ -135,66 +136,66 @@ class _Shards:
     def tour(
         self,
         pull: Tensor | None,
-        visit: Callable[[Visit, Blocks], Tensor | None],
+        visit: Callable[[Visit, Blocks], None],
         itself: Callable[[], None],
         route: ring.Route,
-        **sums: Any,
+        parts: Parts,
     ) -> Iterator[tuple[slice, Tensor]]:
         """`Ring.tour` of the columns with their ids and pull; `visit` gets the blocks as well.
 
         Where x is held against itself its own part is one sweep of half the blocks: `itself`.
         """
 
-        def meet(piece: Visit) -> Tensor | None:
-            if self.symmetric and piece.step == 0:
+        def meet(piece: Visit) -> None:
+            if self.symmetric and piece.owner == self.ring.rank:
                 if piece.rows.start == 0:  # the whole shard, in the first round
                     itself()
-                return None
+                return
             features, ids, _ = piece.cargo
             assert features is not None
-            pairs = replace(self.pairs, column_ids=ids, column_start=piece.start)
-            return visit(piece, sweep.blocks(self.x, features, pairs))
+            if len(self.x) and piece.size:
+                pairs = replace(self.pairs, column_ids=ids, column_start=piece.start)
+                visit(piece, sweep.blocks(self.x, features, pairs))
 
         parcels = [Parcel(self.y), Parcel(self.pairs.column_ids), Parcel(pull, dim=1)]
-        return self.ring.tour(parcels, meet, route, ring.piece_rows(self.y), **sums)
+        return self.ring.tour(parcels, meet, route, ring.piece_rows(self.y), parts)
 
 
 def _forward(shards: _Shards, scale: Tensor, kinds: int, columns: bool) -> tuple[Tensor, Tensor]:
     """The results of the rows and, where wanted, of the columns."""
     x, unit, route = shards.x, shards.own.unit, shards.route(columns)
-    row_state = sweep.empty_state(x.shape[0], kinds, x)
-    column_state = sweep.empty_state(shards.y.shape[0] if columns else 0, kinds, x)
+    row_state = empty_state(x.shape[0], kinds, x)
+    column_state = empty_state(shards.y.shape[0] if columns else 0, kinds, x)
 
-    def visit(piece: Visit, blocks: Blocks) -> Tensor | None:
-        carried = piece.step in route.carried
-        part = sweep.empty_state(piece.size, kinds, x) if carried else None
-        if x.shape[0] and piece.size:
-            blocks.forward(scale, row_state, part)
-        return part
+    def visit(piece: Visit, blocks: Blocks) -> None:
+        blocks.forward(scale, row_state, piece.part)
 
     def itself() -> None:
         shards.own.forward(scale, row_state, None)
 
     merge = partial(_merge, unit=unit)
-    for home, total in shards.tour(None, visit, itself, route, dim=1, merge=merge):
+    parts = Parts(lambda size: empty_state(size, kinds, x), 1, merge)
+    for home, total in shards.tour(None, visit, itself, route, parts):
         if shards.symmetric:
-            row_state[:, home] = merge(row_state[:, home], total)
+            row_state[:, home] = merge(torch.stack([row_state[:, home], total]))
         else:
             column_state[:, home] = total
     finished = finish(row_state, unit)
     return finished, finish(column_state, unit) if columns else finished.new_empty(0)
 
 
-def _merge(before: Tensor, part: Tensor, unit: float) -> Tensor:
-    """Two states of the same rows as one; see `tile_torch`."""
-    kinds = 1 if part.shape[0] == 2 else 2
-    out, both = torch.empty_like(part), torch.stack([before, part])
-    references, sums = both[:, 0 : 2 * kinds : 2], both[:, 1 : 2 * kinds : 2]
-    top = out[0 : 2 * kinds : 2] = references.amax(0)
+def _merge(states: Tensor, unit: float) -> Tensor:
+    """Several states (k, ...) of the same rows as one; see `states`."""
+    kinds = 1 if states.shape[1] == 2 else 2
+    out = states.new_empty(states.shape[1:])
+    references, sums = states[:, 0 : 2 * kinds : 2], states[:, 1 : 2 * kinds : 2]
+    top = torch.amax(references, 0)
     # A state without any pair has -inf; -inf - -inf would be NaN.
-    shift = top.clamp(min=torch.finfo(part.dtype).min)
-    out[1 : 2 * kinds : 2] = ((references - shift).mul_(unit).exp_() * sums).sum(0)
-    out[2 * kinds :] = both[:, 2 * kinds :].sum(0)
+    weights = (references - top.clamp(min=torch.finfo(top.dtype).min)).mul_(unit).exp_()
+    out[0 : 2 * kinds : 2] = top
+    torch.sum(weights.mul_(sums), 0, out=out[1 : 2 * kinds : 2])
+    if kinds == 2:
+        torch.sum(states[:, 4:], 0, out=out[4:])
     return out
 
 
@@ -260,16 +261,13 @@ def _gradients(
     dy = torch.empty_like(y) if need_y else y.new_empty(0)
     dscale = torch.zeros_like(scale)
 
-    def visit(piece: Visit, blocks: Blocks) -> Tensor | None:
-        part = own.accumulator(piece.size) if piece.step in route.carried else None
-        if len(x) and piece.size:
-            _sweep(blocks, len(x), scale, near, piece.cargo[2], total, part)
-        return part
+    def visit(piece: Visit, blocks: Blocks) -> None:
+        _sweep(blocks, len(x), scale, near, piece.cargo[2], total, piece.part)
 
     def itself() -> None:
         _sweep(own, len(x), scale, near, near, total, total)
 
-    for home, arrived in shards.tour(far, visit, itself, route):
+    for home, arrived in shards.tour(far, visit, itself, route, Parts(own.accumulator)):
         if shards.symmetric:
             assert total is not None
             total[home] += arrived

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megabatch import similarity
 from megabatch.errors import CommunicationError
-from megabatch.similarity import sweep
+from megabatch.similarity import ring, sweep
 from tests.similarity.distributed.processes import join, start
 
 #: seconds until the group gives up on a process that does not come
@@ -26,9 +26,16 @@ def fail(how: str) -> None:
     raise KeyError("an error of its own")
 
 
-def worker(rank: int, size: int, port: int, folder: Path, how: str, where: str) -> None:
-    """Rank 1 fails at its second visit; the others write down what they got, and when."""
+def worker(
+    rank: int, size: int, port: int, folder: Path, how: str, where: str, around: bool
+) -> None:
+    """Rank 1 fails at its second visit; the others write down what they got, and when.
+
+    Where shards are gathered and do not go around the ring, there is one visit only.
+    """
     join(rank, size, port, seconds=TIMEOUT)
+    if around:
+        ring.set_gather(0)
     x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
     (similarity.logsumexp(x, y)[0]).sum().backward()  # all connections are made
     dist.barrier()
@@ -38,7 +45,7 @@ def worker(rank: int, size: int, port: int, folder: Path, how: str, where: str) 
     def visit(self, *arguments):  # type: ignore[no-untyped-def]
         nonlocal visits
         visits += 1
-        if rank == 1 and visits == 2:
+        if rank == 1 and visits == (2 if around else 1):
             fail(how)
         return original(self, *arguments)
 
@@ -56,12 +63,18 @@ def worker(rank: int, size: int, port: int, folder: Path, how: str, where: str) 
 
 
 @pytest.mark.parametrize(
-    ("how", "where"),
-    [("killed", "forward"), ("killed", "backward"), ("raised and stays", "forward")],
+    ("how", "where", "around"),
+    [
+        ("killed", "forward", True),
+        ("killed", "backward", True),
+        ("raised and stays", "forward", True),
+        ("killed", "forward", False),
+        ("killed", "backward", False),
+    ],
 )
-def test_the_others_end_in_time(tmp_path: Path, how: str, where: str) -> None:
+def test_the_others_end_in_time(tmp_path: Path, how: str, where: str, around: bool) -> None:
     size = 4
-    processes = start(size, worker, tmp_path, how, where)
+    processes = start(size, worker, tmp_path, how, where, around)
     for process in processes:
         process.join(60)
         assert not process.is_alive()
@@ -70,11 +83,15 @@ def test_the_others_end_in_time(tmp_path: Path, how: str, where: str) -> None:
         seconds, cause, message = (tmp_path / str(rank)).read_text().split("\n", 2)
         assert cause.endswith("Error")
         assert float(seconds) < (2 if how == "killed" else TIMEOUT + 2)
+        if not around:
+            what = "exchanging" if where == "forward" else "adding up"
+            assert message.startswith(f"{call}: {what} what all ranks found, rank {rank}: ")
+            continue
         left, right = (rank - 1) % size, (rank + 1) % size
         assert message.startswith(f"{call}: ring step ")
         assert f"of {size}, rank {rank} (to rank {right}, from rank {left})" in message
     # A neighbour knows which of its peers it was.
-    assert "receiving from rank 1: " in (tmp_path / "2").read_text()
+    assert not around or "receiving from rank 1: " in (tmp_path / "2").read_text()
 
 
 def absent_worker(rank: int, size: int, port: int, folder: Path) -> None:

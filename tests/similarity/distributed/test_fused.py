@@ -29,16 +29,16 @@ def value(sides: tuple[similarity.Split, similarity.Split | None], weights: Tens
 @on_processes(2)
 def test_fused_kernels(world: World) -> None:
     """Sums of different units must not meet, nor float16 gradients of different ranges."""
-    sizes = [70, 130]
     x, y = (F.normalize(torch.randn(200, D), dim=1).half() for _ in range(2))
     x[:70] *= 4
     ids = torch.randint(-1, 20, (200,))
     weights = torch.rand(6, 200) * 1e-3
     weights[:, 70:] /= 100
-    for self_similar, numbers, piece in (
-        (False, None, None),
-        (False, ids, 60 * 24 * 2),
-        (True, ids, 60 * 24 * 2),
+    for sizes, self_similar, numbers, piece in (
+        ([100, 100], False, None, None),  # gathered
+        ([70, 130], False, None, None),
+        ([70, 130], False, ids, 60 * 24 * 2),
+        ([70, 130], True, ids, 60 * 24 * 2),
     ):
         whole, local = [leaf(x), leaf(y)], [leaf(world.shard(t, sizes)) for t in (x, y)]
         scales = [leaf(torch.tensor(10.0)) for _ in range(2)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import ring, sweep
+from megabatch.similarity import exchange, gathering, ring, sweep
 from megabatch.similarity.exchange import Swap
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.test_statistics_ring import pieces_of
@@ -75,7 +75,7 @@ def test_what_travels(world: World) -> None:
     rows, d = 7, 10
     features, gradient, ids = rows * d * 2, rows * d * 4, rows * 8
     x, y = (torch.randn(rows, d).bfloat16().requires_grad_() for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pieces_of(1 << 20):
         sent = bytes_sent(patch)
         a, b = similarity.logsumexp(x, y)
         state = rows * 8
@@ -107,7 +107,7 @@ def test_transfers_begin_before_the_computation_and_are_waited_for_after_it(worl
     x = torch.randn(3, 4)
     for overlap in (True, False):
         events: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, pieces_of(1 << 20):
             for owner, name in ((Swap, "start"), (Swap, "wait"), (sweep.Blocks, "forward")):
                 patch.setattr(owner, name, noting(events, name, getattr(owner, name)))
             before = ring.set_overlap(overlap)
@@ -123,3 +123,84 @@ def noting(events, name, function):  # type: ignore[no-untyped-def]
         return function(self, *arguments)
 
     return call
+
+
+@pytest.mark.parametrize("size", [0, 5, None])
+def test_what_is_gathered_is_bounded(size: int | None) -> None:
+    before = ring.set_gather(size)
+    assert ring.set_gather(before) == (ring.DEFAULT_GATHER if size is None else size)
+    for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="size: expected"):
+            ring.set_gather(wrong)  # type: ignore[arg-type]
+    assert ring.set_gather(None) == before
+
+
+def gathered(patch: pytest.MonkeyPatch) -> list[str]:
+    """Filled with what the ranks do together, in order."""
+    done: list[str] = []
+    for name in ("gather", "deal", "scatter_sum"):
+        function = getattr(gathering, name)
+
+        def note(*arguments, name=name, function=function):  # type: ignore[no-untyped-def]
+            done.append(name)
+            return function(*arguments)
+
+        patch.setattr(gathering, name, note)
+    patch.setattr(Swap, "start", lambda self: done.append("swap"))
+    return done
+
+
+@on_processes(3)
+def test_small_shards_of_one_size_are_gathered(world: World) -> None:
+    x, y = (torch.randn(7, 10, requires_grad=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        done = gathered(patch)
+        rows, columns = similarity.logsumexp(x, y)
+        assert done == ["gather", "deal"]
+        done.clear()
+        (rows.sum() + columns.sum()).backward()
+        assert done == ["gather", "gather", "scatter_sum"]  # features, and what columns pull
+        done.clear()
+        similarity.softplus_sum(x, y, 1.0, 0.0).backward()
+        assert done == ["gather", "scatter_sum"]
+        done.clear()
+        similarity.topk(x.detach(), y.detach(), 2)
+        assert done == ["gather"]
+
+
+@on_processes(3)
+def test_large_unequal_and_symmetric_shards_go_around_the_ring(world: World) -> None:
+    x = torch.randn(7, 10)
+    uneven = torch.randn(6 + (world.rank > 0), 10)
+    before = ring.set_gather(3 * x.nbytes - 1)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gathering, "gather", lambda *arguments: pytest.fail("gathered"))
+            similarity.logsumexp(x, x)
+            ring.set_gather(None)
+            similarity.logsumexp(x, uneven)
+            similarity.split_logsumexp(x)
+    finally:
+        ring.set_gather(before)
+
+
+@on_processes(2)
+def test_the_same_bound_on_all_ranks(world: World) -> None:
+    x = torch.randn(3, 4)
+    before = ring.set_gather(100 + world.rank)
+    with pytest.raises(ValueError, match=r"gathered up to 100 bytes.*gathered up to 101 bytes"):
+        similarity.logsumexp(x, x)
+    ring.set_gather(before)
+
+
+@on_processes(2, 4)
+def test_one_handshake_a_loss(world: World) -> None:
+    from megabatch import ClipLoss, SigLipLoss
+
+    agree, calls = exchange.agree, []
+    x, y = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "agree", lambda *words: (calls.append(words), agree(*words))[1])
+        ClipLoss()(x, y, 2.0).backward()
+        SigLipLoss()(x, y, 2.0, -1.0).backward()
+    assert len(calls) == 2

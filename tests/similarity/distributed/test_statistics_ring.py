@@ -13,21 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, ring
+from megabatch.similarity import dense, gathering, ring
 from tests.similarity.distributed.processes import World, on_processes, shard_sizes
 
 D = 5
-#: bytes of a piece: whole shards, or pieces of two rows
-PIECES = (None, 2 * D * 8)
+#: what travels: all shards at once, where they are of one size; whole shards; pieces of two rows
+PIECES = (None, 1 << 20, 2 * D * 8)
 
 Sides = Sequence["similarity.Split | None"]
 
 
 @contextmanager
 def pieces_of(size: int | None) -> Iterator[None]:
-    before = ring.set_piece(size)
+    """Around the ring in pieces of that many bytes; None: as it is."""
+    before = ring.set_piece(size), ring.set_gather(0 if size else None)
     yield
-    ring.set_piece(before)
+    ring.set_piece(before[0])
+    ring.set_gather(before[1])
 
 
 def leaf(tensor: Tensor, needs: bool = True) -> Tensor:
@@ -193,6 +195,25 @@ def test_logsumexp_without_overlap(world: World) -> None:
     for mine in results:
         torch.testing.assert_close(mine[0], world.shard(rows, sizes), rtol=0, atol=1e-12)
         torch.testing.assert_close(mine[1], world.shard(columns, sizes), rtol=0, atol=1e-12)
+
+
+@on_processes(2, 3, 4)
+def test_gathering_behind_the_own_shard(world: World) -> None:
+    """As large shards do: own columns in two parts around the others', or first."""
+    for rows in (1, 4, 5):
+        sizes = [rows] * world.size
+        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
+        for overlap in (True, False):
+            before = ring.set_overlap(overlap)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ring, "HIDDEN_GATHER", 0)
+                patch.setattr(gathering, "TILE", 2)
+                compare(world, sizes, sizes)
+                compare(world, sizes, sizes, ids=ids)
+                compare(world, sizes, [3] * world.size, ids=(ids[0], some_ids(3 * world.size)))
+                compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
+                compare(world, sizes, sizes, needs=(False, True, True))
+            ring.set_overlap(before)
 
 
 @on_processes(2, 3)
