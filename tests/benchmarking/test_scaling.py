@@ -12,9 +12,10 @@ import torch
 
 from megabatch.benchmarking import scaling
 from megabatch.benchmarking.inputs import Case, features
-from megabatch.benchmarking.parallel import PARALLEL, shard
+from megabatch.benchmarking.parallel import PARALLEL, shard, without_transfers
 from megabatch.benchmarking.ranks import Team
 from megabatch.benchmarking.scaling import ScalingRecord, ScalingResult, Trial
+from megabatch.similarity import gathering, ring
 from tests.benchmarking.test_scripts import run
 
 CASE = Case("clip", "megabatch", "cpu", "float32", b=1000, d=10, scale=14.3)
@@ -53,6 +54,14 @@ def test_shards_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
     for rank in range(4):
         for side, rows in zip(shard(case, Team(rank, 4, None, None)), whole, strict=True):
             assert torch.equal(side, rows[10 * rank : 10 * rank + 10])
+
+
+def test_transfers_come_back_after_a_trial_without() -> None:
+    names = [(ring, "Swap"), *((gathering, n) for n in ("gather", "deal", "scatter_sum"))]
+    before = [getattr(module, name) for module, name in names]
+    with without_transfers():
+        assert all(getattr(m, n) is not b for (m, n), b in zip(names, before, strict=True))
+    assert [getattr(module, name) for module, name in names] == before
 
 
 def test_all_trials_have_a_contender_and_a_size() -> None:

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from torch import Tensor
 from megabatch.benchmarking.contenders import LossFunction
 from megabatch.benchmarking.inputs import PERIOD, Case, features
 from megabatch.benchmarking.ranks import Team
-from megabatch.similarity import ring
+from megabatch.similarity import gathering, ring
+from megabatch.similarity.exchange import Pending
 
 
 @dataclass(frozen=True)
@@ -67,28 +69,54 @@ def without_overlap() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_transfers() -> Iterator[None]:
-    """The same computation, but nothing is sent: a rank meets its own shard again and again.
+    """The same computation, but no features are sent: a rank meets its own shard again and again.
 
     The result is wrong; the time is that of the computation alone. For equal shards.
     """
-    before = ring.Swap
-    ring.Swap = _Still  # type: ignore[misc]
-    try:
+    with contextlib.ExitStack() as stack:
+        still = _Still()
+        for module, name, other in (
+            (ring, "Swap", _StillSwap),
+            (gathering, "gather", still.gather),
+            (gathering, "scatter_sum", still.scatter_sum),
+            (gathering, "deal", still.deal),
+        ):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, other)
         yield
-    finally:
-        ring.Swap = before  # type: ignore[misc]
 
 
-class _Still(ring.Swap):
+class _StillSwap(ring.Swap):
     def add(self, outgoing: Tensor, size: int, dim: int = 0) -> Tensor:
         assert outgoing.shape[dim] == size
-        return outgoing.clone() if outgoing.dtype == torch.float32 else outgoing
+        # Features are read and not written; gradients and states are added to.
+        wide = outgoing.dtype in (torch.float32, torch.float64)
+        return outgoing.clone() if wide else outgoing
 
     def start(self) -> None:
         pass
 
     def wait(self) -> None:
         pass
+
+
+class _Still:
+    """What the collectives would return, of this rank's own."""
+
+    def __init__(self) -> None:
+        self.copies: dict[tuple[object, ...], Tensor] = {}
+
+    def gather(self, shard: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
+        key = (tuple(shard.shape), shard.dtype)  # made once: a transfer's writes cost no kernel
+        if key not in self.copies:
+            self.copies[key] = shard.expand(group.size(), *shard.shape).contiguous()
+        return self.copies[key], Pending(None, "")
+
+    def scatter_sum(self, parts: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
+        return parts[: len(parts) // group.size()], Pending(None, "")
+
+    def deal(self, parts: Tensor, group: Any, operation: str) -> Tensor:
+        return parts
 
 
 def _clip(team: Team) -> LossFunction:
