@@ -122,9 +122,8 @@ def open_labelled(spec: str) -> Labelled:
     """
     folder = Path(spec)
     if folder.is_dir() and not any(folder.glob("*.tar")):
-        if beside(folder, CLASS_NAMES) == folder / CLASS_NAMES and any(folder.glob("test/*.tar")):
-            return ShardLabels(sorted(folder.glob("test/*.tar")))
-        return FolderLabels(folder)
+        test = sorted(folder.glob("test/*.tar"))
+        return ShardLabels(test) if test else FolderLabels(folder)
     paths = find_files(spec)
     if paths[0].suffix != ".tar":
         raise UsageError(f"{paths[0]}: expected shards (.tar) or a folder with a folder a class")

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.metrics import recall_score, top_k_accuracy_score
+from torch import Tensor
+
+from megabatch.evaluation import classification
+from megabatch.evaluation.classification import chance, rank_by_scores, rank_by_similarity
+
+
+def problem() -> tuple[Tensor, Tensor, Tensor]:
+    """300 images, their classes (of which two never occur), and 12 classes' features."""
+    generator = torch.Generator().manual_seed(1)
+    classes = torch.randn(12, 8, generator=generator)
+    labels = torch.randint(0, 10, (300,), generator=generator).pow(2) // 10
+    images = 0.5 * classes[labels] + torch.randn(300, 8, generator=generator)
+    return images, labels, classes
+
+
+def test_figures_equal_scikit_learns() -> None:
+    images, labels, classes = problem()
+    scores = images @ classes.T
+    ranked = rank_by_similarity(images, labels, classes)
+    everything = list(range(12))
+    expected = {
+        f"top{k}": top_k_accuracy_score(labels, scores, k=k, labels=everything) for k in (1, 5)
+    }
+    best = scores.argmax(1)
+    occurring = sorted(set(labels.tolist()))
+    expected["mean_per_class_recall"] = recall_score(
+        labels, best, labels=occurring, average="macro", zero_division=0
+    )
+    assert ranked.figures() == pytest.approx(expected)
+    by_class = ranked.recall_by_class()
+    assert set(by_class) == set(labels.tolist())
+    for label, recall in by_class.items():
+        assert recall == pytest.approx(float((best[labels == label] == label).double().mean()))
+
+
+def test_scores_in_strips_rank_as_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels, classes = problem()
+    monkeypatch.setattr(classification, "_ROWS", 70)
+    got = rank_by_scores(lambda x: x @ classes.T, images, labels, 12)
+    expected = rank_by_similarity(images, labels, classes)
+    assert torch.equal(got.above, expected.above)
+    assert torch.equal(got.equal, expected.equal)
+
+
+def test_equal_classes_score_chance() -> None:
+    labels = torch.arange(10).repeat(3)
+    expected = {"top1": 0.1, "top5": 0.5, "mean_per_class_recall": 0.1}
+    assert chance(10) == pytest.approx(expected)
+    same = rank_by_similarity(torch.ones(30, 4), labels, torch.ones(10, 4))
+    assert same.figures() == pytest.approx(expected)
+    silent = rank_by_scores(lambda x: x.new_zeros(len(x), 10), torch.ones(30, 4), labels, 10)
+    assert silent.figures() == pytest.approx(expected)
+    assert chance(3)["top5"] == 1
+
+
+def test_a_label_that_is_no_class_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"labels must lie in 0\.\.1, got 0\.\.2"):
+        rank_by_similarity(torch.ones(3, 4), torch.arange(3), torch.ones(2, 4))

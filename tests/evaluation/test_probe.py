@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+
+from megabatch.evaluation import probe
+from megabatch.evaluation.probe import choose_and_fit, fit, held_out_rows
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[Tensor, Tensor]:
+    """Scikit-learn's, normalised as features are, in float64."""
+    data = load_digits()
+    return F.normalize(torch.from_numpy(data.data)), torch.from_numpy(data.target.astype(np.int64))
+
+
+@pytest.mark.parametrize("c", [0.01, 1.0, 100.0])
+def test_the_fit_equals_scikit_learns(
+    digits: tuple[Tensor, Tensor], c: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = (part[:500] for part in digits)
+    monkeypatch.setattr(probe, "_ROWS", 128)  # several parts
+    got = fit(x, y, 10, c)
+    peer = LogisticRegression(C=c, max_iter=3000, tol=1e-8).fit(x, y)
+    # The largest weights are 0.09, 2.7 and 11; the minimum is flat where they are large.
+    torch.testing.assert_close(got.weight, torch.from_numpy(peer.coef_), rtol=1e-3, atol=1e-2)
+    shares = torch.from_numpy(peer.predict_proba(digits[0]))
+    torch.testing.assert_close(got(digits[0]).softmax(1), shares, rtol=1e-3, atol=5e-4)
+
+
+def test_the_regularisation_is_chosen_on_images_that_were_held_out(
+    digits: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def pretend(x: Tensor, y: Tensor, n: int, c: float) -> probe.Probe:
+        """As accurate as it is near C = 30."""
+        asked.append((c, len(x)))
+        return probe.Probe(torch.zeros(10, 64), torch.zeros(10), c)
+
+    def accuracy(fitted: probe.Probe, x: Tensor, y: Tensor) -> float:
+        assert len(x) == len(digits[0]) - asked[-1][1]
+        return -abs(float(np.log10(fitted.c / 30)))
+
+    monkeypatch.setattr(probe, "fit", pretend)
+    monkeypatch.setattr(probe, "_accuracy", accuracy)
+    chosen = choose_and_fit(*digits, 10)
+    # 15 fits to four fifths, then one to all with what was best to an eighth of a decade.
+    assert [n for _, n in asked] == [1438] * 15 + [1797]
+    assert abs(np.log10(chosen.c / 30)) <= 1 / 16
+    assert len({c for c, _ in asked}) == 15
+
+
+def test_float32_features_are_learnt_and_classed(digits: tuple[Tensor, Tensor]) -> None:
+    x, y = digits[0].float(), digits[1]
+    train = torch.arange(len(x)) % 3 > 0
+    few = train & (torch.arange(len(x)) < 500)
+    chosen = choose_and_fit(x[few], y[few], 10)
+    right = chosen(x[~train]).argmax(1) == y[~train]
+    assert right.double().mean() > 0.9
+
+
+def test_a_fifth_of_each_class_is_held_out() -> None:
+    labels = torch.tensor([0] * 50 + [1] * 3 + [2] + [4] * 2)[torch.randperm(56)]
+    held = held_out_rows(labels)
+    assert torch.equal(held, held_out_rows(labels))
+    assert labels[held].bincount(minlength=5).tolist() == [10, 1, 0, 0, 1]
+
+
+def test_classes_of_one_image_leave_nothing_to_choose_on() -> None:
+    with pytest.raises(ValueError, match="no class has two images"):
+        choose_and_fit(torch.eye(3), torch.arange(3), 3)

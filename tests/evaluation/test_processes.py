@@ -1,0 +1,131 @@
+"""Shares of work, and whole evaluations on two processes against one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from megabatch import retrieval_metrics
+from megabatch.errors import UsageError
+from megabatch.evaluation import classification, processes
+from megabatch.evaluation.config import EvalConfig
+from megabatch.evaluation.processes import gather_rows, gather_values, share, together, torchrun
+from megabatch.evaluation.run import evaluate
+from megabatch.models import create
+from tests.evaluation.material import caption_table, class_shards, image_folder
+from tests.similarity.distributed.processes import World, on_processes, outcomes
+
+__all__ = ["outcomes"]
+
+
+@given(n=st.integers(0, 200), size=st.integers(1, 7), block=st.integers(1, 50))
+def test_shares_cover_everything_once_in_whole_blocks(n: int, size: int, block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        covered: list[int] = []
+        for rank in range(size):
+            patch.setattr(processes, "rank_and_size", lambda group, rank=rank: (rank, size))
+            mine = share(n, None, block=block)
+            assert mine.start % block == 0 or not len(mine)
+            covered += mine
+    assert covered == list(range(n))
+
+
+def test_one_process_has_everything() -> None:
+    rows = torch.ones(2, 3)
+    assert gather_rows(rows, "local") is rows
+    assert gather_values({"a": [1]}, None) == [{"a": [1]}]
+    assert share(5, None) == range(5)
+
+
+def test_a_group_that_cannot_be_formed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UsageError, match=r"the processes cannot be joined: .*RANK"), torchrun():
+        pass
+
+
+@on_processes(2)
+def test_rows_and_values_of_all(world: World) -> None:
+    mine = torch.arange(3 * (world.rank + 2)).reshape(-1, 3)
+    both = gather_rows(mine, None)
+    assert both.tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert gather_rows(mine[: 2 * world.rank], None).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert gather_rows(mine[:0], None).shape == (0, 3)
+    assert gather_values([world.rank, "é"], None) == [[0, "é"], [1, "é"]]
+
+    def prepare() -> int:
+        if world.rank == 1:
+            raise UsageError("no such file")
+        return 3
+
+    with pytest.raises(UsageError, match=r"no such file \(rank 1\)"):
+        together(prepare, None)
+    assert together(lambda: world.rank, None) == world.rank
+
+
+@on_processes(2)
+def test_retrieval_over_processes_equals_one_process(world: World) -> None:
+    x, y = torch.randn(1300, 8), torch.randn(700, 8)
+    x_ids, y_ids = torch.arange(1300) % 650, torch.arange(700) % 660
+    expected = retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids, group="local")
+    parts = [world.shard(t, s) for t, s in ((x, [900, 400]), (y, [0, 700]))]
+    ids = [world.shard(t, s) for t, s in ((x_ids, [900, 400]), (y_ids, [0, 700]))]
+    assert retrieval_metrics(*parts, x_ids=ids[0], y_ids=ids[1]) == expected
+    pairs = retrieval_metrics(world.shard(x[:700], [300, 400]), world.shard(y, [300, 400]))
+    assert pairs == retrieval_metrics(x[:700], y, group="local")
+    with pytest.raises(ValueError, match="expected the same call on all ranks"):
+        retrieval_metrics(x[:, : 4 + world.rank], y[:, : 4 + world.rank])
+
+
+def _run_folder(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.toml").write_text('model = "glyph-small"\ntrain_data = "shards/"\n')
+    torch.manual_seed(0)
+    save_file(create("glyph-small").module.state_dict(), folder / "model.safetensors")
+    return folder
+
+
+@on_processes(2)
+def test_an_evaluation_on_two_processes_equals_one(world: World) -> None:
+    folder = world.folder / f"evaluation-{world.rank}"
+    run = _run_folder(folder)
+    (folder / "templates.txt").write_text("{}\na {}\n")
+    table = caption_table(folder / "pairs", 600)
+    os.truncate(folder / "pairs" / "5.png", 10)
+    settings = {
+        "run": run,
+        "val_data": str(table),
+        "class_data": str(image_folder(folder / "test", 20)),
+        "class_train_data": str(image_folder(folder / "train", 12, seed=500)),
+        "templates": str(folder / "templates.txt"),
+        "device": "cpu",
+        "batch_size": 32,
+    }
+    alone = evaluate(EvalConfig(**settings, output=folder / "alone"), group="local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classification, "_ROWS", 16)
+        both = evaluate(EvalConfig(**settings, output=folder / "both"))
+    pairs = alone["retrieval"]["pairs"]
+    assert pairs["skipped"] == {"undecodable image": 1}
+    assert pairs["texts"] > pairs["images"] == 599
+    for part in ("retrieval", "zero_shot", "classification"):
+        assert alone[part] == both[part]
+    assert (folder / "alone" / "report.html").exists()
+    assert (folder / "both" / "evaluation.json").exists() == (world.rank == 0)
+
+
+@on_processes(2)
+def test_a_mistake_on_one_process_is_told_on_all(world: World) -> None:
+    folder = world.folder / f"mistake-{world.rank}"
+    run = _run_folder(folder)
+    data = class_shards(folder / "wds", 3)
+    if world.rank == 1:
+        (data / "classnames.txt").unlink()
+    with pytest.raises(UsageError, match=r"give names by --class-names \(rank 1\)"):
+        evaluate(EvalConfig(run=run, class_data=str(data)))
