@@ -11,8 +11,10 @@ them (ZeRO-2) rather than to be gathered again for every micro-batch, twice.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,15 +102,10 @@ def lay_out(module: nn.Module, how: str, world: World) -> Layout:
     """Spread a module, on its device already, over the ranks; `how`: "ddp" or "fsdp"."""
     if world.size == 1:
         return Layout(module, module, world)
-    if how == "ddp":
-        # Buffers stay each rank's own (running statistics; the checkpoint has rank 0's): DDP would
-        # send them before the forward passes of a step, which in training read none of them.
-        model = DistributedDataParallel(
-            module, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
-        return Layout(module, model, world)
     for tensor in (*module.parameters(), *module.buffers()):
         world.broadcast(tensor.detach(), "the weights at the start")
+    if how == "ddp":
+        return Layout(module, _replicate(module), world)
     scalars = _scalars_to_vectors(module)
     mesh = init_device_mesh(world.device.type, (world.size,))
     for part in (*units(module), module):
@@ -116,6 +113,16 @@ def lay_out(module: nn.Module, how: str, world: World) -> Layout:
     assert isinstance(module, FSDPModule)
     module.set_reshard_after_backward(False)
     return Layout(module, module, world, scalars)
+
+
+def _replicate(module: nn.Module) -> DistributedDataParallel:
+    # Buffers stay each rank's own (running statistics; the checkpoint has rank 0's): DDP would send
+    # them before the forward passes of a step, which in training read none of them. The option has
+    # another name in newer torch.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {name: False, "gradient_as_bucket_view": True}
+    return DistributedDataParallel(module, **options)
 
 
 def units(module: nn.Module) -> list[nn.Module]:

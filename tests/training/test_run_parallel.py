@@ -1,0 +1,209 @@
+"""Whole runs of several processes: the same as one process, however they are interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megabatch.cli import main
+from megabatch.data import Batch, PairLoader
+from megabatch.training import TrainConfig, save_config, train
+from megabatch.training.trainer import Trainer
+from tests.similarity.distributed.processes import start
+from tests.training.conftest import MakeConfig
+
+SIZE = 2
+
+
+def worker(rank: int, size: int, port: int, jobs: list[tuple[str, Path, list[str]]]) -> None:
+    """Give the command once for each job, with a disturbance; write down what came of each."""
+    torch.set_num_threads(1)
+    launched = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    for number, (disturbance, folder, options) in enumerate(jobs):
+        os.environ["MASTER_PORT"] = str(port + number)
+        out, err = io.StringIO(), io.StringIO()
+        begun = time.monotonic()
+        redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+        with disturbed(disturbance, rank), redirected[0], redirected[1]:
+            code = main(["train", *options])
+        told = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+        told["seconds"] = time.monotonic() - begun
+        (folder / f"{rank}.json").write_text(json.dumps(told))
+        if code == 1:  # the group may be broken: the program ends as it is
+            os._exit(1)
+        if dist.is_initialized():  # after an error nobody takes leave
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def disturbed(how: str, rank: int) -> Iterator[None]:
+    """Let something happen to rank 1 in the step with the number 7."""
+    step, data = Trainer.train_step, PairLoader.__iter__
+
+    def train_step(self: Trainer, batch: Batch) -> dict[str, float]:
+        if self.step == 6 and rank == 1:
+            if how in ("SIGTERM", "SIGINT"):
+                os.kill(os.getpid(), getattr(signal, how))
+            elif how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "hangs":
+                time.sleep(7)
+                os._exit(1)
+            elif how == "drift":
+                with torch.no_grad():
+                    self.logit_scale.add_(1e-3)
+        return step(self, batch)
+
+    def iterate(self: PairLoader) -> Iterator[Batch]:
+        for i, batch in enumerate(data(self)):
+            if how == "no data" and rank == 1 and self.epoch == 1 and i == 1:
+                raise OSError(5, "Input/output error")
+            yield batch
+
+    Trainer.train_step, PairLoader.__iter__ = train_step, iterate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Trainer.train_step, PairLoader.__iter__ = step, data  # type: ignore[method-assign]
+
+
+Launch = Callable[..., list[list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Runs jobs one after the other on processes of one start; returns per job what each rank told.
+
+    A rank that was killed or did not end told nothing.
+    """
+
+    def go(*jobs: tuple[str, TrainConfig], size: int = SIZE) -> list[list[dict[str, Any]]]:
+        told = []
+        for number, (how, config) in enumerate(jobs):
+            folder = tmp_path / f"job-{size}-{number}-{time.monotonic_ns()}"
+            folder.mkdir()
+            save_config(config, folder / "config.toml")
+            options = ["--config", str(folder / "config.toml")] + ["--resume"] * config.resume
+            told.append((how, folder, options))
+        processes = start(size, worker, told)
+        for process in processes:
+            process.join(100)
+            alive = process.is_alive()
+            process.kill()
+            process.join()
+            assert not alive, "a process was left over"
+        found = [[folder / f"{rank}.json" for rank in range(size)] for _, folder, _ in told]
+        return [[json.loads(p.read_text()) if p.exists() else {} for p in ps] for ps in found]
+
+    return go
+
+
+@pytest.fixture
+def config(make_config: MakeConfig, tmp_path: Path) -> TrainConfig:
+    """A run of a model that draws no random numbers."""
+    return make_config(tmp_path / "run", model="glyph-small", lr=1e-3, checkpoint_every=4)
+
+
+def assert_close(run: Path, expected: Path) -> None:
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, expected))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_runs_of_two_processes_are_that_of_one(
+    launch: Launch, config: TrainConfig, tmp_path: Path
+) -> None:
+    alone = replace(config, output=tmp_path / "alone")
+    assert train(alone) == 0
+    ddp = replace(config, output=tmp_path / "ddp", check_replicas_every=2)
+    fsdp = replace(config, output=tmp_path / "fsdp", parallel="fsdp", grad_checkpointing=True)
+    stopped = replace(config, output=tmp_path / "stopped", parallel="fsdp")
+    ctrl_c = replace(config, output=tmp_path / "ctrl-c")
+    broken = replace(config, output=tmp_path / "broken", model="ViT-B32")
+    drift = replace(config, output=tmp_path / "drift", check_replicas_every=7)
+    told = launch(
+        ("", ddp),
+        ("", fsdp),
+        ("SIGTERM", stopped),
+        ("SIGINT", ctrl_c),
+        ("", broken),
+        ("", replace(ddp, resume=True)),
+        ("drift", drift),
+    )
+
+    for run, (first, second) in zip((ddp, fsdp), told[:2], strict=True):
+        assert (first["code"], second["code"]) == (0, 0), first["err"]
+        assert_close(run.output, alone.output)
+        assert losses(run.output) == pytest.approx(losses(alone.output), abs=1e-5)
+        assert f"2 x cpu ({run.parallel})" in first["out"]
+        assert "waiting for data" in first["out"]
+        assert second["out"] == second["err"] == first["err"] == ""  # rank 0 speaks
+
+    for run, (first, second), code in ((stopped, told[2], 75), (ctrl_c, told[3], 130)):
+        assert (first["code"], second["code"]) == (code, code)
+        assert "interrupted after step 7 of 12" in first["out"]
+        assert second["out"] == second["err"] == ""
+        assert sorted(p.name for p in (run.output / "checkpoints").iterdir())[-1] == "step-00000007"
+
+    first, second = told[4]
+    assert (first["code"], second["code"]) == (2, 2)
+    assert first["err"].count("ViT-B32") == 1
+    assert second["err"] == ""
+
+    assert [rank["code"] for rank in told[5]] == [0, 0]
+    assert "continuing after step 12" in told[5][0]["out"]
+
+    first, second = told[6]
+    assert (first["code"], second["code"]) == (1, 1)
+    assert "logit_scale (rank 0 against rank 1)" in first["err"]
+    assert second["err"] == ""
+
+    # What two processes left one continues, and three do under another layout.
+    assert train(replace(ctrl_c, resume=True)) == 0
+    assert_close(ctrl_c.output, alone.output)
+    copy = replace(stopped, output=tmp_path / "copy")
+    shutil.copytree(stopped.output, copy.output)
+    (one,) = launch(("", replace(stopped, resume=True)), size=3)
+    assert [rank["code"] for rank in one] == [0, 0, 0], one[0]["err"]
+    assert_close(stopped.output, alone.output)
+    assert train(replace(copy, resume=True, parallel="ddp")) == 0
+    assert_close(copy.output, alone.output)
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs", "no data"])
+def test_what_happens_to_one_process_ends_the_others_with_a_reason(
+    launch: Launch, config: TrainConfig, how: str
+) -> None:
+    config = replace(config, dist_timeout=3, steps=100)
+    ((first, second),) = launch((how, config))
+    assert first["code"] == 1
+    assert len(first["err"].splitlines()) == 1
+    saved = sorted(path.name for path in (config.output / "checkpoints").iterdir())
+    if how == "no data":
+        assert "rank 1: reading data: " in first["err"]
+        assert "Input/output error" in first["err"]
+        assert (second["code"], second["err"]) == (1, "")
+        assert saved[-1] == "step-00000006"
+    else:
+        assert "rank 0 of 2, step 7: another process is gone or did not come" in first["err"]
+        assert saved == ["step-00000004"]

@@ -1,0 +1,163 @@
+"""How processes find each other and what they tell each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megabatch.errors import CommunicationError, UsageError
+from megabatch.training import TrainConfig, world
+from megabatch.training.world import Gone, World, joined, place
+from tests.similarity.distributed.processes import World as Processes
+from tests.similarity.distributed.processes import on_processes, outcomes
+
+__all__ = ["outcomes"]
+
+CPU = torch.device("cpu")
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, (0, 1, 0)),
+        (TORCHRUN, (5, 8, 1)),
+        (SLURM, (3, 4, 1)),
+        ({**SLURM, **TORCHRUN}, (5, 8, 1)),  # torchrun inside of a Slurm job
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (0, 1, 0)),  # a batch script, without srun
+    ],
+)
+def test_the_launchers_environment(environ: dict[str, str], expected: tuple[int, ...]) -> None:
+    assert place(environ) == expected
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"WORLD_SIZE": "2"},
+        {**TORCHRUN, "RANK": "8"},
+        {**TORCHRUN, "LOCAL_RANK": "first"},
+        {**SLURM, "SLURM_LOCALID": "-1"},
+    ],
+)
+def test_an_environment_that_makes_no_sense(environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="environment: "):
+        place(environ)
+
+
+def test_srun_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SLURM, "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    config = TrainConfig(device="cpu")
+    with pytest.raises(UsageError, match=r"MASTER_ADDR not set.*scontrol"), joined(config):
+        pass
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(SystemExit) as left, joined(config):  # one of them says it
+        pass
+    assert left.value.code == 2
+
+
+def test_each_process_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert world._device_of("auto", 3) == torch.device("cuda", 3)
+    assert world._device_of("cuda", 0) == torch.device("cuda", 0)
+    assert world._device_of("cpu", 3) == CPU
+    for name, local_rank in (("cuda:1", 1), ("cuda", 4), ("gpu", 0)):
+        with pytest.raises(UsageError, match="device: "):
+            world._device_of(name, local_rank)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as srun --gpus-per-task=1 shows it
+    assert world._device_of("cuda", 3) == torch.device("cuda", 0)
+
+
+def test_alone_everything_is_said_to_oneself() -> None:
+    alone = World(CPU)
+    assert alone.main
+    assert alone.gather(1, 2.5) == [[1, 2.5]]
+    assert alone.mean(3.0) == 3.0
+    assert alone.texts("word") == ["word"]
+    assert alone.from_main({"a": [1]}) == {"a": [1]}
+    tensors = {"a": torch.ones(2)}
+    assert dict(alone.tensors_from_main(tensors)) == tensors
+    alone.settle()
+    with pytest.raises(UsageError, match="mine"):
+        alone.settle(UsageError("mine"))
+    with pytest.raises(RuntimeError, match="gloo"), alone.failures("step 1"):
+        raise RuntimeError("gloo")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CommunicationError("clip_loss: ring step 1"),
+        RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer"),
+        torch.distributed.DistBackendError("NCCL communicator was aborted"),
+    ],
+)
+def test_a_failed_communication_is_one_line(error: RuntimeError) -> None:
+    some = World(CPU, 1, 4)
+    message = r"^rank 1 of 4, step 7: another process is gone or did not come "
+    with pytest.raises(Gone, match=message), some.failures("step 7"):
+        raise error
+    with pytest.raises(RuntimeError, match="out of memory"), some.failures("step 7"):
+        raise RuntimeError("CUDA out of memory")
+
+
+def stopped(some: World, error: UsageError | None) -> tuple[str, int]:
+    """What a rank says when all stop, and its exit code."""
+    try:
+        some.settle(error)
+    except UsageError as raised:
+        return str(raised), getattr(raised, "exit_code", 2)
+    except SystemExit as left:
+        return "", int(left.code or 0)
+    raise AssertionError("it went on")
+
+
+@on_processes(3)
+def test_what_is_told(processes: Processes) -> None:
+    rank = processes.rank
+    some = World(CPU, rank, processes.size)
+    assert some.main == (rank == 0)
+    assert some.gather(rank, 0.5 * rank) == [[0, 0], [1, 0.5], [2, 1.0]]
+    assert some.mean(float(rank)) == 1.0
+    assert some.texts("ab" * rank) == ["", "ab", "abab"]
+    assert some.from_main({"rank": rank, "é": None}) == {"rank": 0, "é": None}
+    for kind in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        sent = {"a": torch.arange(6).view(2, 3).t().to(kind), "b": torch.tensor(3).to(kind)}
+        got = dict(some.tensors_from_main(sent if rank == 0 else {}))
+        assert all(torch.equal(got[name], sent[name]) for name in ("a", "b"))
+        assert got["a"].dtype == kind
+    spread = torch.full((3, 2), float(rank)).t()
+    some.broadcast(spread, "a transposed one")
+    assert spread.sum() == 0
+
+
+@on_processes(3)
+def test_all_stop_together_and_rank_0_says_why(processes: Processes) -> None:
+    rank = processes.rank
+    some = World(CPU, rank, processes.size)
+    some.settle()
+    everywhere = stopped(some, UsageError("the same"))
+    assert everywhere == (("the same", 2) if rank == 0 else ("", 2))
+    elsewhere = stopped(some, Gone("its own") if rank == 2 else None)
+    assert elsewhere == (("rank 2: its own", 1) if rank == 0 else ("", 1))
+    mixed = stopped(some, UsageError("own" if rank else "another"))
+    assert mixed[0] == ("rank 0: another; ranks 1, 2: own" if rank == 0 else "")
+
+    def work() -> int:
+        if rank == 1:
+            raise UsageError("no file")
+        return 7
+
+    if rank == 0:
+        with pytest.raises(UsageError, match="rank 1: no file"):
+            some.attempt(work)
+    else:
+        with pytest.raises(SystemExit):
+            some.attempt(work)
+    assert some.attempt(lambda: 7) == 7
