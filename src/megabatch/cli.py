@@ -14,7 +14,9 @@ COMMANDS = {
     "train": ("megabatch.training.command", "train two towers on pairs"),
     "eval": ("megabatch.evaluation.command", "evaluate a run and write its report"),
     "data": ("megabatch.data.command", "write the built-in data sets as shards"),
+    "plan": ("megabatch.planning.command", "say what a run would take of the memory"),
     "bench": ("megabatch.benchmarking.command", "measure megabatch beside its peers"),
+    "tune": ("megabatch.benchmarking.tune_command", "fit the fused kernels to this GPU"),
 }
 
 USAGE = "usage: megabatch COMMAND [OPTIONS]   (megabatch COMMAND --help lists the options)\n\n" + (

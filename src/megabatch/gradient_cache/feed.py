@@ -96,6 +96,8 @@ def _gains_by_a_thread(batches: Parts, device: torch.device) -> bool:
 
 def _one_ahead(load: Callable[[int], T], count: int) -> Generator[T, None, None]:
     """load(0), load(1), ...; a thread is at the next one while the caller works with one."""
+    if not count:
+        return
     worker = _Worker()
     try:
         coming = worker.submit(load, 0)

@@ -1,0 +1,92 @@
+"""The memory that tensors take while something runs, counted without running it.
+
+Fake tensors (`FakeTensorMode`) have shapes, types and devices, but no values: operations on them
+take no time and no memory, on any device, present or not. What they would take is counted here,
+tensor by tensor, as an allocator would: it is freed when the last reference goes, those of
+autograd's graph included.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: CUDA's allocator gives multiples of this.
+UNIT = 512
+
+
+class MemoryCounter(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations inside make, as long as they live.
+
+    live, peak: bytes now, and most at once since `start`.
+
+    Args:
+        inside: bytes that an operation takes while it runs, beside its results; called with the
+            operation's name and its arguments.
+    """
+
+    def __init__(self, inside: Callable[[str, Sequence[Any]], int] = lambda name, args: 0) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._inside = inside
+        self._known: set[int] = set()
+
+    def start(self) -> int:
+        """Count the peak from here; returns the bytes that live now."""
+        self.peak = self.live
+        return self.live
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                self._count(result)
+        self.peak = max(self.peak, self.live + self._inside(function.name(), args))
+        return results
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // UNIT) * UNIT
+        self._known.add(key)
+        self.live += size
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+@contextmanager
+def counted(
+    inside: Callable[[str, Sequence[Any]], int] = lambda name, args: 0,
+) -> Iterator[MemoryCounter]:
+    """Fake tensors instead of real ones, and their memory counted."""
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryCounter(inside) as counter:
+        yield counter
+
+
+def fake_copies(module: torch.nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Fake tensors on a device for a module's parameters and buffers, by name; call it inside."""
+    copies: dict[Tensor, Tensor] = {}
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for _, tensor in named:
+        if tensor not in copies:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            copies[tensor] = copy.requires_grad_(tensor.requires_grad)
+    return {name: copies[tensor] for name, tensor in named}

@@ -1,0 +1,121 @@
+"""What the loss takes of the memory, and of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.planning.counter import counted
+from megabatch.planning.towers import AUTOCAST
+from megabatch.similarity import ring, sweep
+from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.training.config import TrainConfig
+from megabatch.training.objective import create_objective
+
+#: Operations a second in half precision on CLIP's loss, by part of the GPU's name, with 8 b^2 d
+#: operations a loss; measured (benchmarks/results/single-gpu.json: 570 to 611 at widths of 512 to
+#: 1,024 and b = 65,536).
+RATES = {"H200": 590e12}
+
+_SMALLEST = 64 << 10
+
+
+def loss_bytes(
+    config: TrainConfig,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    device: str,
+    ranks: int,
+    locked: frozenset[str] = frozenset(),
+) -> int:
+    """Most bytes that the loss takes for `rows` pairs of this rank, beside the features (b, d).
+
+    The features' gradients are among them. `locked`: towers whose features need none.
+    """
+    # Without ids: they are looked at, and fake ones have no values; a few bytes a row. Always on
+    # the CPU, as the backward pass of a GPU needs one. What differs there is what the operators
+    # take inside, and that no logits are kept (`sweep.kept_size`).
+    objective = create_objective(replace(config, duplicates="negatives"), group="local")
+    before = sweep.set_workspace(None)
+    limit = before or sweep.DEFAULT_WORKSPACE[device]
+    keeps = device == "cpu" and ranks == 1
+    sweep.set_workspace(limit if keeps else _SMALLEST)
+    try:
+        with counted(_inside(limit, device, ranks)) as counter:
+            x, y = (
+                torch.empty(rows, width, dtype=dtype, requires_grad=tower not in locked)
+                for tower in ("image", "text")
+            )
+            scale, bias = (torch.ones((), requires_grad=True) for _ in range(2))
+            start = counter.start()
+            enabled = config.precision in AUTOCAST
+            with torch.autocast("cpu", AUTOCAST.get(config.precision), enabled=enabled):
+                loss = objective(x, y, scale, bias)
+            loss.backward()
+            return counter.peak - start
+    finally:
+        sweep.set_workspace(before)
+
+
+def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]], int]:
+    """What an operator of `megabatch.similarity` takes while it runs, beside its results."""
+
+    def inside(name: str, args: Sequence[Any]) -> int:
+        kind = name.removeprefix("megabatch::").split(".")[0]
+        if kind not in ("statistics", "statistics_backward", "softplus_sum"):
+            return 0
+        x: Tensor = args[0]
+        y: Tensor = x if args[1] is None else args[1]
+        block, side = (_block_on_cpu if device == "cpu" else _block_on_gpu)(x, y, limit)
+        if kind == "statistics":
+            return (block if device == "cpu" else block // 4) + _travelling(x, ranks)
+        if kind == "softplus_sum":
+            return block + _travelling(x, ranks)
+        row = x.shape[1] * accumulator_dtype(x.dtype).itemsize
+        if args[1] is None or ranks > 1:  # one accumulator of all rows
+            product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
+            return block + row * len(x) + product + _travelling(x, ranks)
+        # Of all columns, and of a strip of rows and the one before it.
+        return block + row * (len(y) + min(2 * side, len(x)))
+
+    return inside
+
+
+def _block_on_cpu(x: Tensor, y: Tensor, limit: int) -> tuple[int, int]:
+    """(bytes of a block, its rows)."""
+    before = sweep.set_workspace(limit)
+    rows, columns = sweep.block_shape(x)
+    sweep.set_workspace(before)
+    rows, columns = min(rows, len(x)), min(columns, len(y))
+    item = accumulator_dtype(x.dtype).itemsize
+    copies = 0 if x.element_size() == item else x.shape[1] * (rows + columns)
+    return item * (6 * rows * columns + copies), rows
+
+
+def _block_on_gpu(x: Tensor, y: Tensor, limit: int) -> tuple[int, int]:
+    side = int((limit / x.element_size()) ** 0.5)
+    return x.element_size() * min(side, len(x)) * min(side, len(y)), side
+
+
+def _travelling(x: Tensor, ranks: int) -> int:
+    """Two pieces of features and three of gradients around the ring."""
+    if ranks == 1:
+        return 0
+    rows = min(ring.piece_rows(x), len(x))
+    item = accumulator_dtype(x.dtype).itemsize
+    return rows * x.shape[1] * (2 * x.element_size() + 3 * item)
+
+
+def loss_seconds(config: TrainConfig, width: int, name: str, ranks: int) -> float | None:
+    """Seconds that the loss takes a step, where the rate of such a GPU was measured; else None."""
+    rate = next((rate for part, rate in RATES.items() if part in name), None)
+    if rate is None or config.precision == "fp32":
+        return None
+    factor = {"siglip": 6, "ntxent": 16, "dcl": 16}.get(config.loss, 8)
+    widths = sum(config.matryoshka_dims) or width
+    return factor * config.global_batch_size**2 * widths / ranks / rate

@@ -1,0 +1,68 @@
+"""The devices that a plan is for."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+#: Of a GPU's memory: what the allocator loses between blocks of different sizes.
+FRAGMENTATION = 0.05
+#: Bytes: CUDA's context, cuBLAS's workspaces and NCCL's buffers, where they cannot be measured.
+CONTEXT = 1 << 30
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a run, alike.
+
+    device: "cpu" or "cuda". count: processes, each with one device.
+    limit: bytes that tensors may take on each device; on the CPU of each process.
+    host: bytes free on a host; None where it is another machine. per_host: processes on a host.
+    name: as the driver has it, where it is known.
+    """
+
+    device: str
+    count: int
+    limit: int
+    host: int | None = None
+    per_host: int = 1
+    name: str = ""
+
+
+def this_machine(device: torch.device, count: int) -> Machine:
+    """The machine that this process runs on; `count` processes in all."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    host = int(psutil.virtual_memory().available)
+    if device.type != "cuda":
+        return Machine("cpu", count, host // per_host, None, per_host)
+    free, _ = torch.cuda.mem_get_info(device)
+    limit = int(free * (1 - FRAGMENTATION))
+    name = torch.cuda.get_device_name(device)
+    return Machine("cuda", count, limit, host, per_host, name)
+
+
+def other_machine(count: int, memory: int, name: str = "") -> Machine:
+    """Some GPUs of so many bytes each."""
+    limit = int((memory - CONTEXT) * (1 - FRAGMENTATION))
+    return Machine("cuda", count, max(0, limit), name=name)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "80GiB", "80 GB" or "80g" (binary), or of a plain number.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    if match is None:
+        raise ValueError(f"expected a size such as 80GiB, got {text!r}")
+    number, unit, suffix = match.groups()
+    decimal = suffix == "b" or not unit
+    return int(float(number) * (_UNITS[unit] if decimal else _BINARY[unit]))

@@ -1,0 +1,309 @@
+"""What fits: the parts of each phase of a step, and what to change where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from megabatch.models import Towers
+from megabatch.models.locking import locked_towers
+from megabatch.planning.loss import loss_bytes, loss_seconds
+from megabatch.planning.machine import Machine
+from megabatch.planning.state import state_bytes
+from megabatch.planning.towers import AUTOCAST, MicroBatch, Sample, measure, sample_of
+from megabatch.training.config import TrainConfig
+from megabatch.training.parallel import checkpoint_activations, units
+
+#: Phases of a step, in order.
+PHASES = ("encode", "loss", "second pass", "update")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that takes memory in some phases of a step.
+
+    nbytes: by phase; phases left out take none.
+    """
+
+    name: str
+    nbytes: dict[str, int]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step takes of each device's memory and of its host's.
+
+    parts: on each device. host: likewise, on each host; phases do not matter there.
+    seconds: of the loss in each step, where known.
+    problem: why it cannot fit, with a suggestion; "" where it does.
+    """
+
+    config: TrainConfig
+    machine: Machine
+    parts: tuple[Part, ...]
+    host: tuple[Part, ...]
+    seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    problem: str = ""
+
+    def total(self, phase: str) -> int:
+        """Bytes on each device in a phase."""
+        return sum(part.nbytes.get(phase, 0) for part in self.parts)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes on each device."""
+        return max(self.total(phase) for phase in PHASES)
+
+    @property
+    def host_total(self) -> int:
+        """Bytes on a host."""
+        return sum(max(part.nbytes.values()) for part in self.host)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does."""
+        free = self.machine.host
+        return self.peak <= self.machine.limit and (free is None or self.host_total <= free)
+
+
+def make_plan(config: TrainConfig, towers: Towers, machine: Machine) -> Plan:
+    """Plan a run: what each part will take, whether it fits, and if not, what would.
+
+    Nothing is computed and nothing allocated, whatever the sizes. Takes a second or two.
+    """
+    planner = _Planner(config, towers, machine)
+    plan = planner.plan(config)
+    return plan if plan.fits else replace(plan, problem=planner.advice(plan))
+
+
+@dataclass
+class _Planner:
+    config: TrainConfig
+    towers: Towers
+    machine: Machine
+    _measured: dict[int, MicroBatch] = field(default_factory=dict)
+
+    @cached_property
+    def sample(self) -> Sample:
+        return sample_of(self.towers)
+
+    def micro_batch(self, size: int) -> MicroBatch:
+        if size not in self._measured:
+            config, module = self.config, self.towers.module
+            with _checkpointed(module, config.grad_checkpointing):
+                self._measured[size] = measure(
+                    module, self.sample, size, self.machine.device, config.precision
+                )
+        return self._measured[size]
+
+    def plan(
+        self,
+        config: TrainConfig,
+        machine: Machine | None = None,
+        micro: MicroBatch | None = None,
+    ) -> Plan:
+        """The plan of a configuration that differs from the planner's in sizes only.
+
+        `micro`: instead of what is counted for the configuration's micro-batch.
+        """
+        machine = machine or self.machine
+        rows = -(-config.global_batch_size // machine.count)
+        size = min(config.micro_batch_size, rows)
+        on_gpu = machine.device == "cuda"
+        parts = [*self._state(machine), *self._features(config, machine, rows)]
+        micro = micro or self.micro_batch(size)
+        inputs = 2 * size * self.sample.nbytes if on_gpu else 0
+        passes = {"encode": micro.forward, "second pass": micro.peak}
+        kept = f"{_mega(micro.kept)} in the graph of {size:,} pairs"
+        parts.append(Part("activations", passes, kept))
+        if on_gpu:
+            moved = {"encode": inputs, "second pass": inputs}
+            parts.append(Part("inputs", moved, "two micro-batches"))
+        plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine))
+        if on_gpu and plan.total("second pass") > machine.limit:
+            plan = self._gradients_to_host(plan)
+        return self._with_host(plan, rows)
+
+    def _state(self, machine: Machine) -> list[Part]:
+        config = self.config
+        state = state_bytes(self.towers.module, config, machine.count)
+        always = dict.fromkeys(PHASES, 1)
+        buckets = config.parallel == "ddp" and machine.count > 1
+        gradients = dict.fromkeys(PHASES if buckets else ("second pass", "update"), 1)
+        at_work = dict.fromkeys(PHASES[:3], 1)
+        rows = [
+            ("weights", state.weights, always, ""),
+            ("weights, whole", state.whole_weights, at_work, "FSDP2, while a step runs"),
+            ("gradients", state.gradients, gradients, "in DDP's buckets" if buckets else ""),
+            ("gradients, whole", state.whole_gradients, {"second pass": 1}, "FSDP2"),
+            ("optimizer state", state.optimizer, always, config.opt),
+            ("moving average", state.average, always, ""),
+            ("optimizer's step", state.update, {"update": 1}, ""),
+        ]
+        return [
+            Part(name, {phase: size for phase in phases}, note)
+            for name, size, phases, note in rows
+            if size
+        ]
+
+    def _features(self, config: TrainConfig, machine: Machine, rows: int) -> list[Part]:
+        width = self.towers.embed_dim
+        dtype = self.feature_dtype(config)
+        locked = locked_towers(self.towers.module)
+        one = rows * width * dtype.itemsize
+        live = (2 - len(locked)) * one
+        loss = loss_bytes(config, rows, width, dtype, machine.device, machine.count, locked)
+        kind = str(dtype).removeprefix("torch.")
+        # In the first pass they lie in micro-batches, then also in one piece.
+        return [
+            Part(
+                "features", {"encode": 4 * one, "loss": 2 * one}, f"{rows:,} x {width} x 2, {kind}"
+            ),
+            Part("loss and its gradients", {"loss": loss}, config.loss),
+            Part("feature gradients", {"second pass": live}),
+        ]
+
+    def feature_dtype(self, config: TrainConfig) -> torch.dtype:
+        """What GradientCache keeps features in."""
+        if config.precision in AUTOCAST and not config.matryoshka_dims:
+            return AUTOCAST[config.precision]
+        return self.micro_batch(2).feature_dtype
+
+    def _seconds(self, config: TrainConfig, machine: Machine) -> float | None:
+        return loss_seconds(config, self.towers.embed_dim, machine.name, machine.count)
+
+    def _gradients_to_host(self, plan: Plan) -> Plan:
+        """As GradientCache does where room is short."""
+        parts = tuple(
+            replace(part, nbytes={"second pass": 0}, note="on the host, as room is short")
+            if part.name == "feature gradients"
+            else part
+            for part in plan.parts
+        )
+        return replace(plan, parts=parts)
+
+    def _with_host(self, plan: Plan, rows: int) -> Plan:
+        """Raw inputs; on the CPU they are among the device's parts."""
+        # One batch in use, and the next one in the making.
+        size = 2 * rows * self.sample.nbytes
+        note = f"{self.sample.nbytes:,} bytes a pair, two batches"
+        inputs = Part("raw inputs", dict.fromkeys(PHASES, size), note)
+        if plan.machine.device == "cpu":
+            return replace(plan, parts=(*plan.parts, inputs))
+        on_host = {"step": size * plan.machine.per_host}
+        return replace(plan, host=(Part("raw inputs", on_host, note),))
+
+    # --- what would fit ---------------------------------------------------------------------
+
+    def advice(self, plan: Plan) -> str:
+        """What is too large, and what to set instead."""
+        config, machine = plan.config, plan.machine
+        if machine.host is not None and plan.host_total > machine.host:
+            what = f"{_giga(plan.host_total)} of the host's {_giga(machine.host)}"
+        else:
+            worst = max(PHASES, key=plan.total)
+            what = f"{_giga(plan.peak)} of {_giga(machine.limit)} in the phase {worst!r}"
+        return f"does not fit: it needs {what}; {self._suggestion(config)}"
+
+    def _suggestion(self, config: TrainConfig) -> str:
+        rows = -(-config.global_batch_size // self.machine.count)
+        size = self._largest_micro_batch(config, min(config.micro_batch_size, rows))
+        if size:
+            return f"--micro-batch-size {size} fits"
+        config = replace(config, micro_batch_size=1)
+        size = self._largest_batch(config)
+        if not size:
+            more = "" if config.grad_checkpointing else ", --grad-checkpointing"
+            return f"no batch fits: a smaller model{more} or --parallel fsdp on more GPUs would"
+        smaller = f"--global-batch-size {size} does, with a small --micro-batch-size"
+        count = self._enough(config)
+        return f"no micro-batch size fits; {smaller}" + (f"; so do {count} GPUs" if count else "")
+
+    def _largest_micro_batch(self, config: TrainConfig, size: int) -> int:
+        """The largest micro-batch below `size` that fits; 0: none does.
+
+        What a micro-batch takes is counted at two sizes and lies on a straight line, but for the
+        small ones; the answer is counted again.
+        """
+        half = max(1, size // 2)
+        if half == size:
+            return 0
+        first, second = self.micro_batch(half), self.micro_batch(size)
+
+        def fits(value: int) -> bool:
+            micro = _on_the_line(first, second, (value - half) / (size - half))
+            return self.plan(replace(config, micro_batch_size=value), micro=micro).fits
+
+        found = _bisect(fits, size)
+        while found and not self.plan(replace(config, micro_batch_size=found)).fits:
+            found = found * 7 // 8
+        return found
+
+    def _largest_batch(self, config: TrainConfig) -> int:
+        """The largest global batch below the configuration's that fits; 0: none does."""
+
+        def fits(value: int) -> bool:
+            return self.plan(replace(config, global_batch_size=value)).fits
+
+        return _bisect(fits, config.global_batch_size)
+
+    def _enough(self, config: TrainConfig) -> int:
+        """How many devices would do, up to 64 times as many; 0 if not even these."""
+        for factor in (2, 4, 8, 16, 32, 64):
+            machine = replace(self.machine, count=self.machine.count * factor)
+            if self.plan(config, machine).fits:
+                return machine.count
+        return 0
+
+
+def _bisect(fits: Callable[[int], bool], above: int) -> int:
+    """The largest number below `above` that fits, to 3%, as a round number; 0: none does."""
+    low, high = 0, above
+    while high - low > max(1, low // 32):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    grain = 1 << max(0, low.bit_length() - 5)  # a power of two, 1/16 of it or less
+    return low // grain * grain
+
+
+def _on_the_line(first: MicroBatch, second: MicroBatch, share: float) -> MicroBatch:
+    """Between two micro-batches, or beyond them: `share` is 0 at the first, 1 at the second."""
+
+    def line(low: int, high: int) -> int:
+        return max(0, int(low + share * (high - low)))
+
+    return MicroBatch(
+        line(first.forward, second.forward),
+        line(first.kept, second.kept),
+        line(first.peak, second.peak),
+        first.feature_dtype,
+    )
+
+
+@contextmanager
+def _checkpointed(module: nn.Module, on: bool) -> Iterator[None]:
+    """The module as the trainer has it, with activation checkpointing or not."""
+    if not on:
+        yield
+        return
+    checkpoint_activations(module)
+    try:
+        yield
+    finally:
+        for unit in units(module):
+            del unit.forward  # the class's own is back
+
+
+def _giga(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _mega(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

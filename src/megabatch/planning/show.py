@@ -1,0 +1,63 @@
+"""A plan as a table and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megabatch.planning.plan import PHASES, Plan
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the table: a line for each part, a column for each phase of a step."""
+    machine, config = plan.machine, plan.config
+    rows = -(-config.global_batch_size // machine.count)
+    device = (machine.name or "GPU") if machine.device == "cuda" else "process on the CPU"
+    each = f"each of {machine.count} of them" if machine.count > 1 else "the one"
+    title = (
+        f"plan: {config.model}, {config.global_batch_size:,} pairs a step, {rows:,} on "
+        f"{each} ({device}), {config.micro_batch_size:,} at a time"
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_edge=False)
+    table.add_column("MiB", no_wrap=True)
+    for phase in PHASES:
+        table.add_column(phase, justify="right", no_wrap=True)
+    table.add_column("")
+    for part in plan.parts:
+        cells = (_mega(part.nbytes[p]) if p in part.nbytes else "" for p in PHASES)
+        table.add_row(part.name, *cells, part.note)
+    table.add_section()
+    table.add_row("all", *(_mega(plan.total(p)) for p in PHASES), f"of {_mega(machine.limit)} free")
+    console.print(table, width=None if console.is_terminal else max(console.width, 120))
+    for part in plan.host:
+        free = "" if machine.host is None else f" of {_mega(machine.host)} free"
+        size = _mega(max(part.nbytes.values()))
+        console.print(f"on the host: {part.name} {size} MiB{free} ({part.note})")
+    if plan.seconds is not None:
+        console.print(f"the loss takes about {plan.seconds:.3g} s a step")
+    if plan.problem:
+        console.print(plan.problem)
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON holds it; all sizes in bytes."""
+    return {
+        "model": plan.config.model,
+        "global_batch_size": plan.config.global_batch_size,
+        "micro_batch_size": plan.config.micro_batch_size,
+        "machine": asdict(plan.machine),
+        "parts": [asdict(part) for part in plan.parts],
+        "host": [asdict(part) for part in plan.host],
+        "phases": {phase: plan.total(phase) for phase in PHASES},
+        "peak": plan.peak,
+        "fits": plan.fits,
+        "problem": plan.problem,
+        "loss_seconds": plan.seconds,
+    }
+
+
+def _mega(size: int) -> str:
+    return f"{size / 2**20:,.{0 if size >= 100 << 20 else 1}f}"

@@ -1,0 +1,163 @@
+"""What one micro-batch takes on its way through the towers, counted with fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megabatch.models import Towers
+from megabatch.models.locking import locked_towers
+from megabatch.planning.counter import counted, fake_copies
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Bytes that one micro-batch takes beside weights, gradients of weights and inputs.
+
+    forward: at most, without a graph. kept: in its graph, when the forward pass is done. peak: at
+    most, in forward and backward pass. features: width, number and item size of what comes out.
+    """
+
+    forward: int
+    kept: int
+    peak: int
+    feature_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one pair is: shapes and dtypes of its first input (image) and its text."""
+
+    first: tuple[tuple[int, ...], torch.dtype]
+    text: tuple[tuple[int, ...], torch.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one pair."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self)
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+        return iter((self.first, self.text))
+
+
+def sample_of(towers: Towers) -> Sample:
+    """What the towers' transform and tokenizer make of a pair."""
+    picture: Any = "a" if towers.first == "text" else Image.new("RGB", (64, 64))
+    with torch.random.fork_rng(devices=[]):  # the transform may draw from the run's generator
+        image = towers.train_transform(picture)
+    text = towers.tokenizer(["a"])[0]
+    return Sample((tuple(image.shape), image.dtype), (tuple(text.shape), text.dtype))
+
+
+def measure(
+    module: nn.Module, sample: Sample, size: int, device: str, precision: str
+) -> MicroBatch:
+    """Count what `size` pairs take; nothing is computed, and no such device need be there.
+
+    Where the device is CUDA and there is none here, torch cannot run the backward pass even with
+    fake tensors: the graph is counted for CUDA, and the backward pass takes beside it what it takes
+    on the CPU.
+    """
+    if device == "cpu" or torch.cuda.is_available():
+        return _measure(module, sample, size, device, precision)
+    host = _measure(module, sample, size, "cpu", precision)
+    try:
+        with mock.patch.object(F, "scaled_dot_product_attention", _fused_attention):
+            there = _measure(module, sample, size, "cuda", precision, backward=False)
+    except (RuntimeError, AssertionError):  # what asks for the device itself, as checkpointing does
+        return host
+    peak = max(there.peak, there.kept + host.peak - host.kept)
+    return MicroBatch(there.forward, there.kept, peak, there.feature_dtype)
+
+
+def _measure(
+    module: nn.Module,
+    sample: Sample,
+    size: int,
+    device: str,
+    precision: str,
+    backward: bool = True,
+) -> MicroBatch:
+    with counted() as counter:
+        place = torch.device(device)
+        weights = fake_copies(module, place)
+        for weight in weights.values():
+            if weight.requires_grad:  # as in every micro-batch but the first
+                weight.grad = torch.zeros_like(weight)
+        inputs = [torch.empty((size, *shape), dtype=dtype, device=place) for shape, dtype in sample]
+        locked = locked_towers(module)
+        live = [
+            None if tower in locked else tensor
+            for tower, tensor in zip(("image", "text"), inputs, strict=True)
+        ]
+
+        def encode(*parts: Tensor | None) -> list[Tensor]:
+            outputs = functional_call(module, weights, parts)
+            return [value for value in outputs.values() if value is not None]
+
+        with _autocast(device, precision):
+            before = counter.start()
+            with torch.no_grad():
+                features = encode(*inputs)
+            dtype = next(t.dtype for t in features if t.ndim == 2)
+            forward = counter.peak - before
+            del features
+            torch.clear_autocast_cache()
+            before = counter.start()
+            outputs = encode(*live)
+            kept = counter.live - before
+            if backward:
+                wanted = [tensor for tensor in outputs if tensor.requires_grad]
+                torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
+            return MicroBatch(forward, kept, counter.peak - before, dtype)
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Attention as a GPU does it: without one torch takes the whole matrix of weights instead."""
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    bias = None
+    if attn_mask is not None:
+        bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention
+    output: Tensor = attention(query, key, value, bias, True, dropout_p, is_causal)[0]
+    return output
+
+
+@contextlib.contextmanager
+def _autocast(device: str, precision: str) -> Iterator[None]:
+    """Autocast also for a device that is not there, for which `torch.autocast` does nothing."""
+    if precision not in AUTOCAST:
+        yield
+        return
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, AUTOCAST[precision])
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])

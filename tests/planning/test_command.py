@@ -1,0 +1,67 @@
+"""`megabatch plan`."""
+
+import json
+
+import pytest
+
+from megabatch import cli
+from megabatch.planning.machine import other_machine, parse_bytes
+
+SMALL = ["plan", "--global-batch-size", "512", "--micro-batch-size", "64"]
+
+
+def test_a_table_of_what_fits_here(capsys):
+    assert cli.main([*SMALL, "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    for words in ("glyph-small", "512 pairs a step", "optimizer state", "second pass", "free"):
+        assert words in out
+
+
+def test_json_of_another_machine(capsys):
+    options = ["--gpus", "8", "--gpu-memory", "80GiB", "--gpu-name", "NVIDIA H200", "--json"]
+    assert cli.main([*SMALL, *options]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["machine"]["count"] == 8
+    assert plan["machine"]["limit"] == int(79 * 2**30 * 0.95)
+    assert plan["loss_seconds"] > 0
+
+
+def test_what_does_not_fit_ends_with_1_and_a_suggestion(capsys):
+    options = ["--global-batch-size", "65536", "--micro-batch-size", "65536"]
+    assert cli.main(["plan", *options, "--gpu-memory", "4GiB"]) == 1
+    assert "does not fit" in (out := capsys.readouterr().out)
+    assert "--micro-batch-size" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "0"], "gpus: 0"),
+        (["--gpu-memory", "lots"], "gpu_memory: expected a size such as 80GiB, got 'lots'"),
+        (["--micro-batch-size", "0"], "micro_batch_size: 0"),
+        (["--model", "no-such"], "model: 'no-such'"),
+    ],
+)
+def test_mistakes_are_one_line(options, message, capsys):
+    assert cli.main(["plan", *options]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 << 30), ("80g", 80 << 30), ("80 GB", 80 * 10**9), ("1.5m", 3 << 19), ("12", 12)],
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1g", "1x", "80GiBs"])
+def test_no_sizes(text):
+    with pytest.raises(ValueError, match="80GiB"):
+        parse_bytes(text)
+
+
+def test_a_gpu_smaller_than_its_context():
+    assert other_machine(1, 1).limit == 0

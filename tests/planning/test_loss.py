@@ -1,0 +1,71 @@
+"""What the loss takes, against what was measured on GPUs and what the allocator gave out."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megabatch.planning.loss import loss_bytes, loss_seconds
+from megabatch.similarity import set_workspace
+from megabatch.training.config import TrainConfig
+from megabatch.training.objective import create_objective
+from tests.planning.allocator import peak_bytes
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/single-gpu.json"
+
+
+def measured(rows, width):
+    """The record of CLIP's loss in bfloat16 on one GPU."""
+    for record in json.loads(RESULTS.read_text())["records"]:
+        found = (record["contender"], record["dtype"], record["b"], record["d"])
+        if found == ("megabatch", "bfloat16", rows, width) and record["n_devices"] == 1:
+            return record
+    raise LookupError((rows, width))
+
+
+@pytest.mark.parametrize("shape", [(65536, 512), (65536, 768), (262144, 768), (1048576, 768)])
+def test_memory_of_the_loss_on_an_h200(shape):
+    gradients = 2 * 2 * shape[0] * shape[1]  # not in the records
+    planned = loss_bytes(TrainConfig(), *shape, torch.bfloat16, "cuda", 1) - gradients
+    assert abs(planned / measured(*shape)["extra_bytes"] - 1) < 0.03  # found: 0.3% to 1.1%
+
+
+def test_time_of_the_loss_on_an_h200():
+    config = replace(TrainConfig(), global_batch_size=65536)
+    seconds = loss_seconds(config, 768, "NVIDIA H200", 1)
+    assert abs(seconds * 1000 / measured(65536, 768)["ms"] - 1) < 0.05
+    assert loss_seconds(config, 768, "NVIDIA H200", 4) == seconds / 4
+    assert loss_seconds(config, 768, "NVIDIA T4", 1) is None
+    assert loss_seconds(replace(config, precision="fp32"), 768, "NVIDIA H200", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "workspace"),
+    [("clip", None), ("clip", 1 << 20), ("siglip", None), ("infonce", None), ("ntxent", 2 << 20)],
+)
+def test_memory_of_the_loss_on_the_cpu(loss, workspace):
+    config, (rows, width) = replace(TrainConfig(), loss=loss, precision="fp32"), (500, 256)
+    objective = create_objective(config, group="local")
+    before = set_workspace(workspace)
+    try:
+        x, y = (torch.randn(rows, width, requires_grad=True) for _ in range(2))
+        scale, bias = (torch.ones((), requires_grad=True) for _ in range(2))
+        actual = peak_bytes(lambda: objective(x, y, scale, bias).backward())
+        planned = loss_bytes(config, rows, width, torch.float32, "cpu", 1)
+    finally:
+        set_workspace(before)
+    # A block is planned with all its buffers; half of them serve ids and ceilings.
+    assert 0.97 * actual < planned < 1.03 * actual + 3 * 512 * rows * 4
+
+
+def test_a_locked_tower_and_shards_take_less():
+    sizes = (65536, 512, torch.bfloat16, "cuda")
+    alone = loss_bytes(TrainConfig(), *sizes, 1)
+    assert loss_bytes(TrainConfig(), *sizes, 1, frozenset({"image"})) < alone
+    eighth = loss_bytes(TrainConfig(), 65536 // 8, 512, torch.bfloat16, "cuda", 8)
+    assert eighth < alone / 2
+    narrow = replace(TrainConfig(), matryoshka_dims=(64, 128))
+    assert loss_bytes(narrow, *sizes, 1) != alone
+    assert loss_bytes(replace(TrainConfig(), duplicates="positives"), *sizes, 1) == alone

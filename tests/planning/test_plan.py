@@ -1,0 +1,161 @@
+"""Plans against real steps; what does not fit, and what is suggested instead."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megabatch.data import Batch
+from megabatch.models import create
+from megabatch.models.locking import lock
+from megabatch.planning import Machine, make_plan, to_json
+from megabatch.planning.plan import PHASES
+from megabatch.planning.state import state_bytes
+from megabatch.training.config import TrainConfig
+from megabatch.training.optimizer import create_optimizer
+from megabatch.training.trainer import Trainer
+from tests.planning.allocator import peak_bytes
+
+CONFIG = replace(TrainConfig(), global_batch_size=256, micro_batch_size=64, warmup=1)
+CPU = Machine("cpu", 1, 1 << 40)
+
+
+def gpus(count, gib, **more):
+    return Machine("cuda", count, int(gib * 2**30), **more)
+
+
+def part(plan, name):
+    return next((part.nbytes for part in plan.parts if part.name == name), {})
+
+
+@pytest.mark.parametrize("change", [{}, {"precision": "fp32", "micro_batch_size": 256}])
+def test_the_peak_of_a_real_step(change):
+    config, towers = replace(CONFIG, **change), create("glyph-small")
+    plan = make_plan(config, towers, CPU)
+    rows = config.global_batch_size
+    images, texts = torch.zeros(rows, 1, 32, 32, dtype=torch.uint8), torch.ones(rows, 64).long()
+    batch = Batch(images, texts, torch.arange(rows))
+    trainer = Trainer(config, towers.module, torch.device("cpu"), 10)
+    trainer.train_step(batch)  # the optimizer's state is there now
+    actual = peak_bytes(lambda: trainer.train_step(batch))
+    there = ("weights", "optimizer state", "raw inputs")
+    planned = plan.peak - sum(part(plan, name)["loss"] for name in there)
+    assert abs(planned / actual - 1) < 0.15
+
+
+@pytest.mark.parametrize("opt", ["adamw", "lamb", "lars", "adafactor", "lion", "sgd"])
+def test_the_state_of_each_optimizer(opt, glyph):
+    config = replace(CONFIG, opt=opt, ema_decay=0.9)
+    optimizer = create_optimizer(glyph.module, config)
+    for parameter in glyph.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    weights = {name: value.clone() for name, value in glyph.module.state_dict().items()}
+    optimizer.step()
+    glyph.module.load_state_dict(weights)
+    glyph.module.zero_grad()
+    held = sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    planned = state_bytes(glyph.module, config, 1)
+    assert abs(planned.optimizer - held) <= 0.01 * held
+    assert planned.average == planned.weights
+
+
+def test_shards_and_replicas(glyph):
+    one = state_bytes(glyph.module, CONFIG, 1)
+    ddp = state_bytes(glyph.module, CONFIG, 4)
+    fsdp = state_bytes(glyph.module, replace(CONFIG, parallel="fsdp"), 4)
+    assert ddp == one
+    assert fsdp.optimizer == -(-one.optimizer // 4)
+    assert fsdp.whole_weights == one.weights
+    plan = make_plan(CONFIG, glyph, gpus(4, 80))
+    assert set(part(plan, "gradients")) == set(PHASES)  # the buckets stay
+    assert part(plan, "features")["loss"] == 2 * 64 * 256 * 2
+
+
+def test_a_locked_tower_has_no_gradients():
+    towers = create("glyph-small")
+    free = make_plan(CONFIG, towers, gpus(1, 80))
+    lock(towers.module, "image")
+    locked = make_plan(CONFIG, towers, gpus(1, 80))
+    assert part(locked, "weights") == part(free, "weights")
+    assert part(locked, "optimizer state")["loss"] < part(free, "optimizer state")["loss"]
+    assert (
+        part(locked, "feature gradients")["second pass"] * 2
+        == (part(free, "feature gradients")["second pass"])
+    )
+
+
+def test_checkpointing_is_planned_and_leaves_the_module_as_it_was(glyph):
+    from megabatch.training.parallel import units
+
+    config = replace(CONFIG, grad_checkpointing=True)
+    fewer = make_plan(config, glyph, gpus(1, 80))
+    assert fewer.total("second pass") <= make_plan(CONFIG, glyph, gpus(1, 80)).total("second pass")
+    assert all("forward" not in vars(unit) for unit in units(glyph.module))
+
+
+def suggested(text, option):
+    words = text.split()
+    return int(words[words.index(option) + 1])
+
+
+def test_a_smaller_micro_batch_is_suggested_and_fits(glyph):
+    config = replace(CONFIG, global_batch_size=65536, micro_batch_size=32768)
+    plan = make_plan(config, glyph, gpus(1, 2))
+    assert not plan.fits
+    assert "in the phase 'second pass'" in plan.problem
+    size = suggested(plan.problem, "--micro-batch-size")
+    assert 1024 < size < 32768
+    assert make_plan(replace(config, micro_batch_size=size), glyph, gpus(1, 2)).fits
+    assert not make_plan(replace(config, micro_batch_size=2 * size), glyph, gpus(1, 2)).fits
+
+
+def test_where_the_loss_is_too_large_a_smaller_batch_or_more_gpus_are(glyph):
+    config = replace(CONFIG, global_batch_size=1 << 24)
+    plan = make_plan(config, glyph, gpus(1, 16))
+    assert "in the phase 'loss'" in plan.problem
+    size = suggested(plan.problem, "--global-batch-size")
+    smaller = replace(config, global_batch_size=size, micro_batch_size=64)
+    assert make_plan(smaller, glyph, gpus(1, 16)).fits
+    count = int(plan.problem.split(" GPUs")[0].split()[-1])
+    assert count in (2, 4, 8)
+    more = replace(config, micro_batch_size=64)
+    assert make_plan(more, glyph, gpus(count, 16)).fits
+    assert not make_plan(more, glyph, gpus(count // 2, 16)).fits
+
+
+def test_a_model_that_is_too_large_for_any_batch(glyph):
+    plan = make_plan(CONFIG, glyph, gpus(1, 0.05))
+    assert "no batch fits: a smaller model, --grad-checkpointing or --parallel fsdp" in plan.problem
+
+
+def test_gradients_of_features_go_to_the_host_before_anything_is_refused(glyph):
+    config = replace(CONFIG, global_batch_size=1 << 20, micro_batch_size=8192)
+    roomy = make_plan(config, glyph, gpus(1, 80))
+    assert part(roomy, "feature gradients")["second pass"] == 2 * 2 * 256 << 20
+    second = roomy.total("second pass")
+    assert second > 2**30
+    tight = make_plan(config, glyph, Machine("cuda", 1, second - 1))
+    assert part(tight, "feature gradients")["second pass"] == 0
+
+
+def test_a_host_that_cannot_hold_the_batch(glyph):
+    config = replace(CONFIG, global_batch_size=1 << 20, micro_batch_size=64)
+    plan = make_plan(config, glyph, gpus(1, 80, host=2**30))
+    assert "of the host's 1.00 GiB" in plan.problem
+    size = suggested(plan.problem, "--global-batch-size")
+    assert 2 * size * 1536 <= 2**30 < 4 * size * 1536
+
+
+def test_json_adds_up(glyph):
+    plan = make_plan(CONFIG, glyph, CPU)
+    data = to_json(plan)
+    assert data["fits"]
+    assert data["problem"] == ""
+    for phase, total in data["phases"].items():
+        assert total == sum(part["nbytes"].get(phase, 0) for part in data["parts"])
+    assert data["peak"] == max(data["phases"].values())
