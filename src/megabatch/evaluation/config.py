@@ -81,6 +81,12 @@ class EvalConfig:
     """Processes that read and transform images; 0: none beside the evaluation."""
 
 
+_GO_WITH = {
+    "val_data": ("image_folder", "split", "csv_img_key", "csv_caption_key", "csv_separator"),
+    "class_data": ("class_train_data", "class_names", "templates"),
+}
+
+
 def check(config: EvalConfig) -> None:
     """Refuse what cannot be, before anything is read; UsageError names the setting."""
     if (config.run is None) == (config.model is None):
@@ -93,9 +99,12 @@ def check(config: EvalConfig) -> None:
                 raise UsageError(f"{name.replace('_', '-')}: needed with --model")
         if config.weights != "final":
             raise UsageError("weights: a choice between a run's; with --model give --pretrained")
-    for name, needs in (("class_train_data", "class_data"), ("class_names", "class_data")):
-        if getattr(config, name) is not None and getattr(config, needs) is None:
-            raise UsageError(f"{name.replace('_', '-')}: goes with --{needs.replace('_', '-')}")
+    for needs, names in _GO_WITH.items():
+        for name in names:
+            if getattr(config, name) is not None and getattr(config, needs) is None:
+                raise UsageError(f"{name.replace('_', '-')}: goes with --{needs.replace('_', '-')}")
+    if not config.methods:
+        raise UsageError(f"methods: none; expected some of {', '.join(METHODS)}")
     for method in config.methods:
         if method not in METHODS:
             raise UsageError(f"methods: {method!r}; expected some of {', '.join(METHODS)}")

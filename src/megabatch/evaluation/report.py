@@ -23,6 +23,7 @@ from megabatch.evaluation.table import (
 )
 from megabatch.evaluation.tasks import KS, Matched
 
+_WIDEST = 24  # letters of a data set's name in a chart
 _CURVES = {
     "loss": "loss",
     "lr": "learning rate",
@@ -176,4 +177,7 @@ def _panel(task: dict[str, Any], subtitle: str, keys: list[str], ks: Sequence[in
         for name in CONTENDERS
         if keys[0] in task.get(name, {})
     }
-    return Bars(f"{task['title']}: {subtitle}", [f"@{k}" for k in ks], values)
+    title = task["title"]
+    if len(title) > _WIDEST:  # a path, whose end tells most
+        title = "…" + title[1 - _WIDEST :]
+    return Bars(f"{title}: {subtitle}", [f"@{k}" for k in ks], values)

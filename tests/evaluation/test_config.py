@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megabatch.errors import UsageError
+from megabatch.evaluation.config import EvalConfig, check, choose_device
+
+RUN = {"run": Path("runs/a")}
+MODEL = {"model": "ViT-B-32", "output": Path("out"), "val_data": "a.csv"}
+
+
+@pytest.mark.parametrize("settings", [RUN, MODEL, {**RUN, "class_data": "d", "knn_k": 1}])
+def test_what_can_be_done_is_let_pass(settings: dict) -> None:
+    check(EvalConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "expected either a run's folder or --model NAME"),
+        ({**RUN, **MODEL}, "expected either a run's folder or --model NAME"),
+        ({**RUN, "pretrained": Path("a.pt")}, "pretrained: goes with --model"),
+        ({**MODEL, "output": None}, "output: needed with --model"),
+        ({**MODEL, "val_data": None}, "val-data or class-data: needed with --model"),
+        ({**MODEL, "weights": "ema"}, "weights: a choice between a run's"),
+        ({**RUN, "class_train_data": "d"}, "class-train-data: goes with --class-data"),
+        ({**RUN, "class_names": "d"}, "class-names: goes with --class-data"),
+        ({**RUN, "templates": "simple"}, "templates: goes with --class-data"),
+        ({**RUN, "image_folder": Path("d")}, "image-folder: goes with --val-data"),
+        ({**RUN, "split": "val"}, "split: goes with --val-data"),
+        ({**RUN, "methods": ("svm",)}, "methods: 'svm'; expected some of zero-shot, knn"),
+        ({**RUN, "methods": ()}, "methods: none; expected some of zero-shot, knn"),
+        (
+            {**RUN, "class_data": "d", "methods": ("knn", "linear-probe")},
+            "methods: knn, linear-probe need --class-train-data",
+        ),
+        ({**RUN, "precision": "int4"}, "precision: 'int4'; expected one of fp32, bf16, fp16"),
+        ({**RUN, "batch_size": 0}, "batch size: 0; expected at least 1"),
+        ({**RUN, "knn_k": 0}, "knn k: 0; expected at least 1"),
+        ({**RUN, "workers": -1}, "workers: -1; expected at least 0"),
+        ({**RUN, "knn_temperature": 0.0}, "knn temperature: 0.0; expected a number above 0"),
+    ],
+)
+def test_what_cannot_be_is_named(settings: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        check(EvalConfig(**settings))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_is_chosen_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert choose_device("auto") == "cpu"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.zeros", lambda n, device: _Anything())
+    for local_rank, device in (("1", "cuda:1"), ("6", "cuda:2")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert choose_device("auto") == device
+    assert choose_device("cpu") == "cpu"
+
+
+class _Anything:
+    def cpu(self) -> None:
+        pass

@@ -1,0 +1,41 @@
+"""docs/evaluation.md says what works: its example is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megabatch.cli import main
+from megabatch.evaluation.config import EvalConfig
+
+DOCS = Path(__file__).parents[2] / "docs" / "evaluation.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def test_the_example_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/quickstart").symlink_to(run)
+    export, from_python = blocks("python")
+    exec(export, {})
+    commands = [line for block in blocks("bash") for line in block.splitlines() if "digits" in line]
+    assert len(commands) == 2
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+    assert Path("evaluation/digits/report.html").is_file()
+    assert Path("evaluation/pairs/evaluation.json").is_file()
+    exec(from_python, {})
+
+
+def test_every_option_named_exists() -> None:
+    named = set(re.findall(r"--([a-z][a-z-]+)", DOCS.read_text("utf-8"))) - {"nproc-per-node"}
+    options = {field.name.replace("_", "-") for field in dataclasses.fields(EvalConfig)}
+    assert named <= options
+    assert options - named <= {"run", "device", "batch-size", "csv-separator"}

@@ -1,0 +1,167 @@
+"""Whole evaluations of labelled images, of several captions an image, and of other weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megabatch.cli import main
+from megabatch.errors import UsageError
+from megabatch.evaluation import evaluate_run
+from megabatch.evaluation.captions import open_captioned
+from megabatch.evaluation.embed import Encoder
+from megabatch.evaluation.run_folder import open_run
+from tests.evaluation.material import caption_table, captions, class_shards, image_folder
+from tests.evaluation.test_run import Page
+
+TEMPLATES = "{}\na {}\n"
+
+
+def dense_recalls(scores: Tensor, right: Tensor) -> dict[str, float]:
+    """Recall@k and median rank from the whole matrix, one query at a time."""
+    ranks = []
+    for row, columns in zip(scores.tolist(), right.tolist(), strict=True):
+        best = max(s for s, ok in zip(row, columns, strict=True) if ok)
+        wrong = [s for s, ok in zip(row, columns, strict=True) if not ok]
+        ranks.append(1 + sum(s > best for s in wrong))
+    ranks = torch.tensor(ranks, dtype=torch.float64)
+    return {
+        **{f"recall@{k}": float((ranks <= k).double().mean()) for k in (1, 5, 10)},
+        "median_rank": float(ranks.quantile(0.5)),
+        "queries": len(ranks),
+    }
+
+
+def test_several_captions_an_image_rank_as_by_the_whole_matrix(run: Path, tmp_path: Path) -> None:
+    n = 40
+    table = caption_table(tmp_path / "pairs", n)
+    evaluation = evaluate_run(run, val_data=str(table), batch_size=16)
+    task = evaluation["retrieval"]["pairs"]
+    owners = torch.tensor([i for i, of_image in enumerate(captions(n)) for _ in of_image])
+    assert (task["images"], task["texts"]) == (n, len(owners))
+
+    encoder = Encoder(open_run(run).towers)
+    data = open_captioned(str(table))
+    images = encoder.images([data[i].image for i in range(n)])
+    texts = encoder.texts([text for of_image in captions(n) for text in of_image])
+    assert len({text for of_image in captions(n) for text in of_image}) == len(owners)
+    scores, right = images @ texts.T, torch.arange(n)[:, None] == owners
+    for way, expected in (
+        ("image_to_text", dense_recalls(scores, right)),
+        ("text_to_image", dense_recalls(scores.T, right.T)),
+    ):
+        got = {key: task["model"][f"{way}/{key}"] for key in expected}
+        assert got == pytest.approx(expected, abs=1e-9)
+    assert task["model"]["text_to_image/queries"] == len(owners)
+    assert "each of them is right for its own image" in (run / "report.html").read_text()
+
+
+def test_labelled_images_are_classed_by_all_methods(run: Path, tmp_path: Path) -> None:
+    test = image_folder(tmp_path / "test", 9)
+    train = image_folder(tmp_path / "train", 10, seed=500)
+    (test / "digit_one" / "0.png").write_bytes(b"broken")
+    (tmp_path / "templates.txt").write_text(TEMPLATES)
+    out = tmp_path / "out" / "here"
+    evaluation = evaluate_run(
+        run,
+        class_data=str(test),
+        class_train_data=str(train),
+        templates=str(tmp_path / "templates.txt"),
+        output=out,
+    )
+    assert evaluation["retrieval"] == {}
+    zero_shot = evaluation["zero_shot"]["classes"]
+    assert (zero_shot["images"], zero_shot["classes"]) == (35, 4)
+    assert zero_shot["skipped"] == {"undecodable image": 1}
+    assert zero_shot["chance"]["top1"] == 0.25
+    assert zero_shot["model"]["top5"] == 1
+    recalls = zero_shot["recall_by_class"]
+    assert list(recalls) == ["digit one", "digit three", "digit two", "digit zero"]
+    mean = sum(recalls.values()) / 4
+    assert zero_shot["model"]["mean_per_class_recall"] == pytest.approx(mean)
+    trained = evaluation["classification"]["classes"]
+    assert (trained["images"], trained["train_images"]) == (35, 40)
+    assert trained["neighbours"]["top1"] > 0.9  # random features tell bars apart all the same
+    assert trained["probe"]["top1"] > 0.9
+    assert json.loads((out / "evaluation.json").read_text()) == evaluation
+    assert not (run / "evaluation.json").exists()
+    page = Page((out / "report.html").read_text())
+    assert page.open == []
+    for text in ("linear probe", "nearest neighbours", "mean per class", "Templates: “{}”", "C ="):
+        assert text in page.text
+    assert "1 × undecodable image" in page.text
+    assert sum("query image" in alt for alt in page.pictures_of) >= 8
+
+
+def test_shards_bring_their_own_names_and_templates(run: Path, tmp_path: Path) -> None:
+    folder = class_shards(tmp_path / "wds", 6)
+    with_shards = evaluate_run(run, class_data=str(folder))["zero_shot"]["classes"]
+    assert with_shards["note"] == "Templates: “digit {}”, “a {}.”."
+    assert list(with_shards["recall_by_class"]) == ["zero", "one", "two", "three"]
+    image_folder(tmp_path / "folder", 6)
+    names = {f"digit_{name}": name for name in ("zero", "one", "two", "three")}
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    (tmp_path / "templates.txt").write_text("digit {}\na {}.\n")
+    with_folder = evaluate_run(
+        run,
+        class_data=str(tmp_path / "folder"),
+        class_names=str(tmp_path / "names.json"),
+        templates=str(tmp_path / "templates.txt"),
+    )["zero_shot"]["classes"]
+    assert with_folder["model"] == pytest.approx(with_shards["model"])
+    assert with_folder["recall_by_class"] == pytest.approx(with_shards["recall_by_class"])
+
+
+def test_training_classes_are_met_by_name(run: Path, tmp_path: Path) -> None:
+    test = image_folder(tmp_path / "test", 5)
+    train = image_folder(tmp_path / "train", 8, seed=500)
+    (train / "aardvark").mkdir()  # shifts the number of every class
+    for i in range(2):
+        (train / "aardvark" / f"{i}.png").write_bytes((train / "digit_one" / "0.png").read_bytes())
+    settings = {"class_data": str(test), "class_train_data": str(train)}
+    trained = evaluate_run(run, **settings, methods=("knn",))["classification"]["classes"]
+    assert trained["classes"] == 5
+    assert trained["neighbours"]["top1"] > 0.9
+    assert "probe" not in trained
+    for image in (train / "digit_two").iterdir():
+        image.unlink()
+    (train / "digit_two").rmdir()
+    with pytest.raises(UsageError, match=r"1 of 4 classes of the test .* such as 'digit_two'"):
+        evaluate_run(run, **settings)
+
+
+def test_the_moving_average_is_evaluated_where_there_is_one(run: Path, tmp_path: Path) -> None:
+    data = {"class_data": str(class_shards(tmp_path / "wds", 3))}
+    with pytest.raises(UsageError, match=r"has no model-ema\.safetensors"):
+        evaluate_run(run, weights="ema", **data)
+    state = load_file(run / "model.safetensors")
+    save_file({k: 0.5 * v for k, v in state.items()}, run / "model-ema.safetensors")
+    evaluation = evaluate_run(run, weights="ema", **data)
+    assert evaluation["run"]["weights"] == "model-ema.safetensors"
+
+
+def test_a_model_by_name_is_evaluated_without_a_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = class_shards(tmp_path / "wds", 3)
+    options = ["--class-data", str(data), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    weights = ["--pretrained", str(run / "model.safetensors")]
+    assert main(["eval", "--model", "glyph-small", *weights, *options]) == 0
+    out = capsys.readouterr().out
+    assert "mean per class" in out
+    assert "report.html" in out
+    by_name = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    by_run = evaluate_run(run, class_data=str(data))
+    assert by_name["zero_shot"] == by_run["zero_shot"]
+    assert by_name["run"]["weights"] == str(run / "model.safetensors")
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert "Training" not in Page(html).text
+    assert main(["eval", "--model", "glyph-smal", *options]) == 2
+    err = capsys.readouterr().err
+    assert "did you mean glyph-small?" in err
+    assert err.count("\n") == 1
