@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megabatch.data import Batch
+from megabatch.data import Batch, Pair, PairLoader
 from megabatch.errors import UsageError
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
@@ -21,6 +21,8 @@ from megabatch.models.locking import lock, locked_towers
 from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep
 from megabatch.training.objective import create_objective
+from megabatch.training.towers import build_towers
+from megabatch.training.trainer import Trainer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 
@@ -137,6 +139,41 @@ def test_a_locked_first_encoder_runs_once(folder: Path) -> None:
     step = CachedStep(towers.module, create_objective(TrainConfig()), 2, device=torch.device("cpu"))
     step(Batch(texts, texts, torch.arange(4)))
     assert calls == ["first"] * 2 + ["second"] * 4
+
+
+class TextPairs:
+    """Pairs of texts that differ by a letter that says nothing."""
+
+    first = "text"
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Pair:
+        letters = "bcdefg"
+        text = f"{letters[index % 6]} {letters[index // 6]}"
+        return Pair(image=f"a {text}", caption=f"{text} h", key=text)  # type: ignore[arg-type]
+
+
+def test_training_on_pairs_of_texts_lowers_the_loss(folder: Path) -> None:
+    config = TrainConfig(
+        model=f"hf:{folder}", lr=1e-2, warmup=0, micro_batch_size=12, precision="fp32", device="cpu"
+    )
+    torch.manual_seed(0)
+    towers = build_towers(config)
+    loader = PairLoader(
+        TextPairs(),
+        batch_size=24,
+        transform=towers.train_transform,
+        tokenizer=towers.tokenizer,
+        seed=0,
+    )
+    trainer = Trainer(config, towers.module, torch.device("cpu"), 12)
+    losses = []
+    while trainer.step < 12:
+        losses += [trainer.train_step(batch)["loss"] for batch in loader]
+    assert losses[0] > 2
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_activations_can_be_recomputed(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The model of a run: locked and fit for its loss, or refused with the reason."""
+"""The model of a run: locked and fit for its loss and data, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from megabatch.errors import UsageError
 from megabatch.models.locking import locked_towers
 from megabatch.training import TrainConfig
+from megabatch.training.setup import kind_problems
 from megabatch.training.towers import build_towers
 from tests.models.tiny import TINY
 
@@ -60,3 +61,11 @@ def test_a_bias_that_no_loss_looks_at_is_not_trained(model: str) -> None:
 def test_what_a_model_cannot_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         built(**changes)
+
+
+def test_data_that_a_model_does_not_take_are_refused() -> None:
+    config = TrainConfig(model="hf:folder", train_data="shards")
+    assert kind_problems(config, "image", "image") == []
+    assert kind_problems(config, "image", "text") == [
+        "model: hf:folder takes texts with texts, but shards has images"
+    ]

@@ -25,7 +25,7 @@ MAY_DIFFER = (
     *("output", "workers", "log_every", "checkpoint_every", "keep_checkpoints", "device"),
     *("evaluate", "epochs", "steps"),
     *("parallel", "dist_timeout", "grad_checkpointing", "torchcompile", "on_nonfinite"),
-    *("max_nonfinite", "check_replicas_every", "data_timeout"),
+    *("plan", "max_nonfinite", "check_replicas_every", "data_timeout"),
     *("lr_cooldown", "lr_cooldown_shape", "lr_cooldown_power", "lr_cooldown_end"),
 )
 
@@ -61,6 +61,8 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     if not reasons:
         torch.manual_seed(config.seed)
     towers = _attempt(reasons, lambda: build_towers(config))
+    if dataset is not None and towers is not None:
+        reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
     if reasons or dataset is None or towers is None:
         raise UsageError(_all_of(reasons))
     loader = PairLoader(
@@ -102,6 +104,15 @@ def folder_problems(config: TrainConfig) -> list[str]:
     if begun and "config.toml" not in begun:
         return [f"resume: {folder} has {begun[0]} but no config.toml"]
     return _differences(config) if begun else []
+
+
+def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
+    """Why a model does not take what the pairs have first, "image" or "text"."""
+    if given == taken:
+        return []
+    return [
+        f"model: {config.model} takes {taken}s with texts, but {config.train_data} has {given}s"
+    ]
 
 
 def length_problems(config: TrainConfig, pairs: int, ranks: int = 1) -> list[str]:
