@@ -11,13 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megabatch.paths import default_cache_dir
 
-def default_cache_dir() -> Path:
-    """Return `$MEGABATCH_CACHE`, else `$XDG_CACHE_HOME/megabatch`, else `~/.cache/megabatch`."""
-    if chosen := os.environ.get("MEGABATCH_CACHE"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megabatch"
+__all__ = ["default_cache_dir", "read_arrays", "write_arrays"]
 
 
 def read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:

@@ -1,29 +1,34 @@
-"""Tile shapes a kernel is compiled for, by GPU kind and width of the features."""
+"""Tile shapes a kernel is compiled for, by GPU kind and width of the features.
+
+First what `megabatch tune` found on this machine, then what was measured on such a GPU and is
+written here, else what runs everywhere. Nothing is tuned on the way.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+
+from megabatch.similarity.fused import tuned
+from megabatch.similarity.fused.tuned import Config
 
 #: Rows and columns of every tile: pairs (i, i) then fall into whole tiles on both sides.
 TILE = 128
 
 
-@dataclass(frozen=True)
-class Config:
-    """How one kernel is launched."""
-
-    rows: int = 1  #: row tiles one program takes, one after another: a power of two up to 16
-    group: int = 8  #: programs' rows that stay in the L2 cache while columns pass
-    split: int = 1  #: pieces in which dS is stored: more take less shared memory
-    bk: int = 64  #: features a step
-    warps: int = 4
-    stages: int = 3
-
-
 def forward_config(x: torch.Tensor) -> Config:
     """Launch of the forward kernels for features like x (m, d)."""
+    return tuned.lookup("forward", x) or packaged_forward(x)
+
+
+def backward_config(x: torch.Tensor) -> Config:
+    """Launch of the backward kernels for features like x (m, d)."""
+    return tuned.lookup("backward", x) or packaged_backward(x)
+
+
+def packaged_forward(x: torch.Tensor) -> Config:
+    """That of the forward kernels without anything tuned."""
     # Few rows: fewer to a program, so that all multiprocessors get some.
     config = Config(rows=8, group=2) if len(x) >= 8192 else Config(rows=4, group=4)
     if _generation(x) == 9:
@@ -31,8 +36,8 @@ def forward_config(x: torch.Tensor) -> Config:
     return _narrow(replace(config, stages=2), x)
 
 
-def backward_config(x: torch.Tensor) -> Config:
-    """Launch of the backward kernels for features like x (m, d)."""
+def packaged_backward(x: torch.Tensor) -> Config:
+    """That of the backward kernels without anything tuned."""
     if _generation(x) == 9:
         # The whole loss on one H200, b = 65,536: 30.3 against 30.7 ms at d = 512, 47.3 against
         # 46.4 ms at d = 768.

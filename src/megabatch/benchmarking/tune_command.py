@@ -1,0 +1,110 @@
+"""`megabatch tune`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from rich.console import Console
+
+from megabatch.benchmarking import tune
+from megabatch.benchmarking.tune import Target, Tried
+from megabatch.errors import UsageError
+from megabatch.similarity import sweep
+from megabatch.similarity.fused import tuned
+from megabatch.similarity.fused.tuned import Config, Key
+
+_DESCRIPTION = """Find the fastest launches of the fused kernels on this machine's GPU, for features
+of these widths, and keep them in the user's cache, where every later run finds them."""
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What to tune."""
+
+    width: tuple[int, ...] = (512, 768, 1024)
+    """Of the features: a tuned launch is for one width."""
+    dtype: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16",)
+    """Of the features; float32 as TF32."""
+    rows: tuple[Literal["few", "many"], ...] = ("many",)
+    """few: below 8,192 on one GPU."""
+    budget_seconds: float = 150.0
+    """For each kernel, width and dtype; a candidate takes some seconds, most of them to compile."""
+    output: Path | None = None
+    """Another file than the cache's, to look at or to carry elsewhere."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `megabatch tune ...`; returns the exit code."""
+    options = tyro.cli(TuneOptions, args=argv, prog="megabatch tune", description=_DESCRIPTION)
+    targets = _targets(options)
+    file = options.output or tuned.path()
+    console = Console(highlight=False)
+    for target in targets:
+        # Each is kept as it is found: an interrupted run loses one.
+        _keep(file, {target.key(): _tune(target, options.budget_seconds, console)})
+    console.print(f"kept in {file}", soft_wrap=True)
+    return 0
+
+
+def _targets(options: TuneOptions) -> list[Target]:
+    for width in options.width:
+        if width < 1:
+            raise UsageError(f"--width {width}: expected at least 1")
+    for name, values in (
+        ("width", options.width),
+        ("dtype", options.dtype),
+        ("rows", options.rows),
+    ):
+        if not values:
+            raise UsageError(f"--{name}: expected at least one")
+    if not options.budget_seconds > 0:
+        raise UsageError(f"--budget-seconds {options.budget_seconds}: expected a number above 0")
+    if not torch.cuda.is_available():
+        raise UsageError("this machine has no CUDA device that torch can use: nothing to tune")
+    if "float32" in options.dtype:
+        torch.set_float32_matmul_precision("high")
+    if not sweep.fused_available(torch.empty(1, 1, device="cuda", dtype=torch.bfloat16)):
+        raise UsageError("there are no fused kernels for this machine: nothing to tune")
+    return [
+        Target(kernel, getattr(torch, dtype), width, rows == "few")
+        for width in options.width
+        for dtype in options.dtype
+        for rows in options.rows
+        for kernel in ("forward", "backward")
+    ]
+
+
+def _tune(target: Target, seconds: float, console: Console) -> Config:
+    name = str(target.dtype).removeprefix("torch.")
+    console.print(
+        f"{target.kernel}, {name}, width {target.width}, {'few' if target.few else 'many'} rows",
+        style="bold",
+    )
+    found: list[Tried] = []
+    deadline = time.time() + seconds
+    measure = target.measurer()
+    for tried in tune.search(target.packaged(), target.options(), measure, deadline):
+        found.append(tried)
+        console.print(f"  {_words(tried)}", markup=False, soft_wrap=True)
+    chosen = tune.best(found)
+    gain = (found[0].ms or 0.0) / (chosen.ms or 1.0)
+    words = f"  best: {_words(chosen)}: {gain:.3f} times as fast as before"
+    console.print(words, markup=False, soft_wrap=True)
+    return chosen.config
+
+
+def _words(tried: Tried) -> str:
+    fields = " ".join(f"{name} {value}" for name, value in vars(tried.config).items())
+    return f"{fields}: {tried.note}" if tried.ms is None else f"{fields}: {tried.ms:.3f} ms"
+
+
+def _keep(file: Path, found: dict[Key, Config]) -> None:
+    try:
+        tuned.write(file, found)
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
