@@ -24,6 +24,11 @@ class TrainConfig:
     pretrained: Path | None = None
     """Weights to start from: a local .safetensors file, a .pt file of OpenCLIP's trainer, or a
     folder that open_clip or a run wrote."""
+    pretrained_image_path: Path | None = None
+    """Weights of the image tower alone, over the others: out of a whole model's file, a tower's or
+    a timm trunk's."""
+    pretrained_text_path: Path | None = None
+    """Weights of the text tower alone."""
     force_patch_dropout: float | None = None
     """Share of an image's patches left out in training, instead of the model's own."""
     force_image_size: int | None = None

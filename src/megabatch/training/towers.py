@@ -6,6 +6,7 @@ from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock
+from megabatch.models.tower_weights import load_tower
 from megabatch.training.config import TrainConfig
 from megabatch.training.config_file import to_dict
 from megabatch.training.objective import uses_bias
@@ -20,6 +21,10 @@ def build_towers(config: TrainConfig) -> Towers:
     options = ModelOptions.of(to_dict(config))
     towers = create(config.model, pretrained=config.pretrained, options=options)
     module = towers.module
+    if config.pretrained_image_path is not None:
+        load_tower(module, "image", config.pretrained_image_path)
+    if config.pretrained_text_path is not None:
+        load_tower(module, "text", config.pretrained_text_path)
     if config.lock_image:
         unlocked = config.lock_image_unlocked_groups
         lock(module, "image", unlocked=unlocked, freeze_bn_stats=config.lock_image_freeze_bn_stats)
