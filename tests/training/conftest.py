@@ -58,6 +58,7 @@ def make_config(pictures: Path) -> MakeConfig:
             micro_batch_size=4,
             steps=12,
             warmup=2,
+            plan="off",  # has tests of its own, and takes longer than these runs
             precision="fp32",
             device="cpu",
             checkpoint_every=3,

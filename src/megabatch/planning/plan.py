@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from megabatch.errors import UsageError
 from megabatch.models import Towers
 from megabatch.models.locking import locked_towers
 from megabatch.planning.loss import loss_bytes, loss_seconds
@@ -21,6 +22,12 @@ from megabatch.training.parallel import checkpoint_activations, units
 
 #: Phases of a step, in order.
 PHASES = ("encode", "loss", "second pass", "update")
+
+
+class NoPlan(UsageError):
+    """A model runs operations that cannot be counted without their values."""
+
+    exit_code = 1  # not a mistake in the command
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,9 @@ def make_plan(config: TrainConfig, towers: Towers, machine: Machine) -> Plan:
     """Plan a run: what each part will take, whether it fits, and if not, what would.
 
     Nothing is computed and nothing allocated, whatever the sizes. Takes a second or two.
+
+    Raises:
+        NoPlan: the model cannot be counted.
     """
     planner = _Planner(config, towers, machine)
     plan = planner.plan(config)
@@ -97,10 +107,14 @@ class _Planner:
     def micro_batch(self, size: int) -> MicroBatch:
         if size not in self._measured:
             config, module = self.config, self.towers.module
-            with _checkpointed(module, config.grad_checkpointing):
-                self._measured[size] = measure(
-                    module, self.sample, size, self.machine.device, config.precision
-                )
+            try:
+                with _checkpointed(module, config.grad_checkpointing):
+                    self._measured[size] = measure(
+                        module, self.sample, size, self.machine.device, config.precision
+                    )
+            except Exception as error:  # which kinds depends on the model's operations
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
         return self._measured[size]
 
     def plan(

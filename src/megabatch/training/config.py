@@ -153,6 +153,9 @@ class TrainConfig:
     torchcompile: bool = False
     """Translate the towers' blocks by torch.compile."""
 
+    plan: Literal["refuse", "warn", "off"] | None = None
+    """What a step will take of the memory is told before the first one. Where it cannot fit: refuse
+    or warn. Default: refuse on GPUs, warn on the CPU."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When loss or gradient is NaN or infinite: stop, or leave the step out and go on."""
     max_nonfinite: int = 10

@@ -28,7 +28,7 @@ class CachedStep:
         micro_batch_size: rows that go through a tower at a time.
         device: where micro-batches go, the next one while one is computed on.
         locked: the wholly locked towers, at most one. Default: those of the module.
-        scaler, group: see GradientCache.
+        scaler, group, feature_dtype: see GradientCache.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class CachedStep:
         locked: frozenset[Tower] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         group: Any = None,
+        feature_dtype: torch.dtype | None = None,
     ) -> None:
         self.module = module
         self.micro_batch_size = micro_batch_size
@@ -54,7 +55,13 @@ class CachedStep:
         else:
             model = OneTower(module, "text" if self.locked == "image" else "image")
         self._cache = GradientCache(
-            model, objective, micro_batch_size, scaler=scaler, group=group, device=device
+            model,
+            objective,
+            micro_batch_size,
+            scaler=scaler,
+            group=group,
+            device=device,
+            feature_dtype=feature_dtype,
         )
 
     def __call__(self, batch: Batch, ids: Tensor | None = None) -> Tensor:

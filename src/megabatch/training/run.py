@@ -62,6 +62,8 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
 def _train(config: TrainConfig, world: World, console: Console, resume_command: str) -> int:
     """The run; returns the signal that ended it, or 0."""
     setup = prepare(config, world)
+    if config.plan != "off":
+        world.attempt(lambda: _plan(setup, console))
     with contextlib.ExitStack() as stack:
         world.attempt(lambda: stack.enter_context(_own_folder(config, world)))
         try:
@@ -77,6 +79,22 @@ def _train(config: TrainConfig, world: World, console: Console, resume_command: 
             f"continue with: {resume_command}"
         )
     return received
+
+
+def _plan(setup: Setup, console: Console) -> None:
+    """Say what a step will take; a UsageError where it cannot fit and is to be refused."""
+    from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
+
+    config, world = setup.config, setup.world
+    try:
+        plan = make_plan(config, setup.towers, this_machine(world.device, world.size))
+    except NoPlan as error:
+        console.print(str(error))
+        return
+    print_plan(plan, console)
+    on_gpu = world.device.type == "cuda"
+    if not plan.fits and (config.plan or ("refuse" if on_gpu else "warn")) == "refuse":
+        raise UsageError(f"{plan.problem} (--plan warn begins all the same)")
 
 
 @contextlib.contextmanager

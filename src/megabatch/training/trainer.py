@@ -92,6 +92,8 @@ class Trainer:
             locked=locked_towers(self.module),
             device=device,
             scaler=self.scaler if enabled else None,
+            # What the losses cast features to; but prefixes are normalised first.
+            feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
         )
 
     def train_step(self, batch: Batch) -> dict[str, float]:
