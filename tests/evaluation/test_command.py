@@ -21,6 +21,7 @@ def test_eval_prints_each_figure_with_baseline_and_chance(
     )
     assert "…" not in out
     assert "report.html" in out
+    assert "images/s" in out
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def _zero_shot_record(
     return {
         "title": task.title,
         "note": f"Templates: {shown}{more}.",
-        **_counts(task, images),
+        **_counts(images, task.test),
         "classes": len(names),
         "model": ranked.figures(),
         "chance": chance(len(names)),
@@ -179,7 +179,7 @@ def _train_and_score(
     return {
         "title": task.title,
         "note": " ".join(notes),
-        **_counts(task, images),
+        **_counts(images, task.test, train),
         "classes": n_classes,
         "train_images": len(known.targets),
         "train_skipped": dict(known.skipped),
@@ -188,9 +188,9 @@ def _train_and_score(
     }
 
 
-def _counts(task: ClassTask, images: Embedded) -> dict[str, Any]:
+def _counts(images: Embedded, *parts: Labelled) -> dict[str, Any]:
     return {
         "images": len(images.targets),
         "skipped": dict(images.skipped),
-        "damage": list(getattr(task.test, "damage", [])),
+        "damage": [line for part in parts for line in getattr(part, "damage", [])],
     }

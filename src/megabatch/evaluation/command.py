@@ -32,5 +32,6 @@ def main(argv: list[str]) -> int:
         print_evaluation(evaluation, console)
         folder = config.output or config.run
         assert folder is not None
-        console.print(f"{evaluation['seconds']:.0f} s; report: {folder / 'report.html'}")
+        pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} images/s"
+        console.print(f"{pace}; report: {folder / 'report.html'}")
     return 0

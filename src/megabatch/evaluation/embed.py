@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,24 @@ class Embedded:
 
 
 @dataclass
+class Pace:
+    """How many images all processes together have embedded, and in what time, reading included."""
+
+    images: int = 0
+    seconds: float = 0.0
+
+    def add(self, images: int, seconds: float) -> None:
+        """Count some more."""
+        self.images += images
+        self.seconds += seconds
+
+    @property
+    def images_per_second(self) -> float:
+        """The mean over all so far, 0 before the first."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+
+@dataclass
 class Encoder:
     """Towers with the device, precision and batch size that they are evaluated at.
 
@@ -52,6 +71,7 @@ class Encoder:
     batch_size: int = 512
     workers: int = 0
     group: object = "local"
+    pace: Pace = field(default_factory=Pace)
 
     def embed(self, samples: Samples[Any]) -> Embedded:
         """Embed each image once; unusable samples are skipped and counted."""
@@ -76,7 +96,9 @@ class Encoder:
                 if batch.images is not None:
                     yield batch.images
 
+        started = time.perf_counter()
         features = self._features(images(), encode)
+        self.pace.add(len(features), time.perf_counter() - started)
         told = gather_values([targets, indices, skipped], self.group)
         return Embedded(
             features,
@@ -110,7 +132,8 @@ class Encoder:
                 )
         whole = gather_rows(torch.cat(parts), self.group)
         if not bool(whole.isfinite().all()):
-            raise UsageError("the model's features are not finite: its weights have diverged")
+            why = "fp16 overflows" if self.precision == "fp16" else "its weights have diverged"
+            raise UsageError(f"the model's features are not finite: {why}")
         return whole
 
     def _autocast(self) -> AbstractContextManager[Any]:

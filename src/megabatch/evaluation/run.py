@@ -64,7 +64,8 @@ def evaluate(config: EvalConfig, *, group: object = None) -> dict[str, Any]:
     Returns:
         What `evaluation.json` holds: `run`, `retrieval` (by task, then "model", "chance" and, where
         there is one, "baseline"), `zero_shot` likewise, `classification` (by task, then
-        "neighbours", "probe", "chance"), `date`, `seconds`.
+        "neighbours", "probe", "chance"), `date`, `images_per_second` (read, transformed and encoded
+        by all processes together), `seconds`.
 
     Raises:
         UsageError: no run, no weights, damaged files, or a setting that is impossible.
@@ -94,6 +95,7 @@ def evaluate(config: EvalConfig, *, group: object = None) -> dict[str, Any]:
         "zero_shot": zero_shot,
         "classification": classification,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "images_per_second": round(encoder.pace.images_per_second, 1),
         "seconds": round(time.perf_counter() - started, 2),
     }
     if is_first(group):

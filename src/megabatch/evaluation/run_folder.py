@@ -59,12 +59,15 @@ def open_run(folder: Path, *, ema: bool = False) -> Opened:
 
 
 def open_model(name: str, pretrained: Path | None) -> Opened:
-    """A model by name, as `megabatch.models.create` builds it; random without weights.
+    """A model by name, as `megabatch.models.create` builds it; the same random one without weights.
 
     Raises:
         UsageError: no such model, or weights that are missing, damaged or another model's.
     """
-    return Opened(create(name, pretrained=pretrained), pretrained)
+    torch.manual_seed(0)  # all processes of a group evaluate the same one
+    towers = create(name, pretrained=pretrained)
+    own = Path(name.partition(":")[2]) if ":" in name else None  # local-dir:FOLDER
+    return Opened(towers, pretrained or own)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
