@@ -101,8 +101,8 @@ def join(device: str, sizes: Sequence[int]) -> dict[int, Team]:
     if rank:
         threading.Thread(target=_end_with_rank_0, daemon=True).start()
     if device == "cuda":
-        # Not bound to its device (device_id): torch up to 2.14 would then have NCCL split its
-        # communicator for every group, and wait for it where the group is one of Gloo.
+        # Not bound to its device (device_id): older torch would then have NCCL split its
+        # communicator for every group, and ranks outside of one wait, where the group is Gloo's.
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", timeout=TIMEOUT)
     else:
