@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megabatch.cli import main
 from megabatch.data import Batch, PairLoader
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, checkpoint, load_config, save_config, train
 from megabatch.training.log import MetricsLog
 from megabatch.training.trainer import Trainer, TrainingStopped
 from tests.models.tiny import TINY
+from tests.similarity.distributed.processes import start as start_processes
 from tests.training.conftest import MakeConfig
 
 # As the program, with the tests' own architecture and one thread.
@@ -89,14 +93,15 @@ def start(config: TrainConfig) -> subprocess.Popen[str]:
 
 def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
     deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or len(logged_lines(run)) < steps:
+    while len(logged_lines(run)) < steps:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
 def logged_lines(run: Path) -> list[str]:
-    return (run / "metrics.jsonl").read_text().splitlines()
+    path = run / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def test_a_run_leaves_what_it_promises(straight: TrainConfig) -> None:
@@ -196,19 +201,43 @@ def test_ctrl_c_of_the_program_is_exit_code_130_and_says_how_to_continue(
     assert f"--config {config.output.with_suffix('.toml')} --resume" in out.replace("\n", " ")
 
 
-def test_after_kill_9_it_continues_bit_for_bit(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "run", steps=30, checkpoint_every=2)
-    process = start(config)
-    wait_for_steps(process, config.output, 7)
-    process.kill()
-    process.communicate()
-    assert len(logged_lines(config.output)) < 30, "it was too fast to be killed"
-    assert train(make_config(config.output, steps=30, checkpoint_every=2, resume=True)) == 0
-    whole = make_config(tmp_path / "whole", steps=30, checkpoint_every=0)
-    assert train(whole) == 0
-    assert weights(config.output) == weights(whole.output)
-    assert [r["step"] for r in logged(config.output)] == list(range(1, 31))
-    assert [r["loss"] for r in logged(config.output)] == [r["loss"] for r in logged(whole.output)]
+def killable(rank: int, size: int, port: int, options: list[str]) -> None:
+    torch.set_num_threads(1)
+    main(["train", *options])
+
+
+def test_after_kills_at_random_points_it_is_the_run_that_was_never_stopped(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"model": "glyph-small", "steps": 200, "checkpoint_every": 2}
+    changes["lr_scheduler"] = "const"
+    config = make_config(tmp_path / "run", **changes)
+    save_config(config, tmp_path / "run.toml")
+    moments, last = random.Random(0), 0
+    for _ in range(3):
+        (process,) = start_processes(
+            1, killable, ["--config", str(tmp_path / "run.toml"), "--resume"]
+        )
+        deadline = time.monotonic() + 60
+        while len(logged_lines(config.output)) <= last:
+            assert process.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.4))
+        process.kill()
+        process.join()
+        last = len(logged_lines(config.output))
+    assert 3 <= last < 200
+    changes["steps"] = last + 3
+    assert train(make_config(config.output, resume=True, **changes)) == 0
+    assert train(make_config(tmp_path / "whole", **changes)) == 0
+    assert weights(config.output) == weights(tmp_path / "whole")
+    assert [r["step"] for r in logged(config.output)] == list(range(1, last + 4))
+    assert losses(config.output) == losses(tmp_path / "whole")
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in logged(run)]
 
 
 def test_resuming_where_nothing_is_begins_at_the_start(
