@@ -168,6 +168,16 @@ def two_fsdp_encoders(model, counts):
     return encoders, lambda x, y, sizes: distributed_clip_loss(x, y, 3.0, sizes)
 
 
+def locked_in_a_ddp_model(model, counts):
+    model.image.requires_grad_(False)
+    return one_ddp_model(model, counts)
+
+
+def locked_in_a_fsdp_model(model, counts):
+    model.image.requires_grad_(False)
+    return fsdp_model(model, counts)
+
+
 # What is wrapped, and how often its gradients may be reduced in a step (None: not counted here).
 SETUPS = {
     one_ddp_model: 1,
@@ -177,18 +187,22 @@ SETUPS = {
     ddp_hidden_in_an_object: None,
     fsdp_model: 3,  # each of the three sharded modules once
     two_fsdp_encoders: 2,
+    locked_in_a_ddp_model: 1,
+    locked_in_a_fsdp_model: 2,
 }
+LOCKED = (locked_in_a_ddp_model, locked_in_a_fsdp_model)
+LEARNT_SCALE = (one_ddp_model, ddp_hidden_in_an_object, fsdp_model, *LOCKED)
 
 
 def reference_gradients(setup, whole, steps):
     """Gradients of one process with the whole batch, for the same use of the model."""
     model = fresh_model()
+    model.image.requires_grad_(setup not in LOCKED)
     images, texts = whole
     for _ in range(steps):
         x = model.image(images)
         y = (model.image if setup is one_ddp_encoder_for_both else model.text)(texts)
-        learnt = setup in (one_ddp_model, ddp_hidden_in_an_object, fsdp_model)
-        loss = clip_loss(x, y, model.scale.exp() if learnt else 3.0)
+        loss = clip_loss(x, y, model.scale.exp() if setup in LEARNT_SCALE else 3.0)
         loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megabatch.gradient_cache.batches import tensors_in
 from megabatch.gradient_cache.feed import Feed, Parts
+from megabatch.gradient_cache.frozen import FrozenParts
 from megabatch.gradient_cache.room import allocated
 from megabatch.gradient_cache.state import (
     cuda_devices,
@@ -51,6 +52,7 @@ class Encoding:
         self.requires_grad = isinstance(encoder, nn.Module) and any(
             parameter.requires_grad for parameter in encoder.parameters()
         )
+        self.frozen = FrozenParts(self.modules, self.devices)
         self.random_states: list[dict[torch.device, Tensor]] = []
         self.cached: Outputs = {}
         self.gradients: Outputs = {}
@@ -63,8 +65,8 @@ class Encoding:
         pieces = []
         feed = contextlib.closing(self.feed(micro_batches))
         with without_synchronisation(self.wrappers), feed as fed:
-            for rows, parts in zip(micro_batches, fed, strict=True):
-                pieces.append(self._forward_one(rows, parts))
+            for i, (rows, parts) in enumerate(zip(micro_batches, fed, strict=True)):
+                pieces.append(self._forward_one(i, rows, parts))
                 del parts
         if any(piece.keys() != pieces[0].keys() for piece in pieces):
             raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
@@ -103,7 +105,7 @@ class Encoding:
                 last = i == len(micro_batches) - 1
                 set_random_state(self.random_states[i])
                 with without_synchronisation([] if last and synchronise else self.wrappers):
-                    self._backward_one(rows, parts, last)
+                    self._backward_one(i, rows, parts, last)
                 del parts
         self.gradients = {}
 
@@ -126,13 +128,14 @@ class Encoding:
 
     # The two functions below are functions so that a micro-batch's graph is gone when they return.
 
-    def _forward_one(self, rows: slice, parts: Parts) -> Outputs:
+    def _forward_one(self, i: int, rows: slice, parts: Parts) -> Outputs:
         self.random_states.append(get_random_state(self.devices))
         idle = rows.start == rows.stop
         statistics = keep_running_statistics(self.modules) if idle else contextlib.nullcontext()
         # Whether a frozen module, or a callable that is no module, leads back to a parameter is
         # seen from its outputs; a graph is recorded until one does, that is none or only one.
-        with statistics, torch.set_grad_enabled(not self.requires_grad):
+        graph = not self.requires_grad or (i == 0 and bool(self.frozen))
+        with statistics, torch.set_grad_enabled(graph), self.frozen.first_pass(i):
             outputs = self._encode(parts)
         tensors = [output for output in outputs.values() if output is not None]
         self.requires_grad |= any(output.requires_grad for output in tensors)
@@ -143,10 +146,12 @@ class Encoding:
         narrow = self.feature_dtype is not None and output.ndim > 1 and output.is_floating_point()
         return output.to(self.feature_dtype) if narrow else output
 
-    def _backward_one(self, rows: slice, parts: Parts, last: bool) -> None:
+    def _backward_one(self, i: int, rows: slice, parts: Parts, last: bool) -> None:
         before = allocated(self.devices)
         outputs, upstream = [], []
-        for key, output in self._encode(parts).items():
+        with self.frozen.second_pass(i):
+            encoded = self._encode(parts)
+        for key, output in encoded.items():
             gradient = self.gradients[key]
             if output is None or gradient is None or not output.requires_grad:
                 continue
@@ -157,6 +162,7 @@ class Encoding:
             else:  # once; but every micro-batch reaches the same parameters, as DDP expects
                 outputs.append(output)
                 upstream.append(gradient if last else torch.zeros_like(gradient))
+        del encoded
         self.activations = max(self.activations, allocated(self.devices) - before)
         if outputs:
             torch.autograd.backward(outputs, upstream)

@@ -54,7 +54,10 @@ class GradientCache:
 
     **Frozen encoders** run once: where no output requires a gradient there is no second pass. A
     module with trainable parameters is known to need one; for anything else (a locked tower, a
-    method, a function) the first pass records a graph until an output requires a gradient.
+    method, a function) the first pass records a graph until an output requires a gradient. So does
+    a locked tower inside one model, below trained modules: the largest modules without trainable
+    parameters that give a vector a sample are not run in the second pass, unless something trained
+    comes before them or torch.compile has the model in one piece.
 
     **Several processes.** Under DistributedDataParallel and FSDP2 (`fully_shard`) each wrapped
     module synchronises its gradients once a step, in the last micro-batch of the encoder that it
