@@ -207,14 +207,13 @@ def _encoder(folder: Path) -> Any:
     transformers.utils.logging.disable_progress_bar()
     try:
         if any(folder.glob("*.safetensors*")) or any(folder.glob("pytorch_model*.bin*")):
-            encoder: Any = transformers.AutoModel.from_pretrained(
-                folder, local_files_only=True, dtype=torch.float32
-            )
+            encoder: Any = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
         else:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
             encoder = transformers.AutoModel.from_config(config)
     except Exception as error:  # whatever the architecture's own code raises
         raise UsageError(f"model: {folder} cannot be read: {_one_line(error)}") from error
+    encoder = encoder.float()  # whatever it was stored in
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # BERT's, of another task: no feature here comes from it
     if not hasattr(encoder.config, "hidden_size"):
