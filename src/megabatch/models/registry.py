@@ -21,8 +21,10 @@ def create(
 ) -> Towers:
     """Build a model in float32 on the CPU, in training mode.
 
-    Weights come from torch's global generator, so seed it first for a repeatable start. Nothing is
-    ever downloaded here, and no code out of a pickle is run.
+    Weights come from torch's global generator, so seed it first for a repeatable start. None are
+    ever downloaded, and no code out of a pickle is run. Where an architecture's tokenizer or text
+    tower is Hugging Face's, its library looks for their configuration in the local cache and then
+    online, unless HF_HUB_OFFLINE=1 is set.
 
     Args:
         name: one of `available()`; "local-dir:PATH", a folder that open_clip saved for the hub
