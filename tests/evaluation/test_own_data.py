@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megabatch.cli import main
+from megabatch.data import Pair
 from megabatch.errors import UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.evaluation.captions import open_captioned
@@ -165,3 +167,46 @@ def test_a_model_by_name_is_evaluated_without_a_run(
     err = capsys.readouterr().err
     assert "did you mean glyph-small?" in err
     assert err.count("\n") == 1
+
+
+class TextPairs:
+    """Pairs of texts."""
+
+    first = "text"
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Pair:
+        return Pair(f"question {index}", f"answer {index}", str(index))  # type: ignore[arg-type]
+
+
+def text_transform(text: str) -> Tensor:
+    return torch.full((1, 32, 32), 20 * int(text.split()[1]), dtype=torch.uint8)
+
+
+def test_pairs_of_texts_are_ranked_and_told_from_images(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_run(run)
+    towers = replace(opened.towers, first="text", eval_transform=text_transform)
+    monkeypatch.setattr(
+        "megabatch.evaluation.run.open_run", lambda *_, **__: replace(opened, towers=towers)
+    )
+    table = caption_table(tmp_path / "pairs", 3)
+    with pytest.raises(UsageError, match=r"takes texts with texts, but .*pairs\.csv has images"):
+        evaluate_run(run, val_data=str(table))
+    with pytest.raises(UsageError, match=r"class-data: .* takes texts with texts, not images"):
+        evaluate_run(run, class_data=str(tmp_path))
+    monkeypatch.setattr("megabatch.evaluation.run.open_pairs", lambda *_, **__: TextPairs())
+    evaluation = evaluate_run(run, val_data="some texts")
+    task = evaluation["retrieval"]["pairs"]
+    assert (task["images"], task["texts"], evaluation["zero_shot"]) == (12, 12, {})
+    encoder, pairs = Encoder(towers), [TextPairs()[i] for i in range(12)]
+    first = encoder.images([pair.image for pair in pairs])
+    scores = first @ encoder.texts([pair.caption for pair in pairs]).T
+    for key, value in dense_recalls(scores, torch.eye(12, dtype=torch.bool)).items():
+        assert task["model"][f"image_to_text/{key}"] == pytest.approx(value)
+    page = Page((run / "report.html").read_text())
+    assert "some texts, first → second: 12 among 12" in page.text
+    assert "Top five answers" not in page.text

@@ -16,7 +16,9 @@ from megabatch.evaluation.metrics_log import read_metrics, series
 from megabatch.evaluation.run_folder import write_atomically
 from megabatch.evaluation.table import (
     CONTENDERS,
+    WAYS,
     classification_groups,
+    direction,
     left_out,
     retrieval_groups,
     zero_shot_groups,
@@ -159,12 +161,16 @@ def _recall_chart(evaluation: dict[str, Any]) -> Chart:
     ]
     panels = [
         *(
-            _panel(task, "image to text", [f"image_to_text/{r}" for r in recalls], KS)
+            _panel(
+                task, direction(task, WAYS[0], "to"), [f"image_to_text/{r}" for r in recalls], KS
+            )
             for task in retrieval
         ),
         *(_panel(task, subtitle, ["top1", "top5"], (1, 5)) for task, subtitle in classed),
         *(
-            _panel(task, "text to image", [f"text_to_image/{r}" for r in recalls], KS)
+            _panel(
+                task, direction(task, WAYS[1], "to"), [f"text_to_image/{r}" for r in recalls], KS
+            )
             for task in retrieval
         ),
     ]

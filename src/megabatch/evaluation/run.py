@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megabatch.data import open_pairs
 from megabatch.data.glyphs import GlyphSet, load_glyphs
 from megabatch.errors import UsageError
 from megabatch.evaluation.captions import open_captioned
@@ -23,7 +24,16 @@ from megabatch.evaluation.processes import is_first, together
 from megabatch.evaluation.prompts import OPENAI, Prompts, read_names, read_templates
 from megabatch.evaluation.report import Shown, write_report
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
-from megabatch.evaluation.tasks import Task, digit_baseline, glyph_tasks, pairs_task, record, score
+from megabatch.evaluation.samples import CaptionedPairs, Captions, Samples
+from megabatch.evaluation.tasks import (
+    Task,
+    digit_baseline,
+    first_of,
+    glyph_tasks,
+    pairs_task,
+    record,
+    score,
+)
 from megabatch.evaluation.zeroshot import (
     CAPTIONED_DIGITS,
     UNICODE_DIGITS,
@@ -79,10 +89,14 @@ def evaluate(config: EvalConfig, *, group: object = None) -> dict[str, Any]:
     )
     scored = [score(encoder, task) for task in tasks]
     zero_shot, classification = {}, {}
-    shown = [Shown(s.task.title, s.matched, s.task.picture_of, s.task.pictures_are) for s in scored]
-    if classes is None:
+    shown = [  # pairs of texts have nothing to show beside them
+        Shown(s.task.title, s.matched, s.task.picture_of, s.task.pictures_are)
+        for s in scored
+        if opened.towers.first == "image"
+    ]
+    if classes is None and opened.towers.first == "image":
         zero_shot["digits"] = _digits(encoder, glyphs)
-    else:
+    elif classes is not None:
         classed = score_classes(encoder, classes)
         if classed.zero_shot is not None and classed.matched is not None:
             zero_shot["classes"] = classed.zero_shot
@@ -121,8 +135,8 @@ def _prepare(config: EvalConfig) -> _Plan:
     opened = _open(config)
     folder = config.output or opened.folder
     assert folder is not None  # `check` sees to it
-    if opened.towers.first != "image":
-        raise UsageError(f"{opened.towers.name} pairs texts with texts: only images are evaluated")
+    if opened.towers.first == "text" and config.class_data is not None:
+        raise UsageError(f"class-data: {opened.towers.name} takes texts with texts, not images")
     glyphs, tasks = _retrieval_tasks(config, opened)
     return _Plan(device, folder, opened, glyphs, tasks, _class_task(config))
 
@@ -145,20 +159,27 @@ def _retrieval_tasks(config: EvalConfig, opened: Opened) -> tuple[GlyphSet | Non
                 "built-in glyphs: --val-data glyphs) or labelled images by --class-data"
             )
         val_data = "glyphs"
-    if val_data == "glyphs":
+    if val_data == "glyphs" and opened.towers.first == "image":
         glyphs = load_glyphs()
         return glyphs, glyph_tasks(glyphs)
     if val_data is None:
         return None, []
     trained = opened.config  # tables have the columns that the training data had
-    samples = open_captioned(
-        val_data,
-        image_folder=config.image_folder,
-        split=config.split,
-        image_column=config.csv_img_key or trained.get("csv_img_key"),
-        caption_column=config.csv_caption_key or trained.get("csv_caption_key"),
-        separator=config.csv_separator or trained.get("csv_separator"),
-    )
+    columns = {
+        "image_column": config.csv_img_key or trained.get("csv_img_key"),
+        "caption_column": config.csv_caption_key or trained.get("csv_caption_key"),
+        "separator": config.csv_separator or trained.get("csv_separator"),
+    }
+    samples: Samples[Captions]
+    if opened.towers.first == "text":
+        samples = CaptionedPairs(open_pairs(val_data, **columns))
+    else:
+        folder, split = config.image_folder, config.split
+        samples = open_captioned(val_data, image_folder=folder, split=split, **columns)
+    if (given := first_of(samples)) != (taken := opened.towers.first):
+        raise UsageError(
+            f"{opened.towers.name} takes {taken}s with texts, but {val_data} has {given}s"
+        )
     return None, [pairs_task(val_data, samples)]
 
 

@@ -18,9 +18,12 @@ Captions = list[str]
 
 @dataclass(frozen=True)
 class Sample(Generic[T]):
-    """One image; `target`: its class or its captions; `key` names it in messages."""
+    """One image (of a pair of texts: the first); `target`: its class or its captions.
 
-    image: Image.Image
+    `key` names it in messages.
+    """
+
+    image: Any
     target: T
     key: str
 
@@ -52,6 +55,11 @@ class CaptionedPairs:
     def __getitem__(self, index: int) -> Sample[Captions]:
         pair = self.pairs[index]
         return Sample(pair.image, clean_captions(pair.caption, pair.key), pair.key)
+
+    @property
+    def first(self) -> str:
+        """What the first of a pair is, "image" or "text"."""
+        return str(getattr(self.pairs, "first", "image"))
 
     @property
     def damage(self) -> list[str]:

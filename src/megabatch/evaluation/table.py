@@ -18,7 +18,7 @@ CONTENDERS = {
 OWN = ("model", "neighbours", "probe")  # what the model reaches, by whatever method
 RETRIEVAL = ("R@1", "R@5", "R@10", "median rank")
 ACCURACY = ("top-1", "top-5", "mean per class")
-_WAYS = {"image_to_text": "image → text", "text_to_image": "text → image"}
+WAYS = ("image_to_text", "text_to_image")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Group:
 def retrieval_groups(evaluation: dict[str, Any]) -> list[Group]:
     """Recall@1, @5, @10 and median rank of each contender, by task and direction."""
     return [
-        _retrieval_group(task, way) for task in evaluation["retrieval"].values() for way in _WAYS
+        _retrieval_group(task, way) for task in evaluation["retrieval"].values() for way in WAYS
     ]
 
 
@@ -75,7 +75,13 @@ def _retrieval_group(task: dict[str, Any], way: str) -> Group:
             recalls = (_percent(figures[f"{way}/recall@{k}"]) for k in (1, 5, 10))
             rank = _rank(figures.get(f"{way}/median_rank"))
             rows.append(Row(label, name == "model", (*recalls, rank)))
-    return Group(f"{task['title']}, {_WAYS[way]}: {queries:,} among {among:,}", rows)
+    return Group(f"{task['title']}, {direction(task, way, '→')}: {queries:,} among {among:,}", rows)
+
+
+def direction(task: dict[str, Any], way: str, to: str) -> str:
+    """A way of retrieval in words; of pairs of texts it is from the first or the second ones."""
+    image, text = ("first", "second") if task.get("first") == "text" else ("image", "text")
+    return f"{image} {to} {text}" if way == "image_to_text" else f"{text} {to} {image}"
 
 
 def _accuracy_group(task: dict[str, Any], more: str = "") -> Group:

@@ -157,8 +157,16 @@ def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
     ]
 
 
+def first_of(samples: Samples[Any]) -> str:
+    """What is matched with texts: "image" or "text"."""
+    return str(getattr(samples, "first", "image"))
+
+
 def pairs_task(title: str, samples: Samples[Captions]) -> Task:
-    """Images among their own captions."""
+    """Images among their own captions, or first texts among the second ones."""
+    if first_of(samples) == "text":
+        note = f"The first texts of the pairs in {title} among all second ones, and back."
+        return Task("pairs", title, note, samples)
     note = (
         f"The images of {title} among all their captions. Where images have several captions, each "
         "of them is right for its own image; where each has one, all images of one caption are "
@@ -218,6 +226,7 @@ def record(scored: Scored) -> dict[str, Any]:
     return {
         "title": task.title,
         "note": task.note,
+        "first": first_of(task.samples),
         "images": len(scored.matched.indices),
         "texts": len(scored.matched.texts),
         "skipped": dict(scored.skipped),
