@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from megabatch import ClipLoss
 from megabatch.data import Batch
@@ -16,6 +17,9 @@ from megabatch.training import TrainConfig
 from megabatch.training.trainer import Trainer, TrainingStopped
 from tests.models.tiny import TINY
 from tests.training.conftest import MakeConfig
+from tests.training.toy import WIDTH, config_of, toy
+from tests.training.toy import batch_of as toy_batch
+from tests.training.toy import trainer_of as toy_trainer
 
 
 def trainer_of(config: TrainConfig) -> Trainer:
@@ -141,4 +145,36 @@ def test_a_restored_trainer_goes_on_as_the_first_one(config: TrainConfig) -> Non
     assert all(
         torch.equal(value, second.module.state_dict()[name])
         for name, value in first.module.state_dict().items()
+    )
+
+
+def test_fp16_that_overflows_at_every_scale_is_given_up() -> None:
+    trainer = toy_trainer(config_of(precision="fp16"))
+    unscale = trainer.scaler.unscale_
+
+    def overflowing(optimizer: torch.optim.Optimizer) -> None:
+        trainer.module.visual.first.weight.grad[0, 0] = math.inf  # type: ignore[index, union-attr]
+        unscale(optimizer)
+
+    trainer.scaler.unscale_ = overflowing  # type: ignore[method-assign]
+    for step in range(26):
+        assert "grad_norm" not in trainer.train_step(toy_batch(step))
+    with pytest.raises(TrainingStopped, match=r"step 27: the gradient overflows fp16"):
+        trainer.train_step(toy_batch(26))
+
+
+def test_a_step_left_out_leaves_running_statistics_as_they_were() -> None:
+    module = toy()
+    module.visual.first = nn.Sequential(module.visual.first, nn.BatchNorm1d(WIDTH).double())  # type: ignore[assignment]
+    trainer = Trainer(config_of(on_nonfinite="skip"), module, torch.device("cpu"), 10)
+    trainer.train_step(toy_batch(0))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert before["visual.first.1.num_batches_tracked"] > 0
+    bad = toy_batch(1)
+    bad.images[0] = math.nan
+    assert "loss" not in trainer.train_step(bad)
+    assert all(torch.equal(v, before[n]) for n, v in module.state_dict().items())
+    trainer.train_step(toy_batch(2))
+    assert not torch.equal(
+        module.state_dict()["visual.first.1.running_mean"], before["visual.first.1.running_mean"]
     )

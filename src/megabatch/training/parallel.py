@@ -151,6 +151,16 @@ def compile_units(module: nn.Module) -> None:
         unit.compile()
 
 
+def running_statistics(module: nn.Module) -> list[Tensor]:
+    """The buffers in which batch normalisation follows the data: each rank's own."""
+    return [
+        buffer
+        for part in module.modules()
+        if getattr(part, "track_running_stats", False)
+        for buffer in part.buffers(recurse=False)
+    ]
+
+
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         members = list(child.children())

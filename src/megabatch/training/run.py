@@ -187,19 +187,27 @@ class Run:
             UsageError: a rank has no data; what was trained is saved.
         """
         failure: UsageError | None = None
+        rows = 0
         try:
             epoch, batch = next(batches)
+            rows = len(batch)
         except UsageError as error:
             failure = error
         except (OSError, RuntimeError) as error:  # RuntimeError: DataLoader's, of its workers
             failure = TrainingStopped(f"reading data: {' '.join(str(error).split())[:500]}")
             failure.__cause__ = error
-        heard = self.world.gather(interrupt.received, failure is not None)
-        if any(failed for _, failed in heard):
+        heard = self.world.gather(interrupt.received, failure is not None, rows)
+        signals, failed, shares = zip(*heard, strict=True)
+        if any(failed):
             self._save(last=True)
             self.world.settle(failure)
+        if sum(shares) > self.config.global_batch_size:
+            raise TrainingStopped(
+                f"the ranks' parts of a batch have {sum(shares):.0f} pairs, expected "
+                f"{self.config.global_batch_size}"
+            )
         # Several kinds: SIGTERM's number is the largest.
-        return int(max(received for received, _ in heard)), epoch, batch
+        return int(max(signals)), epoch, batch
 
     def finish(self) -> None:
         """Export the weights and say what came out."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -74,8 +75,14 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
         workers=config.workers,
         rank=world.rank,
         world_size=world.size,
+        **_timeout(config),
     )
     return Setup(config, world, towers, loader, _total_steps(config, len(dataset)))
+
+
+def _timeout(config: TrainConfig) -> dict[str, Any]:
+    known = "timeout" in inspect.signature(PairLoader).parameters
+    return {"timeout": config.data_timeout} if known and config.workers else {}
 
 
 def check_folder(config: TrainConfig) -> None:

@@ -32,11 +32,13 @@ from megabatch.training.parallel import (
     full,
     gradient_norm,
     lay_out,
+    running_statistics,
 )
 from megabatch.training.schedule import learning_rate
 from megabatch.training.world import World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SMALLEST_SCALE = 2.0**-10  # of an fp16 loss: a gradient that overflows below is no number at all
 
 
 class TrainingStopped(UsageError):
@@ -79,6 +81,7 @@ class Trainer:
             checkpoint_activations(self.module)
         if config.torchcompile:
             compile_units(self.module)
+        self._statistics = running_statistics(self.module)
         self.layout = lay_out(self.module, config.parallel, self.world)
         self.optimizer = create_optimizer(self.module, config)
         self.ema = None if config.ema_decay is None else Ema(self.module, config.ema_decay)
@@ -109,13 +112,21 @@ class Trainer:
         _seed_everything(self.config.seed, self.step, self.world.rank)
         lr = learning_rate(self.config, self.step, self.total_steps)
         set_learning_rate(self.optimizer, lr)
+        statistics = [buffer.clone() for buffer in self._statistics]
         loss, norm = self._gradients(batch)
         if math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled()):
             self.scaler.step(self.optimizer)  # leaves out an overflow of fp16 by itself
             self._skipped_in_a_row = 0
         else:
             self._leave_out(loss, norm)
+            for buffer, before in zip(self._statistics, statistics, strict=True):
+                buffer.copy_(before)
         self.scaler.update()
+        if self.scaler.is_enabled() and self.scaler.get_scale() < _SMALLEST_SCALE:
+            raise TrainingStopped(
+                f"step {self.step + 1}: the gradient overflows fp16 even unscaled "
+                "(--precision bf16 or fp32 helps)"
+            )
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             self.logit_scale.clamp_(0, math.log(self.config.max_logit_scale))
