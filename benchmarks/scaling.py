@@ -127,6 +127,8 @@ def main() -> None:
     sizes: list[int] = options.gpus
     todo = plan(sizes, options.smallest)
     if options.only:
+        if not all(0 <= i < len(todo) for i in options.only):
+            raise SystemExit(f"--only: expected 0 to {len(todo) - 1}")
         todo = [todo[i] for i in options.only]
     if options.list:
         for i, trial in enumerate(todo):

@@ -110,6 +110,10 @@ def join(device: str, sizes: Sequence[int]) -> dict[int, Team]:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     teams: dict[int, Team] = {}
     for n in sorted({*sizes, size}):
+        if n == 1:
+            if rank == 0:
+                teams[n] = Team(rank, n, "local", None)
+            continue
         members = list(range(n))
         # All ranks make all groups, in one order.
         group = dist.group.WORLD if n == size else dist.new_group(members, timeout=TIMEOUT)
@@ -117,10 +121,9 @@ def join(device: str, sizes: Sequence[int]) -> dict[int, Team]:
         if rank < n:
             assert isinstance(group, dist.ProcessGroup)
             assert isinstance(control, dist.ProcessGroup)
-            alone = n == 1
-            if not alone:  # connections are made with a group's first collective
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
-            teams[n] = Team(rank, n, "local" if alone else group, None if alone else control)
+            # Connections are made with a group's first collective.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            teams[n] = Team(rank, n, group, control)
     return teams
 
 
