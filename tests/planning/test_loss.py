@@ -25,11 +25,13 @@ def measured(rows, width):
     raise LookupError((rows, width))
 
 
-@pytest.mark.parametrize("shape", [(65536, 512), (65536, 768), (262144, 768), (1048576, 768)])
+@pytest.mark.parametrize(
+    "shape", [(65536, 512), (65536, 700), (65536, 2048), (262144, 768), (1048576, 768)]
+)
 def test_memory_of_the_loss_on_an_h200(shape):
     gradients = 2 * 2 * shape[0] * shape[1]  # not in the records
     planned = loss_bytes(TrainConfig(), *shape, torch.bfloat16, "cuda", 1) - gradients
-    assert abs(planned / measured(*shape)["extra_bytes"] - 1) < 0.03  # found: 0.3% to 1.1%
+    assert abs(planned / measured(*shape)["extra_bytes"] - 1) < 0.03  # found: 0.2% to 1.1%
 
 
 def test_time_of_the_loss_on_an_h200():

@@ -72,6 +72,7 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
         x: Tensor = args[0]
         y: Tensor = x if args[1] is None else args[1]
         block, side = (_block_on_cpu if device == "cpu" else _block_on_gpu)(x, y, limit)
+        block += 0 if device == "cpu" else _padded(x, args[1])
         if kind == "statistics":
             return (block if device == "cpu" else block // 4) + _travelling(x, ranks)
         if kind == "softplus_sum":
@@ -100,6 +101,15 @@ def _block_on_cpu(x: Tensor, y: Tensor, limit: int) -> tuple[int, int]:
 def _block_on_gpu(x: Tensor, y: Tensor, limit: int) -> tuple[int, int]:
     side = int((limit / x.element_size()) ** 0.5)
     return x.element_size() * min(side, len(x)) * min(side, len(y)), side
+
+
+def _padded(x: Tensor, y: Tensor | None) -> int:
+    """Copies for the kernels, where rows are no multiple of 16 bytes."""
+    unit = 16 // x.element_size()
+    if x.shape[1] % unit == 0:
+        return 0
+    rows = len(x) + (0 if y is None else len(y))
+    return rows * (x.shape[1] + -x.shape[1] % unit) * x.element_size()
 
 
 def _travelling(x: Tensor, ranks: int) -> int:
