@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.similarity import sweep, tile_torch
+from megabatch.similarity import id_order, sweep, tile_torch
 from megabatch.similarity.arguments import (
     accumulator_dtype,
     cast_for_autocast,
@@ -108,6 +108,8 @@ def _softplus_sum(
     dy = y.new_zeros(y.shape if need_y else 0, dtype=dtype)
     dscale, dbias = x.new_zeros(2, dtype=torch.float64)
     with_x = need_x or not need_y  # what the scale's gradient comes with
+    x, y, pairs, rows, columns = sweep.ordered(x, y, pairs)
+    weight = weight if weight is None else id_order.sort(weight, rows, 0)
     total = add_blocks(
         x,
         y,
@@ -127,8 +129,8 @@ def _softplus_sum(
     # Clones: an operator's results may not share memory.
     return (
         total.to(dtype, copy=True),
-        dx,
-        dy,
+        id_order.restore(dx, rows if need_x else None, 0),
+        id_order.restore(dy, columns if need_y else None, 0),
         dscale.to(dtype, copy=True),
         dbias.to(dtype, copy=True),
     )
@@ -150,6 +152,10 @@ def add_blocks(
 
     Those of x and y lack the factor `scale`. That of scale is <x, the gradient in dx afterwards>.
     """
+    if sweep.fused_available(x):
+        from megabatch.similarity.fused.sigmoid_blocks import SigmoidBlocks  # needs Triton
+
+        return SigmoidBlocks(x, y, pairs, weight).add(scale, bias, dx, dy, dscale, dbias)
     dtype = accumulator_dtype(x.dtype)
     rows, columns = sweep.block_shape(x)
     buffer = x.new_empty(min(rows, x.shape[0]) * min(columns, y.shape[0]), dtype=dtype)

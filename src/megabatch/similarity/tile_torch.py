@@ -199,14 +199,15 @@ def _shareable(rows: Tensor, columns: Tensor) -> bool:
 
 
 @without_autocast
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right in total's dtype."""
+def add_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
+    """total += factor * left @ right in total's dtype."""
     if right.dtype == total.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, alpha=factor)
     elif right.device.type == "cuda":
-        torch.addmm(total, left.to(right.dtype), right, out_dtype=torch.float32, out=total)
+        half = left.to(right.dtype)
+        torch.addmm(total, half, right, alpha=factor, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), alpha=factor)
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor:

@@ -94,8 +94,8 @@ class FusedBlocks:
         m, n = len(self.x), len(self.y)
         # The forward's workspace is one sum a tile and row: larger blocks fit.
         step = self.rows if self.symmetric else 2 * self.rows
-        for i in _slices(m, step):
-            for j in _slices(n, step):
+        for i in slices(m, step):
+            for j in slices(n, step):
                 if self.symmetric and j.start < i.start:
                     continue
                 # Above the diagonal, a block's columns are rows further down.
@@ -116,7 +116,7 @@ class FusedBlocks:
         groups, tiles = triton.cdiv(m, size), triton.cdiv(n, TILE)
         references, tops = self._empty(groups * size), self._empty(groups)
         row_sums, column_sums = self._empty(tiles, m), self._empty(groups, n)
-        diagonal = _diagonal(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL
+        diagonal = diagonal_of(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL
         place = i.start, j.start, m, n, self.d
         offset = pairs.column_start - pairs.row_start
         xd, yd = self._descriptors(config.bk)
@@ -183,7 +183,7 @@ class FusedBlocks:
         With `symmetric`, dx and dy are views of one gradient of all rows, `columns` is `rows`.
         """
         near, far = Side.of(rows, scale).view(i), Side.of(columns, scale)
-        for j in _slices(self.y.shape[0], self.columns):
+        for j in slices(self.y.shape[0], self.columns):
             if self.symmetric and j.start < i.start:
                 continue
             ds = self._gradient_block(i, j, scale, near, far.view(j))
@@ -208,19 +208,19 @@ class FusedBlocks:
         place = i.start, j.start, m, n, self.d
         if rows.wanted:
             backward.tile[(triton.cdiv(tiles, config.rows) * column_tiles,)](
-                xd, yd, _descriptor(ds, TILE // config.split), scale, *pulls, pairs.ceiling, *place,
-                R=config.rows, GROUP=config.group, SPLIT=config.split, num_warps=config.warps,
-                **common,
+                xd, yd, new_descriptor(ds, TILE // config.split), scale, *pulls, pairs.ceiling,
+                *place, R=config.rows, GROUP=config.group, SPLIT=config.split,
+                num_warps=config.warps, **common,
             )  # fmt: skip
         chunk = 64 if rows.wanted else 1
         backward.exact[(triton.cdiv(tiles * column_tiles, chunk),)](
-            xd, yd, _descriptor(ds, TILE), scale, *pulls,
+            xd, yd, new_descriptor(ds, TILE), scale, *pulls,
             rows.extremes, rows.tiles, columns.extremes, columns.tiles,
             pairs.row_ids, *near, pairs.column_ids, *far, pairs.ceiling,
             *place, pairs.column_start - pairs.row_start,
             CHUNK=chunk, ALL=not rows.wanted, ROWS=rows.wanted, LIMIT=SPREAD,
             IDS=pairs.row_ids is not None, OWN=pairs.diagonal == PAIRED,
-            DIAGONAL=_diagonal(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL,
+            DIAGONAL=diagonal_of(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL,
             POSITIVES=rows.positives or columns.positives, num_warps=8, **common,
         )  # fmt: skip
         return ds
@@ -239,7 +239,7 @@ class FusedBlocks:
     def _descriptors(self, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         # Made once and not for each launch; there are none of an empty shard.
         if columns not in self._descriptor_pairs:
-            pair = _descriptor(self.x, columns), _descriptor(self.y, columns)
+            pair = new_descriptor(self.x, columns), new_descriptor(self.y, columns)
             self._descriptor_pairs[columns] = pair
         return self._descriptor_pairs[columns]
 
@@ -346,7 +346,8 @@ def _whole_groups(size: int) -> int:
     return max(GROUP, size // GROUP * GROUP)
 
 
-def _slices(n: int, step: int) -> Iterator[slice]:
+def slices(n: int, step: int) -> Iterator[slice]:
+    """Slices of at most `step` that cover range(n)."""
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
 
@@ -361,11 +362,13 @@ def _aligned(x: Tensor) -> Tensor:
     return x
 
 
-def _descriptor(x: Tensor, columns: int) -> TensorDescriptor:
+def new_descriptor(x: Tensor, columns: int) -> TensorDescriptor:
+    """Tiles of so many columns of a matrix, for the GPU's copy engine."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [TILE, columns])
 
 
-def _diagonal(pairs: Pairs) -> int:
+def diagonal_of(pairs: Pairs) -> int:
+    """What the kernels call the kind of the pairs (i, i)."""
     if pairs.diagonal == PLAIN:
         return NO_DIAGONAL
     return POSITIVE if pairs.diagonal == PAIRED else DROPPED
