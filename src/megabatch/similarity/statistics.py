@@ -23,7 +23,6 @@ from megabatch.similarity.arguments import (
 )
 from megabatch.similarity.exchange import group_name
 from megabatch.similarity.pairs import DROPPED, PAIRED, PLAIN
-from megabatch.similarity.parallel import replicated
 
 Ids: TypeAlias = "str | Tensor | tuple[Tensor, Tensor]"
 
@@ -141,7 +140,7 @@ def split_logsumexp(
 def _statistics(matrix: tuple[Any, ...], group: object, call: str) -> tuple[Tensor, Tensor]:
     """The operator of one process, or the one of `statistics_ring`."""
     name = group_name(group)
-    x, y, scale, *rest = matrix
+    x, y, scale, *_ = matrix
     inputs = {"x": x, "y": y, "scale": scale}
     grad = torch.is_grad_enabled()
     wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
@@ -149,7 +148,7 @@ def _statistics(matrix: tuple[Any, ...], group: object, call: str) -> tuple[Tens
         return torch.ops.megabatch.statistics(*matrix, bool(wanted))[:2]
     around_the_ring = torch.ops.megabatch.ring_statistics
     group_arguments = (name, call, ", ".join(wanted))
-    return around_the_ring(x, y, replicated(scale, group), *rest, *group_arguments)[:2]
+    return around_the_ring(*matrix, *group_arguments)[:2]
 
 
 def _both(sides: str) -> bool:

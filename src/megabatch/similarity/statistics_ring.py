@@ -222,7 +222,10 @@ def ring_statistics_backward(
     group: str,
     call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, y and scale, empty where not needed; scale's is this rank's part."""
+    """Gradients of x, y and scale, empty where not needed; scale's is the mean over ranks.
+
+    As `parallel.replicated` makes it, without operators of its own.
+    """
     circle = Ring(group, sizes.tolist(), f"{call}, backward")
     with torch.cuda.device_of(x):
         shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
@@ -235,7 +238,11 @@ def ring_statistics_backward(
         )
     dx = id_order.restore(dx, shards.order.rows if need_x else None, 0)
     dy = id_order.restore(dy, shards.order.columns if need_y and y is not None else None, 0)
-    return dx, dy, dscale if size is None else dscale * size
+    if size is not None:
+        dscale = dscale * size
+    if need_scale:
+        dscale = exchange.all_reduce(dscale, group, circle.operation) / circle.n
+    return dx, dy, dscale
 
 
 def _pull(values: Tensor, gradient: Tensor | None, order: Tensor | None) -> Tensor | None:
