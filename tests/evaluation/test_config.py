@@ -58,6 +58,9 @@ def test_a_device_is_chosen_for_each_process(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert choose_device("auto") == device
     assert choose_device("cpu") == "cpu"
+    assert choose_device("cuda", several=True) == "cuda:2"
+    with pytest.raises(UsageError, match="device: 'cuda:1'; expected auto, cpu or cuda"):
+        choose_device("cuda:1", several=True)
 
 
 class _Anything:

@@ -73,3 +73,12 @@ def test_distinct_captions_keep_their_order() -> None:
     texts, ids = distinct_with_ids(["b", "a", "b", "c", "a"])
     assert texts == ["b", "a", "c"]
     assert ids.tolist() == [0, 1, 0, 2, 1]
+
+
+def test_how_far_it_is_is_told_and_timed(towers: Towers) -> None:
+    told: list[str] = []
+    encoder = Encoder(towers, batch_size=4, report=told.append)
+    encoder.embed(SomeBad())
+    assert told == ["4 of 10 images", "8 of 10 images", "10 of 10 images"]
+    assert encoder.pace.images == 6
+    assert encoder.pace.images_per_second > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -17,21 +17,29 @@ from megabatch.evaluation.table import print_evaluation
 def main(argv: list[str]) -> int:
     """Evaluate, print the figures, and say where the report is; returns the exit code."""
     config = tyro.cli(EvalConfig, args=argv, prog="megabatch eval")
-    console = Console()
     with torchrun():
-        first = is_first()
-        waiting = console.status(f"evaluating {config.run or config.model}")
-        try:
-            with waiting if first else nullcontext():
-                evaluation = evaluate(config)
-        except UsageError as error:
-            if first:
-                raise
-            return getattr(error, "exit_code", 2)  # all have met it; the first one says so
-    if first:
-        print_evaluation(evaluation, console)
-        folder = config.output or config.run
-        assert folder is not None
-        pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} images/s"
-        console.print(f"{pace}; report: {folder / 'report.html'}")
+        if not is_first():
+            return _follow(config)
+        console = Console()
+        evaluation = _evaluate_visibly(config, console)
+    print_evaluation(evaluation, console)
+    folder = config.output or config.run
+    assert folder is not None  # the evaluation would have refused that
+    pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} images/s"
+    console.print(f"{pace}; report: {folder / 'report.html'}")
+    return 0
+
+
+def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
+    what = f"evaluating {config.run or config.model}"
+    with console.status(what) as status:
+        return evaluate(config, report=lambda words: status.update(f"{what}: {words}"))
+
+
+def _follow(config: EvalConfig) -> int:
+    """A process that only helps: what is wrong, all have met, and the first one says it."""
+    try:
+        evaluate(config)
+    except UsageError as error:
+        return int(getattr(error, "exit_code", 2))
     return 0

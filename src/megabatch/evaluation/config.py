@@ -122,12 +122,18 @@ def check(config: EvalConfig) -> None:
         raise UsageError(f"knn temperature: {config.knn_temperature}; expected a number above 0")
 
 
-def choose_device(name: str) -> str:
-    """The device that a configuration means in this process.
+def choose_device(name: str, *, several: bool = False) -> str:
+    """The device that a configuration means in this process, one of `several` or alone.
 
     Raises:
         UsageError: it cannot be used.
     """
+    if several and ":" in name:
+        raise UsageError(
+            f"device: {name!r}; expected auto, cpu or cuda: each process takes its own"
+        )
+    if several and name == "cuda":
+        name = "auto" if torch.cuda.device_count() else name
     if name == "auto":
         count = torch.cuda.device_count()
         name = f"cuda:{local_rank() % count}" if count else "cpu"

@@ -62,7 +62,8 @@ class Encoder:
     Features come back in float32 on that device, normalised; UsageError if they are not finite.
     Over the processes of `group` each encodes a share, and each gets all features.
 
-    workers: processes that read and transform images; 0: none beside this one.
+    workers: processes that read and transform images; 0: none beside this one. report: is told how
+        far this process is, in words, after each batch of images.
     """
 
     towers: Towers
@@ -72,14 +73,17 @@ class Encoder:
     workers: int = 0
     group: object = "local"
     pace: Pace = field(default_factory=Pace)
+    report: Callable[[str], None] = lambda words: None
 
     def embed(self, samples: Samples[Any]) -> Embedded:
         """Embed each image once; unusable samples are skipped and counted."""
         batches = _Batches(samples, self.towers.eval_transform, self.batch_size)
+        mine = share(len(batches), self.group)
+        total = min(len(samples), mine.stop * self.batch_size) - mine.start * self.batch_size
         loader = DataLoader(
             batches,
             batch_size=None,  # an item is a batch already: of the same samples whoever reads it
-            sampler=share(len(batches), self.group),
+            sampler=mine,
             num_workers=self.workers,
             pin_memory=torch.device(self.device).type == "cuda",
         )
@@ -93,6 +97,7 @@ class Encoder:
                 targets.extend(batch.targets)
                 indices.extend(batch.indices)
                 skipped.update(batch.skipped)
+                self.report(f"{len(indices) + skipped.total():,} of {total:,} images")
                 if batch.images is not None:
                     yield batch.images
 
@@ -121,15 +126,14 @@ class Encoder:
         )
         return self._features(batches, cast(Any, self.towers.module).encode_text)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _features(self, batches: Iterable[Tensor], encode: Callable[..., Any]) -> Tensor:
         self.towers.module.eval()
         parts = [torch.zeros(0, self.towers.embed_dim, device=self.device)]
         for batch in batches:
-            with self._autocast():
-                parts.append(
-                    encode(batch.to(self.device, non_blocking=True), normalize=True).float()
-                )
+            with torch.inference_mode(), self._autocast():
+                features = encode(batch.to(self.device, non_blocking=True), normalize=True)
+                parts.append(features.float())
         whole = gather_rows(torch.cat(parts), self.group)
         if not bool(whole.isfinite().all()):
             why = "fp16 overflows" if self.precision == "fp16" else "its weights have diverged"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -40,6 +41,7 @@ from megabatch.evaluation.zeroshot import (
     class_features,
     handwritten_digits,
 )
+from megabatch.similarity.exchange import rank_and_size
 
 
 def evaluate_run(run: str | Path, *, group: object = "local", **settings: Any) -> dict[str, Any]:
@@ -57,7 +59,9 @@ def evaluate_run(run: str | Path, *, group: object = "local", **settings: Any) -
     return evaluate(EvalConfig(run=Path(run), **{"device": "cpu", **settings}), group=group)
 
 
-def evaluate(config: EvalConfig, *, group: object = None) -> dict[str, Any]:
+def evaluate(
+    config: EvalConfig, *, group: object = None, report: Callable[[str], None] = lambda words: None
+) -> dict[str, Any]:
     """Evaluate; the first process writes `evaluation.json` and `report.html` to the output folder.
 
     `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a model
@@ -70,6 +74,7 @@ def evaluate(config: EvalConfig, *, group: object = None) -> dict[str, Any]:
         group: processes that share the work and must all call this: None for the default group
             where torch.distributed is initialised, a process group, or "local" for this process
             alone. The figures are the same on all of them, and the same as one process's.
+        report: is told how far this process is, in words.
 
     Returns:
         What `evaluation.json` holds: `run`, `retrieval` (by task, then "model", "chance" and, where
@@ -81,11 +86,18 @@ def evaluate(config: EvalConfig, *, group: object = None) -> dict[str, Any]:
         UsageError: no run, no weights, damaged files, or a setting that is impossible.
     """
     started = time.perf_counter()
-    plan = together(lambda: _prepare(config), group)
+    several = rank_and_size(group)[1] > 1
+    plan = together(lambda: _prepare(config, several), group)
     opened, glyphs, tasks, classes = plan.opened, plan.glyphs, plan.tasks, plan.classes
     opened.towers.module.to(plan.device)
     encoder = Encoder(
-        opened.towers, plan.device, config.precision, config.batch_size, config.workers, group
+        opened.towers,
+        plan.device,
+        config.precision,
+        config.batch_size,
+        config.workers,
+        group,
+        report=report,
     )
     scored = [score(encoder, task) for task in tasks]
     zero_shot, classification = {}, {}
@@ -129,9 +141,9 @@ class _Plan:
     classes: ClassTask | None
 
 
-def _prepare(config: EvalConfig) -> _Plan:
+def _prepare(config: EvalConfig, several: bool) -> _Plan:
     check(config)
-    device = choose_device(config.device)
+    device = choose_device(config.device, several=several)
     opened = _open(config)
     folder = config.output or opened.folder
     assert folder is not None  # `check` sees to it
