@@ -47,8 +47,7 @@ class Encoding:
         parameters = (module.parameters(recurse=False) for module in self.modules)
         self.devices = cuda_devices(tensors_in(feed.batches), *parameters)
         if feed.device is not None and feed.device.type == "cuda":
-            index = torch.cuda.current_device() if feed.device.index is None else feed.device.index
-            self.devices.add(torch.device("cuda", index))
+            self.devices.add(feed.device)
         self.requires_grad = isinstance(encoder, nn.Module) and any(
             parameter.requires_grad for parameter in encoder.parameters()
         )

@@ -40,6 +40,8 @@ class Feed:
         """`rows`: how many each batch has; none is legal."""
         # Without a row of its own a rank takes part all the same in what ranks do together.
         self.batches = batches if rows else tuple(placeholder(batch) for batch in batches)
+        if device is not None and device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._ahead = device is not None and _gains_by_a_thread(self.batches, device)
 

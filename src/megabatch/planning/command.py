@@ -50,7 +50,9 @@ def main(argv: list[str]) -> int:
     if chosen.json:
         print(json.dumps(to_json(plan), indent=1))
     else:
-        print_plan(plan, Console(highlight=False, soft_wrap=True))
+        console = Console(highlight=False, soft_wrap=True)
+        print_plan(plan, console)
+        console.print(plan.problem or "fits")
     return 0 if plan.fits else 1
 
 

@@ -12,7 +12,7 @@ from megabatch.planning.plan import PHASES, Plan
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the table: a line for each part, a column for each phase of a step."""
+    """Print the table: a line for each part, a column for each phase of a step; not its problem."""
     machine, config = plan.machine, plan.config
     rows = -(-config.global_batch_size // machine.count)
     device = (machine.name or "GPU") if machine.device == "cuda" else "process on the CPU"
@@ -31,15 +31,15 @@ def print_plan(plan: Plan, console: Console) -> None:
         table.add_row(part.name, *cells, part.note)
     table.add_section()
     table.add_row("all", *(_mega(plan.total(p)) for p in PHASES), f"of {_mega(machine.limit)} free")
-    console.print(table, width=None if console.is_terminal else max(console.width, 120))
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # notes on their lines, in a file
+    console.print(table)
     for part in plan.host:
         free = "" if machine.host is None else f" of {_mega(machine.host)} free"
         size = _mega(max(part.nbytes.values()))
         console.print(f"on the host: {part.name} {size} MiB{free} ({part.note})")
     if plan.seconds is not None:
         console.print(f"the loss takes about {plan.seconds:.3g} s a step")
-    if plan.problem:
-        console.print(plan.problem)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

@@ -92,9 +92,11 @@ def _plan(setup: Setup, console: Console) -> None:
         console.print(str(error))
         return
     print_plan(plan, console)
-    on_gpu = world.device.type == "cuda"
-    if not plan.fits and (config.plan or ("refuse" if on_gpu else "warn")) == "refuse":
+    if plan.fits:
+        return
+    if (config.plan or ("refuse" if world.device.type == "cuda" else "warn")) == "refuse":
         raise UsageError(f"{plan.problem} (--plan warn begins all the same)")
+    console.print(plan.problem)
 
 
 @contextlib.contextmanager
