@@ -2,6 +2,6 @@
 
 from megabatch.training.config import TrainConfig
 from megabatch.training.config_file import load_config, save_config
-from megabatch.training.run import train
+from megabatch.training.session import train
 
 __all__ = ["TrainConfig", "load_config", "save_config", "train"]

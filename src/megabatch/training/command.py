@@ -9,7 +9,7 @@ import tyro
 
 from megabatch.training.config import TrainConfig
 from megabatch.training.config_file import load_config, packaged
-from megabatch.training.run import train
+from megabatch.training.session import train
 
 _DESCRIPTION = """Train two towers on pairs with one contrastive loss over the whole global batch.
 

@@ -1,0 +1,111 @@
+"""Training as a user asks for it: everything from a configuration to an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from megabatch.errors import UsageError
+from megabatch.training.config import TrainConfig
+from megabatch.training.interrupt import exit_code
+from megabatch.training.lock import locked
+from megabatch.training.run import Run
+from megabatch.training.setup import Setup, check_folder, prepare
+from megabatch.training.trainer import TrainingStopped
+from megabatch.training.world import Gone, World, joined
+
+
+def train(config: TrainConfig, *, resume_command: str = "the same with --resume") -> int:
+    """Train as configured; writes `config.output` (see the package's page on run folders).
+
+    Where `torchrun` or `srun` started several processes, each calls this, and they train together;
+    rank 0 writes and speaks.
+
+    `resume_command`: what to tell a user who interrupts.
+
+    Returns:
+        0; or, after a checkpoint, 130 where SIGINT ended it and 75 (EX_TEMPFAIL: give the same
+        command with --resume again) where SIGTERM or SIGUSR1 did, on whichever rank it came.
+
+    Raises:
+        UsageError: the configuration is impossible (nothing was started), or the run had to stop:
+            TrainingStopped, CheckpointError, Gone (another process).
+        SystemExit: on ranks other than 0, in place of an error that rank 0 raises.
+    """
+    with joined(config) as world:
+        console = Console(highlight=False, soft_wrap=True, quiet=not world.main)
+        try:
+            received = _train(config, world, console, resume_command)
+        except UsageError as error:
+            if world.main or isinstance(error, Gone):
+                raise
+            raise SystemExit(getattr(error, "exit_code", 2)) from error
+    if received:
+        return exit_code(received)
+    if config.evaluate and world.main:
+        _evaluate(config.output, world, console)
+    return 0
+
+
+def _train(config: TrainConfig, world: World, console: Console, resume_command: str) -> int:
+    """The run; returns the signal that ended it, or 0."""
+    setup = prepare(config, world)
+    if config.plan != "off":
+        world.attempt(lambda: _plan(setup, console))
+    with contextlib.ExitStack() as stack:
+        world.attempt(lambda: stack.enter_context(_own_folder(config, world)))
+        try:
+            run = Run(setup, console)
+            received = run.train()
+            if not received:
+                run.finish()
+        except OSError as error:  # a full disk, in the run's own folder
+            raise TrainingStopped(f"{config.output}: {error.strerror or error}") from error
+    if received:
+        console.print(
+            f"interrupted after step {run.trainer.step} of {run.trainer.total_steps}; "
+            f"continue with: {resume_command}"
+        )
+    return received
+
+
+def _plan(setup: Setup, console: Console) -> None:
+    """Say what a step will take; a UsageError where it cannot fit and is to be refused."""
+    from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
+
+    config, world = setup.config, setup.world
+    try:
+        plan = make_plan(config, setup.towers, this_machine(world.device, world.size))
+    except NoPlan as error:
+        console.print(str(error))
+        return
+    print_plan(plan, console)
+    if plan.fits:
+        return
+    if (config.plan or ("refuse" if world.device.type == "cuda" else "warn")) == "refuse":
+        raise UsageError(f"{plan.problem} (--plan warn begins all the same)")
+    console.print(plan.problem)
+
+
+@contextlib.contextmanager
+def _own_folder(config: TrainConfig, world: World) -> Iterator[None]:
+    if not world.main:
+        yield
+        return
+    with locked(config.output):
+        check_folder(config)  # once more: somebody may have been here before the lock was
+        yield
+
+
+def _evaluate(folder: Path, world: World, console: Console) -> None:
+    # Only now: the evaluation brings matplotlib and scikit-learn along.
+    from megabatch.evaluation import evaluate_run
+    from megabatch.evaluation.table import print_evaluation
+
+    with console.status("evaluating"):
+        evaluation = evaluate_run(folder, device=str(world.device))
+    print_evaluation(evaluation, console)
+    console.print(f"report:  {folder / 'report.html'}")
