@@ -99,7 +99,10 @@ def _softplus_sum(
     need_scale: bool,
     need_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The sum, and its gradients with respect to x, y, scale and bias, empty where not needed."""
+    """The sum, and its gradients with respect to x, y, scale and bias, empty where not needed.
+
+    Those of x and y lack the factor `scale`, which meets them with the upstream gradient.
+    """
     dtype = accumulator_dtype(x.dtype)
     pairs = Pairs(diagonal, row_ids, column_ids)
     # Not in the features' dtype: sums over a batch overflow float16 before the upstream gradient,
@@ -124,8 +127,6 @@ def _softplus_sum(
     )
     if need_scale and not with_x:
         dscale += inner(y, dy)
-    dx.mul_(scale)
-    dy.mul_(scale)
     # Clones: an operator's results may not share memory.
     return (
         total.to(dtype, copy=True),
@@ -230,7 +231,7 @@ def _(
 def _softplus_sum_backward(
     x: Tensor, y: Tensor, dx: Tensor, dy: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The kept gradients times the upstream one, in the dtypes of x and y.
+    """The kept gradients times the upstream one and the scale, in the dtypes of x and y.
 
     An operator of its own, with x and y among its arguments and no derivative: so a second
     derivative is an error and not silently incomplete.
@@ -247,7 +248,7 @@ def _(x: Tensor, y: Tensor, dx: Tensor, dy: Tensor, gradient: Tensor) -> tuple[T
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:2], *output[1:])
+    ctx.save_for_backward(*inputs[:3], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -256,10 +257,10 @@ def _autograd(ctx, gradient, *_):  # type: ignore[no-untyped-def]
     nothing = (None,) * 12
     if gradient is None:
         return nothing
-    x, y, dx, dy, dscale, dbias = ctx.saved_tensors
+    x, y, scale, dx, dy, dscale, dbias = ctx.saved_tensors
     need_x, need_y, need_scale, need_bias = ctx.needs_input_grad[:4]
     if need_x or need_y:
-        dx, dy = torch.ops.megabatch.softplus_sum_backward(x, y, dx, dy, gradient)
+        dx, dy = torch.ops.megabatch.softplus_sum_backward(x, y, dx, dy, gradient * scale)
     return (
         dx if need_x else None,
         dy if need_y else None,

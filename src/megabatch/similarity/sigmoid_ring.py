@@ -75,8 +75,6 @@ def _ring_softplus_sum(
             dy[home] = arrived
         if need_scale and (need_x or need_y):
             dscale += inner(x, dx) if need_x else inner(y, dy)
-    dx.mul_(scale)
-    dy.mul_(scale)
     return (
         total.to(dtype, copy=True),
         dx,
@@ -143,18 +141,18 @@ def _(value: Tensor, group: str) -> Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.group = inputs[-1]
-    ctx.save_for_backward(*inputs[:2], *output[1:])
+    ctx.save_for_backward(*inputs[:3], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _autograd(ctx, gradient, *_):  # type: ignore[no-untyped-def]
-    x, y, dx, dy, dscale, dbias = ctx.saved_tensors
+    x, y, scale, dx, dy, dscale, dbias = ctx.saved_tensors
     need_x, need_y, need_scale, need_bias = ctx.needs_input_grad[:4]
     if need_y:  # the other ranks' part of it was formed for their upstream gradients being this one
         common = torch.ops.megabatch.same_on_all_ranks(gradient, ctx.group)
-        _, dy = torch.ops.megabatch.softplus_sum_backward(x, y, dx[:0], dy, common)
+        _, dy = torch.ops.megabatch.softplus_sum_backward(x, y, dx[:0], dy, common * scale)
     if need_x:
-        dx, _ = torch.ops.megabatch.softplus_sum_backward(x, y, dx, dy[:0], gradient)
+        dx, _ = torch.ops.megabatch.softplus_sum_backward(x, y, dx, dy[:0], gradient * scale)
     return (
         dx if need_x else None,
         dy if need_y else None,

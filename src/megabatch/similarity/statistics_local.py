@@ -141,13 +141,14 @@ def _gradients(
     with_x = need_x or not need_y
     columns = blocks.accumulator(len(y)) if need_y else None
     # Rows strip by strip: dx then needs no accumulator of its own in the wider type.
-    for i in sweep.strips(len(x), blocks.rows):
+    for i in blocks.strips():
         total = blocks.accumulator(i.stop - i.start) if with_x else None
         blocks.backward(i, scale, *pulls, total, columns)
         if total is not None:
             out = dx[i] if need_x else None
             inner = blocks.finish(total, "x", i, factor, need_scale, out)
             dscale = dscale if inner is None else dscale + inner
+        del total  # before the next strip's is made
     if columns is not None:
         inner = blocks.finish(columns, "y", slice(0, len(y)), factor, need_scale and not with_x, dy)
         dscale = dscale if inner is None else dscale + inner
@@ -160,7 +161,7 @@ def _symmetric_gradients(
     """x against itself: dS + dS.T is symmetric, so the blocks above the diagonal suffice."""
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
     total = blocks.accumulator(len(x))
-    for i in sweep.strips(len(x), blocks.rows):
+    for i in blocks.strips():
         blocks.backward(i, scale, pull, pull, total[i], total)
     inner = blocks.finish(total, "x", slice(0, len(x)), factor, True, dx if need_x else None)
     assert inner is not None

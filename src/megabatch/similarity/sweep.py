@@ -177,6 +177,10 @@ class Blocks:
         """What `backward` takes of a side whose `values` got this upstream gradient."""
         return pull_of(values, gradient)
 
+    def strips(self) -> Iterator[slice]:
+        """The rows in parts, each for one call of `backward`."""
+        return strips(self.x.shape[0], self.rows)
+
     def backward(
         self,
         i: slice,

@@ -11,19 +11,17 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.fused import backward, forward
-from megabatch.similarity.fused.configs import TILE, backward_config, forward_config
+from megabatch.similarity.fused.configs import backward_config, forward_config
+from megabatch.similarity.fused.cuts import GROUP, TILE, cdiv, parts, product_parts, whole_groups
 from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
 from megabatch.similarity.states import empty_state, finish
 from megabatch.similarity.tile_torch import add_product
 
-#: A block's side is a multiple, so that only its last tiles may be partly empty.
-GROUP = 4 * TILE
 #: Largest difference of log2 log-sum-exps that share one exponential's reference.
 SPREAD = 80.0
 #: float16 holds dS from 2^-24 to 2^16: upstream gradients are brought to this size. At most six
@@ -61,15 +59,19 @@ class FusedBlocks:
         of each row and column, padded copies. What exceeds that makes the blocks narrower.
         """
         m, n, item = len(self.x), len(self.y), x.element_size()
-        rows = _whole_groups(int(math.sqrt(workspace / item)))
+        rows = whole_groups(int(math.sqrt(workspace / item)))
         if self.symmetric:
             return rows, rows
         beside = 4 * self.d * min(rows, m) + VECTORS * (m + n)
         beside += item * self.d * ((m + n) if self.d != self.width else 0)
         limit = max(GROUP, min(workspace, workspace * 5 // 4 - beside) // (item * rows))
         # Even parts: a last one of few columns would make a slow product.
-        parts = triton.cdiv(max(n, 1), limit)
-        return rows, min(_whole_groups(limit), _whole_groups(triton.cdiv(n, parts) + GROUP - 1))
+        even = cdiv(n, cdiv(max(n, 1), limit))
+        return rows, min(whole_groups(limit), whole_groups(even + GROUP - 1))
+
+    def strips(self) -> Iterator[slice]:
+        """The rows in parts, each for one call of `backward`."""
+        return product_parts(len(self.x), self.rows)
 
     # --- forward ----------------------------------------------------------------------------
 
@@ -82,8 +84,8 @@ class FusedBlocks:
         near = self._empty(2 if kinds == 1 else 6, m)
         far = self._empty(len(near), n) if columns else None
         self._sweep(scale, near, far, whole=True)
-        parts = 1 if kinds == 1 else 4
-        return near[:parts], None if far is None else far[:parts]
+        results = 1 if kinds == 1 else 4
+        return near[:results], None if far is None else far[:results]
 
     def forward(self, scale: Tensor, rows: Tensor, columns: Tensor | None) -> None:
         """Merge all blocks into the states of the rows and, unless None, of the columns."""
@@ -94,8 +96,8 @@ class FusedBlocks:
         m, n = len(self.x), len(self.y)
         # The forward's workspace is one sum a tile and row: larger blocks fit.
         step = self.rows if self.symmetric else 2 * self.rows
-        for i in slices(m, step):
-            for j in slices(n, step):
+        for i in parts(m, step):
+            for j in parts(n, step):
                 if self.symmetric and j.start < i.start:
                     continue
                 # Above the diagonal, a block's columns are rows further down.
@@ -113,7 +115,7 @@ class FusedBlocks:
         m, n = i.stop - i.start, j.stop - j.start
         pairs, config = self.pairs.view(i, j), self.configs[0]
         size = config.rows * TILE
-        groups, tiles = triton.cdiv(m, size), triton.cdiv(n, TILE)
+        groups, tiles = cdiv(m, size), cdiv(n, TILE)
         references, tops = self._empty(groups * size), self._empty(groups)
         row_sums, column_sums = self._empty(tiles, m), self._empty(groups, n)
         diagonal = diagonal_of(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL
@@ -141,7 +143,7 @@ class FusedBlocks:
                 )  # fmt: skip
         state, begins, ends = rows
         other, other_begins, other_ends = rows if columns is None else columns
-        programs = triton.cdiv(m, TILE) + (0 if columns is None else tiles)
+        programs = cdiv(m, TILE) + (0 if columns is None else tiles)
         forward.settle[(programs,)](
             xd, yd, scale,
             row_sums, references, tiles, state, state.stride(0), int(begins), int(ends),
@@ -160,7 +162,7 @@ class FusedBlocks:
             gradient = gradient.contiguous()
         kinds, size = 1 if len(values) == 1 else 2, values.shape[1]
         pull = values.new_empty(2 if kinds == 1 else 5, size)
-        extremes = values.new_empty(2, triton.cdiv(size, TILE))
+        extremes = values.new_empty(2, cdiv(size, TILE))
         tiles = extremes.shape[1]
         if tiles:
             backward.pull[(tiles,)](
@@ -183,7 +185,7 @@ class FusedBlocks:
         With `symmetric`, dx and dy are views of one gradient of all rows, `columns` is `rows`.
         """
         near, far = Side.of(rows, scale).view(i), Side.of(columns, scale)
-        for j in slices(self.y.shape[0], self.columns):
+        for j in product_parts(len(self.y), self.columns):
             if self.symmetric and j.start < i.start:
                 continue
             ds = self._gradient_block(i, j, scale, near, far.view(j))
@@ -199,7 +201,7 @@ class FusedBlocks:
         m, n = i.stop - i.start, j.stop - j.start
         pairs, config = self.pairs.view(i, j), self.configs[1]
         ds = self._workspace(m, n)
-        tiles, column_tiles = triton.cdiv(m, TILE), triton.cdiv(n, TILE)
+        tiles, column_tiles = cdiv(m, TILE), cdiv(n, TILE)
         common = {"BM": TILE, "BN": TILE, "BK": config.bk, "COLUMNS": columns.wanted}
         common |= {"CEILING": pairs.ceiling is not None, "num_stages": config.stages}
         xd, yd = self._descriptors(config.bk)
@@ -207,13 +209,13 @@ class FusedBlocks:
         pulls = rows.pull, rows.stride, columns.pull, columns.stride
         place = i.start, j.start, m, n, self.d
         if rows.wanted:
-            backward.tile[(triton.cdiv(tiles, config.rows) * column_tiles,)](
+            backward.tile[(cdiv(tiles, config.rows) * column_tiles,)](
                 xd, yd, new_descriptor(ds, TILE // config.split), scale, *pulls, pairs.ceiling,
                 *place, R=config.rows, GROUP=config.group, SPLIT=config.split,
                 num_warps=config.warps, **common,
             )  # fmt: skip
         chunk = 64 if rows.wanted else 1
-        backward.exact[(triton.cdiv(tiles * column_tiles, chunk),)](
+        backward.exact[(cdiv(tiles * column_tiles, chunk),)](
             xd, yd, new_descriptor(ds, TILE), scale, *pulls,
             rows.extremes, rows.tiles, columns.extremes, columns.tiles,
             pairs.row_ids, *near, pairs.column_ids, *far, pairs.ceiling,
@@ -226,7 +228,7 @@ class FusedBlocks:
         return ds
 
     def _workspace(self, m: int, n: int) -> Tensor:
-        stride = triton.cdiv(n, 64) * 64  # rows that a descriptor and a fast product can take
+        stride = cdiv(n, 64) * 64  # rows that a descriptor and a fast product can take
         if self._ds is None or self._ds.numel() < m * stride:
             self._ds = self.x.new_empty(m * stride)
         return self._ds[: m * stride].view(m, stride)[:, :n]
@@ -276,9 +278,9 @@ class FusedBlocks:
         block = 16
         # The gradient of features that are stored by columns is stored so too.
         target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
-        parts = total.new_zeros(max(1, triton.cdiv(size, block)))
+        parts = total.new_zeros(max(1, cdiv(size, block)))
         if size:
-            backward.finish[(triton.cdiv(size, block),)](
+            backward.finish[(cdiv(size, block),)](
                 total, features, total if target is None else target, factor, parts, size, d,
                 total.stride(0), features.stride(0), 0 if target is None else target.stride(0),
                 B=block, BD=128, INNER=inner, OUT=out is not None,
@@ -305,7 +307,7 @@ class Side(NamedTuple):
             return pull
         if pull is None:
             return cls(False, placeholder, placeholder)
-        tiles = triton.cdiv(pull.shape[1], TILE)
+        tiles = cdiv(pull.shape[1], TILE)
         extremes = pull.new_empty(2, tiles)
         backward.extremes[(tiles,)](pull, extremes, pull.shape[1], tiles, B=TILE)
         return cls(True, pull, extremes, pull.stride(0), tiles, len(pull) == 5)
@@ -335,21 +337,11 @@ class _Ranges(NamedTuple):
 def _id_ranges(ids: Tensor | None) -> _Ranges:
     if ids is None:
         return _Ranges(None, 0)
-    tiles = triton.cdiv(len(ids), TILE)
+    tiles = cdiv(len(ids), TILE)
     ranges = ids.new_empty(2, tiles)
     if tiles:
         id_ranges[(tiles,)](ids, ranges, len(ids), tiles, B=TILE)
     return _Ranges(ranges, tiles)
-
-
-def _whole_groups(size: int) -> int:
-    return max(GROUP, size // GROUP * GROUP)
-
-
-def slices(n: int, step: int) -> Iterator[slice]:
-    """Slices of at most `step` that cover range(n)."""
-    for start in range(0, n, step):
-        yield slice(start, min(start + step, n))
 
 
 def _aligned(x: Tensor) -> Tensor:

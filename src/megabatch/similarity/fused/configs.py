@@ -13,9 +13,6 @@ import torch
 from megabatch.similarity.fused import tuned
 from megabatch.similarity.fused.tuned import Config
 
-#: Rows and columns of every tile: pairs (i, i) then fall into whole tiles on both sides.
-TILE = 128
-
 
 def forward_config(x: torch.Tensor) -> Config:
     """Launch of the forward kernels for features like x (m, d)."""

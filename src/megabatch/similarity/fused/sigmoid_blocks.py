@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from megabatch.similarity import sweep
 from megabatch.similarity.fused import backward, sigmoid
-from megabatch.similarity.fused.blocks import FusedBlocks, diagonal_of, new_descriptor, slices
-from megabatch.similarity.fused.configs import TILE
+from megabatch.similarity.fused.blocks import FusedBlocks, diagonal_of, new_descriptor
+from megabatch.similarity.fused.cuts import TILE, cdiv, product_parts
 from megabatch.similarity.fused.tiles import NO_DIAGONAL
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.tile_torch import add_product
@@ -41,11 +40,11 @@ class SigmoidBlocks(FusedBlocks):
         x, y = self.features
         total = scale.new_zeros((), dtype=torch.float64)
         wanted = dx is not None or dy is not None or dscale is not None or dbias is not None
-        for i in slices(len(x), self.rows):
+        for i in product_parts(len(x), self.rows):
             strip = None if dx is None else dx[i]
             if dx is None and dscale is not None:
                 strip = self.x.new_zeros(x[i].shape, dtype=torch.float32)
-            for j in slices(len(y), self.columns):
+            for j in product_parts(len(y), self.columns):
                 ds, sums = self._block(i, j, scale, bias, wanted)
                 total += sums[0].sum(dtype=torch.float64)
                 if dbias is not None:
@@ -65,7 +64,7 @@ class SigmoidBlocks(FusedBlocks):
         m, n = i.stop - i.start, j.stop - j.start
         pairs, config = self.pairs.view(i, j), self.configs[1]
         ds = self._workspace(m, n)
-        tiles, columns = triton.cdiv(m, TILE), triton.cdiv(n, TILE)
+        tiles, columns = cdiv(m, TILE), cdiv(n, TILE)
         sums = self._empty(2, tiles * columns)
         weight = None if self.weight is None else self.weight[i]
         diagonal = diagonal_of(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL
@@ -80,12 +79,12 @@ class SigmoidBlocks(FusedBlocks):
         near, far = (r.view(s) for r, s in zip(self._ranges, (i, j), strict=True))
         place = i.start, j.start, m, n, self.d, pairs.column_start - pairs.row_start
         xd, yd = self._descriptors(config.bk)
-        sigmoid.tile[(triton.cdiv(tiles, config.rows) * columns,)](
+        sigmoid.tile[(cdiv(tiles, config.rows) * columns,)](
             xd, yd, new_descriptor(ds, TILE // config.split), scale, bias, weight, sums,
             *near, *far, *place,
             R=config.rows, GROUP=config.group, SPLIT=config.split, num_warps=config.warps, **common,
         )  # fmt: skip
-        sigmoid.exact[(triton.cdiv(tiles * columns, 64),)](
+        sigmoid.exact[(cdiv(tiles * columns, 64),)](
             xd, yd, new_descriptor(ds, TILE), scale, bias, weight, sums,
             pairs.row_ids, pairs.column_ids, *place,
             CHUNK=64, num_warps=8, **common,
@@ -96,7 +95,7 @@ class SigmoidBlocks(FusedBlocks):
 def _inner(features: Tensor, total: Tensor) -> Tensor:
     """<features, total> in one launch."""
     rows, d = total.shape
-    parts = total.new_empty(triton.cdiv(rows, 16))
+    parts = total.new_empty(cdiv(rows, 16))
     backward.finish[(len(parts),)](
         total, features, total, total, parts, rows, d, total.stride(0), features.stride(0), 0,
         B=16, BD=128, INNER=True, OUT=False,
