@@ -12,7 +12,7 @@ from megabatch.errors import UsageError
 
 COMMANDS = {
     "train": ("megabatch.training.command", "train two towers on pairs"),
-    "eval": ("megabatch.evaluation.command", "evaluate a run and write its report"),
+    "eval": ("megabatch.evaluation.command", "evaluate a run or any open_clip model, write a report"),
     "data": ("megabatch.data.command", "write the built-in data sets as shards"),
     "plan": ("megabatch.planning.command", "say what a run would take of the memory"),
     "bench": ("megabatch.benchmarking.command", "measure megabatch beside its peers"),
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The program's exit code: 0; 2 where the command was asked for something impossible; 1 where
-        it had to stop; 130 after Ctrl-C.
+        it had to stop; 75 after SIGTERM or SIGUSR1 with a checkpoint; 130 after Ctrl-C.
     """
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
