@@ -16,10 +16,10 @@ def print_plan(plan: Plan, console: Console) -> None:
     machine, config = plan.machine, plan.config
     rows = -(-config.global_batch_size // machine.count)
     device = (machine.name or "GPU") if machine.device == "cuda" else "process on the CPU"
-    each = f"each of {machine.count} of them" if machine.count > 1 else "the one"
+    shares = f", {rows:,} on each of {machine.count}" if machine.count > 1 else ""
     title = (
-        f"plan: {config.model}, {config.global_batch_size:,} pairs a step, {rows:,} on "
-        f"{each} ({device}), {config.micro_batch_size:,} at a time"
+        f"plan: {config.model}, {config.global_batch_size:,} pairs a step{shares} ({device}), "
+        f"{config.micro_batch_size:,} at a time"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_edge=False)
     table.add_column("MiB", no_wrap=True)
