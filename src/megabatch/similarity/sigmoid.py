@@ -7,11 +7,12 @@ for both where a second sweep would make it 8.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.similarity import id_order, sweep, tile_torch
+from megabatch.similarity import id_order, sweep
 from megabatch.similarity.arguments import (
     accumulator_dtype,
     cast_for_autocast,
@@ -21,9 +22,25 @@ from megabatch.similarity.arguments import (
     check_vector,
 )
 from megabatch.similarity.exchange import group_name
+from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
 from megabatch.similarity.parallel import replicated
+from megabatch.similarity.sigmoid_blocks import (
+    Blocks,
+    Kept,
+    Need,
+    Terms,
+    blocks,
+    divisor,
+    release,
+    weight_unit,
+)
 from megabatch.similarity.statistics import Ids, _check_ids
+
+if TYPE_CHECKING:
+    from megabatch.similarity.fused.sigmoid_blocks import SigmoidBlocks
+
+AnyBlocks: TypeAlias = "Blocks | SigmoidBlocks"
 
 
 def softplus_sum(
@@ -40,7 +57,7 @@ def softplus_sum(
 
     z_ij is +1 where the ids of a pair are equal and -1 elsewhere. Loss and gradients come from
     one sweep. Where gradients are wanted, those of x and y are formed in the forward pass and kept
-    until the backward pass in the accumulator's dtype: 4 d bytes a row.
+    until the backward pass in the dtype of x: as much again as x and y take.
 
     Args:
         x: (m, d) features, any floating dtype. y: (n, d), same dtype and device.
@@ -98,111 +115,53 @@ def _softplus_sum(
     need_y: bool,
     need_scale: bool,
     need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The sum, and its gradients with respect to x, y, scale and bias, empty where not needed.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The sum; its gradients of x and y as `Kept`, empty where not needed; of scale and bias."""
+    need = Need(need_x, need_y, need_scale, need_bias)
+    with torch.cuda.device_of(x):
+        matrix = sweep.ordered(x, y, Pairs(diagonal, row_ids, column_ids))
+        own = weight if weight is None else id_order.sort(weight, matrix.rows, 0)
+        terms = Terms(scale, bias, own, weight_unit(x, weight))
+        whole = blocks(matrix.x, matrix.y, matrix.pairs, terms, need)
+        dx, dy = Kept.like(x, need_x), Kept.like(y, need_y)
+        if len(x) == 0 or len(y) == 0:
+            return results(whole.sums(), None, dx.zero_(), dy.zero_())
+        inner = _sweep(whole, need, dx, dy, matrix)
+        return results(whole.sums(), inner, dx, dy)
 
-    Those of x and y lack the factor `scale`, which meets them with the upstream gradient.
-    """
-    dtype = accumulator_dtype(x.dtype)
-    pairs = Pairs(diagonal, row_ids, column_ids)
-    # Not in the features' dtype: sums over a batch overflow float16 before the upstream gradient,
-    # 1/b of the mean, makes them small. And that factor would round them a second time.
-    dx = x.new_zeros(x.shape if need_x else 0, dtype=dtype)
-    dy = y.new_zeros(y.shape if need_y else 0, dtype=dtype)
-    dscale, dbias = x.new_zeros(2, dtype=torch.float64)
-    with_x = need_x or not need_y  # what the scale's gradient comes with
-    x, y, pairs, rows, columns = sweep.ordered(x, y, pairs)
-    weight = weight if weight is None else id_order.sort(weight, rows, 0)
-    total = add_blocks(
-        x,
-        y,
-        pairs,
-        scale,
-        bias,
-        weight,
-        dx if need_x else None,
-        dy if need_y else None,
-        dscale if need_scale and with_x else None,
-        dbias if need_bias else None,
-    )
-    if need_scale and not with_x:
-        dscale += inner(y, dy)
+
+def _sweep(whole: AnyBlocks, need: Need, dx: Kept, dy: Kept, matrix: IdOrder) -> Tensor | None:
+    """Fill in dx and dy; the scale's gradient, where it comes with them."""
+    x, y = whole.x, whole.y
+    factor = whole.factor(divisor(x))
+    products = []
+    columns = whole.accumulator(len(y)) if need.y else None
+    strip = whole.accumulator(min(whole.rows, len(x))) if need.x else None
+    # Rows strip by strip: dx then needs no accumulator of its own in the wider type.
+    for i in whole.strips():
+        total = None if strip is None else strip[: i.stop - i.start]
+        whole.add(i, total, columns, (True, i.start == 0))
+        if total is not None:
+            rows = i if matrix.rows is None else matrix.rows[i]
+            products.append(whole.keep(total, x[i], factor, dx, rows, need.scale))
+    whole.free()
+    if columns is not None:
+        order = slice(0, len(y)) if matrix.columns is None else matrix.columns
+        inner = need.scale and not need.x
+        products.append(whole.keep(columns, y, factor, dy, order, inner))
+    found = [product for product in products if product is not None]
+    return torch.stack(found).sum() if found else None
+
+
+def results(
+    sums: Tensor, inner: Tensor | None, dx: Kept, dy: Kept
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the operators return; `inner`: the scale's gradient, unless it is among the sums."""
+    dtype = accumulator_dtype(dx.values.dtype)
+    loss, dbias, dscale = sums.to(dtype).unbind()
     # Clones: an operator's results may not share memory.
-    return (
-        total.to(dtype, copy=True),
-        id_order.restore(dx, rows if need_x else None, 0),
-        id_order.restore(dy, columns if need_y else None, 0),
-        dscale.to(dtype, copy=True),
-        dbias.to(dtype, copy=True),
-    )
-
-
-def add_blocks(
-    x: Tensor,
-    y: Tensor,
-    pairs: Pairs,
-    scale: Tensor,
-    bias: Tensor,
-    weight: Tensor | None,
-    dx: Tensor | None,
-    dy: Tensor | None,
-    dscale: Tensor | None,
-    dbias: Tensor | None,
-) -> Tensor:
-    """The sum of all blocks' losses, float64; adds to the gradients that are not None.
-
-    Those of x and y lack the factor `scale`. That of scale is <x, the gradient in dx afterwards>.
-    """
-    if sweep.fused_available(x):
-        from megabatch.similarity.fused.sigmoid_blocks import SigmoidBlocks  # needs Triton
-
-        return SigmoidBlocks(x, y, pairs, weight).add(scale, bias, dx, dy, dscale, dbias)
-    dtype = accumulator_dtype(x.dtype)
-    rows, columns = sweep.block_shape(x)
-    buffer = x.new_empty(min(rows, x.shape[0]) * min(columns, y.shape[0]), dtype=dtype)
-    # b² terms: each block's sum is float32's, the sum of the blocks is kept wider.
-    total = x.new_zeros((), dtype=torch.float64)
-    for i in sweep.strips(x.shape[0], rows):
-        strip = None if dx is None else dx[i]
-        if dx is None and dscale is not None:
-            strip = x.new_zeros(x[i].shape, dtype=dtype)
-        for j in sweep.strips(y.shape[0], columns):
-            view = buffer[: (i.stop - i.start) * (j.stop - j.start)].view(i.stop - i.start, -1)
-            s = tile_torch.logits(x[i], y[j], scale, out=view).add_(bias)
-            loss, ds = _block(s, pairs.view(i, j), None if weight is None else weight[i])
-            total += loss
-            if dbias is not None:
-                dbias += ds.sum()
-            if strip is not None:
-                tile_torch.add_product(strip, ds, y[j])
-            if dy is not None:
-                tile_torch.add_product(dy[j], ds.T, x[i])
-        if strip is not None and dscale is not None:
-            dscale += inner(x[i], strip)
-    return total
-
-
-def _block(s: Tensor, pairs: Pairs, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(sum of the losses, dS) of one block of logits; destroys `s`."""
-    positive, _ = pairs.masks(s)
-    if positive is not None:
-        s = torch.where(positive, s.neg(), s)
-    # softplus(s) = -logsigmoid(-s): torch's softplus cuts to its argument above 20.
-    losses = F.logsigmoid(s.neg()).neg_()
-    ds = s.sigmoid_()  # of -z * logit, so that neither sign is a difference 1 - p
-    if positive is not None:
-        ds = torch.where(positive, ds.neg(), ds)
-    if weight is None:
-        return losses.sum(), ds
-    return (losses.sum(1) * weight).sum(), ds.mul_(weight[:, None])
-
-
-def inner(features: Tensor, gradient: Tensor) -> Tensor:
-    """<features, gradient>, strip by strip."""
-    total = gradient.new_zeros((), dtype=torch.float64)
-    for i in sweep.strips(features.shape[0], 4096):
-        total += (features[i].to(gradient.dtype) * gradient[i]).sum()
-    return total
+    dscale = dscale.clone() if inner is None else inner.to(dtype)
+    return loss.clone(), *dx, *dy, dscale, dbias.clone()
 
 
 @_softplus_sum.register_fake
@@ -219,36 +178,50 @@ def _(
     need_y: bool,
     need_scale: bool,
     need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = accumulator_dtype(x.dtype)
-    dx = x.new_empty(x.shape if need_x else 0, dtype=dtype)
-    dy = y.new_empty(y.shape if need_y else 0, dtype=dtype)
     total, dscale, dbias = (x.new_empty((), dtype=dtype) for _ in range(3))
-    return total, dx, dy, dscale, dbias
+    return total, *Kept.like(x, need_x), *Kept.like(y, need_y), dscale, dbias
 
 
 @torch.library.custom_op("megabatch::softplus_sum_backward", mutates_args=())
 def _softplus_sum_backward(
-    x: Tensor, y: Tensor, dx: Tensor, dy: Tensor, gradient: Tensor
+    x: Tensor,
+    y: Tensor,
+    dx: Tensor,
+    x_units: Tensor,
+    dy: Tensor,
+    y_units: Tensor,
+    gradient: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The kept gradients times the upstream one and the scale, in the dtypes of x and y.
+    """The kept gradients times the upstream one, in the dtypes of x and y.
 
     An operator of its own, with x and y among its arguments and no derivative: so a second
     derivative is an error and not silently incomplete.
     """
-    return (
-        torch.mul(dx, gradient, out=torch.empty_like(dx, dtype=x.dtype)),
-        torch.mul(dy, gradient, out=torch.empty_like(dy, dtype=y.dtype)),
-    )
+    times = divisor(x)
+    with torch.cuda.device_of(x):
+        return (
+            release(Kept(dx, x_units), x, gradient, times),
+            release(Kept(dy, y_units), y, gradient, times),
+        )
 
 
 @_softplus_sum_backward.register_fake
-def _(x: Tensor, y: Tensor, dx: Tensor, dy: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(dx, dtype=x.dtype), torch.empty_like(dy, dtype=y.dtype)
+def _(
+    x: Tensor,
+    y: Tensor,
+    dx: Tensor,
+    x_units: Tensor,
+    dy: Tensor,
+    y_units: Tensor,
+    gradient: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(dx), torch.empty_like(dy)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:3], *output[1:])
+    ctx.save_for_backward(*inputs[:2], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -257,10 +230,11 @@ def _autograd(ctx, gradient, *_):  # type: ignore[no-untyped-def]
     nothing = (None,) * 12
     if gradient is None:
         return nothing
-    x, y, scale, dx, dy, dscale, dbias = ctx.saved_tensors
+    *features, dscale, dbias = ctx.saved_tensors
     need_x, need_y, need_scale, need_bias = ctx.needs_input_grad[:4]
+    dx = dy = None
     if need_x or need_y:
-        dx, dy = torch.ops.megabatch.softplus_sum_backward(x, y, dx, dy, gradient * scale)
+        dx, dy = torch.ops.megabatch.softplus_sum_backward(*features, gradient)
     return (
         dx if need_x else None,
         dy if need_y else None,

@@ -7,17 +7,26 @@ pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity import exchange, ring
-from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity import exchange, id_order, ring, sweep
+from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
-from megabatch.similarity.sigmoid import _softplus_sum, add_blocks, inner
+from megabatch.similarity.sigmoid import AnyBlocks, _softplus_sum, results
+from megabatch.similarity.sigmoid_blocks import (
+    Kept,
+    Need,
+    Terms,
+    blocks,
+    divisor,
+    weight_unit,
+)
 
 
 @torch.library.custom_op("megabatch::ring_softplus_sum", mutates_args=())
@@ -35,53 +44,74 @@ def _ring_softplus_sum(
     need_scale: bool,
     need_bias: bool,
     group: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As `softplus_sum` over the ranks of a group; scale's and bias's gradients are a rank's part.
 
     The gradient of y is that of the sum over ranks.
     """
-    needs = {"x": need_x, "y": need_y, "scale": need_scale, "bias": need_bias}
-    circle = _circle(x, y, row_ids, weight, diagonal, needs, group)
+    need = Need(need_x, need_y, need_scale, need_bias)
+    circle = _circle(x, y, row_ids, weight, diagonal, need, group)
     start = circle.starts[circle.rank]
-    pairs = Pairs(diagonal, row_ids, column_ids, None, start, start)
-    dtype = accumulator_dtype(x.dtype)
-    dx = x.new_zeros(x.shape if need_x else 0, dtype=dtype)
-    dy = y.new_empty(y.shape if need_y else 0, dtype=dtype)
-    total, dscale, dbias = x.new_zeros(3, dtype=torch.float64)
-
-    def visit(piece: Visit) -> None:
-        features, ids = piece.cargo
-        assert features is not None
-        total.add_(
-            add_blocks(
-                x,
-                features,
-                replace(pairs, column_ids=ids, column_start=piece.start),
-                scale,
-                bias,
-                weight,
-                dx if need_x else None,
-                piece.part,
-                dscale if need_scale and not (need_x or need_y) else None,
-                dbias if need_bias else None,
-            )
-        )
-
-    parcels = [Parcel(y), Parcel(column_ids)]
-    route = ring.full(circle.n) if need_y else ring.rows_only(circle.n)
-    parts = Parts(lambda size: y.new_zeros((size, y.shape[1]), dtype=dtype))
     with torch.cuda.device_of(x):
-        for home, arrived in circle.tour(parcels, visit, route, ring.piece_rows(y), parts):
-            dy[home] = arrived
-        if need_scale and (need_x or need_y):
-            dscale += inner(x, dx) if need_x else inner(y, dy)
-    return (
-        total.to(dtype, copy=True),
-        dx,
-        dy,
-        dscale.to(dtype, copy=True),
-        dbias.to(dtype, copy=True),
-    )
+        # Each shard in an order of its own: pairs (i, i) of one rank stay on the diagonal.
+        matrix = sweep.ordered(x, y, Pairs(diagonal, row_ids, column_ids))
+        pairs = replace(matrix.pairs, row_start=start, column_start=start)
+        own_weight = weight if weight is None else id_order.sort(weight, matrix.rows, 0)
+        terms = Terms(scale, bias, own_weight, _common_unit(x, weight, circle))
+        own = blocks(matrix.x, matrix.y, pairs, terms, need)
+        total = own.accumulator(len(x)).zero_() if need_x else None
+        sums = [own.sums()]
+
+        def visit(piece: Visit) -> None:
+            features, ids = piece.cargo
+            assert features is not None
+            if len(x) == 0 or piece.size == 0:
+                return
+            columns = replace(pairs, column_ids=ids, column_start=piece.start)
+            visited = blocks(own.x, features, columns, terms, need)
+            for i in visited.strips():
+                visited.add(i, None if total is None else total[i], piece.part)
+            sums.append(visited.sums())
+
+        dx, dy, inner = _gradients(circle, own, need, matrix, visit, total)
+        return results(torch.stack(sums).sum(0), inner, dx, dy)
+
+
+def _gradients(
+    circle: Ring,
+    own: AnyBlocks,
+    need: Need,
+    matrix: IdOrder,
+    visit: Callable[[Visit], None],
+    total: Tensor | None,
+) -> tuple[Kept, Kept, Tensor | None]:
+    """Go around; the gradients of x, added up in `total`, and y, and scale's where it is theirs."""
+    x, y = matrix.x, matrix.y
+    dx, dy = Kept.like(x, need.x), Kept.like(y, need.y)
+    factor = own.factor(divisor(x))
+    parcels = [Parcel(own.y), Parcel(own.pairs.column_ids)]
+    route = ring.full(circle.n) if need.y else ring.rows_only(circle.n)
+    parts = Parts(lambda size: own.accumulator(size).zero_())
+    products = []
+    for home, arrived in circle.tour(parcels, visit, route, ring.piece_rows(own.y), parts):
+        rows = home if matrix.columns is None else matrix.columns[home]
+        inner = need.scale and not need.x
+        products.append(own.keep(arrived, own.y[home], factor, dy, rows, inner))
+    if total is not None:
+        rows = slice(0, len(x)) if matrix.rows is None else matrix.rows
+        products.append(own.keep(total, own.x, factor, dx, rows, need.scale))
+    found = [product for product in products if product is not None]
+    if found:
+        return dx, dy, torch.stack(found).sum()
+    return dx, dy, total.new_zeros(()) if total is not None and need.scale else None
+
+
+def _common_unit(x: Tensor, weight: Tensor | None, circle: Ring) -> Tensor | None:
+    """`weight_unit` for all ranks, since their gradients of y are added up."""
+    unit = weight_unit(x, weight)
+    if unit is not None:
+        exchange.all_reduce(unit, circle.name, circle.operation, dist.ReduceOp.MAX)
+    return unit
 
 
 def _circle(
@@ -90,17 +120,18 @@ def _circle(
     row_ids: Tensor | None,
     weight: Tensor | None,
     diagonal: str,
-    needs: dict[str, bool],
+    need: Need,
     group: str,
 ) -> Ring:
     """The ring, once all ranks want the same of it."""
-    wanted = ", ".join(name for name, need in needs.items() if need)
+    wanted = ", ".join(name for name, wanted in need._asdict().items() if wanted)
+    kernels = "fused" if sweep.fused_available(x) else "torch"
     terms = (
         f"softplus_sum, width {x.shape[1]}, {str(x.dtype).removeprefix('torch.')}, "
         f"{x.device.type}, gradients wanted: {wanted or 'none'}, "
         f"ids: {'given' if row_ids is not None else diagonal}, "
         f"weight: {'none' if weight is None else 'given'}, "
-        f"{ring.plan(y)}"
+        f"{kernels} kernels, {ring.plan(y)}"
     )
     sizes = [number for (number,) in exchange.agree(group, terms, [y.shape[0]], x.device)]
     return Ring(group, sizes, "softplus_sum")
@@ -121,7 +152,7 @@ def _(
     need_scale: bool,
     need_bias: bool,
     group: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wanted = (need_x, need_y, need_scale, need_bias)
     return _softplus_sum(x, y, scale, bias, row_ids, column_ids, weight, diagonal, *wanted)
 
@@ -141,18 +172,19 @@ def _(value: Tensor, group: str) -> Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.group = inputs[-1]
-    ctx.save_for_backward(*inputs[:3], *output[1:])
+    ctx.save_for_backward(*inputs[:2], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _autograd(ctx, gradient, *_):  # type: ignore[no-untyped-def]
-    x, y, scale, dx, dy, dscale, dbias = ctx.saved_tensors
+    x, y, dx, x_units, dy, y_units, dscale, dbias = ctx.saved_tensors
     need_x, need_y, need_scale, need_bias = ctx.needs_input_grad[:4]
+    multiply = torch.ops.megabatch.softplus_sum_backward
     if need_y:  # the other ranks' part of it was formed for their upstream gradients being this one
         common = torch.ops.megabatch.same_on_all_ranks(gradient, ctx.group)
-        _, dy = torch.ops.megabatch.softplus_sum_backward(x, y, dx[:0], dy, common * scale)
+        _, dy = multiply(x, y, dx[:0], x_units[:0], dy, y_units, common)
     if need_x:
-        dx, _ = torch.ops.megabatch.softplus_sum_backward(x, y, dx, dy[:0], gradient * scale)
+        dx, _ = multiply(x, y, dx, x_units, dy[:0], y_units[:0], gradient)
     return (
         dx if need_x else None,
         dy if need_y else None,

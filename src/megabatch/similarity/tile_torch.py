@@ -199,15 +199,14 @@ def _shareable(rows: Tensor, columns: Tensor) -> bool:
 
 
 @without_autocast
-def add_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
-    """total += factor * left @ right in total's dtype."""
-    if right.dtype == total.dtype:
-        total.addmm_(left, right, alpha=factor)
-    elif right.device.type == "cuda":
+def add_product(total: Tensor, left: Tensor, right: Tensor, fresh: bool = False) -> None:
+    """total += left @ right in total's dtype; where total is `fresh` it holds nothing yet."""
+    beta = 0 if fresh else 1
+    if right.dtype != total.dtype and right.device.type == "cuda":
         half = left.to(right.dtype)
-        torch.addmm(total, half, right, alpha=factor, out_dtype=torch.float32, out=total)
+        torch.addmm(total, half, right, beta=beta, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype), alpha=factor)
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor:
