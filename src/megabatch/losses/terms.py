@@ -28,6 +28,7 @@ def cross_entropy(side: Split) -> Tensor:
 def minus_log_probability(positive: Tensor, negative: Tensor) -> Tensor:
     """-log(e^positive / (e^positive + e^negative)), exact also where it is nearly 0.
 
-    logsigmoid and not softplus, which cuts to its argument above 20.
+    softplus cuts to its argument above the threshold: at torch's own, 20, that is 2e-9 off, at 50
+    below float64's rounding.
     """
-    return -F.logsigmoid(positive - negative)
+    return F.softplus(negative - positive, threshold=50)

@@ -136,7 +136,7 @@ def _gradients(
     dx, dy = (
         torch.empty_like(t) if need else t.new_empty(0) for t, need in ((x, need_x), (y, need_y))
     )
-    dscale = torch.zeros_like(scale)
+    parts: list[Tensor] = []  # of the scale's gradient
     # The scale's gradient comes with dx, or with dy where x is frozen.
     with_x = need_x or not need_y
     columns = blocks.accumulator(len(y)) if need_y else None
@@ -147,12 +147,13 @@ def _gradients(
         if total is not None:
             out = dx[i] if need_x else None
             inner = blocks.finish(total, "x", i, factor, need_scale, out)
-            dscale = dscale if inner is None else dscale + inner
+            parts += [] if inner is None else [inner]
         del total  # before the next strip's is made
     if columns is not None:
         inner = blocks.finish(columns, "y", slice(0, len(y)), factor, need_scale and not with_x, dy)
-        dscale = dscale if inner is None else dscale + inner
-    return dx, dy, dscale
+        parts += [] if inner is None else [inner]
+    # One launch less where there is one strip.
+    return dx, dy, parts[0] if len(parts) == 1 else sum(parts, torch.zeros_like(scale))
 
 
 def _symmetric_gradients(

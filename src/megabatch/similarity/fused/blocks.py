@@ -278,7 +278,7 @@ class FusedBlocks:
         block = 16
         # The gradient of features that are stored by columns is stored so too.
         target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
-        parts = total.new_zeros(max(1, cdiv(size, block)))
+        parts = total.new_empty(cdiv(size, block))
         if size:
             backward.finish[(cdiv(size, block),)](
                 total, features, total if target is None else target, factor, parts, size, d,
