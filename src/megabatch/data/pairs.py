@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from megabatch.data.svg import SVG_SIZE, BadSvg, draw_svg, is_svg
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -89,8 +91,16 @@ class BatchTransform(Protocol):
         ...
 
 
-def decode_image(data: bytes, key: str) -> Image.Image:
-    """Decode an image file that is in memory; raises BadSample if it is none."""
+def decode_image(data: bytes, key: str, *, svg_size: int = SVG_SIZE) -> Image.Image:
+    """Decode an image file that is in memory; raises BadSample if it is none.
+
+    An SVG is drawn on white, its longer side `svg_size` pixels.
+    """
+    if is_svg(data):
+        try:
+            return draw_svg(data, svg_size)
+        except BadSvg as error:
+            raise BadSample(str(error), key) from error
     try:
         image = Image.open(io.BytesIO(data))
         image.load()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megabatch.data.pairs import BadSample, Pair, clean_caption, decode_image
+from megabatch.data.svg import SVG_SIZE
 from megabatch.data.tar_index import ABSENT, IMAGE_EXTENSIONS, tar_index
 from megabatch.errors import UsageError
 
@@ -21,17 +22,19 @@ class ShardPairs:
     """Pairs in tar files as img2dataset and webdataset write them.
 
     Members of one sample stand together and share the name up to the first dot: `jpg`, `jpeg`,
-    `png` or `webp`, and `txt` or else `json` (its "caption"). The headers are read once, here; then
-    each sample is one or two reads at known offsets.
+    `png`, `webp` or `svg`, and `txt` or else `json` (its "caption"). The headers are read once,
+    here; then each sample is one or two reads at known offsets.
 
     A file that is damaged is used up to the damage, and `damage` says where that is. A sample
-    without an image or caption keeps its index and raises BadSample.
+    without an image or caption keeps its index and raises BadSample. The longer side of an `svg` is
+    drawn with `svg_size` pixels.
 
     Raises:
         UsageError: a file cannot be read or is compressed; no file holds a sample.
     """
 
-    def __init__(self, paths: Sequence[str | Path]) -> None:
+    def __init__(self, paths: Sequence[str | Path], *, svg_size: int = SVG_SIZE) -> None:
+        self.svg_size = svg_size
         self.paths = [str(path) for path in paths]
         indices = [tar_index(path) for path in self.paths]
         self.damage = [i.damage for i in indices if i.damage]
@@ -60,7 +63,8 @@ class ShardPairs:
         else:
             raise BadSample("no caption", key)
         caption = clean_caption(caption, key)
-        return Pair(decode_image(_read(path, image, key), key), caption, key)
+        picture = decode_image(_read(path, image, key), key, svg_size=self.svg_size)
+        return Pair(picture, caption, key)
 
 
 class _OpenFile:

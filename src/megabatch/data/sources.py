@@ -9,6 +9,7 @@ from webdataset.shardlists import expand_urls
 
 from megabatch.data.glyphs import SPLITS, load_glyphs
 from megabatch.data.pairs import PairDataset
+from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError
 
 TABLES = (".csv", ".tsv", ".parquet")
@@ -21,6 +22,7 @@ def open_pairs(
     image_column: str | None = None,
     caption_column: str | None = None,
     separator: str | None = None,
+    svg_size: int = SVG_SIZE,
 ) -> PairDataset:
     """Open a data set of image-caption pairs.
 
@@ -33,6 +35,7 @@ def open_pairs(
             image_path, file_name.
         caption_column: column of captions; default: the first of title, caption, text.
         separator: field separator of text tables; default: a comma, in .tsv files a tab.
+        svg_size: pixels of the longer side that .svg images in shards are drawn with.
 
     Raises:
         UsageError: nothing matches, files are of different kinds, a column is missing.
@@ -52,7 +55,7 @@ def open_pairs(
         )
     from megabatch.data.shards import ShardPairs
 
-    return ShardPairs(paths)
+    return ShardPairs(paths, svg_size=svg_size)
 
 
 def find_files(spec: str) -> list[Path]:

@@ -14,12 +14,12 @@ from webdataset.tariterators import base_plus_ext
 from megabatch.data.cache import default_cache_dir, read_arrays, write_arrays
 from megabatch.errors import UsageError
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "svg")
 ABSENT = (0, 0)  # no member starts at byte 0: its header does
 
 _KINDS = dict.fromkeys(IMAGE_EXTENSIONS, 0) | {"txt": 1, "json": 2}
 _BLOCK = 512  # tar's unit
-_VERSION = 1  # raise when the same file would give another index
+_VERSION = 2  # raise when the same file would give another index
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from webdataset.tariterators import base_plus_ext
 from megabatch.data.pairs import BadSample, decode_image
 from megabatch.errors import UsageError
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm", "bmp")
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm", "bmp", "svg")
 
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 

@@ -1,0 +1,100 @@
+"""Vector images (SVG) drawn as pixels, by resvg."""
+
+from __future__ import annotations
+
+import io
+from xml.parsers import expat
+
+from PIL import Image
+
+from megabatch.errors import UsageError
+
+SVG_SIZE = 224  # pixels of the longer side, where nothing else is asked for
+
+_DEPTH = 32  # levels of elements
+_NESTED_USES = 8  # `use` elements inside of what another `use` may draw
+
+
+class BadSvg(ValueError):
+    """An SVG that is not drawn; the message is short and the same for the same fault."""
+
+
+def is_svg(data: bytes) -> bool:
+    """Whether a file can be an SVG at all: no format of pixels begins as XML does."""
+    return data[:64].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"<"
+
+
+def draw_svg(data: bytes, size: int = SVG_SIZE) -> Image.Image:
+    """Draw an SVG on white, RGB, the longer side `size` pixels; `currentColor` is black.
+
+    Nothing outside of the file has a part in the drawing: texts are left out, since the fonts of a
+    machine are its own, and a file that embeds or points to an image is refused, since resvg would
+    read any path that it names.
+
+    Raises:
+        BadSvg: not an SVG, or one that embeds images, declares entities, or is nested so deeply
+            that drawing it would crash the process or never end.
+        UsageError: resvg_py is not installed.
+    """
+    try:
+        import resvg_py
+    except ImportError as error:
+        raise UsageError(
+            "drawing .svg images needs resvg_py: pip install 'megabatch[train]'"
+        ) from error
+    _check(data)
+    try:
+        png = resvg_py.svg_to_bytes(
+            svg_string=data.decode("utf-8-sig"),
+            width=size,
+            height=size,  # with both given, the drawing fits within
+            background="white",
+            skip_system_fonts=True,
+        )
+        return Image.open(io.BytesIO(png)).convert("RGB")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is no Exception
+        raise BadSvg("undecodable image") from error
+
+
+class _Structure:
+    """Follows a document's elements and raises BadSvg at the first that must not be drawn."""
+
+    def __init__(self) -> None:
+        self.named: list[bool] = []  # of each open element: it, or one around it, has an id
+        self.nested_uses = 0
+
+    def start(self, name: str, attributes: dict[str, str]) -> None:
+        kind = name.rpartition(" ")[2]  # in whatever namespace
+        if not self.named and kind != "svg":
+            raise BadSvg("undecodable image")
+        if kind in ("image", "feImage"):
+            raise BadSvg("svg with an image inside")
+        inside = len(self.named) > 1 and self.named[-1]  # the root's id draws nothing twice
+        self.nested_uses += kind == "use" and inside
+        self.named.append(inside or ("id" in attributes and bool(self.named)))
+        if len(self.named) > _DEPTH or self.nested_uses > _NESTED_USES:
+            raise BadSvg("svg nested too deeply")
+
+    def end(self, name: str) -> None:
+        self.named.pop()
+
+    def entity(self, *declaration: object) -> None:
+        raise BadSvg("svg with entities")
+
+
+def _check(data: bytes) -> None:
+    """resvg reads files that an image names and overflows its stack on deep trees: look first."""
+    structure = _Structure()
+    # As UTF-8, whatever the file says of itself: so will resvg read it.
+    parser = expat.ParserCreate("utf-8", namespace_separator=" ")
+    parser.StartElementHandler = structure.start
+    parser.EndElementHandler = structure.end
+    parser.EntityDeclHandler = structure.entity
+    try:
+        parser.Parse(data, True)
+    except (expat.ExpatError, ValueError) as error:
+        if isinstance(error, BadSvg):
+            raise
+        raise BadSvg("undecodable image") from error

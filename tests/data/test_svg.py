@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megabatch.data import svg
+from megabatch.data.pairs import BadSample, decode_image
+from megabatch.data.sources import open_pairs
+from megabatch.data.svg import BadSvg, draw_svg, is_svg
+
+from .samples import png, write_tar
+
+NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
+WHITE, BLACK, RED = (255, 255, 255), (0, 0, 0), (255, 0, 0)
+
+
+def document(body: str, size: str = 'width="20" height="10"') -> bytes:
+    return f"<svg {NAMESPACE} {size}>{body}</svg>".encode()
+
+
+def test_the_longer_side_has_the_size_asked_for():
+    data = document('<rect width="10" height="10" fill="currentColor"/>')
+    image = draw_svg(data, 64)
+    assert (image.mode, image.size) == ("RGB", (64, 32))
+    assert (image.getpixel((5, 5)), image.getpixel((60, 5))) == (BLACK, WHITE)
+    assert draw_svg(document("", 'width="1" height="4"'), 8).size == (2, 8)
+
+
+def test_the_same_bytes_give_the_same_pixels():
+    data = document('<circle cx="9" cy="5" r="4" fill="red"/>')
+    assert draw_svg(data).tobytes() == draw_svg(data).tobytes()
+
+
+def test_files_are_told_apart_by_their_beginning():
+    assert is_svg(b'\xef\xbb\xbf <?xml version="1.0"?>')
+    assert not is_svg(png())
+    assert not is_svg(b"")
+    assert decode_image(png(9), "key").size == (4, 3)
+    assert decode_image(document(""), "key").size == (svg.SVG_SIZE, svg.SVG_SIZE // 2)
+
+
+def test_text_is_left_out():
+    image = draw_svg(document('<text x="2" y="9" font-size="9">mmm</text>'))
+    assert image.getcolors() == [(224 * 112, WHITE)]
+
+
+@pytest.mark.parametrize("name", ["image", "feImage", "s:image"])
+@pytest.mark.parametrize("attribute", ["href", "xlink:href"])
+def test_no_file_is_read(tmp_path: Path, name: str, attribute: str):
+    (tmp_path / "secret.png").write_bytes(png(255, (20, 10)))
+    link = f'{attribute}="{tmp_path}/secret.png"'
+    spaces = 'xmlns:s="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    body = f'<g {spaces}><{name} width="20" height="10" {link}/></g>'
+    with pytest.raises(BadSvg, match="svg with an image inside"):
+        draw_svg(document(body))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"<svg", "undecodable image"),
+        (b"<p/>", "undecodable image"),
+        (document("<g>"), "undecodable image"),
+        (document("\x00"), "undecodable image"),
+        (document("<g/>", 'width="0" height="0"'), "undecodable image"),
+        (document("").decode().encode("utf-16"), "undecodable image"),
+        (b'<!DOCTYPE svg [<!ENTITY a "b">]>' + document("&a;"), "svg with entities"),
+        (document("<g>" * 100_000 + "</g>" * 100_000), "svg nested too deeply"),
+    ],
+)
+def test_what_cannot_be_drawn_is_a_bad_sample(data: bytes, reason: str):
+    with pytest.raises(BadSample) as caught:
+        decode_image(data, "key")
+    assert caught.value.key == "key"
+    assert caught.value.reason == reason
+
+
+def test_what_draws_itself_many_times_over_is_refused():
+    body = '<rect id="u0" width="5" height="5"/>'
+    for i in range(7):
+        body += f'<g id="u{i + 1}">' + f'<use href="#u{i}"/>' * 10 + "</g>"
+    with pytest.raises(BadSvg, match="nested too deeply"):
+        draw_svg(document(body))
+    once = draw_svg(document('<rect id="a" width="5" height="5"/>' + '<use href="#a"/>' * 50))
+    assert once.getpixel((5, 5)) == BLACK
+
+
+def test_shards_of_svg_are_read_as_pairs(tmp_path: Path):
+    good = document('<rect width="20" height="10" fill="red"/>', 'width="20" height="20"')
+    members = [("0.svg", good), ("0.txt", b"red"), ("1.svg", b"<svg"), ("1.txt", b"bad")]
+    write_tar(tmp_path / "a.tar", [*members, ("2.txt", b"two"), ("2.svg", good)])
+    pairs = open_pairs(str(tmp_path), svg_size=16)
+    assert len(pairs) == 3
+    assert (pairs[0].caption, pairs[0].image.size) == ("red", (16, 16))
+    assert pairs[2].image.getpixel((8, 2)) == RED
+    assert open_pairs(str(tmp_path))[0].image.size == (224, 224)
+    with pytest.raises(BadSample, match="undecodable image: a.tar:1"):
+        pairs[1]
