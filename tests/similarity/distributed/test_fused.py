@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -67,3 +68,40 @@ def test_fused_kernels(world: World) -> None:
                 assert (error <= 2e-3 * wanted.norm(dim=1) + 1e-7).all()
         mean = scales[0].grad / world.size
         torch.testing.assert_close(scales[1].grad, mean, rtol=2e-3, atol=1e-6)
+
+
+@on_processes(2)
+def test_the_sigmoid_loss(world: World) -> None:
+    """Parts of dS from several ranks, each with weights of its own, in one range of float16."""
+    x, y = (F.normalize(torch.randn(200, D), dim=1).half() for _ in range(2))
+    ids = torch.randint(-1, 40, (200,))
+    weights = torch.rand(200)
+    weights[:70] *= 1000
+    for sizes, numbers, weight, piece in (
+        ([100, 100], None, None, None),  # gathered
+        ([100, 100], ids, weights, None),
+        ([70, 130], None, weights, None),
+        ([0, 200], ids, None, 60 * 24 * 2),
+        ([70, 130], ids, weights, 60 * 24 * 2),
+    ):
+        whole = [leaf(t) for t in (x, y, torch.tensor(10.0), torch.tensor(-3.0))]
+        local = [leaf(world.shard(t.detach(), sizes)) for t in whole[:2]]
+        local += [leaf(t.detach()) for t in whole[2:]]
+        pairs = "paired" if numbers is None else (numbers, numbers)
+        own = pairs if numbers is None else (world.shard(numbers, sizes),) * 2
+        own_weight = None if weight is None else world.shard(weight, sizes)
+        with pytest.MonkeyPatch.context() as patch, pieces_of(piece):
+            patch.setattr(sweep, "fused_available", lambda x: True)
+            truth = similarity.softplus_sum(*whole, ids=pairs, weight=weight, group="local")
+            mine = similarity.softplus_sum(*local, ids=own, weight=own_weight)
+            (truth / 200).backward()
+            (mine / 200).backward()
+        total = mine.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, truth.detach(), rtol=1e-6, atol=0)
+        for a, b in zip(local[:2], whole[:2], strict=True):
+            wanted = world.shard(b.grad, sizes).float()
+            error = (a.grad.float() - wanted).norm(dim=1)
+            assert (error <= 2e-3 * wanted.norm(dim=1) + 1e-7).all()
+        for a, b in zip(local[2:], whole[2:], strict=True):
+            torch.testing.assert_close(a.grad, b.grad / world.size, rtol=2e-3, atol=1e-6)
