@@ -14,6 +14,8 @@ from rich.progress import track
 
 from megabatch.data.export import write_shards
 from megabatch.data.glyphs import load_glyphs
+from megabatch.data.iconify import open_package
+from megabatch.data.icons import write_icons
 from megabatch.data.pairs import BadSample, Pair, PairDataset
 from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
@@ -31,6 +33,32 @@ class Glyphs:
     """Part of the set: train, the held-out faces, the held-out characters, or all."""
     samples_per_shard: int = 10_000
     """Pairs in each shard but the last."""
+
+
+@dataclass
+class Icons:
+    """Write the icons of the npm package @iconify/json as WebDataset shards, train/ and test/.
+
+    Test are whole sets. sets.json beside them has each set's author and licence: those of the icons
+    are many, and some ask for attribution.
+    """
+
+    output: Path
+    """Folder to make; it appears when all shards are written."""
+    package: Path | None = None
+    """The package's tarball or unpacked folder. Default: fetched by npm."""
+    format: Literal["svg", "png"] = "svg"
+    """svg: small files, drawn when they are read; png: drawn now."""
+    size: int = 64
+    """Of png: pixels a side."""
+    set_title: bool = False
+    """End each caption with its set's title. Captions are then as good as unique."""
+    max_bytes: int | None = None
+    """Leave out icons whose SVG is longer."""
+    samples_per_shard: int = 10_000
+    """Pairs in each shard but the last."""
+    workers: int = 0
+    """Of png: processes that draw; 0: none beside this one."""
 
 
 @dataclass
@@ -55,6 +83,7 @@ def main(argv: list[str]) -> int:
     """Run `megabatch data ...`; returns the exit code."""
     command = tyro.cli(
         Annotated[Glyphs, tyro.conf.subcommand("glyphs")]
+        | Annotated[Icons, tyro.conf.subcommand("icons")]
         | Annotated[Inspect, tyro.conf.subcommand("inspect")],
         prog="megabatch data",
         description=__doc__,
@@ -62,6 +91,8 @@ def main(argv: list[str]) -> int:
     )
     if isinstance(command, Glyphs):
         return glyphs(command)
+    if isinstance(command, Icons):
+        return icons(command)
     return inspect(command)
 
 
@@ -73,6 +104,37 @@ def glyphs(options: Glyphs) -> int:
     shards = write_shards(pairs, options.output, samples_per_shard=options.samples_per_shard)
     size = sum(path.stat().st_size for path in shards)
     print(f"{len(pairs):,} pairs in {len(shards)} shards, {size / 1e6:.1f} MB: {options.output}")
+    return 0
+
+
+def icons(options: Icons) -> int:
+    """Write the icons as shards."""
+    for name, least in (("samples_per_shard", 1), ("size", 1), ("max_bytes", 1), ("workers", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} {value}: expected at least {least}")
+    with open_package(options.package) as package:
+        done = write_icons(
+            package,
+            options.output,
+            kind=options.format,
+            size=options.size,
+            set_title=options.set_title,
+            max_bytes=options.max_bytes,
+            samples_per_shard=options.samples_per_shard,
+            workers=options.workers,
+        )
+    print(f"@iconify/json {done.version}: {options.output}")
+    for split, captions in done.captions.items():
+        shards = list((options.output / split).glob("*.tar"))
+        size = sum(path.stat().st_size for path in shards)
+        print(
+            f"{split}: {done.icons[split]:,} icons of {done.sets[split]} sets, {len(captions):,} "
+            f"distinct captions; {len(shards)} shards, {size / 1e6:.1f} MB"
+        )
+    for reason, count in (+done.left_out).most_common():
+        print(f"left out {count:,} x {reason}")
     return 0
 
 

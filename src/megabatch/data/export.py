@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from webdataset.writer import TarWriter
@@ -29,6 +31,20 @@ def write_shards(pairs: GlyphPairs, output: str | Path, *, samples_per_shard: in
         UsageError: `output` exists and is not an empty folder, or cannot be written.
     """
     output = Path(output)
+    with new_folder(output) as partial:
+        for number, start in enumerate(range(0, len(pairs), samples_per_shard)):
+            stop = min(start + samples_per_shard, len(pairs))
+            _write_shard(pairs, range(start, stop), partial / f"{number:05d}.tar")
+    return sorted(output.glob("*.tar"))
+
+
+@contextlib.contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Give a folder to write to, which becomes `output` at the end, or vanishes on an error.
+
+    Raises:
+        UsageError: `output` exists and is not an empty folder, or cannot be written.
+    """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UsageError(f"{output} exists and is not an empty folder; choose another --output")
     try:
@@ -37,16 +53,13 @@ def write_shards(pairs: GlyphPairs, output: str | Path, *, samples_per_shard: in
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
     try:
-        for number, start in enumerate(range(0, len(pairs), samples_per_shard)):
-            stop = min(start + samples_per_shard, len(pairs))
-            _write_shard(pairs, range(start, stop), partial / f"{number:05d}.tar")
+        yield partial
         partial.chmod(0o777 & ~_umask())  # mkdtemp's folders are the user's alone
         os.replace(partial, output)
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return sorted(output.glob("*.tar"))
 
 
 def _write_shard(pairs: GlyphPairs, indices: range, path: Path) -> None:

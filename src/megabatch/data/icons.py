@@ -1,0 +1,227 @@
+"""Icons with captions, written as WebDataset shards: a set for large batches."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+from webdataset.writer import TarWriter
+
+from megabatch.data.export import new_folder
+from megabatch.data.iconify import Icon, IconSet, Package
+from megabatch.data.svg import BadSvg, draw_svg
+from megabatch.errors import UsageError
+
+HELD_OUT_PER_MILLE = 80  # of the families; 2.9% of the icons
+
+# What the package says of a whole set goes into captions where it says what the pictures show; the
+# others speak of grids ("UI 24px") and upkeep.
+_SUBJECTS = ("Emoji", "Flags / Maps", "Logos", "Programming")
+
+
+@dataclass
+class Written:
+    """What was written, by split: icons, sets, distinct captions; what was left out, by reason."""
+
+    version: str
+    icons: Counter[str] = field(default_factory=Counter)
+    sets: Counter[str] = field(default_factory=Counter)
+    captions: dict[str, set[int]] = field(default_factory=lambda: {"train": set(), "test": set()})
+    left_out: Counter[str] = field(default_factory=Counter)
+
+
+def is_held_out(prefix: str) -> bool:
+    """Whether a set is of the test split.
+
+    A hash of its family's name decides: the prefix's first word without digits at its end, since
+    sets of one family (fa, fa6-solid; fluent, fluent-color) draw the same things alike.
+    """
+    family = prefix.split("-")[0].rstrip("0123456789")
+    digest = hashlib.sha256(family.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 1000 < HELD_OUT_PER_MILLE
+
+
+def caption(icon: Icon, of: IconSet, *, set_title: bool = False) -> str:
+    """Say what an icon shows, in lower case, most telling first.
+
+    Its name with hyphens as spaces (so that words such as "outline" or "filled" stay), the set's
+    categories for it, the subject of the whole set, and, if asked for, the set's title.
+    """
+    parts = [icon.name.replace("-", " "), *icon.categories]
+    parts += of.category.split(" / ") if of.category in _SUBJECTS else []
+    parts += [of.title] if set_title else []
+    # A set in several categories may repeat itself, and a name may be its category.
+    return ", ".join(dict.fromkeys(" ".join(part.lower().split()) for part in parts))
+
+
+def caption_id(text: str) -> int:
+    """A caption's id: a hash of 62 bits, so 0 <= id < 2**62; equal captions have equal ids."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def write_icons(
+    package: Package,
+    output: str | Path,
+    *,
+    kind: Literal["svg", "png"] = "svg",
+    size: int = 64,
+    set_title: bool = False,
+    max_bytes: int | None = None,
+    samples_per_shard: int = 10_000,
+    workers: int = 0,
+) -> Written:
+    """Write `output/train/00000.tar`, ..., `output/test/00000.tar`, ..., and `output/sets.json`.
+
+    A sample is `svg` or `png`, `txt` (the caption) and `json`: caption, key, id (of the caption),
+    set, set_title, categories, license (SPDX identifier, else title), aliases (further names of
+    the same picture). Samples stand by set and name. sets.json has the package's version and, for
+    each set, title, author, licence, category, split and number of icons. The same package gives
+    the same bytes. The folder appears at once when all is written.
+
+    Args:
+        package: opened.
+        output: new or empty folder.
+        kind: the pictures as SVG, or drawn, `size` pixels a side.
+        size: of png.
+        set_title: end captions with the set's title.
+        max_bytes: leave out icons whose SVG is longer.
+        samples_per_shard: but in the last of each split.
+        workers: processes that draw; 0: this one.
+
+    Raises:
+        UsageError: the folder is not empty or cannot be written, the package cannot be read.
+    """
+    done = Written(package.version)
+    listed = []
+    with new_folder(Path(output)) as folder, _drawing(workers if kind == "png" else 0) as draw:
+        writers = {split: _Writer(folder / split, samples_per_shard) for split in done.captions}
+        try:
+            for icon_set in package.sets():
+                split = "test" if is_held_out(icon_set.prefix) else "train"
+                count = 0
+                samples = _samples(icon_set, set_title, max_bytes, done.left_out)
+                for sample in samples if kind == "svg" else draw(samples, size, done.left_out):
+                    writers[split].write(sample)
+                    done.captions[split].add(sample["json"]["id"])
+                    count += 1
+                done.icons[split] += count
+                done.sets[split] += count > 0
+                listed.append({**_facts(icon_set), "split": split, "icons": count})
+        finally:
+            for writer in writers.values():
+                writer.close()
+        if not done.icons:
+            raise UsageError("the package has no icon that can be used")
+        document = {"package": f"@iconify/json {package.version}", "sets": listed}
+        (folder / "sets.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+    return done
+
+
+def _facts(of: IconSet) -> dict[str, Any]:
+    return {
+        "prefix": of.prefix,
+        "title": of.title,
+        "author": of.author,
+        "license": of.license,
+        "category": of.category,
+    }
+
+
+def _samples(
+    of: IconSet, set_title: bool, max_bytes: int | None, left_out: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    left_out["moving"] += of.moving
+    for icon in of.icons:
+        if max_bytes is not None and len(icon.svg.encode()) > max_bytes:
+            left_out[f"longer than {max_bytes} bytes"] += 1
+            continue
+        text = caption(icon, of, set_title=set_title)
+        key = f"{of.prefix}_{icon.name}".replace(".", "-")  # a dot would end the sample's name
+        facts = {
+            "caption": text,
+            "key": key,
+            "id": caption_id(text),
+            "set": of.prefix,
+            "set_title": of.title,
+            "categories": icon.categories,
+            "license": of.license.get("spdx") or of.license["title"],
+            "aliases": icon.aliases,
+        }
+        yield {"__key__": key, "svg": icon.svg.encode(), "txt": text.encode(), "json": facts}
+
+
+class _Writer:
+    """Shards of a folder, one open at a time."""
+
+    def __init__(self, folder: Path, samples_per_shard: int) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.samples_per_shard = samples_per_shard
+        self.count = 0
+        self._tar: TarWriter | None = None
+
+    def write(self, sample: dict[str, Any]) -> None:
+        if self.count % self.samples_per_shard == 0:
+            self.close()
+            path = self.folder / f"{self.count // self.samples_per_shard:05d}.tar"
+            self._tar = TarWriter(str(path), encoder=False, mtime=0)
+        assert self._tar is not None
+        document = json.dumps(sample["json"], ensure_ascii=False, separators=(",", ":"))
+        self._tar.write({**sample, "json": document.encode()})
+        self.count += 1
+
+    def close(self) -> None:
+        if self._tar is not None:
+            self._tar.close()
+
+
+class _drawing:
+    """Gives a function that replaces samples' svg by png, in this process or several.
+
+    resvg_py holds the interpreter's lock while it draws, so threads would not help.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._pool = get_context("spawn").Pool(workers) if workers else None
+
+    def __enter__(self) -> Any:
+        return self._draw
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool.join()
+
+    def _draw(
+        self, samples: Iterable[dict[str, Any]], size: int, left_out: Counter[str]
+    ) -> Iterator[dict[str, Any]]:
+        waiting = list(samples)  # one set's
+        tasks = [(sample["svg"], size) for sample in waiting]
+        run = map(_png, tasks) if self._pool is None else self._pool.imap(_png, tasks, 64)
+        for sample, png in zip(waiting, run, strict=True):
+            if isinstance(png, str):
+                left_out[png] += 1
+                continue
+            yield {"__key__": sample["__key__"], "png": png, **_words(sample)}
+
+
+def _words(sample: dict[str, Any]) -> dict[str, Any]:
+    return {kind: sample[kind] for kind in ("txt", "json")}
+
+
+def _png(task: tuple[bytes, int]) -> bytes | str:
+    """A PNG, or why there is none."""
+    try:
+        image = draw_svg(*task)
+    except BadSvg as error:
+        return str(error)
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return file.getvalue()
