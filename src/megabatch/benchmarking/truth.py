@@ -75,6 +75,79 @@ def siglip(x: Tensor, y: Tensor, scale: float, bias: float) -> Truth:
     return Truth(loss, dx, dy, dscale, dbias)
 
 
+@torch.no_grad()
+def clip_with_ids(x: Tensor, y: Tensor, scale: float, ids: Tensor) -> Truth:
+    """CLIP's loss where pairs of equal ids are positives, the target spread evenly over them."""
+    x, y = x.double(), y.double()
+    b = len(x)
+    rows, columns = _logsumexps(x, y, scale)
+    loss = (rows + columns).mean() / 2
+
+    def gradient(s: Tensor, i: slice) -> Tensor:
+        nonlocal loss
+        same = equal(ids[i], ids).to(s.dtype)
+        # An id's share is the same among rows and columns.
+        target = same / same.sum(1, keepdim=True)
+        loss = loss - (target * s).sum() / b
+        return ((s - rows[i, None]).exp() + (s - columns).exp() - 2 * target) / (2 * b)
+
+    gradients = _gradients(x, y, scale, gradient)
+    return Truth(loss, *gradients)
+
+
+@torch.no_grad()
+def infonce(
+    x: Tensor, y: Tensor, scale: float, ids: Tensor | None = None, margin: float | None = None
+) -> Truth:
+    """The rows' cross-entropies, without other pairs of equal ids and those above a margin."""
+    x, y = x.double(), y.double()
+    own = scale * (x * y).sum(1)
+    loss = x.new_zeros(())
+
+    def gradient(s: Tensor, i: slice) -> Tensor:
+        if margin is not None:
+            s = s.masked_fill(s > own[i, None] + margin * scale, -torch.inf)
+        if ids is not None:
+            s = s.masked_fill(equal(ids[i], ids), -torch.inf)
+        s.diagonal(i.start).copy_(own[i])
+        logp = s.log_softmax(1)
+        loss.sub_(logp.diagonal(i.start).sum() / len(x))
+        ds = logp.exp_()
+        ds.diagonal(i.start).sub_(1)
+        return ds / len(x)
+
+    gradients = _gradients(x, y, scale, gradient)
+    return Truth(loss, *gradients)
+
+
+@torch.no_grad()
+def supervised(z: Tensor, ids: Tensor, scale: float) -> Truth:
+    """Each row's mean of -log p over the others of its id, the mean of that; dx is z's gradient.
+
+    Every row must have another of its id.
+    """
+    z = z.double()
+    loss = z.new_zeros(())
+
+    def gradient(s: Tensor, i: slice) -> Tensor:
+        s.diagonal(i.start).fill_(-torch.inf)
+        logp = s.log_softmax(1)
+        positive = equal(ids[i], ids)
+        positive.diagonal(i.start).fill_(False)
+        target = positive.to(s.dtype) / positive.sum(1, keepdim=True)
+        loss.sub_(logp.masked_fill(~positive, 0).mul(target).sum() / len(z))
+        s.diagonal(i.start).zero_()  # what scale's gradient is multiplied with
+        return (logp.exp_() - target) / len(z)
+
+    dx, dy, dscale = _gradients(z, z, scale, gradient)
+    return Truth(loss, dx + dy, dy, dscale)
+
+
+def equal(rows: Tensor, columns: Tensor) -> Tensor:
+    """(m, n): whether two ids are equal."""
+    return rows[:, None] == columns
+
+
 def of_copies(exact: Truth, copies: int) -> Truth:
     """CLIP's loss where all rows come `copies` times, from that where they come once.
 

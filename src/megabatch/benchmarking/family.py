@@ -1,0 +1,203 @@
+"""The losses beside CLIP's and SigLIP's: with masks, self-similar, supervised.
+
+Ids and labels are random, the same every time. NT-Xent and the supervised loss take x and y as the
+two views of 2 b rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megabatch.benchmarking import truth
+from megabatch.benchmarking.contenders import LOSSES, Contender, Loss, LossFunction
+from megabatch.benchmarking.truth import Truth
+
+#: Kinds of labels of the supervised loss; ids of duplicates are as many as rows.
+CLASSES = 1000
+MARGIN = 0.1
+
+
+@functools.lru_cache(maxsize=8)
+def labels(n: int, kinds: int, device: str) -> Tensor:
+    """(n,) int64."""
+    generator = torch.Generator(device).manual_seed(2)
+    return torch.randint(kinds, (n,), generator=generator, device=device)
+
+
+def duplicates(x: Tensor) -> Tensor:
+    """Ids of which most are somebody else's too."""
+    return labels(len(x), len(x), x.device.type)
+
+
+def classes(x: Tensor) -> Tensor:
+    """A label for each instance, both of its views'."""
+    return labels(len(x), CLASSES, x.device.type).repeat(2)
+
+
+def instances(x: Tensor) -> Tensor:
+    """Which rows of two views are one."""
+    return torch.arange(len(x), device=x.device).repeat(2)
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+def _clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    from megabatch import ClipLoss
+
+    value = ClipLoss()(x, y, scale, ids=duplicates(x))
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _infonce(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    from megabatch import InfoNCELoss
+
+    made: Tensor = InfoNCELoss(1.0)(x, y, ids=duplicates(x), temperature=1 / scale)
+    return made
+
+
+def _infonce_margin(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    from megabatch import InfoNCELoss
+
+    made: Tensor = InfoNCELoss(1.0, margin=MARGIN)(x, y, temperature=1 / scale)
+    return made
+
+
+def _nt_xent(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    from megabatch import NTXentLoss
+
+    made: Tensor = NTXentLoss(1.0)(x, y, temperature=1 / scale)
+    return made
+
+
+def _supcon(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    from megabatch import SupConLoss
+
+    made: Tensor = SupConLoss(1.0)(torch.cat([x, y]), classes(x), temperature=1 / scale)
+    return made
+
+
+def _general(ids: Callable[[Tensor], Tensor]) -> LossFunction:
+    """Self-similarity as if the matrix were not symmetric: all tiles, rows' side only."""
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        from megabatch.losses.terms import cross_entropy
+        from megabatch.similarity import split_logsumexp
+
+        own = ids(x)
+        sides = own, own.clone()  # two sets of ids: nothing says that they are equal
+        rows, _ = split_logsumexp(torch.cat([x, y]), None, scale, ids=sides, sides="rows")
+        return cross_entropy(rows).mean()
+
+    return loss
+
+
+# --- from the whole matrix ------------------------------------------------------------------------
+
+
+def _dense(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """The logits as every dense implementation has them, in float32 for the softmax."""
+    s = scale * (x @ y.T)
+    return s.to(torch.promote_types(s.dtype, torch.float32))
+
+
+def dense_clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """Equal ids are positives of each other."""
+    s, same = _dense(x, y, scale), truth.equal(duplicates(x), duplicates(x))
+    target = same.to(s.dtype) / same.sum(1, keepdim=True)
+    losses = [-(target * t.log_softmax(1)).sum(1).mean() for t in (s, s.T)]
+    return (losses[0] + losses[1]) / 2
+
+
+def dense_infonce(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """Equal ids are left out."""
+    s, same = _dense(x, y, scale), truth.equal(duplicates(x), duplicates(x))
+    same.fill_diagonal_(False)
+    return -s.masked_fill(same, -torch.inf).log_softmax(1).diagonal().mean()
+
+
+def dense_infonce_margin(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """What lies above the positive and the margin is left out."""
+    s = _dense(x, y, scale)
+    limit = s.detach().diagonal() + MARGIN * scale.detach()
+    return -s.masked_fill(s > limit[:, None], -torch.inf).log_softmax(1).diagonal().mean()
+
+
+def _dense_supervised(ids: Callable[[Tensor], Tensor]) -> LossFunction:
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        z, own = torch.cat([x, y]), ids(x)
+        eye = torch.eye(len(z), dtype=torch.bool, device=z.device)
+        logp = _dense(z, z, scale).masked_fill(eye, -torch.inf).log_softmax(1)
+        positive = truth.equal(own, own) & ~eye
+        return -(logp.masked_fill(~positive, 0).sum(1) / positive.sum(1)).mean()
+
+    return loss
+
+
+# --- exact ----------------------------------------------------------------------------------------
+
+
+def _of_views(ids: Callable[[Tensor], Tensor]) -> Callable[..., Truth]:
+    def exact(x: Tensor, y: Tensor, scale: float) -> Truth:
+        z = torch.cat([x, y])
+        found = truth.supervised(z, ids(x), scale)
+        return found._replace(dx=found.dx[: len(x)], dy=found.dx[len(x) :])
+
+    return exact
+
+
+def _exact_clip(x: Tensor, y: Tensor, scale: float) -> Truth:
+    return truth.clip_with_ids(x, y, scale, duplicates(x))
+
+
+def _exact_infonce(x: Tensor, y: Tensor, scale: float) -> Truth:
+    return truth.infonce(x, y, scale, ids=duplicates(x))
+
+
+def _exact_infonce_margin(x: Tensor, y: Tensor, scale: float) -> Truth:
+    return truth.infonce(x, y, scale, margin=MARGIN)
+
+
+def _loss(
+    name: str,
+    ours: LossFunction,
+    dense: LossFunction,
+    exact: Callable[..., Truth],
+    work: int,
+    general: LossFunction | None = None,
+) -> Loss:
+    made = [
+        Contender("megabatch", f"megabatch's {name}", lambda: ours),
+        Contender("dense", "the whole matrix", lambda: dense),
+    ]
+    if general is not None:
+        made.append(Contender("general", "megabatch, all tiles", lambda: general))
+    return Loss(name, {contender.name: contender for contender in made}, exact, work)
+
+
+# The matrix of two views has 4 b² logits, of which half suffice: 8 * 4 / 2.
+FAMILY = {
+    loss.name: loss
+    for loss in (
+        _loss("clip-ids", _clip, dense_clip, _exact_clip, 8),
+        _loss(
+            "nt-xent",
+            _nt_xent,
+            _dense_supervised(instances),
+            _of_views(instances),
+            16,
+            _general(instances),
+        ),
+        _loss(
+            "supcon", _supcon, _dense_supervised(classes), _of_views(classes), 16, _general(classes)
+        ),
+        _loss("infonce-ids", _infonce, dense_infonce, _exact_infonce, 8),
+        _loss("infonce-margin", _infonce_margin, dense_infonce_margin, _exact_infonce_margin, 8),
+    )
+}
+LOSSES.update(FAMILY)  # so that cases find them by name
