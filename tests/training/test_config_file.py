@@ -58,6 +58,11 @@ def test_packaged_configurations_are_possible_and_keep_what_they_promise() -> No
     assert quickstart.micro_batch_size <= 512
     assert quickstart.train_data == "glyphs"
     assert quickstart.evaluate
+    icons = load_config("icons")
+    assert icons.global_batch_size >= 32_768
+    assert icons.duplicates == "positives"
+    # Every random crop of a drawing is made smaller, none larger.
+    assert icons.force_image_size < icons.svg_size < 2 * icons.force_image_size
 
 
 def test_a_file_may_leave_fields_out_and_whole_numbers_serve_as_numbers(tmp_path: Path) -> None:
@@ -87,7 +92,7 @@ def test_a_file_that_is_no_configuration_is_named(content: bytes, tmp_path: Path
 
 
 def test_a_name_that_is_no_file_says_which_names_there_are() -> None:
-    with pytest.raises(UsageError, match="'quickstrat' is neither a file nor one of quickstart"):
+    with pytest.raises(UsageError, match="neither a file nor one of icons, quickstart"):
         load_config("quickstrat")
     with pytest.raises(UsageError, match="cannot be read"):
         load_config("/")

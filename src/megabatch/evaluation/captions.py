@@ -15,6 +15,7 @@ import pyarrow.parquet
 from megabatch.data import open_pairs
 from megabatch.data.pairs import BadSample, decode_image
 from megabatch.data.sources import TABLES, find_files
+from megabatch.data.svg import SVG_SIZE
 from megabatch.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import CaptionedPairs, Captions, Sample, Samples, clean_captions
@@ -73,6 +74,7 @@ def open_captioned(
     image_column: str | None = None,
     caption_column: str | None = None,
     separator: str | None = None,
+    svg_size: int = SVG_SIZE,
 ) -> Samples[Captions]:
     """Open images with one or several captions each.
 
@@ -84,7 +86,7 @@ def open_captioned(
             `megabatch.data.open_pairs` takes.
         image_folder: where the images of a table or JSON file are; default: the file's folder.
         split: of Karpathy's JSON: train, restval, val or test; default: test.
-        image_column, caption_column, separator: as for `open_pairs`.
+        image_column, caption_column, separator, svg_size: as for `open_pairs`.
 
     Raises:
         UsageError: nothing matches, a column or field is missing, no image has a caption.
@@ -98,7 +100,7 @@ def open_captioned(
         return _open_tables(paths, image_folder, image_column, caption_column, separator)
     if paths and paths[0].suffix == ".tar" and _has_list(paths[0]):
         return ShardCaptions(paths)
-    return CaptionedPairs(open_pairs(spec))
+    return CaptionedPairs(open_pairs(spec, svg_size=svg_size))
 
 
 def _files(spec: str) -> list[Path]:

@@ -14,6 +14,7 @@ import torch
 
 from megabatch.data import open_pairs
 from megabatch.data.glyphs import GlyphSet, load_glyphs
+from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError
 from megabatch.evaluation.captions import open_captioned
 from megabatch.evaluation.class_tasks import ClassTask, Neighbours, score_classes
@@ -181,6 +182,7 @@ def _retrieval_tasks(config: EvalConfig, opened: Opened) -> tuple[GlyphSet | Non
         "image_column": config.csv_img_key or trained.get("csv_img_key"),
         "caption_column": config.csv_caption_key or trained.get("csv_caption_key"),
         "separator": config.csv_separator or trained.get("csv_separator"),
+        "svg_size": trained.get("svg_size", SVG_SIZE),
     }
     samples: Samples[Captions]
     if opened.towers.first == "text":

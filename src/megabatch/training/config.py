@@ -66,6 +66,9 @@ class TrainConfig:
     """Column of captions in a table. Default: title, caption or text."""
     csv_separator: str | None = None
     """Separator of a text table. Default: a comma, in .tsv files a tab."""
+    svg_size: int = 224
+    """Pixels of the longer side that .svg images in shards are drawn with, before the transform. A
+    little above the model's image size is enough, and quick."""
     output: Path = Path("runs/train")
     """The run's folder: configuration, logs, checkpoints, weights."""
     resume: bool = False
@@ -210,7 +213,7 @@ def resolve_device(name: str) -> torch.device:
 def _out_of_range(config: TrainConfig) -> Iterator[str | None]:
     for name in ("global_batch_size", "micro_batch_size", "log_every", "keep_checkpoints"):
         yield _unless(getattr(config, name) >= 1, config, name, "at least 1")
-    for name in ("dist_timeout", "max_nonfinite"):
+    for name in ("dist_timeout", "max_nonfinite", "svg_size"):
         yield _unless(getattr(config, name) >= 1, config, name, "at least 1")
     for name in ("warmup", "workers", "checkpoint_every", "check_replicas_every", "data_timeout"):
         yield _unless(getattr(config, name) >= 0, config, name, "at least 0")

@@ -159,6 +159,7 @@ def _open(config: TrainConfig) -> PairDataset:
         image_column=config.csv_img_key,
         caption_column=config.csv_caption_key,
         separator=config.csv_separator,
+        svg_size=config.svg_size,
     )
 
 

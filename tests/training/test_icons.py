@@ -1,0 +1,51 @@
+"""The packaged configuration for the icons, on a few of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megabatch.data.iconify import open_package
+from megabatch.data.icons import write_icons
+from megabatch.evaluation import evaluate_run
+from megabatch.training import load_config, train
+from megabatch.training.towers import build_towers
+from tests.data.iconify_set import write_folder
+from tests.models.tiny import TINY
+
+
+@pytest.fixture
+def icons(tmp_path: Path) -> Path:
+    with open_package(write_folder(tmp_path / "package")) as package:
+        write_icons(package, tmp_path / "icons")
+    return tmp_path / "icons"
+
+
+def test_the_model_is_built_as_the_configuration_says() -> None:
+    towers = build_towers(load_config("icons"))
+    assert towers.eval_transform(Image.new("RGB", (72, 72))).shape == (3, 64, 64)
+    assert towers.tokenizer(["home outline"]).shape == (1, 16)
+
+
+def test_the_configuration_trains_and_its_run_is_evaluated_on_held_out_sets(
+    icons: Path, tmp_path: Path
+) -> None:
+    config = replace(
+        load_config("icons"),
+        model=TINY,  # the rest as it is
+        train_data=str(icons / "train"),
+        output=tmp_path / "run",
+        global_batch_size=4,
+        micro_batch_size=2,
+        steps=2,
+        warmup=1,
+        workers=0,
+        device="cpu",
+    )
+    assert train(config) == 0
+    evaluation = evaluate_run(tmp_path / "run", val_data=str(icons / "test"))
+    assert evaluation["retrieval"]["pairs"]["images"] == 1
+    assert evaluation["retrieval"]["pairs"]["skipped"] == {}
