@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def row(record: records.Record) -> str:
     kind = record.dtype + (" tf32" if record.tf32 else "")
     kind += "" if record.features == "pairs" else f" {record.features} {record.scale:g}"
     kind += "" if record.backward else " forward"
-    text = f"{record.loss:9} {record.contender:18} {size:>16} {record.d:5} {kind:20} "
+    text = f"{record.loss:14} {record.contender:18} {size:>16} {record.d:5} {kind:20} "
     if record.ms is None or record.fraction is None or record.extra_bytes is None:
         return f"{text}{record.status}: {record.note}"
     bound = 4 * record.b * record.d + 640 * MIB
@@ -116,9 +116,15 @@ def absent(one: Case) -> Result | None:
     return None if contender.runs_on(one.device) else Result("skipped", "needs CUDA")
 
 
-def main() -> None:
-    options = arguments()
-    plan = [smallest(one) for one in groups()] if options.smallest else list(groups())
+def main(
+    wanted: Callable[[], Iterator[Group]] = groups,
+    script: str = __file__,
+    doc: str = __doc__ or "",
+    output: str = "benchmarks/results/single-gpu.json",
+) -> Path | None:
+    """Measure these groups as a script's command line says; where the records are, if there are."""
+    options = arguments(doc, output)
+    plan = [smallest(one) for one in wanted()] if options.smallest else list(wanted())
     if options.only:
         plan = [plan[i] for i in options.only]
     missing = [(c, absent(c)) for one in plan for c in one.cases]
@@ -127,31 +133,32 @@ def main() -> None:
     if options.list:
         for i, one in enumerate(plan):
             print(i, one.case, *(c.contender for c in one.cases))
-        return
+        return None
     if options.worker is not None:
         supervise.work(here, json.loads(options.worker), options.deadline)
-        return
-    output: Path = options.output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    log = output.with_suffix(".log")
+        return None
+    path: Path = options.output
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.with_suffix(".log")
     log.write_text("")
     deadline = time.time() + options.budget_seconds
-    command = records.command_line(output)
+    command = records.command_line(path)
     done = [combine(c, result) for c, result in missing if result is not None]
     for record in done:
         print(row(record))
     same = [*(["--smallest"] if options.smallest else []), *(f"--only={i}" for i in options.only)]
-    start = supervise.start_self([__file__, *same, f"--deadline={deadline}", "--worker"])
+    start = supervise.start_self([script, *same, f"--deadline={deadline}", "--worker"])
     for one, result in supervise.supervise(here, start, log, deadline, options.patience):
         done.append(combine(one, result))
-        records.write(output, command, done)
+        records.write(path, command, done)
         print(row(done[-1]), flush=True)
-    print(f"{len(done)} records: {output}; messages: {log}")
+    print(f"{len(done)} records: {path}; messages: {log}")
+    return path
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/single-gpu.json"))
+def arguments(doc: str, output: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path(output))
     parser.add_argument("--budget-seconds", type=float, default=330.0)
     parser.add_argument("--patience", type=float, default=75.0, help="seconds until a hang is one")
     parser.add_argument(

@@ -36,6 +36,17 @@ def test_single_gpu_measures_records_and_is_plotted(tmp_path: Path) -> None:
     assert pictures == {f"r-{name}.png" for name in ("time", "memory", "fraction")}
 
 
+def test_losses_are_measured_and_plotted(tmp_path: Path) -> None:
+    output = tmp_path / "losses.json"
+    shown = run("losses.py", "--smallest", "--only=1", "--only=5", f"--output={output}")
+    records = json.loads(output.read_text())["records"]
+    found = {(r["loss"], r["contender"]): r["status"] for r in records}
+    wanted = ("nt-xent", "megabatch"), ("nt-xent", "general"), ("infonce-margin", "megabatch")
+    assert found == dict.fromkeys(wanted, "ok")
+    assert "3 records" in shown
+    assert (tmp_path / "losses.png").exists()
+
+
 def test_the_plan_covers_what_is_promised() -> None:
     listed = run("single_gpu.py", "--list").splitlines()
     for words in ("b=65536, d=512,", "b=65536, d=1024,", "b=1048576, d=768,", "b=4194304, d=512,"):
