@@ -38,7 +38,7 @@ def _beside(left, right, BM: tl.constexpr, B: tl.constexpr):
 @triton.jit
 def _product(a, b):
     """(1 + a)(1 + b) - 1."""
-    return a * b + a + b
+    return tl.fma(a, b, a) + b
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _summed(v, BM: tl.constexpr, B: tl.constexpr):
 @triton.jit
 def _handed_down(r, a, b, BM: tl.constexpr, B: tl.constexpr):
     """1 / (1 + a) beside 1 / (1 + b), from r = 1 / ((1 + a)(1 + b)); no difference is taken."""
-    return _beside(r * b + r, r * a + r, BM, B)
+    return _beside(tl.fma(r, b, r), tl.fma(r, a, r), BM, B)
 
 
 @triton.jit
@@ -68,15 +68,15 @@ def _log2_1p(p):
     f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
     f = tl.where(exponent == 0, p, f)
     q = 0.12583698332309723  # log2(1 + f) / f by a polynomial: relative error 3e-8
-    q = q * f - 0.20726972818374634
-    q = q * f + 0.21571561694145203
-    q = q * f - 0.23894482851028442
-    q = q * f + 0.28791624307632446
-    q = q * f - 0.3607036769390106
-    q = q * f + 0.48091062903404236
-    q = q * f - 0.7213473320007324
-    q = q * f + 1.4426950216293335
-    return exponent.to(tl.float32) * 2.0**-23 + f * q
+    q = tl.fma(q, f, -0.20726972818374634)
+    q = tl.fma(q, f, 0.21571561694145203)
+    q = tl.fma(q, f, -0.23894482851028442)
+    q = tl.fma(q, f, 0.28791624307632446)
+    q = tl.fma(q, f, -0.3607036769390106)
+    q = tl.fma(q, f, 0.48091062903404236)
+    q = tl.fma(q, f, -0.7213473320007324)
+    q = tl.fma(q, f, 1.4426950216293335)
+    return tl.fma(f, q, exponent.to(tl.float32) * 2.0**-23)
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def tile(
                 column_ranges, column_range_stride, diagonal_offset, BM, BN, DIAGONAL, IDS,
             )  # fmt: skip
             counted = counted & ~skipped
-        a, b = _halves(tl.exp2(acc * k + shift), BM, BN)
+        a, b = _halves(tl.exp2(tl.fma(acc, k, shift)), BM, BN)
         of_2 = _product(a, b)
         c, e = _halves(of_2, BM, BN // 2)
         of_4 = _product(c, e)
@@ -176,14 +176,14 @@ def tile(
         losses += tl.where(counted[:, None], loss, 0.0)
 
         if GRADIENT:
-            root = tl.rsqrt(of_8 * (1.0 / GAIN) + 1.0 / GAIN)  # a division takes 7 operations
+            root = tl.rsqrt(tl.fma(of_8, 1.0 / GAIN, 1.0 / GAIN))  # a division takes 7 operations
             inverse = root * root
             if WEIGHT:
                 inverse *= own
             inverse = _handed_down(inverse, f, g, BM, BN // 4)
             inverse = _handed_down(inverse, c, e, BM, BN // 2)
-            left = (a * b + a) * inverse  # a / (1 + a)
-            right = (a * b + b) * inverse
+            left = tl.fma(a, b, a) * inverse  # a / (1 + a)
+            right = tl.fma(a, b, b) * inverse
             slope = _summed(_summed(_summed(left + right, BM, BN // 2), BM, BN // 4), BM, BN // 8)
             slopes += tl.where(counted[:, None], slope, 0.0)
             if SPLIT == 1:

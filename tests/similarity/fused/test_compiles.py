@@ -1,0 +1,31 @@
+"""What Triton's interpreter cannot tell: that kernels compile, and with what they make do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+KERNELS = ("tile@90", "tile, masked@90", "exact@90", "keep@90", "release@90", "tile@80")
+#: Bytes of shared memory of a multiprocessor (an H100's), and what each program takes beside.
+SHARED, BESIDE = 228 << 10, 1 << 10
+
+
+def test_the_sigmoid_kernels() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "tests.similarity.fused.compiling", *KERNELS]
+    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert set(found) == set(KERNELS)
+    for name in ("tile@90", "tile, masked@90"):  # two programs share a multiprocessor
+        assert 2 * (found[name]["shared"] + BESIDE) <= SHARED, found
+        assert found[name].get("stack", 0) <= 64, found  # bytes of spilled registers
+    assert found["exact@90"]["shared"] + BESIDE <= SHARED
