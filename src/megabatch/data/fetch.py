@@ -33,15 +33,16 @@ class Request(NamedTuple):
 class Chunk:
     """Fetched samples, in the order asked for, without the bad ones.
 
-    images: (n, ...) and texts: (n, context) int64, None where n is 0; indices and positions: int64
-    (n,) numpy (a tensor would cost a file descriptor on its way from a worker); bad: position,
-    reason and key of each bad sample.
+    images: (n, ...) and texts: (n, context) int64, None where n is 0; indices, positions and ids of
+    the captions: int64 (n,) numpy (a tensor would cost a file descriptor on its way from a worker);
+    bad: position, reason and key of each bad sample.
     """
 
     images: torch.Tensor | None
     texts: torch.Tensor | None
     indices: np.ndarray
     positions: np.ndarray
+    ids: np.ndarray
     bad: list[BadPosition] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -69,7 +70,8 @@ class Fetcher:
             arrays, captions = self.dataset.arrays(request.indices)
             images = self.transform.batch(torch.from_numpy(arrays), torch.from_numpy(seeds))
             positions = request.start + np.arange(len(captions))
-            return Chunk(images, self._tokens(captions), request.indices, positions)
+            ids = caption_ids(captions)
+            return Chunk(images, self._tokens(captions), request.indices, positions, ids)
         return self._one_by_one(request, seeds)
 
     def _one_by_one(self, request: Request, seeds: np.ndarray) -> Chunk:
@@ -90,8 +92,15 @@ class Fetcher:
             self._tokens(captions) if captions else None,
             request.indices[good],
             request.start + np.array(good, dtype=np.int64),
+            caption_ids(captions),
             bad,
         )
+
+
+def caption_ids(captions: Sequence[str]) -> np.ndarray:
+    """int64 (n,) from 0 to 2**62, equal for equal captions, in every process and every run."""
+    digests = (hashlib.blake2b(c.encode(), digest_size=8).digest() for c in captions)
+    return np.array([int.from_bytes(d, "little") >> 2 for d in digests], dtype=np.int64)
 
 
 class _RememberedTokens:
@@ -154,4 +163,5 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
         torch.cat([c.texts for c in full if c.texts is not None]) if full else None,
         np.concatenate([c.indices for c in full]) if full else np.empty(0, dtype=np.int64),
         np.concatenate([c.positions for c in full]) if full else np.empty(0, dtype=np.int64),
+        np.concatenate([c.ids for c in full]) if full else np.empty(0, dtype=np.int64),
     )

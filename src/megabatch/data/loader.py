@@ -15,18 +15,22 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from megabatch.data.fetch import BadPosition, Chunk, Fetcher, join
-from megabatch.data.order import Order, Requests
+from megabatch.data.order import Order, Requests, Share
 from megabatch.data.pairs import PairDataset
 from megabatch.errors import UsageError
 
 
 @dataclass
 class Batch:
-    """Pairs: images (b, ...) as transformed; texts (b, context) int64; indices (b,) int64."""
+    """Pairs: images (b, ...) as transformed; texts (b, context), indices (b,), ids (b,) int64.
+
+    Equal captions have equal ids, from 0 to below 2**62.
+    """
 
     images: torch.Tensor
     texts: torch.Tensor
     indices: torch.Tensor
+    ids: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -40,22 +44,26 @@ class PairLoader:
     samples are skipped and counted in `skipped`, and the ones after them fill the batch up. An
     epoch ends when fewer than `batch_size` samples are left.
 
-    With several ranks, rank r takes every `world_size`-th sample of one global order from the r-th
-    on, the same number on each rank, so no sample comes twice. Ranks skip their own bad samples,
-    and one with more of them may have fewer batches in an epoch.
+    With several ranks each takes its run of rows of every batch, and fetches no others. The batches
+    are those of one rank, and the place is the same on all, so that a run can go on with another
+    number of ranks. Ranks do not know of each other's bad samples: a rank's part is short of its
+    own, and all have the same number of batches.
 
     Args:
         dataset: the pairs; where it has `arrays` and the transform `batch`, those are used.
-        batch_size: pairs in a batch of this rank.
+        batch_size: pairs in a batch of all ranks together.
         transform: image to tensor, all of one shape. Whatever it draws from torch, `random` or
             numpy is seeded for each sample by (seed, epoch, index).
         tokenizer: list of captions to (n, context) int64; each distinct caption is tokenised once.
         seed: of the orders and the transform's randomness.
         workers: processes that fetch; 0: none, in this process.
-        drop_last: leave out the samples at the end of an epoch that fill no whole batch.
+        drop_last: leave out the samples at the end of an epoch that fill no whole batch; with
+            several ranks always, since some might get no row of it.
         shuffle: False: in the data set's order.
         rank: this rank, 0 <= rank < world_size.
-        world_size: number of ranks that share the data.
+        world_size: number of ranks that share each batch.
+        timeout: seconds without a sample from the workers after which iterating is an error; 0:
+            wait for good. Without workers there is nobody to notice.
 
     Attributes:
         skipped: reason to number of skips, over all epochs so far.
@@ -63,8 +71,9 @@ class PairLoader:
 
     Raises:
         ValueError: a number out of its range.
-        UsageError: a batch larger than the data set; from iterating: too few usable samples in a
-            whole epoch for one batch.
+        UsageError: a batch larger than the data set or smaller than the number of ranks; from
+            iterating: too few usable samples in a whole epoch for one batch, or the workers are
+            silent for `timeout`.
     """
 
     def __init__(
@@ -80,26 +89,35 @@ class PairLoader:
         shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        timeout: float = 0,
     ) -> None:
         _check_range("batch_size", batch_size, 1)
         _check_range("workers", workers, 0)
         _check_range("seed", seed, 0, 2**32 - 1)
         _check_range("world_size", world_size, 1)
         _check_range("rank", rank, 0, world_size - 1)
+        if world_size > 1 and not drop_last:
+            raise ValueError(f"drop_last: False with {world_size} ranks; expected True")
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self._order = Order(len(dataset), seed, shuffle, rank, world_size)
-        if batch_size > self._order.samples:
-            ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
+        self._order = Order(len(dataset), seed, shuffle)
+        self._share = Share(rank, world_size, batch_size)
+        if batch_size > len(dataset):
             raise UsageError(
-                f"the batch size {batch_size} is larger than the data set:"
-                f" {len(dataset)} pairs, at most {self._order.samples} in a batch{ranks}"
+                f"the batch size {batch_size} is larger than the data set: {len(dataset)} pairs"
+            )
+        if batch_size < world_size:
+            raise UsageError(
+                f"the batch size {batch_size} is smaller than the number of ranks, {world_size}"
             )
         self.skipped: Counter[str] = Counter()
         self.skipped_first: dict[str, str] = {}
         fetcher = Fetcher(dataset, transform, tokenizer, seed)
-        self._new_chunks = functools.partial(_chunks, fetcher, self._order, batch_size, workers)
+        self._timeout = timeout if workers else 0
+        self._new_chunks = functools.partial(
+            _chunks, fetcher, self._order, self._share, workers, self._timeout
+        )
         self._chunks = self._new_chunks()
 
     @property
@@ -110,7 +128,7 @@ class PairLoader:
     @property
     def batches_per_epoch(self) -> int:
         """Batches in an epoch in which no sample is skipped."""
-        whole, rest = divmod(self._order.samples, self.batch_size)
+        whole, rest = divmod(self._order.pairs, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -120,6 +138,21 @@ class PairLoader:
         continues with the batch after it.
         """
         order, fresh, batches = self._order, self._order.position == 0, 0
+        for batch in self._filled() if self._share.world_size == 1 else self._shared():
+            batches += 1
+            yield batch
+            if order.position == 0:
+                return  # that was the last one
+        if order.position:  # what is left fills no batch
+            self._move_to(order.pairs, [])
+        if fresh and batches == 0:
+            raise UsageError(
+                f"a whole epoch of {order.pairs} pairs gives no batch of {self.batch_size}:"
+                f" {'; '.join(self.report())}"
+            )
+
+    def _filled(self) -> Iterator[Batch]:
+        """Batches of one rank alone: the samples after bad ones fill them up."""
         waiting: list[Chunk] = []
         bad: list[BadPosition] = []
         for chunk in self._fetched():
@@ -129,20 +162,32 @@ class PairLoader:
                 batch, rest = _cut(join(waiting), self.batch_size)
                 waiting = [rest]
                 bad = self._move_to(int(batch.positions[-1]) + 1, bad)
-                batches += 1
                 yield _batch(batch)
-                if order.position == 0:
-                    return  # that was the last one
         last = join(waiting)
-        self._move_to(order.samples, bad)
+        self._move_to(self._order.pairs, bad)
         if len(last) and not self.drop_last:
-            batches += 1
             yield _batch(last)
-        if fresh and batches == 0:
-            raise UsageError(
-                f"a whole epoch of {order.samples} pairs gives no batch of {self.batch_size}:"
-                f" {'; '.join(self.report())}"
-            )
+
+    def _shared(self) -> Iterator[Batch]:
+        """This rank's rows of each batch, the bad ones left out."""
+        order, own = self._order, self._share.of(self.batch_size)
+        waiting: list[Chunk] = []
+        seen = 0
+        for chunk in self._fetched():
+            waiting.append(chunk)
+            seen += len(chunk) + len(chunk.bad)
+            if seen < own.stop - own.start:
+                continue
+            part = join(waiting)
+            if not len(part):
+                raise UsageError(
+                    f"a rank's whole part of a batch, {seen} samples, is unusable:"
+                    f" {'; '.join(f'{key}: {why}' for _, why, key in chunk.bad[:3])}"
+                )
+            bad = [item for c in waiting for item in c.bad]
+            self._move_to(order.position + self.batch_size, bad)
+            waiting, seen = [], 0
+            yield _batch(part)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream is, as JSON can hold it."""
@@ -183,10 +228,14 @@ class PairLoader:
             yield from self._chunks
         except GeneratorExit:
             raise
-        except BaseException:
+        except BaseException as error:
             # An interrupt in the middle of a message leaves the workers' queue unreadable: the
             # next iteration would wait for good. It gets new workers.
             self._chunks = self._new_chunks()
+            if self._timeout and "timed out" in str(error):
+                raise UsageError(
+                    f"the workers gave no sample for {self._timeout:g} s: a reader hangs"
+                ) from error
             raise
 
     def _move_to(self, position: int, bad: list[BadPosition]) -> list[BadPosition]:
@@ -200,29 +249,32 @@ class PairLoader:
                 self.skipped[reason] += 1
                 self.skipped_first.setdefault(reason, key)
         self._order.position = position
-        left = self._order.samples - position
+        left = self._order.pairs - position
         if left < self.batch_size and (self.drop_last or left == 0):
             self._order.epoch += 1
             self._order.position = 0
         return [item for item in bad if item[0] >= position]
 
 
-def _chunks(fetcher: Fetcher, order: Order, batch_size: int, workers: int) -> DataLoader:
+def _chunks(
+    fetcher: Fetcher, order: Order, share: Share, workers: int, timeout: float
+) -> DataLoader:
     """Return what gives the chunks that are left of the epoch, at each iter() anew."""
     # With workers a batch comes in pieces, so that all of them work on the next one. Pieces
     # waiting add up to one batch, and each costs a file descriptor or two.
     pieces = 4
-    piece = batch_size
+    piece = rows = -(-share.batch_size // share.world_size)
     if workers:
-        piece = min(batch_size, max(32, -(-batch_size // (pieces * workers))))
+        piece = min(rows, max(32, -(-rows // (pieces * workers))))
     return DataLoader(
         fetcher,  # type: ignore[arg-type]  # a map from requests, not from numbers
-        sampler=Requests(order, piece),
+        sampler=Requests(order, piece, share),
         batch_size=None,
         collate_fn=_unchanged,
         num_workers=workers,
         persistent_workers=workers > 0,
         prefetch_factor=pieces if workers else None,
+        timeout=timeout,
         worker_init_fn=_leave_interrupts_to_the_parent,
         # Its own: otherwise each epoch would take a number from the trainer's generator.
         generator=torch.Generator(),
@@ -233,15 +285,20 @@ def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:
     images, texts = chunk.images, chunk.texts
     assert images is not None
     assert texts is not None
-    head = Chunk(images[:size], texts[:size], chunk.indices[:size], chunk.positions[:size])
-    tail = Chunk(images[size:], texts[size:], chunk.indices[size:], chunk.positions[size:])
-    return head, tail
+
+    def part(rows: slice) -> Chunk:
+        return Chunk(
+            images[rows], texts[rows], chunk.indices[rows], chunk.positions[rows], chunk.ids[rows]
+        )
+
+    return part(slice(size)), part(slice(size, None))
 
 
 def _batch(chunk: Chunk) -> Batch:
     assert chunk.images is not None
     assert chunk.texts is not None
-    return Batch(chunk.images, chunk.texts, torch.from_numpy(np.ascontiguousarray(chunk.indices)))
+    indices, ids = (torch.from_numpy(np.ascontiguousarray(a)) for a in (chunk.indices, chunk.ids))
+    return Batch(chunk.images, chunk.texts, indices, ids)
 
 
 def _check_range(name: str, value: int, low: int, high: int | None = None) -> None:

@@ -12,44 +12,42 @@ from megabatch.data.fetch import Request
 
 @dataclass
 class Order:
-    """One rank's order of a data set's samples, epoch for epoch.
+    """The order of a data set's samples, epoch for epoch, the same for any number of ranks.
 
-    Each rank takes every `world_size`-th sample of one global order, the same number on each, so
-    no sample comes twice in an epoch. `epoch` and `position` say which sample is next.
+    `epoch` and `position` say which sample is next.
     """
 
     pairs: int
     seed: int
     shuffle: bool
-    rank: int
-    world_size: int
     epoch: int = 0
     position: int = 0
 
-    @property
-    def samples(self) -> int:
-        """Samples of this rank in an epoch."""
-        return self.pairs // self.world_size
-
     def facts(self) -> dict[str, int]:
         """Return what the order depends on."""
-        return {
-            "pairs": self.pairs,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "rank": self.rank,
-            "world_size": self.world_size,
-        }
+        return {"pairs": self.pairs, "seed": self.seed, "shuffle": self.shuffle}
 
     def indices(self) -> np.ndarray:
-        """Return this rank's samples of the current epoch, int64 (samples,)."""
-        if self.shuffle:
-            # The legacy generator: numpy promises its stream for good, so a run can be continued
-            # under another numpy; the newer ones carry no such promise.
-            order = np.random.RandomState([self.seed, self.epoch]).permutation(self.pairs)
-        else:
-            order = np.arange(self.pairs)
-        return order[: self.samples * self.world_size][self.rank :: self.world_size]
+        """Return the samples of the current epoch, int64 (pairs,)."""
+        if not self.shuffle:
+            return np.arange(self.pairs)
+        # The legacy generator: numpy promises its stream for good, so a run can be continued
+        # under another numpy; the newer ones carry no such promise.
+        return np.random.RandomState([self.seed, self.epoch]).permutation(self.pairs)
+
+
+@dataclass
+class Share:
+    """The part of each global batch that one rank takes: a run of its rows, as even as can be."""
+
+    rank: int
+    world_size: int
+    batch_size: int  #: of all ranks
+
+    def of(self, rows: int) -> slice:
+        """This rank's rows of a batch of so many."""
+        bounds = (rows * r // self.world_size for r in (self.rank, self.rank + 1))
+        return slice(*bounds)
 
 
 @dataclass
@@ -62,8 +60,21 @@ class Requests:
 
     order: Order
     piece: int
+    share: Share
 
     def __iter__(self) -> Iterator[Request]:
         indices = self.order.indices()
-        for start in range(self.order.position, len(indices), self.piece):
-            yield Request(self.order.epoch, start, indices[start : start + self.piece])
+        for first, last in self._runs(len(indices)):
+            for start in range(first, last, self.piece):
+                piece = indices[start : min(start + self.piece, last)]
+                yield Request(self.order.epoch, start, piece)
+
+    def _runs(self, end: int) -> Iterator[tuple[int, int]]:
+        """Where the samples that this rank fetches stand in the order."""
+        start = self.order.position
+        if self.share.world_size == 1:
+            yield start, end
+            return
+        own = self.share.of(self.share.batch_size)
+        for batch in range(start, end - self.share.batch_size + 1, self.share.batch_size):
+            yield batch + own.start, batch + own.stop

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -75,14 +74,9 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
         workers=config.workers,
         rank=world.rank,
         world_size=world.size,
-        **_timeout(config),
+        timeout=config.data_timeout,
     )
     return Setup(config, world, towers, loader, _total_steps(config, len(dataset)))
-
-
-def _timeout(config: TrainConfig) -> dict[str, Any]:
-    known = "timeout" in inspect.signature(PairLoader).parameters
-    return {"timeout": config.data_timeout} if known and config.workers else {}
 
 
 def check_folder(config: TrainConfig) -> None:
