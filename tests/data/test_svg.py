@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -76,12 +78,30 @@ def test_what_cannot_be_drawn_is_a_bad_sample(data: bytes, reason: str):
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize(("levels", "uses"), [(127, 0), (6, 16)])
+def test_what_is_just_not_too_deep_is_drawn(levels: int, uses: int):
+    # In a process of its own, an overflow of the stack would end this one.
+    groups = levels - 2 - (uses > 0)
+    inner = '<g opacity=".9">' * groups + "{}" + "</g>" * groups
+    body = inner.format('<rect width="5" height="5"/>')
+    for i in range(uses):
+        body = f'<g id="u{i}">{inner.format(f"""<use href="#u{i - 1}"/>""")}</g>' + body
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        assert pool.submit(draw_svg, document(body)).result().mode == "RGB"
+
+
 def test_what_draws_itself_many_times_over_is_refused():
     body = '<rect id="u0" width="5" height="5"/>'
     for i in range(7):
         body += f'<g id="u{i + 1}">' + f'<use href="#u{i}"/>' * 10 + "</g>"
     with pytest.raises(BadSvg, match="nested too deeply"):
         draw_svg(document(body))
+    chain = "".join(
+        f'<pattern id="p{i}" width="1" height="1"><rect width="9" fill="url(#p{i - 1})"/></pattern>'
+        for i in range(300)
+    )
+    with pytest.raises(BadSvg, match="nested too deeply"):
+        draw_svg(document(chain + '<rect width="9" height="9" fill="url(#p299)"/>'))
     once = draw_svg(document('<rect id="a" width="5" height="5"/>' + '<use href="#a"/>' * 50))
     assert once.getpixel((5, 5)) == BLACK
 

@@ -11,8 +11,9 @@ from megabatch.errors import UsageError
 
 SVG_SIZE = 224  # pixels of the longer side, where nothing else is asked for
 
-_DEPTH = 32  # levels of elements
-_NESTED_USES = 8  # `use` elements inside of what another `use` may draw
+# resvg overflows its stack, which ends the process, somewhere between 200 and 256 nested groups.
+_LEVELS = 128  # of elements, counted again for each nested reference
+_NESTED = 16  # references inside of what others refer to: three at a time, 3^5 copies
 
 
 class BadSvg(ValueError):
@@ -63,7 +64,8 @@ class _Structure:
 
     def __init__(self) -> None:
         self.named: list[bool] = []  # of each open element: it, or one around it, has an id
-        self.nested_uses = 0
+        self.nested = 0
+        self.deepest = 0
 
     def start(self, name: str, attributes: dict[str, str]) -> None:
         kind = name.rpartition(" ")[2]  # in whatever namespace
@@ -72,9 +74,10 @@ class _Structure:
         if kind in ("image", "feImage"):
             raise BadSvg("svg with an image inside")
         inside = len(self.named) > 1 and self.named[-1]  # the root's id draws nothing twice
-        self.nested_uses += kind == "use" and inside
+        self.nested += (kind == "use" and inside) or kind in ("pattern", "marker")
         self.named.append(inside or ("id" in attributes and bool(self.named)))
-        if len(self.named) > _DEPTH or self.nested_uses > _NESTED_USES:
+        self.deepest = max(self.deepest, len(self.named))
+        if self.nested > _NESTED or self.deepest * (1 + self.nested) > _LEVELS:
             raise BadSvg("svg nested too deeply")
 
     def end(self, name: str) -> None:
