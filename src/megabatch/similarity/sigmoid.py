@@ -149,8 +149,15 @@ def _sweep(whole: AnyBlocks, need: Need, dx: Kept, dy: Kept, matrix: IdOrder) ->
         order = slice(0, len(y)) if matrix.columns is None else matrix.columns
         inner = need.scale and not need.x
         products.append(whole.keep(columns, y, factor, dy, order, inner))
+    return total_of(products)
+
+
+def total_of(products: list[Tensor | None]) -> Tensor | None:
+    """The sum of those there are."""
     found = [product for product in products if product is not None]
-    return torch.stack(found).sum() if found else None
+    if len(found) < 2:  # two launches less where there is one strip
+        return found[0] if found else None
+    return torch.stack(found).sum()
 
 
 def results(
@@ -158,10 +165,10 @@ def results(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the operators return; `inner`: the scale's gradient, unless it is among the sums."""
     dtype = accumulator_dtype(dx.values.dtype)
-    loss, dbias, dscale = sums.to(dtype).unbind()
-    # Clones: an operator's results may not share memory.
-    dscale = dscale.clone() if inner is None else inner.to(dtype)
-    return loss.clone(), *dx, *dy, dscale, dbias.clone()
+    # Copies: an operator's results may not share memory.
+    loss, dbias = (sums[i].to(dtype, copy=True) for i in range(2))
+    dscale = (sums[2] if inner is None else inner).to(dtype, copy=True)
+    return loss, *dx, *dy, dscale, dbias
 
 
 @_softplus_sum.register_fake

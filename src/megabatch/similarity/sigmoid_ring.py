@@ -18,7 +18,7 @@ from megabatch.similarity import exchange, id_order, ring, sweep
 from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
-from megabatch.similarity.sigmoid import AnyBlocks, _softplus_sum, results
+from megabatch.similarity.sigmoid import AnyBlocks, _softplus_sum, results, total_of
 from megabatch.similarity.sigmoid_blocks import (
     Kept,
     Need,
@@ -95,15 +95,15 @@ def _gradients(
     products = []
     for home, arrived in circle.tour(parcels, visit, route, ring.piece_rows(own.y), parts):
         rows = home if matrix.columns is None else matrix.columns[home]
-        inner = need.scale and not need.x
-        products.append(own.keep(arrived, own.y[home], factor, dy, rows, inner))
+        with_y = need.scale and not need.x
+        products.append(own.keep(arrived, own.y[home], factor, dy, rows, with_y))
     if total is not None:
         rows = slice(0, len(x)) if matrix.rows is None else matrix.rows
         products.append(own.keep(total, own.x, factor, dx, rows, need.scale))
-    found = [product for product in products if product is not None]
-    if found:
-        return dx, dy, torch.stack(found).sum()
-    return dx, dy, total.new_zeros(()) if total is not None and need.scale else None
+    inner = total_of(products)
+    if inner is None and need.scale and need.features:  # nothing came home to an empty shard
+        inner = x.new_zeros((), dtype=torch.float64)
+    return dx, dy, inner
 
 
 def _common_unit(x: Tensor, weight: Tensor | None, circle: Ring) -> Tensor | None:

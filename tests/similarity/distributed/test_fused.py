@@ -105,3 +105,14 @@ def test_the_sigmoid_loss(world: World) -> None:
             assert (error <= 2e-3 * wanted.norm(dim=1) + 1e-7).all()
         for a, b in zip(local[2:], whole[2:], strict=True):
             torch.testing.assert_close(a.grad, b.grad / world.size, rtol=2e-3, atol=1e-6)
+    # No gradient of x, and no rows of y on the first rank: its part of scale's gradient is 0.
+    sides = (torch.arange(200), torch.arange(200))
+    scales = [leaf(torch.tensor(10.0)) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "fused_available", lambda x: True)
+        similarity.softplus_sum(x, leaf(y), scales[0], -3.0, ids=sides, group="local").backward()
+        rows, columns = world.shard(sides[0], [100, 100]), world.shard(sides[1], [0, 200])
+        here = world.shard(x, [100, 100]), leaf(world.shard(y, [0, 200]))
+        similarity.softplus_sum(*here, scales[1], -3.0, ids=(rows, columns)).backward()
+    mean = scales[0].grad / world.size
+    torch.testing.assert_close(scales[1].grad, mean, rtol=2e-3, atol=1e-6)
