@@ -140,6 +140,7 @@ def test_workers_change_nothing_for_a_rank():
 
 def test_equal_captions_have_equal_ids():
     (batch,) = loader(12, batch_size=12, shuffle=False)
+    assert batch.ids is not None
     assert batch.ids.dtype == torch.int64
     assert batch.ids.min() >= 0
     assert batch.ids.max() < 2**62

@@ -24,13 +24,13 @@ from megabatch.errors import UsageError
 class Batch:
     """Pairs: images (b, ...) as transformed; texts (b, context), indices (b,), ids (b,) int64.
 
-    Equal captions have equal ids, from 0 to below 2**62.
+    Equal captions have equal ids, from 0 to below 2**62; None: nobody has worked them out.
     """
 
     images: torch.Tensor
     texts: torch.Tensor
     indices: torch.Tensor
-    ids: torch.Tensor
+    ids: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
