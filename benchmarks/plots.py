@@ -1,11 +1,13 @@
-"""Figures from the records of single_gpu.py and of scaling.py.
+"""Figures from the records of single_gpu.py, losses.py and scaling.py.
 
     python benchmarks/plots.py benchmarks/results/single-gpu.json
+    python benchmarks/plots.py benchmarks/results/losses.json
     python benchmarks/plots.py benchmarks/results/scaling.json
 
 Draws bf16, scale 14.3, forward and backward, at one width. Of one GPU: time, extra memory and share
 of the matrix product against b (single-gpu-time.png, -memory.png, -fraction.png beside the
-records). Of several: fraction of ideal and memory of one GPU against their number (scaling.png).
+records). Of the family of losses: the share of each at its largest size (losses.png). Of several
+GPUs: fraction of ideal and memory of one GPU against their number (scaling.png).
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
+from megabatch.benchmarking.family import FAMILY
+
 #: contender -> colour, marker; what is ours stands out.
 STYLES = {
     "megabatch": ("#d62728", "o"),
@@ -36,6 +40,7 @@ STYLES = {
     "cut-cross-entropy": ("#8c564b", "<"),
     "inf-cl": ("#e8a000", ">"),
     "siglip-kernel": ("#e8a000", "P"),
+    "general": ("#ff9896", "o"),
 }
 TITLES = {"clip": "CLIP's loss", "siglip": "SigLIP's loss"}
 FIGURES = {
@@ -106,6 +111,37 @@ def finish(axes: Axes, loss: str, field: str, sizes: list[int]) -> None:
     axes.grid(alpha=0.3)
 
 
+def family(records: list[dict[str, Any]], d: int) -> plt.Figure | None:
+    """Bars of the share of the matrix product, the largest size of each loss; None: no records."""
+    wanted = {"dtype": "bfloat16", "d": d, "scale": 14.3, "features": "pairs"}
+    kept = [
+        record
+        for record in records
+        if record["fraction"] is not None
+        and record["b"] % 64 == 0  # an odd size says something else
+        and all(record[key] == value for key, value in wanted.items())
+    ]
+    largest: dict[str, int] = {}
+    for record in kept:
+        largest[record["loss"]] = max(record["b"], largest.get(record["loss"], 0))
+    shown = [record for record in kept if record["b"] == largest[record["loss"]]]
+    if not shown:
+        return None
+    shown.sort(key=lambda r: (list(largest).index(r["loss"]), r["ms"]))
+    made, axes = plt.subplots(figsize=(9, 0.42 * len(shown) + 1.4), layout="constrained")
+    for place, record in enumerate(shown):
+        axes.barh(place, record["fraction"], color=STYLES[record["contender"]][0])
+        label = f" {record['fraction']:.0%}, {record['ms']:,.1f} ms"
+        axes.text(record["fraction"], place, label, va="center", fontsize=9)
+    names = [f"{r['loss']}, {r['b']:,}: {r['contender']}" for r in shown]
+    axes.set_yticks(range(len(shown)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15)
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.set_xlabel(FIGURES["fraction"][2])
+    return made
+
+
 def scaling(records: list[dict[str, Any]]) -> plt.Figure:
     """CLIP's loss over several GPUs: a line for each global batch; the sigmoid loss's dashed."""
     made, (ideal, memory) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
@@ -165,6 +201,11 @@ def main() -> None:
     figures: dict[str, plt.Figure] = {}
     if any("of_ideal" in record for record in everything):
         figures[""] = scaling([r for r in everything if r["d"] == options.width])
+    elif any(record["loss"] in FAMILY for record in everything):
+        bars = family(everything, options.width)
+        if bars is None:
+            parser.error(f"{options.records}: no measured records of width {options.width}")
+        figures[""] = bars
     else:
         records = chosen(everything, options.width)
         if not records:

@@ -74,13 +74,13 @@ def groups() -> Iterator[Group]:
     yield Group((case(4_194_304, 512, backward=False),), SECONDS, once=True, cost=45)
 
 
-def smallest(one: Group) -> Group:
-    """The same on the CPU, at a size that shows only that it runs."""
+def smallest(one: Group, device: str) -> Group:
+    """The same at a size that shows only that it runs."""
 
     def shrink(c: Case) -> Case:
         b = {65_601: 129, 1_048_576: 1024, 4_194_304: 2048}.get(c.b, max(64, c.b >> 9))
         n = None if c.n is None else 40
-        return replace(c, device="cpu", b=b, d=c.d // 8, n=n)
+        return replace(c, device=device, b=b, d=c.d // 8, n=n)
 
     cases = tuple(shrink(c) for c in one.cases)
     return Group(cases, seconds=0.01, product_size=64, once=one.once)
@@ -124,7 +124,9 @@ def main(
 ) -> Path | None:
     """Measure these groups as a script's command line says; where the records are, if there are."""
     options = arguments(doc, output)
-    plan = [smallest(one) for one in wanted()] if options.smallest else list(wanted())
+    plan = list(wanted())
+    if options.smallest:
+        plan = [smallest(one, options.device) for one in plan]
     if options.only:
         plan = [plan[i] for i in options.only]
     missing = [(c, absent(c)) for one in plan for c in one.cases]
@@ -146,7 +148,8 @@ def main(
     done = [combine(c, result) for c, result in missing if result is not None]
     for record in done:
         print(row(record))
-    same = [*(["--smallest"] if options.smallest else []), *(f"--only={i}" for i in options.only)]
+    same = [f"--device={options.device}", *(f"--only={i}" for i in options.only)]
+    same += ["--smallest"] if options.smallest else []
     start = supervise.start_self([script, *same, f"--deadline={deadline}", "--worker"])
     for one, result in supervise.supervise(here, start, log, deadline, options.patience):
         done.append(combine(one, result))
@@ -165,11 +168,15 @@ def arguments(doc: str, output: str) -> argparse.Namespace:
         "--only", type=int, action="append", default=[], help="this group of --list; repeatable"
     )
     parser.add_argument("--list", action="store_true", help="print what would be measured")
-    parser.add_argument("--smallest", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--smallest", action="store_true", help="tiny, on the CPU by default")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="the CPU with --smallest only")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not (options.smallest or options.list or torch.cuda.is_available()):
+    options.device = options.device or ("cpu" if options.smallest else "cuda")
+    if options.device == "cpu" and not options.smallest:
+        parser.error("--device cpu: expected with --smallest")
+    if options.device == "cuda" and not (options.list or torch.cuda.is_available()):
         parser.error("no CUDA device; --smallest runs on the CPU")
     return options
 

@@ -29,5 +29,6 @@ def test_masks_hit_something() -> None:
     x, y = features(64, 8, torch.float64, "cpu")
     ids = family.duplicates(x)
     assert 64 < (ids[:, None] == ids).sum() < 64 * 4
+    assert 50 < len(family.duplicates(x).unique()) < 64
     products = x @ y.T
     assert (products > products.diagonal()[:, None] + family.MARGIN).sum() > 64

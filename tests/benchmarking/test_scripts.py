@@ -38,12 +38,14 @@ def test_single_gpu_measures_records_and_is_plotted(tmp_path: Path) -> None:
 
 def test_losses_are_measured_and_plotted(tmp_path: Path) -> None:
     output = tmp_path / "losses.json"
-    shown = run("losses.py", "--smallest", "--only=1", "--only=5", f"--output={output}")
+    words = "--smallest", "--device=cpu", "--only=2", "--only=4"
+    shown = run("losses.py", *words, f"--output={output}")
     records = json.loads(output.read_text())["records"]
     found = {(r["loss"], r["contender"]): r["status"] for r in records}
     wanted = ("nt-xent", "megabatch"), ("nt-xent", "general"), ("infonce-margin", "megabatch")
     assert found == dict.fromkeys(wanted, "ok")
     assert "3 records" in shown
+    run("plots.py", str(output), "--width", "96")
     assert (tmp_path / "losses.png").exists()
 
 

@@ -16,8 +16,10 @@ from megabatch.benchmarking import truth
 from megabatch.benchmarking.contenders import LOSSES, Contender, Loss, LossFunction
 from megabatch.benchmarking.truth import Truth
 
-#: Kinds of labels of the supervised loss; ids of duplicates are as many as rows.
+#: Kinds of labels of the supervised loss.
 CLASSES = 1000
+#: Share of the rows that have the id of another.
+DUPLICATES = 0.1
 MARGIN = 0.1
 
 
@@ -28,9 +30,17 @@ def labels(n: int, kinds: int, device: str) -> Tensor:
     return torch.randint(kinds, (n,), generator=generator, device=device)
 
 
+@functools.lru_cache(maxsize=8)
+def _duplicates(n: int, device: str) -> Tensor:
+    other = labels(n, n, device)
+    generator = torch.Generator(device).manual_seed(3)
+    copied = torch.rand(n, generator=generator, device=device) < DUPLICATES
+    return torch.where(copied, other, torch.arange(n, device=device))
+
+
 def duplicates(x: Tensor) -> Tensor:
-    """Ids of which most are somebody else's too."""
-    return labels(len(x), len(x), x.device.type)
+    """Ids: a row's own number, of some rows that of any other."""
+    return _duplicates(len(x), x.device.type)
 
 
 def classes(x: Tensor) -> Tensor:
@@ -50,6 +60,14 @@ def _clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     from megabatch import ClipLoss
 
     value = ClipLoss()(x, y, scale, ids=duplicates(x))
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _clip_ignored(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    from megabatch import ClipLoss
+
+    value = ClipLoss(duplicates="ignored")(x, y, scale, ids=duplicates(x))
     assert isinstance(value, Tensor)
     return value
 
@@ -114,6 +132,14 @@ def dense_clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     return (losses[0] + losses[1]) / 2
 
 
+def dense_clip_ignored(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """Equal ids are left out, in both directions."""
+    same = truth.equal(duplicates(x), duplicates(x))
+    s = _dense(x, y, scale).masked_fill(same.fill_diagonal_(False), -torch.inf)
+    losses = [-t.log_softmax(1).diagonal().mean() for t in (s, s.T)]
+    return (losses[0] + losses[1]) / 2
+
+
 def dense_infonce(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """Equal ids are left out."""
     s, same = _dense(x, y, scale), truth.equal(duplicates(x), duplicates(x))
@@ -155,6 +181,10 @@ def _exact_clip(x: Tensor, y: Tensor, scale: float) -> Truth:
     return truth.clip_with_ids(x, y, scale, duplicates(x))
 
 
+def _exact_clip_ignored(x: Tensor, y: Tensor, scale: float) -> Truth:
+    return truth.clip_without_duplicates(x, y, scale, duplicates(x))
+
+
 def _exact_infonce(x: Tensor, y: Tensor, scale: float) -> Truth:
     return truth.infonce(x, y, scale, ids=duplicates(x))
 
@@ -185,6 +215,7 @@ FAMILY = {
     loss.name: loss
     for loss in (
         _loss("clip-ids", _clip, dense_clip, _exact_clip, 8),
+        _loss("clip-ids-ignored", _clip_ignored, dense_clip_ignored, _exact_clip_ignored, 8),
         _loss(
             "nt-xent",
             _nt_xent,

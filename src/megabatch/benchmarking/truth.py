@@ -96,6 +96,30 @@ def clip_with_ids(x: Tensor, y: Tensor, scale: float, ids: Tensor) -> Truth:
 
 
 @torch.no_grad()
+def clip_without_duplicates(x: Tensor, y: Tensor, scale: float, ids: Tensor) -> Truth:
+    """CLIP's loss where other pairs of equal ids are left out, in both directions."""
+    x, y = x.double(), y.double()
+    b = len(x)
+
+    def kept(s: Tensor, i: slice) -> Tensor:
+        same = equal(ids[i], ids)
+        same.diagonal(i.start).fill_(False)
+        return s.masked_fill(same, -torch.inf)
+
+    rows, columns = _logsumexps(x, y, scale, kept)
+    positive = scale * (x * y).sum(1)
+    loss = ((rows - positive) + (columns - positive)).mean() / 2
+
+    def gradient(s: Tensor, i: slice) -> Tensor:
+        s = kept(s, i)
+        ds = (s - rows[i, None]).exp() + (s - columns).exp()
+        ds.diagonal(i.start).sub_(2)
+        return ds / (2 * b)
+
+    return Truth(loss, *_gradients(x, y, scale, gradient))
+
+
+@torch.no_grad()
 def infonce(
     x: Tensor, y: Tensor, scale: float, ids: Tensor | None = None, margin: float | None = None
 ) -> Truth:
@@ -157,10 +181,16 @@ def of_copies(exact: Truth, copies: int) -> Truth:
     return Truth(loss, exact.dx / copies, exact.dy / copies, exact.dscale)
 
 
-def _logsumexps(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _logsumexps(
+    x: Tensor,
+    y: Tensor,
+    scale: float,
+    kept: Callable[[Tensor, slice], Tensor] = lambda s, i: s,
+) -> tuple[Tensor, Tensor]:
+    """Of rows and of columns; `kept` puts -inf for what is left out of a strip of logits."""
     rows, columns = x.new_empty(len(x)), x.new_full((len(y),), -torch.inf)
     for i in _strips(x, y):
-        s = scale * (x[i] @ y.T)
+        s = kept(scale * (x[i] @ y.T), i)
         rows[i] = s.logsumexp(1)
         columns = torch.logaddexp(columns, s.logsumexp(0))
     return rows, columns
