@@ -26,7 +26,8 @@ def main(argv: list[str]) -> int:
     folder = config.output or config.run
     assert folder is not None  # the evaluation would have refused that
     pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} images/s"
-    console.print(f"{pace}; report: {folder / 'report.html'}")
+    # A path that is broken over two lines cannot be opened.
+    console.print(f"{pace}; report: {folder / 'report.html'}", soft_wrap=True)
     return 0
 
 
