@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from megabatch.training import TrainConfig
-from tests.models.tiny import TINY
 
 
 class MakeConfig(Protocol):
@@ -48,6 +47,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make_config(pictures: Path) -> MakeConfig:
     """Configurations of short runs: 5 steps an epoch."""
+    from tests.models.tiny import TINY  # open_clip, which the tests on GPUs do without
 
     def make(output: Path | str, **changes: Any) -> TrainConfig:
         short = TrainConfig(

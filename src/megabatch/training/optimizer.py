@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.optim import AdafactorBigVision, Lamb, Lars, Lion
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -31,18 +30,20 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
     """
     groups = parameter_groups(module, config)
     lr, betas = config.lr, (config.beta1, config.beta2)
-    if config.opt == "lamb":
-        return Lamb(groups, lr=lr, betas=betas, eps=config.eps, max_grad_norm=None)
-    if config.opt == "lars":
-        return Lars(groups, lr=lr, momentum=config.momentum)
-    if config.opt == "adafactor":
-        return AdafactorBigVision(groups, lr=lr, momentum=config.beta1 or None)
-    if config.opt == "lion":
-        return Lion(groups, lr=lr, betas=betas)
+    if config.opt == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
     if config.opt == "sgd":
         nesterov = config.momentum > 0
         return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=nesterov)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
+    from timm import optim  # brings torchvision along: for those who need it
+
+    if config.opt == "lamb":
+        return optim.Lamb(groups, lr=lr, betas=betas, eps=config.eps, max_grad_norm=None)
+    if config.opt == "lars":
+        return optim.Lars(groups, lr=lr, momentum=config.momentum)
+    if config.opt == "adafactor":
+        return optim.AdafactorBigVision(groups, lr=lr, momentum=config.beta1 or None)
+    return optim.Lion(groups, lr=lr, betas=betas)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
