@@ -12,6 +12,7 @@ from torch import Tensor
 from megabatch.similarity import exchange
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.exchange import group_name, rank_and_size
+from megabatch.similarity.operators import operator, ops
 
 
 def global_mean(
@@ -54,9 +55,7 @@ def share_of_mean(
         weight = weights.detach().sum()
     else:
         number = None if weights is None else weights.detach().sum()
-        weight = torch.ops.megabatch.global_weight(
-            total.detach(), rows, number, name_of_group, name
-        )
+        weight = ops.global_weight(total.detach(), rows, number, name_of_group, name)
     return total * size / weight.masked_fill(weight == 0, 1)
 
 
@@ -106,30 +105,30 @@ def replicated(parameter: Tensor, group: object) -> Tensor:
     name = group_name(group)
     if not (name and parameter.requires_grad):
         return parameter
-    return torch.ops.megabatch.replicated(parameter, name)
+    return ops.replicated(parameter, name)
 
 
 def sum_over_ranks(values: Tensor, group: object) -> Tensor:
     """The sum over processes, the same on each; so is its gradient, the sum of what they send."""
     name = group_name(group)
-    return torch.ops.megabatch.sum_over_ranks(values, name) if name else values
+    return ops.sum_over_ranks(values, name) if name else values
 
 
 # --- the operators --------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("megabatch::sum_over_ranks", mutates_args=())
+@operator("sum_over_ranks")
 def _sum_over_ranks(values: Tensor, group: str) -> Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
     return exchange.all_reduce(total, group, "sum over ranks")
 
 
-@torch.library.custom_op("megabatch::replicated", mutates_args=())
+@operator("replicated")
 def _replicated(parameter: Tensor, group: str) -> Tensor:
     return parameter.clone()
 
 
-@torch.library.custom_op("megabatch::global_weight", mutates_args=())
+@operator("global_weight")
 def _global_weight(like: Tensor, rows: int, weight: Tensor | None, group: str, name: str) -> Tensor:
     """The number of rows of all ranks, or the sum of their weights; no handshake.
 
@@ -167,12 +166,12 @@ def _keep_group(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _sum_of_gradients(ctx, gradient):  # type: ignore[no-untyped-def]
-    return torch.ops.megabatch.sum_over_ranks(gradient, ctx.group), None
+    return ops.sum_over_ranks(gradient, ctx.group), None
 
 
 def _mean_of_gradients(ctx, gradient):  # type: ignore[no-untyped-def]
     size = exchange.resolve(ctx.group).size()
-    return torch.ops.megabatch.sum_over_ranks(gradient, ctx.group) / size, None
+    return ops.sum_over_ranks(gradient, ctx.group) / size, None
 
 
 _sum_over_ranks.register_autograd(_sum_of_gradients, setup_context=_keep_group)

@@ -13,6 +13,7 @@ from megabatch.similarity.arguments import (
     check_scalar,
     check_two,
 )
+from megabatch.similarity.operators import operator, ops
 
 #: Elements of x widened at a time.
 CHUNK = 1 << 22
@@ -32,10 +33,10 @@ def paired(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     x, y = cast_for_autocast(x, y)
     scale = check_scalar("scale", scale, x)
     # Multiplied outside the operator: the scale's gradient then needs no second pass.
-    return torch.ops.megabatch.row_products(x, y) * scale
+    return ops.row_products(x, y) * scale
 
 
-@torch.library.custom_op("megabatch::row_products", mutates_args=())
+@operator("row_products")
 def row_products(x: Tensor, y: Tensor) -> Tensor:
     """<x_i, y_i> for each row."""
     dtype = accumulator_dtype(x.dtype)
@@ -50,7 +51,7 @@ def _(x: Tensor, y: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
 
 
-@torch.library.custom_op("megabatch::scale_rows", mutates_args=())
+@operator("scale_rows")
 def scale_rows(x: Tensor, factor: Tensor) -> Tensor:
     """factor_i * x_i, multiplied in the factor's dtype and returned in x's."""
     out = torch.empty_like(x)
@@ -70,8 +71,8 @@ def _chunks(x: Tensor):  # type: ignore[no-untyped-def]
 
 def _autograd(ctx, gradient):  # type: ignore[no-untyped-def]
     x, y = ctx.saved_tensors
-    dx = torch.ops.megabatch.scale_rows(y, gradient) if ctx.needs_input_grad[0] else None
-    dy = torch.ops.megabatch.scale_rows(x, gradient) if ctx.needs_input_grad[1] else None
+    dx = ops.scale_rows(y, gradient) if ctx.needs_input_grad[0] else None
+    dy = ops.scale_rows(x, gradient) if ctx.needs_input_grad[1] else None
     return dx, dy
 
 

@@ -23,6 +23,7 @@ from megabatch.similarity.arguments import (
 )
 from megabatch.similarity.exchange import group_name
 from megabatch.similarity.id_order import IdOrder
+from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
 from megabatch.similarity.parallel import replicated
 from megabatch.similarity.sigmoid_blocks import (
@@ -93,15 +94,15 @@ def softplus_sum(
     name = group_name(group)
     matrix = (row_ids, column_ids, weight, diagonal, *wanted)
     if not name:
-        return torch.ops.megabatch.softplus_sum(x, y, scale, bias, *matrix)[0]
+        return ops.softplus_sum(x, y, scale, bias, *matrix)[0]
     scale, bias = replicated(scale, group), replicated(bias, group)
-    return torch.ops.megabatch.ring_softplus_sum(x, y, scale, bias, *matrix, name)[0]
+    return ops.ring_softplus_sum(x, y, scale, bias, *matrix, name)[0]
 
 
 # --- the operator ---------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("megabatch::softplus_sum", mutates_args=())
+@operator("softplus_sum")
 def _softplus_sum(
     x: Tensor,
     y: Tensor,
@@ -191,7 +192,7 @@ def _(
     return total, *Kept.like(x, need_x), *Kept.like(y, need_y), dscale, dbias
 
 
-@torch.library.custom_op("megabatch::softplus_sum_backward", mutates_args=())
+@operator("softplus_sum_backward")
 def _softplus_sum_backward(
     x: Tensor,
     y: Tensor,
@@ -241,7 +242,7 @@ def _autograd(ctx, gradient, *_):  # type: ignore[no-untyped-def]
     need_x, need_y, need_scale, need_bias = ctx.needs_input_grad[:4]
     dx = dy = None
     if need_x or need_y:
-        dx, dy = torch.ops.megabatch.softplus_sum_backward(*features, gradient)
+        dx, dy = ops.softplus_sum_backward(*features, gradient)
     return (
         dx if need_x else None,
         dy if need_y else None,

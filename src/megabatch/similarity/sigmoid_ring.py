@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megabatch.similarity import exchange, id_order, ring, sweep
 from megabatch.similarity.id_order import IdOrder
+from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
 from megabatch.similarity.sigmoid import AnyBlocks, _softplus_sum, results, total_of
@@ -29,7 +30,7 @@ from megabatch.similarity.sigmoid_blocks import (
 )
 
 
-@torch.library.custom_op("megabatch::ring_softplus_sum", mutates_args=())
+@operator("ring_softplus_sum")
 def _ring_softplus_sum(
     x: Tensor,
     y: Tensor,
@@ -157,7 +158,7 @@ def _(
     return _softplus_sum(x, y, scale, bias, row_ids, column_ids, weight, diagonal, *wanted)
 
 
-@torch.library.custom_op("megabatch::same_on_all_ranks", mutates_args=())
+@operator("same_on_all_ranks")
 def _same_on_all_ranks(value: Tensor, group: str) -> Tensor:
     """The value, where all ranks have the same, else NaN; no look at the device."""
     extremes = torch.stack([value, -value])
@@ -179,9 +180,9 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _autograd(ctx, gradient, *_):  # type: ignore[no-untyped-def]
     x, y, dx, x_units, dy, y_units, dscale, dbias = ctx.saved_tensors
     need_x, need_y, need_scale, need_bias = ctx.needs_input_grad[:4]
-    multiply = torch.ops.megabatch.softplus_sum_backward
+    multiply = ops.softplus_sum_backward
     if need_y:  # the other ranks' part of it was formed for their upstream gradients being this one
-        common = torch.ops.megabatch.same_on_all_ranks(gradient, ctx.group)
+        common = ops.same_on_all_ranks(gradient, ctx.group)
         _, dy = multiply(x, y, dx[:0], x_units[:0], dy, y_units, common)
     if need_x:
         dx, _ = multiply(x, y, dx, x_units, dy[:0], y_units[:0], gradient)

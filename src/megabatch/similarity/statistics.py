@@ -22,6 +22,7 @@ from megabatch.similarity.arguments import (
     check_vector,
 )
 from megabatch.similarity.exchange import group_name
+from megabatch.similarity.operators import ops
 from megabatch.similarity.pairs import DROPPED, PAIRED, PLAIN
 
 Ids: TypeAlias = "str | Tensor | tuple[Tensor, Tensor]"
@@ -145,8 +146,8 @@ def _statistics(matrix: tuple[Any, ...], group: object, call: str) -> tuple[Tens
     grad = torch.is_grad_enabled()
     wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
     if not name:
-        return torch.ops.megabatch.statistics(*matrix, bool(wanted))[:2]
-    around_the_ring = torch.ops.megabatch.ring_statistics
+        return ops.statistics(*matrix, bool(wanted))[:2]
+    around_the_ring = ops.ring_statistics
     group_arguments = (name, call, ", ".join(wanted))
     return around_the_ring(*matrix, *group_arguments)[:2]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megabatch.similarity import id_order, sweep
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.id_order import IdOrder
+from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.states import kinds_of
 
@@ -24,7 +25,7 @@ Blocks: TypeAlias = "sweep.Blocks | FusedBlocks"
 Pull: TypeAlias = Any  # of one side: whatever these blocks make of it
 
 
-@torch.library.custom_op("megabatch::statistics", mutates_args=())
+@operator("statistics")
 def statistics(
     x: Tensor,
     y: Tensor | None,
@@ -78,7 +79,7 @@ def _(
     return rows, x.new_empty((parts, (x if y is None else y).shape[0]), dtype=dtype), kept
 
 
-@torch.library.custom_op("megabatch::statistics_backward", mutates_args=())
+@operator("statistics_backward")
 def statistics_backward(
     x: Tensor,
     y: Tensor | None,
@@ -205,7 +206,7 @@ def _autograd(ctx, row_gradient, column_gradient, _):  # type: ignore[no-untyped
     if row_gradient is None and column_gradient is None:
         return nothing
     need_x, need_y, need_scale = ctx.needs_input_grad[:3]
-    dx, dy, dscale = torch.ops.megabatch.statistics_backward(
+    dx, dy, dscale = ops.statistics_backward(
         x,
         y,
         scale,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.similarity import exchange, id_order, ring, sweep
+from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
 from megabatch.similarity.states import empty_state, finish, kinds_of, pull_of
@@ -33,7 +34,7 @@ Blocks: TypeAlias = "sweep.Blocks | FusedBlocks"
 # --- forward --------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("megabatch::ring_statistics", mutates_args=())
+@operator("ring_statistics")
 def ring_statistics(
     x: Tensor,
     y: Tensor | None,
@@ -202,7 +203,7 @@ def _merge(states: Tensor, unit: float) -> Tensor:
 # --- backward -------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("megabatch::ring_statistics_backward", mutates_args=())
+@operator("ring_statistics_backward")
 def ring_statistics_backward(
     x: Tensor,
     y: Tensor | None,
@@ -361,7 +362,7 @@ def _autograd(ctx, row_gradient, column_gradient, _):  # type: ignore[no-untyped
     if y is None and row_gradient is None:
         row_gradient = torch.zeros_like(rows)
     need_x, need_y, need_scale = ctx.needs_input_grad[:3]
-    dx, dy, dscale = torch.ops.megabatch.ring_statistics_backward(
+    dx, dy, dscale = ops.ring_statistics_backward(
         x,
         y,
         scale,
