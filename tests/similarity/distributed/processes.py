@@ -91,7 +91,7 @@ def start(size: int, target: Callable[..., None], *arguments: Any) -> list[Any]:
     # From a server that has imported torch once, but used no thread of it.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "megabatch"])
-    port = _free_port()
+    port = free_port()
     processes = [
         context.Process(target=target, args=(rank, size, port, *arguments)) for rank in range(size)
     ]
@@ -131,7 +131,7 @@ def _run_checks(
     dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

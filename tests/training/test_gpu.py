@@ -1,0 +1,240 @@
+"""The trainer on one device: on the CPU in every run of the tests, on a GPU with `-m gpu`.
+
+One code for both, with glyph-small on pairs that are made here. What a GPU alone can show says so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from torch import Tensor, nn
+
+from megabatch import GradientCache, InfoNCELoss
+from megabatch.similarity import set_workspace
+from megabatch.training.trainer import Trainer
+from tests.training.synthetic import CONFIG, LOSSES, batch_of, losses_of, trainer_of, write_shard
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+GPU = [pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def _gpu(*values: object) -> ParameterSet:
+    return pytest.param("cuda", *values, marks=pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def _no_tf32() -> Iterator[None]:
+    """Convolutions in whole float32 on GPUs too: by default they are rounded to TF32."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[float]:
+    """Losses in float32 on the CPU, nothing switched on."""
+    return losses_of(trainer_of("cpu"))
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Inductor on GPUs; on the CPU, where it is slow, the rest of torch.compile."""
+
+    def choose(device: str) -> None:
+        torch._dynamo.reset()
+        if device == "cpu":
+            whole = nn.Module.compile
+            monkeypatch.setattr(nn.Module, "compile", lambda m: whole(m, backend="aot_eager"))
+
+    return choose
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2), ("fp16", 3e-2)]
+)
+def test_each_precision_learns_as_float32_does(
+    device: str, precision: str, tolerance: float, reference: list[float]
+) -> None:
+    trainer = trainer_of(device, precision=precision)
+    losses = losses_of(trainer)
+    assert losses == pytest.approx(reference, rel=tolerance)
+    assert losses[-1] < losses[0] - 0.1
+    assert trainer.scaler.is_enabled() == (precision == "fp16")
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.module.parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_overflow_of_fp16_is_left_out_and_the_scale_lowered(device: str) -> None:
+    trainer = trainer_of(device, precision="fp16")
+    losses_of(trainer, range(1))
+    trainer.scaler.load_state_dict(trainer.scaler.state_dict() | {"scale": 2.0**40})
+    before = _copies(trainer)
+    record = trainer.train_step(batch_of(1))
+    assert "loss" in record
+    assert "grad_norm" not in record
+    assert trainer.scaler.get_scale() == 2.0**39
+    after = trainer.weights()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), _gpu("fp32"), _gpu("bf16")])
+def test_compiled_towers_compute_the_same(
+    device: str, precision: str, reference: list[float], compiler: Callable[[str], None]
+) -> None:
+    compiler(device)
+    losses = losses_of(trainer_of(device, precision=precision, torchcompile=True))
+    assert losses == pytest.approx(reference, rel=1e-4 if precision == "fp32" else 3e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compile_too", [False, True])
+def test_activations_computed_again_change_nothing(
+    device: str, compile_too: bool, reference: list[float], compiler: Callable[[str], None]
+) -> None:
+    compiler(device)
+    trainer = trainer_of(device, grad_checkpointing=True, torchcompile=compile_too)
+    assert losses_of(trainer) == pytest.approx(reference, rel=1e-4)
+
+
+@pytest.mark.parametrize("device", GPU)
+def test_checkpointed_activations_take_less_memory(device: str) -> None:
+    kept, again = (
+        _peak(trainer_of(device, grad_checkpointing=on, micro_batch_size=4096), 4096)
+        for on in (False, True)
+    )
+    assert again < 0.8 * kept
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [64, 24])
+def test_micro_batches_and_gradients_on_the_host_change_nothing(
+    device: str, on_host: bool, micro_batch_size: int, reference: list[float]
+) -> None:
+    trainer = trainer_of(device, micro_batch_size=micro_batch_size)
+    trainer._step._cache.gradients_on_host = on_host
+    assert losses_of(trainer) == pytest.approx(reference, rel=1e-4)
+
+
+@pytest.mark.parametrize("device", GPU)
+def test_memory_grows_with_features_only(device: str) -> None:
+    # 2 x 256 bf16 numbers a pair are 1 kB; the largest phase has features, gradients and their
+    # float32 accumulator, 4 kB. Activations of a pair are more than 200 kB.
+    before = set_workspace(16 << 20)
+    try:
+        for on_host in (False, True):
+            peaks = []
+            for size in (8_192, 32_768):
+                trainer = trainer_of(device, precision="bf16", micro_batch_size=256)
+                trainer._step._cache.gradients_on_host = on_host
+                peaks.append(_peak(trainer, size))
+            assert (peaks[1] - peaks[0]) / (32_768 - 8_192) < 6 * 1024, (on_host, peaks)
+    finally:
+        set_workspace(before)
+
+
+@pytest.mark.parametrize("device", GPU)
+def test_inputs_stay_on_the_host_but_for_two_micro_batches(device: str) -> None:
+    tower = nn.Linear(1 << 16, 32).to(device)
+
+    def encode(rows: Tensor) -> Tensor:
+        return nn.functional.normalize(tower(rows), dim=-1)
+
+    inputs = [torch.randn(2_048, 1 << 16) for _ in range(2)]  # 512 MiB each
+    step = GradientCache((encode, encode), InfoNCELoss(0.1), 64, device=device)
+    before = set_workspace(16 << 20)
+    step(*inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    standing = torch.cuda.memory_allocated()
+    step(*inputs)
+    set_workspace(before)
+    # Two micro-batches are 32 MiB; a linear layer's graph keeps its input, and cuBLAS its own.
+    assert torch.cuda.max_memory_allocated() - standing < 128 << 20
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_frozen_tower_runs_once_and_stays(device: str) -> None:
+    trainer = trainer_of(device, lock_image=True)
+    before = _copies(trainer)
+    calls: list[int] = []
+    trainer.module.visual.register_forward_pre_hook(lambda *_: calls.append(1))
+    losses = losses_of(trainer)
+    micro_batches = CONFIG.global_batch_size // CONFIG.micro_batch_size
+    assert len(calls) == LOSSES * micro_batches
+    after = trainer.weights()
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == name.startswith("visual."), name
+    assert losses[-1] < losses[0]
+    whole = losses_of(trainer_of(device, lock_image=True, micro_batch_size=64))
+    assert whole == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "bf16"), _gpu("bf16"), _gpu("fp16")])
+def test_a_checkpoint_continues_the_run(device: str, precision: str) -> None:
+    changes = {"precision": precision, "ema_decay": 0.9, "grad_clip_norm": 1.0}
+    straight = trainer_of(device, **changes)
+    expected = losses_of(straight)
+    first = trainer_of(device, **changes)
+    begun = losses_of(first, range(3))
+    second = trainer_of(device, **changes)
+    second.restore(first.checkpoint())
+    losses = begun + losses_of(second, range(3, LOSSES))
+    # Sums of many addends are in no fixed order on a GPU (the embedding's gradient).
+    exact = 0.0 if device == "cpu" else 1e-3
+    assert losses == pytest.approx(expected, rel=exact, abs=0.0)
+    for name, value in straight.weights().items():
+        torch.testing.assert_close(second.weights()[name], value, atol=exact, rtol=exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_whole_run_stopped_by_sigterm_continues(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
+    from megabatch.training import train
+
+    data = str(write_shard(tmp_path / "pairs.tar", 160))
+    straight = replace(CONFIG, device=device, train_data=data, output=tmp_path / "straight")
+    assert train(straight) == 0
+    stopped = replace(straight, output=tmp_path / "stopped", checkpoint_every=0)
+    step = Trainer.train_step
+    with monkeypatch.context() as patch:
+
+        def train_step(self: Trainer, batch: object) -> dict[str, float]:
+            if self.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(self, batch)  # type: ignore[arg-type]
+
+        patch.setattr(Trainer, "train_step", train_step)
+        assert train(stopped) == 75
+    assert train(replace(stopped, resume=True)) == 0
+    from safetensors.torch import load_file
+
+    one, two = (load_file(run.output / "model.safetensors") for run in (straight, stopped))
+    for name, value in one.items():
+        exact = 0.0 if device == "cpu" else 1e-3
+        torch.testing.assert_close(two[name], value, atol=exact, rtol=exact, msg=name)
+
+
+def _copies(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.weights().items()}
+
+
+def _peak(trainer: Trainer, size: int) -> int:
+    """Bytes that the second step takes beside what stands from step to step."""
+    trainer.train_step(batch_of(0, size))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    trainer.train_step(batch_of(1, size))
+    return torch.cuda.max_memory_allocated() - before
