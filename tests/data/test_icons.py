@@ -8,7 +8,8 @@ import pytest
 
 from megabatch.cli import main
 from megabatch.data.iconify import Icon, IconSet, open_package
-from megabatch.data.icons import caption, caption_id, is_held_out, write_icons
+from megabatch.data.icons import caption, is_held_out, write_icons
+from megabatch.data.pairs import caption_id
 from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
 from megabatch.evaluation.tar_samples import TarSamples
@@ -54,7 +55,7 @@ def test_what_a_sample_tells(package: Path, tmp_path: Path):
     assert home == {
         "caption": "home outline, buildings & places",
         "key": "plain_home-outline",
-        "id": caption_id("home outline, buildings & places"),
+        "caption_id": caption_id("home outline, buildings & places"),
         "set": "plain",
         "set_title": "Plain Set",
         "categories": ["Buildings & Places", "Home Outline"],
@@ -73,9 +74,9 @@ def test_ids_are_the_captions(package: Path, tmp_path: Path):
     write(package, tmp_path / "icons", set_title=True)
     facts = documents(tmp_path / "icons" / "train" / "00000.tar")
     assert facts[0]["caption"] == "acme, logos, brands set"
-    assert all(each["id"] == caption_id(each["caption"]) for each in facts)
+    assert all(each["caption_id"] == caption_id(each["caption"]) for each in facts)
     assert caption_id("home") == 2653348178510059753  # for good: shards already written hold it
-    assert min(each["id"] for each in facts) >= 0
+    assert min(each["caption_id"] for each in facts) >= 0
 
 
 def test_whole_families_are_held_out():

@@ -14,7 +14,7 @@ from megabatch.models import available, create
 
 
 def test_every_open_clip_architecture_is_available() -> None:
-    assert available() == ["glyph-small", *open_clip.list_models()]
+    assert available() == ["glyph-small", "icon-small", *open_clip.list_models()]
 
 
 @pytest.mark.parametrize(

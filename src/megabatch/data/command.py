@@ -37,20 +37,21 @@ class Glyphs:
 
 @dataclass
 class Icons:
-    """Write the icons of the npm package @iconify/json as WebDataset shards, train/ and test/.
+    """Write the icons of the npm package @iconify/json, train/ and test/.
 
-    Test are whole sets. sets.json beside them has each set's author and licence: those of the icons
-    are many, and some ask for attribution.
+    As WebDataset shards, or as grey pixels. Test are whole sets. sets.json beside them has each
+    set's author and licence: those of the icons are many, and some ask for attribution.
     """
 
     output: Path
     """Folder to make; it appears when all shards are written."""
     package: Path | None = None
     """The package's tarball or unpacked folder. Default: fetched by npm."""
-    format: Literal["svg", "png"] = "svg"
-    """svg: small files, drawn when they are read; png: drawn now."""
+    format: Literal["svg", "png", "grey"] = "svg"
+    """svg: small files, drawn when they are read; png: drawn now; grey: drawn now, grey pixels in
+    one file instead of shards, the quickest to read."""
     size: int = 64
-    """Of png: pixels a side."""
+    """Of png and grey: pixels a side."""
     set_title: bool = False
     """End each caption with its set's title. Captions are then as good as unique."""
     max_bytes: int | None = None
@@ -58,7 +59,7 @@ class Icons:
     samples_per_shard: int = 10_000
     """Pairs in each shard but the last."""
     workers: int = 0
-    """Of png: processes that draw; 0: none beside this one."""
+    """Of png and grey: processes that draw; 0: none beside this one."""
 
 
 @dataclass
@@ -126,12 +127,13 @@ def icons(options: Icons) -> int:
             workers=options.workers,
         )
     print(f"@iconify/json {done.version}: {options.output}")
+    kind = "files" if options.format == "grey" else "shards"
     for split, captions in done.captions.items():
-        shards = list((options.output / split).glob("*.tar"))
-        size = sum(path.stat().st_size for path in shards)
+        files = list((options.output / split).iterdir())
+        size = sum(path.stat().st_size for path in files)
         print(
             f"{split}: {done.icons[split]:,} icons of {done.sets[split]} sets, {len(captions):,} "
-            f"distinct captions; {len(shards)} shards, {size / 1e6:.1f} MB"
+            f"distinct captions; {len(files)} {kind}, {size / 1e6:.1f} MB"
         )
     for reason, count in (+done.left_out).most_common():
         print(f"left out {count:,} x {reason}")

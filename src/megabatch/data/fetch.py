@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from megabatch.data.pairs import ArrayDataset, BadSample, BatchTransform, PairDataset
+from megabatch.data.pairs import (
+    ArrayDataset,
+    BadSample,
+    BatchTransform,
+    PairDataset,
+    caption_id,
+)
 
 _REMEMBERED_CAPTIONS = 100_000  # 60 MB at 77 tokens each
 
@@ -70,12 +76,13 @@ class Fetcher:
             arrays, captions = self.dataset.arrays(request.indices)
             images = self.transform.batch(torch.from_numpy(arrays), torch.from_numpy(seeds))
             positions = request.start + np.arange(len(captions))
-            ids = caption_ids(captions)
+            own = getattr(self.dataset, "ids", None)
+            ids = caption_ids(captions) if own is None else own(request.indices)
             return Chunk(images, self._tokens(captions), request.indices, positions, ids)
         return self._one_by_one(request, seeds)
 
     def _one_by_one(self, request: Request, seeds: np.ndarray) -> Chunk:
-        images, captions, good, bad = [], [], [], []
+        images, captions, ids, good, bad = [], [], [], [], []
         with _random_state_kept():
             for offset, (index, seed) in enumerate(zip(request.indices, seeds, strict=True)):
                 try:
@@ -86,21 +93,21 @@ class Fetcher:
                 _seed_everything(int(seed))
                 images.append(self.transform(pair.image))
                 captions.append(pair.caption)
+                ids.append(caption_id(pair.caption) if pair.id is None else pair.id)
                 good.append(offset)
         return Chunk(
             torch.stack(images) if images else None,
             self._tokens(captions) if captions else None,
             request.indices[good],
             request.start + np.array(good, dtype=np.int64),
-            caption_ids(captions),
+            np.array(ids, dtype=np.int64),
             bad,
         )
 
 
 def caption_ids(captions: Sequence[str]) -> np.ndarray:
     """int64 (n,) from 0 to 2**62, equal for equal captions, in every process and every run."""
-    digests = (hashlib.blake2b(c.encode(), digest_size=8).digest() for c in captions)
-    return np.array([int.from_bytes(d, "little") >> 2 for d in digests], dtype=np.int64)
+    return np.array([caption_id(caption) for caption in captions], dtype=np.int64)
 
 
 class _RememberedTokens:

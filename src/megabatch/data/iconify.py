@@ -22,7 +22,7 @@ from megabatch.errors import UsageError
 NPM_NAME = "@iconify/json"
 
 _BOX = {"left": 0, "top": 0, "width": 16, "height": 16}  # IconifyJSON's own defaults
-_MOVING = ("<animate", "<set ")
+MOVING = ("<animate", "<set ")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def parse_set(document: dict[str, Any]) -> IconSet:
             categories.setdefault(name, []).append(category)
     pictures = {name: _resolve(document, name) for name in _names(document)}
     shown = {name: icon for name, icon in pictures.items() if icon and not icon.get("hidden")}
-    still = {k: i for k, i in shown.items() if not any(tag in i["body"] for tag in _MOVING)}
+    still = {k: i for k, i in shown.items() if not any(tag in i["body"] for tag in MOVING)}
     others = _other_names(document)
     return IconSet(
         prefix=document["prefix"],

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any, Literal
 from webdataset.writer import TarWriter
 
 from megabatch.data.export import new_folder
+from megabatch.data.grey import GreyWriter
 from megabatch.data.iconify import Icon, IconSet, Package
+from megabatch.data.pairs import caption_id
 from megabatch.data.svg import BadSvg, draw_svg
 from megabatch.errors import UsageError
 
@@ -61,16 +64,11 @@ def caption(icon: Icon, of: IconSet, *, set_title: bool = False) -> str:
     return ", ".join(dict.fromkeys(" ".join(part.lower().split()) for part in parts))
 
 
-def caption_id(text: str) -> int:
-    """A caption's id: a hash of 62 bits, so 0 <= id < 2**62; equal captions have equal ids."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-
-
 def write_icons(
     package: Package,
     output: str | Path,
     *,
-    kind: Literal["svg", "png"] = "svg",
+    kind: Literal["svg", "png", "grey"] = "svg",
     size: int = 64,
     set_title: bool = False,
     max_bytes: int | None = None,
@@ -79,17 +77,18 @@ def write_icons(
 ) -> Written:
     """Write `output/train/00000.tar`, ..., `output/test/00000.tar`, ..., and `output/sets.json`.
 
-    A sample is `svg` or `png`, `txt` (the caption) and `json`: caption, key, id (of the caption),
-    set, set_title, categories, license (SPDX identifier, else title), aliases (further names of
-    the same picture). Samples stand by set and name. sets.json has the package's version and, for
-    each set, title, author, licence, category, split and number of icons. The same package gives
-    the same bytes. The folder appears at once when all is written.
+    A sample is `svg` or `png`, `txt` (the caption) and `json`: caption, key, caption_id (equal
+    for equal captions), set, set_title, categories, license (SPDX identifier, else title), aliases
+    (further names of the same picture). Samples stand by set and name. Of kind "grey" there are no
+    shards: each split is a folder of `megabatch.data.grey`. sets.json has the package's version
+    and, for each set, title, author, licence, category, split and number of icons. The same package
+    gives the same bytes. The folder appears at once when all is written.
 
     Args:
         package: opened.
         output: new or empty folder.
-        kind: the pictures as SVG, or drawn, `size` pixels a side.
-        size: of png.
+        kind: the pictures as SVG; or drawn, `size` pixels a side, as PNG or as grey pixels.
+        size: of png and grey.
         set_title: end captions with the set's title.
         max_bytes: leave out icons whose SVG is longer.
         samples_per_shard: but in the last of each split.
@@ -99,27 +98,32 @@ def write_icons(
         UsageError: the folder is not empty or cannot be written, the package cannot be read.
     """
     done = Written(package.version)
-    listed = []
-    with new_folder(Path(output)) as folder, _drawing(workers if kind == "png" else 0) as draw:
-        writers = {split: _Writer(folder / split, samples_per_shard) for split in done.captions}
-        try:
-            for icon_set in package.sets():
-                split = "test" if is_held_out(icon_set.prefix) else "train"
-                count = 0
-                samples = _samples(icon_set, set_title, max_bytes, done.left_out)
-                for sample in samples if kind == "svg" else draw(samples, size, done.left_out):
-                    writers[split].write(sample)
-                    done.captions[split].add(sample["json"]["id"])
-                    count += 1
-                done.icons[split] += count
-                done.sets[split] += count > 0
-                listed.append({**_facts(icon_set), "split": split, "icons": count})
-        finally:
-            for writer in writers.values():
-                writer.close()
+    sets: dict[str, dict[str, Any]] = {}
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for icon_set in package.sets():
+            sets[icon_set.prefix] = {**_facts(icon_set), "icons": 0}
+            yield from _samples(icon_set, set_title, max_bytes, done.left_out)
+
+    with new_folder(Path(output)) as folder, _drawing(kind, size, workers) as draw:
+        with ExitStack() as stack:
+            writers: dict[str, _Shards | _GreySplit] = {}
+            for split in done.captions:
+                own = folder / split
+                writer = (
+                    _GreySplit(own, size) if kind == "grey" else _Shards(own, samples_per_shard)
+                )
+                writers[split] = stack.enter_context(closing(writer))
+            for sample in draw(samples(), done.left_out):
+                facts = sets[sample["json"]["set"]]
+                writers[facts["split"]].write(sample)
+                done.captions[facts["split"]].add(sample["json"]["caption_id"])
+                done.icons[facts["split"]] += 1
+                done.sets[facts["split"]] += facts["icons"] == 0
+                facts["icons"] += 1
         if not done.icons:
             raise UsageError("the package has no icon that can be used")
-        document = {"package": f"@iconify/json {package.version}", "sets": listed}
+        document = {"package": f"@iconify/json {package.version}", "sets": list(sets.values())}
         (folder / "sets.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     return done
 
@@ -131,6 +135,7 @@ def _facts(of: IconSet) -> dict[str, Any]:
         "author": of.author,
         "license": of.license,
         "category": of.category,
+        "split": "test" if is_held_out(of.prefix) else "train",
     }
 
 
@@ -147,7 +152,7 @@ def _samples(
         facts = {
             "caption": text,
             "key": key,
-            "id": caption_id(text),
+            "caption_id": caption_id(text),
             "set": of.prefix,
             "set_title": of.title,
             "categories": icon.categories,
@@ -157,7 +162,7 @@ def _samples(
         yield {"__key__": key, "svg": icon.svg.encode(), "txt": text.encode(), "json": facts}
 
 
-class _Writer:
+class _Shards:
     """Shards of a folder, one open at a time."""
 
     def __init__(self, folder: Path, samples_per_shard: int) -> None:
@@ -182,46 +187,76 @@ class _Writer:
             self._tar.close()
 
 
+class _GreySplit:
+    """A folder of grey pictures."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._writer = GreyWriter(folder, size)
+
+    def write(self, sample: dict[str, Any]) -> None:
+        facts = sample["json"]
+        self._writer.write(
+            sample["grey"], key=facts["key"], number=facts["caption_id"], caption=facts["caption"]
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class _drawing:
-    """Gives a function that replaces samples' svg by png, in this process or several.
+    """Gives a function that replaces samples' svg by what is drawn, in this process or several.
 
     resvg_py holds the interpreter's lock while it draws, so threads would not help.
     """
 
-    def __init__(self, workers: int) -> None:
-        self._pool = get_context("spawn").Pool(workers) if workers else None
+    def __init__(self, kind: str, size: int, workers: int) -> None:
+        self.kind = kind
+        self.size = size
+        several = workers and kind != "svg"
+        self._pool = get_context("spawn").Pool(workers) if several else None
 
-    def __enter__(self) -> Any:
-        return self._draw
+    def __enter__(self) -> Callable[..., Iterable[dict[str, Any]]]:
+        return self._unchanged if self.kind == "svg" else self._draw
 
     def __exit__(self, *error: object) -> None:
         if self._pool is not None:
             self._pool.terminate()
             self._pool.join()
 
+    def _unchanged(
+        self, samples: Iterable[dict[str, Any]], left_out: Counter[str]
+    ) -> Iterable[dict[str, Any]]:
+        return samples
+
     def _draw(
-        self, samples: Iterable[dict[str, Any]], size: int, left_out: Counter[str]
+        self, samples: Iterable[dict[str, Any]], left_out: Counter[str]
     ) -> Iterator[dict[str, Any]]:
-        waiting = list(samples)  # one set's
-        tasks = [(sample["svg"], size) for sample in waiting]
-        run = map(_png, tasks) if self._pool is None else self._pool.imap(_png, tasks, 64)
-        for sample, png in zip(waiting, run, strict=True):
-            if isinstance(png, str):
-                left_out[png] += 1
-                continue
-            yield {"__key__": sample["__key__"], "png": png, **_words(sample)}
+        waiting: deque[dict[str, Any]] = deque()
+
+        def tasks() -> Iterator[tuple[bytes, str, int]]:
+            for sample in samples:  # of a pool, in a thread of its own: read while others draw
+                svg = sample.pop("svg")
+                waiting.append(sample)
+                yield svg, self.kind, self.size
+
+        run = map(_drawn, tasks()) if self._pool is None else self._pool.imap(_drawn, tasks(), 256)
+        for drawn in run:
+            sample = waiting.popleft()
+            if isinstance(drawn, str):
+                left_out[drawn] += 1
+            else:
+                yield {**sample, self.kind: drawn}
 
 
-def _words(sample: dict[str, Any]) -> dict[str, Any]:
-    return {kind: sample[kind] for kind in ("txt", "json")}
-
-
-def _png(task: tuple[bytes, int]) -> bytes | str:
-    """A PNG, or why there is none."""
+def _drawn(task: tuple[bytes, str, int]) -> bytes | str:
+    """A PNG or grey pixels, or why there are none."""
+    svg, kind, size = task
     try:
-        image = draw_svg(*task)
+        image = draw_svg(svg, size)
     except BadSvg as error:
         return str(error)
+    if kind == "grey":
+        return image.convert("L").tobytes()
     file = io.BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()

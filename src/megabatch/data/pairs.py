@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +17,22 @@ from megabatch.data.svg import SVG_SIZE, BadSvg, draw_svg, is_svg
 
 @dataclass(frozen=True)
 class Pair:
-    """One image with its caption; `key` names the sample in messages and stays the same."""
+    """One image with its caption; `key` names the sample in messages and stays the same.
+
+    `id`, from 0: pairs of the same one are no negatives of each other; None: those of the same
+    caption are none.
+    """
 
     image: Image.Image
     caption: str
     key: str
+    id: int | None = None
+
+
+def caption_id(caption: str) -> int:
+    """A caption's id: a hash of 62 bits, so 0 <= id < 2**62; equal captions have equal ids."""
+    digest = hashlib.blake2b(caption.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
 
 
 class BadSample(Exception):
@@ -66,7 +78,7 @@ class ArrayDataset(PairDataset, Protocol):
     """A source that also hands out many images of one size at once: no sample of it is bad.
 
     With a transform that has `batch` (see BatchTransform) this path is taken, which is many times
-    faster for small images.
+    faster for small images. It may also have `ids(indices)`, the pairs' ids, int64 (b,).
     """
 
     def arrays(self, indices: Sequence[int] | np.ndarray, /) -> tuple[np.ndarray, list[str]]:

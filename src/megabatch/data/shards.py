@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,9 @@ class ShardPairs:
     """Pairs in tar files as img2dataset and webdataset write them.
 
     Members of one sample stand together and share the name up to the first dot: `jpg`, `jpeg`,
-    `png`, `webp` or `svg`, and `txt` or else `json` (its "caption"). The headers are read once,
-    here; then each sample is one or two reads at known offsets.
+    `png`, `webp` or `svg`, and `txt` or else `json` (its "caption"). Where json has a "caption_id",
+    a whole number from 0, that is the pair's id. The headers are read once, here; then each sample
+    is two or three reads at known offsets.
 
     A file that is damaged is used up to the damage, and `damage` says where that is. A sample
     without an image or caption keeps its index and raises BadSample. The longer side of an `svg` is
@@ -56,15 +58,18 @@ class ShardPairs:
         image, text, document = (tuple(int(v) for v in span) for span in self._spans[index])
         if image == ABSENT:
             raise BadSample("no image", key)
+        facts = {} if document == ABSENT else _facts_of(_read(path, document, key))
         if text != ABSENT:
             caption = _decode_text(_read(path, text, key), key)
-        elif document != ABSENT:
-            caption = _caption_of(_read(path, document, key), key)
+        elif facts is None:
+            raise BadSample("unreadable json", key)
+        elif "caption" in facts:
+            caption = facts["caption"]
         else:
             raise BadSample("no caption", key)
         caption = clean_caption(caption, key)
         picture = decode_image(_read(path, image, key), key, svg_size=self.svg_size)
-        return Pair(picture, caption, key)
+        return Pair(picture, caption, key, _id_in(facts or {}, key))
 
 
 class _OpenFile:
@@ -102,11 +107,17 @@ def _decode_text(data: bytes, key: str) -> str:
         raise BadSample("caption is not UTF-8", key) from error
 
 
-def _caption_of(data: bytes, key: str) -> str:
+def _facts_of(data: bytes) -> dict[str, Any] | None:
+    """What a json member says; None where it cannot be read."""
     try:
         document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadSample("unreadable json", key) from error
-    if not isinstance(document, dict) or "caption" not in document:
-        raise BadSample("no caption", key)
-    return document["caption"]
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else {}
+
+
+def _id_in(facts: dict[str, Any], key: str) -> int | None:
+    number = facts.get("caption_id")
+    if number is None or (type(number) is int and 0 <= number < 2**63):
+        return number
+    raise BadSample("caption_id is no whole number from 0", key)

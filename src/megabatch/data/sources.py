@@ -8,6 +8,7 @@ from pathlib import Path
 from webdataset.shardlists import expand_urls
 
 from megabatch.data.glyphs import SPLITS, load_glyphs
+from megabatch.data.grey import GreyPairs, is_grey_folder
 from megabatch.data.pairs import PairDataset
 from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError
@@ -46,6 +47,8 @@ def open_pairs(
         return load_glyphs().split(split or "train")
     if split is not None:
         raise UsageError(f"split {split!r}: only the glyphs have splits, not {spec}")
+    if is_grey_folder(spec):
+        return GreyPairs(spec)
     paths = find_files(spec)
     if paths[0].suffix in TABLES:
         from megabatch.data.tables import TablePairs  # pyarrow, for those who have tables

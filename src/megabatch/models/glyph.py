@@ -9,19 +9,17 @@ in a run of twice the length).
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError
-from megabatch.models import weights as files
 from megabatch.models.hashing_tokenizer import HashingTokenizer
 from megabatch.models.options import ModelOptions
-from megabatch.models.towers import Towers, outputs
+from megabatch.models.towers import Towers
+from megabatch.models.two_towers import TwoTowers, load
 
 NAME = "glyph-small"
 EMBED_DIM = 256
@@ -30,7 +28,9 @@ _MEAN, _STD = 0.1, 0.27  # of the glyphs' pixels, black 0 to white 1
 
 
 def create(weights: Path | None, options: ModelOptions) -> Towers:
-    """Build glyph-small; `weights`: a file that `weights.find` gave, or None for a fresh start.
+    """Build glyph-small, 5.1M parameters.
+
+    `weights`: a file that `weights.find` gave, or None for a fresh start.
 
     Raises:
         UsageError: the file holds another model's weights, or an option that this model has not.
@@ -38,67 +38,14 @@ def create(weights: Path | None, options: ModelOptions) -> Towers:
     absent = ("force_patch_dropout", "force_image_size", "hf_pooling", "hf_share")
     if given := options.given(*absent):
         raise UsageError(f"{', '.join(given)}: {NAME} has no such option")
-    start, bias = options.init_logit_scale, options.init_logit_bias
-    state = None if weights is None else files.load(weights)
-    if state is not None and "logit_bias" in state and bias is None:
-        bias = 0.0  # the file's comes over it
-    module = GlyphSmall(math.log(1 / 0.07) if start is None else start, bias)
-    if state is not None:
-        try:
-            module.load_state_dict(module.state_dict() | state if bias is not None else state)
-        except RuntimeError as error:
-            raise UsageError(
-                f"pretrained: {weights} does not hold the weights of {NAME}"
-            ) from error
+    visual, text = GlyphImageTower(EMBED_DIM), TextFeatureTower(EMBED_DIM)
+    module = TwoTowers(visual, text, options)
+    if weights is not None:
+        load(module, weights, NAME)
     length = options.force_context_length
-    tokenizer = HashingTokenizer(module.text.buckets.num_embeddings, length or 64)
+    tokenizer = HashingTokenizer(text.buckets.num_embeddings, length or 64)
     transform = GlyphTransform()
     return Towers(NAME, module, transform, transform, tokenizer, EMBED_DIM)
-
-
-class GlyphSmall(nn.Module):
-    """A convolution for small grey images and a bag of hashed text features, 5.1M parameters."""
-
-    def __init__(
-        self, init_logit_scale: float = math.log(1 / 0.07), init_logit_bias: float | None = None
-    ) -> None:
-        super().__init__()
-        self.visual = GlyphImageTower(EMBED_DIM)
-        self.text = TextFeatureTower(EMBED_DIM)
-        self.logit_scale = nn.Parameter(torch.tensor(init_logit_scale))  # as in OpenCLIP
-        bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(init_logit_bias))
-        self.logit_bias: nn.Parameter | None
-        self.register_parameter("logit_bias", bias)
-
-    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """Features (n, 256) of images, uint8 (n, 1, 32, 32)."""
-        features = self.visual(image)
-        return F.normalize(features, dim=-1) if normalize else features
-
-    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """Features (n, 256) of tokens, int64 (n, context_length)."""
-        features = self.text(text)
-        return F.normalize(features, dim=-1) if normalize else features
-
-    def forward(
-        self, image: Tensor | None = None, text: Tensor | None = None
-    ) -> dict[str, Tensor | None]:
-        """Normalised features of both, and the scale; see `Towers`."""
-        return outputs(self, image, text)
-
-    def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
-        """Train the image tower no further, as open_clip's models have it."""
-        _lock(self.visual, unlocked_groups)
-
-    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Train the text tower no further."""
-        _lock(self.text, unlocked_layers)
-
-
-def _lock(tower: nn.Module, unlocked: int) -> None:
-    if unlocked:
-        raise ValueError(f"{NAME} can be locked whole only, got {unlocked} unlocked")
-    tower.requires_grad_(False)
 
 
 class GlyphImageTower(nn.Module):

@@ -6,14 +6,16 @@ import difflib
 from pathlib import Path
 
 from megabatch.errors import UsageError
-from megabatch.models import glyph, huggingface, openclip, weights
+from megabatch.models import glyph, huggingface, icon, openclip, weights
 from megabatch.models.options import ModelOptions
 from megabatch.models.towers import Towers
+
+_OWN = {glyph.NAME: glyph.create, icon.NAME: icon.create}
 
 
 def available() -> list[str]:
     """The names that `create` takes beside those of folders: ours first, then open_clip's."""
-    return [glyph.NAME, *openclip.names()]
+    return [*_OWN, *openclip.names()]
 
 
 def create(
@@ -41,8 +43,8 @@ def create(
     """
     options = options or ModelOptions()
     file = None if pretrained is None else weights.find(Path(pretrained))
-    if name == glyph.NAME:
-        return glyph.create(file, options)
+    if name in _OWN:
+        return _OWN[name](file, options)
     if name.startswith(huggingface.PREFIX):
         return huggingface.create(name, file, options)
     if not name.startswith(openclip.FOLDER) and name not in openclip.names():

@@ -1,0 +1,115 @@
+"""Grey pictures of one size in one file, with captions: nothing is left to decode or draw."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from PIL import Image
+
+from megabatch.data.pairs import Pair
+from megabatch.errors import UsageError
+
+IMAGES, PAIRS = "images.npy", "pairs.tsv"
+
+
+class GreyPairs:
+    """A folder that `GreyWriter` wrote, as a data set of pairs; none of its samples is bad.
+
+    The pictures stay in their file, of which the system keeps in memory what it has room for, once
+    for all processes.
+
+    Raises:
+        UsageError: a file is missing, damaged, or does not go with the other one.
+    """
+
+    first = "image"
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.damage: list[str] = []
+        try:
+            self.images: np.ndarray = np.load(self.folder / IMAGES, mmap_mode="r")
+            lines = (self.folder / PAIRS).read_text(encoding="utf-8").splitlines()
+            rows = [line.split("\t") for line in lines]
+            self._keys = np.array([key.encode() for key, _, _ in rows], dtype=np.bytes_)
+            self._ids = np.array([int(number) for _, number, _ in rows], dtype=np.int64)
+            # Fixed width: a list of objects would be copied, page by page, into every worker.
+            self._captions = np.array([text.encode() for *_, text in rows], dtype=np.bytes_)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UsageError(f"cannot read {self.folder}: {reason}") from error
+        shape, dtype = self.images.shape, self.images.dtype
+        if dtype != np.uint8 or len(shape) != 4 or shape[:2] != (len(rows), 1) or not rows:
+            raise UsageError(
+                f"{self.folder / IMAGES} has {dtype} of shape {shape}; expected uint8 of shape "
+                f"({len(rows)}, 1, side, side), a picture for each line of {PAIRS}, 1 or more"
+            )
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> Pair:
+        picture = Image.fromarray(np.asarray(self.images[index, 0]))
+        caption, key = self._captions[index].decode(), self._keys[index].decode()
+        return Pair(picture, caption, key, int(self._ids[index]))
+
+    def arrays(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, list[str]]:
+        """Return images, uint8 (b, 1, side, side), and captions of many samples at once."""
+        at = np.asarray(indices)
+        return self.images[at], [caption.decode() for caption in self._captions[at]]
+
+    def ids(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the samples' ids, int64 (b,), equal for pairs that are no negatives."""
+        return self._ids[np.asarray(indices)]
+
+
+def is_grey_folder(path: str | Path) -> bool:
+    """Whether a path is a folder of such pictures."""
+    return (Path(path) / IMAGES).is_file()
+
+
+class GreyWriter:
+    """Writes `images.npy`, uint8 (n, 1, size, size), and `pairs.tsv`: key, id and caption a line.
+
+    Pictures go to the disk one by one, and so may be more than memory holds.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        folder.mkdir()
+        self.size = size
+        self.count = 0
+        self._images: IO[bytes] = (folder / IMAGES).open("wb")
+        self._pairs = (folder / PAIRS).open("w", encoding="utf-8", newline="\n")
+        self._write_header()
+
+    def write(self, pixels: bytes, *, key: str, number: int, caption: str) -> None:
+        """Add one pair.
+
+        Args:
+            pixels: size * size bytes.
+            key: names the sample.
+            number: its id.
+            caption: white space in it becomes single spaces.
+        """
+        if len(pixels) != self.size**2:
+            raise ValueError(f"pixels: {len(pixels)} bytes; expected {self.size}²")
+        self._images.write(pixels)
+        self._pairs.write(f"{' '.join(key.split())}\t{number}\t{' '.join(caption.split())}\n")
+        self.count += 1
+
+    def close(self) -> None:
+        """Finish both files."""
+        self._images.seek(0, os.SEEK_SET)
+        self._write_header()
+        self._images.close()
+        self._pairs.close()
+
+    def _write_header(self) -> None:
+        # numpy leaves room for the first axis to grow: the header keeps its length.
+        shape = (self.count, 1, self.size, self.size)
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._images, header)

@@ -1,0 +1,163 @@
+"""icon-small: a small vision transformer for drawings of 64 pixels, and a bag of text features.
+
+Plain PyTorch; pixels are bytes until they are on the device, and jitter is made there: a batch of
+32,768 is 134 MB on its way (as floats of three channels it would be 1.6 GB), and no worker decodes
+or resizes. The text tower is glyph-small's with more buckets: in names of icons words matter and
+their order hardly does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from megabatch.errors import UsageError
+from megabatch.models.glyph import TextFeatureTower
+from megabatch.models.hashing_tokenizer import HashingTokenizer
+from megabatch.models.options import ModelOptions
+from megabatch.models.towers import Towers
+from megabatch.models.two_towers import TwoTowers, load
+
+NAME = "icon-small"
+EMBED_DIM = 256
+IMAGE_SIZE = 64  # pixels a side
+PATCH = 8
+_WIDTH, _DEPTH, _HEADS = 256, 6, 4
+_BUCKETS = 65_536  # of words, pairs of words and trigrams
+_MEAN, _STD = 0.2, 0.35  # of the icons' ink, white 0 to black 1
+_SHIFT, _SCALE = 0.08, 0.15  # of the picture's side; jitter in training is up to that
+
+
+def create(weights: Path | None, options: ModelOptions) -> Towers:
+    """Build icon-small, 22M parameters, 17M of them the buckets of text features.
+
+    Args:
+        weights: a file that `weights.find` gave, or None for a fresh start.
+        options: force_image_size is to be a multiple of 8.
+
+    Raises:
+        UsageError: the file holds another model's weights, or an option that this model has not.
+    """
+    if given := options.given("hf_pooling", "hf_share"):
+        raise UsageError(f"{', '.join(given)}: {NAME} has no such option")
+    size = options.force_image_size or IMAGE_SIZE
+    if size < PATCH or size % PATCH:
+        raise UsageError(f"force_image_size: {size}; {NAME} takes multiples of {PATCH}")
+    dropout = options.force_patch_dropout or 0.0
+    if not 0 <= dropout < 1:
+        raise UsageError(f"force_patch_dropout: {dropout}; expected at least 0 and below 1")
+    visual = VisionTower(EMBED_DIM, size, patch_dropout=dropout)
+    text = TextFeatureTower(EMBED_DIM, _BUCKETS)
+    module = TwoTowers(visual, text, options)
+    if weights is not None:
+        load(module, weights, NAME)
+    tokenizer = HashingTokenizer(_BUCKETS, options.force_context_length or 64)
+    transform = GreyTransform(size)
+    return Towers(NAME, module, transform, transform, tokenizer, EMBED_DIM)
+
+
+class VisionTower(nn.Module):
+    """A vision transformer (Dosovitskiy et al. 2021, arXiv 2010.11929) for grey pictures.
+
+    Pre-norm blocks, learnt positions, the mean over patches as feature. In training pictures are
+    shifted and scaled a little, and a share of `patch_dropout` of the patches is left out (Li et
+    al. 2022, arXiv 2212.00794); both draw from torch's generator of the images' device.
+    """
+
+    def __init__(self, embed_dim: int, image_size: int, *, patch_dropout: float = 0.0) -> None:
+        super().__init__()
+        patches = (image_size // PATCH) ** 2
+        self.kept = max(1, round(patches * (1 - patch_dropout)))
+        self.patch_embed = nn.Conv2d(1, _WIDTH, PATCH, stride=PATCH)
+        self.pos_embed = nn.Parameter(torch.randn(patches, _WIDTH) * 0.02)
+        self.blocks = nn.Sequential(*(Block(_WIDTH, _HEADS) for _ in range(_DEPTH)))
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.head = nn.Linear(_WIDTH, embed_dim, bias=False)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Features (n, embed_dim), not normalised, of uint8 images (n, 1, side, side)."""
+        ink = 1 - image.float() / 255
+        if self.training:
+            ink = jittered(ink)
+        x = self.patch_embed((ink - _MEAN) / _STD).flatten(2).transpose(1, 2)
+        x = x + self.pos_embed.to(x.dtype)  # a residual path in fp32 would be twice the traffic
+        if self.training and self.kept < x.shape[1]:
+            x = _some(x, self.kept)
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class Block(nn.Module):
+    """Attention and a hidden layer, each beside a path that goes through."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, patches, width) to the same."""
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        x = x + self.proj(attended)
+        return x + self.mlp(self.norm2(x))
+
+
+def jittered(ink: Tensor) -> Tensor:
+    """Pictures (n, c, side, side), zero around them, each shifted and scaled at random."""
+    n = len(ink)
+    shift, scale = torch.rand(2, n, 2, device=ink.device) * 2 - 1
+    grow = 1 + _SCALE * scale[:, 0]
+    zero = torch.zeros_like(grow)
+    # Coordinates go from -1 to 1: twice the shift.
+    rows = [grow, zero, 2 * _SHIFT * shift[:, 0], zero, grow, 2 * _SHIFT * shift[:, 1]]
+    theta = torch.stack(rows, dim=1).view(n, 2, 3)
+    grid = F.affine_grid(theta, list(ink.shape), align_corners=False)
+    return F.grid_sample(ink, grid, align_corners=False)
+
+
+def _some(x: Tensor, kept: int) -> Tensor:
+    """Of each picture's patches (n, patches, width), `kept` at random."""
+    chosen = torch.rand(x.shape[:2], device=x.device).topk(kept, dim=1).indices
+    return x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+
+
+@dataclass(frozen=True)
+class GreyTransform:
+    """Pictures of any mode and size to uint8 (1, size, size), white around them."""
+
+    size: int = IMAGE_SIZE
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Transform one picture; what is transparent becomes white."""
+        grey = image if image.mode == "L" else _on_white(image).convert("L")
+        side = (self.size, self.size)
+        if grey.size != side:
+            grey = ImageOps.pad(grey, side, Image.Resampling.BICUBIC, color=255)
+        pixels = torch.frombuffer(bytearray(grey.tobytes()), dtype=torch.uint8)
+        return pixels.view(1, *side)
+
+    def batch(self, images: Tensor, seeds: Tensor) -> Tensor:
+        """Transform uint8 images (n, channels, height, width) of one size; nothing is random."""
+        if images.shape[1:] == (1, self.size, self.size):
+            return images
+        pictures = (Image.fromarray(i.squeeze(-1).numpy()) for i in images.permute(0, 2, 3, 1))
+        return torch.stack([self(picture) for picture in pictures])
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
+        return image
+    coloured = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), coloured)
