@@ -140,11 +140,11 @@ def _gradients(
     parts: list[Tensor] = []  # of the scale's gradient
     # The scale's gradient comes with dx, or with dy where x is frozen.
     with_x = need_x or not need_y
-    columns = blocks.accumulator(len(y)) if need_y else None
+    columns = blocks.buffer(len(y)) if need_y else None
     # Rows strip by strip: dx then needs no accumulator of its own in the wider type.
     for i in blocks.strips():
-        total = blocks.accumulator(i.stop - i.start) if with_x else None
-        blocks.backward(i, scale, *pulls, total, columns)
+        total = blocks.buffer(i.stop - i.start) if with_x else None
+        blocks.backward(i, scale, *pulls, total, columns, (True, i.start == 0))
         if total is not None:
             out = dx[i] if need_x else None
             inner = blocks.finish(total, "x", i, factor, need_scale, out)
@@ -162,9 +162,10 @@ def _symmetric_gradients(
 ) -> tuple[Tensor, Tensor]:
     """x against itself: dS + dS.T is symmetric, so the blocks above the diagonal suffice."""
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
-    total = blocks.accumulator(len(x))
+    total = blocks.buffer(len(x))
     for i in blocks.strips():
-        blocks.backward(i, scale, pull, pull, total[i], total)
+        first = i.start == 0
+        blocks.backward(i, scale, pull, pull, total[i], total, (first, first))
     inner = blocks.finish(total, "x", slice(0, len(x)), factor, True, dx if need_x else None)
     assert inner is not None
     return dx, inner / 2  # each pair was met as (i, j) and as (j, i)

@@ -189,10 +189,12 @@ class Blocks:
         columns: Tensor | None,
         dx: Tensor | None,
         dy: Tensor | None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add the gradients of one strip of rows `i`: dx holds that strip, dy all columns.
 
         With `symmetric`, dx and dy are views of one gradient of all rows, `columns` is `rows`.
+        `fresh`: dx, dy hold nothing yet (`buffer`).
         """
         for j in self._columns_of(i):
             mirrored = self.symmetric and i != j
@@ -207,12 +209,19 @@ class Blocks:
                 dy[j] if dy is not None and (mirrored or not self.symmetric) else None,
                 self._views(i, j),
                 self._kept.get((i.start, j.start)),
+                (fresh[0] and j.start == 0, fresh[1]),
             )
 
     def accumulator(self, rows: int) -> Tensor:
         """Zeros for the gradients of `rows` rows."""
         dtype = accumulator_dtype(self.x.dtype)
         return self.x.new_zeros((rows, self.x.shape[1]), dtype=dtype)
+
+    def buffer(self, rows: int) -> Tensor:
+        """Where the gradients of `rows` rows add up from a `fresh` start; zeros if none comes."""
+        if len(self.x) == 0 or len(self.y) == 0:
+            return self.accumulator(rows)
+        return self.x.new_empty((rows, self.x.shape[1]), dtype=accumulator_dtype(self.x.dtype))
 
     def prepare(self, rows: Tensor | None, columns: Tensor | None) -> Tensor | None:
         """Bring pulls into dS's range, in place; returns what gradients are to be multiplied by."""

@@ -149,7 +149,7 @@ class FusedBlocks:
             row_sums, references, tiles, state, state.stride(0), int(begins), int(ends),
             column_sums, tops, groups, other, other.stride(0), int(other_begins), int(other_ends),
             pairs.row_ids, *near, pairs.column_ids, *far, pairs.ceiling, *place, offset,
-            SIZE=size, P=32, B=TILE, BK=config.bk, DIAGONAL=diagonal, **kinds,
+            SIZE=size, P=64, B=TILE, BK=config.bk, DIAGONAL=diagonal, **kinds,
             OWN=pairs.diagonal == PAIRED, POSITIVES=len(state) == 6,
             num_warps=8, num_stages=config.stages,
         )  # fmt: skip
@@ -179,10 +179,12 @@ class FusedBlocks:
         columns: Side | Tensor | None,
         dx: Tensor | None,
         dy: Tensor | None,
+        fresh: tuple[bool, bool] = (False, False),
     ) -> None:
         """Add the gradients of one strip of rows `i`: dx holds that strip, dy all columns.
 
         With `symmetric`, dx and dy are views of one gradient of all rows, `columns` is `rows`.
+        `fresh`: dx, dy hold nothing yet (`buffer`).
         """
         near, far = Side.of(rows, scale).view(i), Side.of(columns, scale)
         for j in product_parts(len(self.y), self.columns):
@@ -190,9 +192,9 @@ class FusedBlocks:
                 continue
             ds = self._gradient_block(i, j, scale, near, far.view(j))
             if dx is not None:
-                add_product(dx, ds, self.y[j])
+                add_product(dx, ds, self.y[j], fresh[0] and j.start == 0)
             if dy is not None and not (self.symmetric and i == j):
-                add_product(dy[j], ds.T, self.x[i])
+                add_product(dy[j], ds.T, self.x[i], fresh[1])
 
     def _gradient_block(
         self, i: slice, j: slice, scale: Tensor, rows: Side, columns: Side
@@ -248,6 +250,12 @@ class FusedBlocks:
     def accumulator(self, rows: int) -> Tensor:
         """Zeros for the gradients of `rows` rows."""
         return self.x.new_zeros((rows, self.d), dtype=torch.float32)
+
+    def buffer(self, rows: int) -> Tensor:
+        """Where the gradients of `rows` rows add up from a `fresh` start; zeros if none comes."""
+        if len(self.x) == 0 or len(self.y) == 0:
+            return self.accumulator(rows)
+        return self.x.new_empty((rows, self.d), dtype=torch.float32)
 
     def prepare(self, near: Side | Tensor | None, far: Side | Tensor | None) -> Tensor | None:
         """Bring pulls into dS's range, in place; returns what gradients are to be multiplied by."""
