@@ -137,6 +137,10 @@ def _compiled(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
     return lambda: torch.compile(load(), dynamic=False)
 
 
+def _graph(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
+    return lambda: torch.compile(load(), dynamic=False, mode="reduce-overhead")
+
+
 def _by_name(*contenders: Contender) -> dict[str, Contender]:
     return {contender.name: contender for contender in contenders}
 
@@ -147,8 +151,10 @@ CLIP = Loss(
         Contender("megabatch", "megabatch.ClipLoss: tiles, no matrix", _megabatch),
         Contender("megabatch-keeping", "with a workspace of 1.125 GiB", _megabatch_keeping),
         Contender("megabatch-compiled", "under torch.compile", _compiled(_megabatch), cuda=True),
+        Contender("megabatch-graph", "compiled to CUDA graphs", _graph(_megabatch), cuda=True),
         Contender("dense", "one matrix, two cross-entropies", _dense),
         Contender("dense-compiled", "under torch.compile", _compiled(_dense), cuda=True),
+        Contender("dense-graph", "compiled to CUDA graphs", _graph(_dense), cuda=True),
         Contender("two-products", "as OpenCLIP writes it: two matrices", lambda: two_products),
         Contender(
             "openclip", "open_clip.ClipLoss", peers.openclip, ("open_clip", "open_clip_torch")

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from megabatch.benchmarking import memory, step
-from megabatch.benchmarking.clock import product_rate, timed_calls, times
+from megabatch.benchmarking.clock import product_rate, queued_ms, timed_calls, times
 from megabatch.benchmarking.contenders import LOSSES
 from megabatch.benchmarking.inputs import PERIOD, Case
 from megabatch.benchmarking.measure import Result
 from megabatch.benchmarking.truth import Truth, of_copies
+
+#: Milliseconds; a shorter call may wait for the host's launches.
+HOST_MATTERS = 20.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ def _time(
                 result.times_ms = times(contender.call, case.device, group.seconds, repetitions=2)
                 after = _products(group)
                 result.product_rates, before = (before, after), after
+                if case.device == "cuda" and contender.ms < HOST_MATTERS:
+                    result.queued_ms = queued_ms(contender.call)
         except Exception as error:
             result, before = _failure(error, case), None
         inputs.forget()

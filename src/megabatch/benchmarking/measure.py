@@ -40,6 +40,7 @@ class Result:
     loss_error: float | None = None
     scale_gradient_error: float | None = None
     seconds: float | None = None  #: asked for, of each series
+    queued_ms: float | None = None  #: see `clock.queued_ms`; where a call is short
 
     def judge(self, case: Case, found: step.Errors) -> None:
         """Take the errors in, unless one is not finite."""

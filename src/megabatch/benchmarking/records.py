@@ -63,6 +63,7 @@ class Record:
     loss_error: float | None
     scale_gradient_error: float | None
     product_tflops: float | None
+    queued_ms: float | None
     seconds: float | None
     repetitions: int
     times_ms: tuple[float, ...]
@@ -98,6 +99,7 @@ def combine(case: Case, results: Sequence[Result], work: int, n_devices: int = 1
         loss_error=_largest(results, "loss_error"),
         scale_gradient_error=_largest(results, "scale_gradient_error"),
         product_tflops=None if rate is None else rate / 1e12,
+        queued_ms=_largest(results, "queued_ms") if measured else None,
         seconds=_largest(results, "seconds"),
         repetitions=len(times),
         times_ms=_few(times),
