@@ -113,7 +113,7 @@ def test_the_batched_path_gives_what_the_other_gives(glyphs: GlyphSet):
     request = Request(2, 50, np.array([9, 5000, 77]))
     transform = Twice()
     fast = Fetcher(part, transform, CountingTokenizer(), seed=3)[request]
-    assert transform.seeds.tolist() == sample_seeds(3, 2, request.indices).tolist()
+    assert transform.seeds.tolist() == sample_seeds(3, 2, request.draws).tolist()
     slow = Fetcher(part, Twice().__call__, CountingTokenizer(), seed=3)[request]
     assert fast.images is not None
     assert slow.images is not None

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from megabatch.data.glyphs import GlyphPairs
+from megabatch.data.order import pairs_per_epoch, parts_of
 from megabatch.data.shards import ShardPairs
 from megabatch.data.sources import find_files, open_pairs
 from megabatch.data.tables import TablePairs
@@ -112,4 +114,47 @@ def test_a_folder_with_nothing_of_use(tmp_path: Path):
 def test_mixed_kinds(shards: Path):
     (shards / "a.csv").write_text("filepath,title\n")
     with pytest.raises(UsageError, match=r"mixes shards .* and tables"):
-        open_pairs(f"{shards}/00000.tar::{shards}/a.csv")
+        open_pairs(f"{shards}/{{00000.tar,a.csv}}")
+
+
+def test_sources_of_several_kinds(shards: Path, tmp_path: Path):
+    (tmp_path / "0.png").write_bytes(png())
+    (tmp_path / "a.jsonl").write_text('{"image": "0.png", "text": "of JSON"}\n')
+    (tmp_path / "b.csv").write_text("where,what\n0.png,of CSV\n")
+    spec = f"{shards}/00001.tar::{tmp_path}/a.jsonl::{tmp_path}/b.csv"
+    pairs = open_pairs(spec, image_column="::image::where", caption_column="::text::what")
+    assert [pairs[i].caption for i in range(3)] == ["caption 1", "of JSON", "of CSV"]
+    weighted = open_pairs(
+        f"{shards}::{tmp_path}/a.jsonl", caption_column="text", upsampling_factors=[0.5, 3]
+    )
+    assert len(weighted) == 5
+    assert [(part.size, part.drawn) for part in parts_of(weighted)] == [(4, 2), (1, 3)]
+
+
+def test_one_source_with_a_factor(shards: Path):
+    pairs = open_pairs(str(shards), upsampling_factors=[0.5])
+    assert pairs_per_epoch(pairs) == 2
+    with pytest.raises(UsageError, match=r"'1::2' are 2; expected 1, one a source"):
+        open_pairs(str(shards), upsampling_factors=[1, 2])
+
+
+def test_columns_for_another_number_of_sources(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("a::b,c\nx.png,y\n")
+    with pytest.raises(UsageError, match=r"caption_column: 'x::y' names 2; expected one, or .* 3"):
+        open_pairs("a.csv::b.csv::c.csv", caption_column="x::y")
+    pairs = open_pairs(str(tmp_path / "a.csv"), image_column="c", caption_column="a::b")
+    assert len(pairs) == 1  # of one source it is one name
+
+
+@pytest.mark.parametrize("spec", ["", "a.csv::", "::a.csv", "a.csv::::b.csv"])
+def test_an_empty_source(spec: str):
+    with pytest.raises(UsageError, match="expected sources joined by '::', but one is empty"):
+        open_pairs(spec)
+
+
+def test_a_folder_of_compressed_json_lines(tmp_path: Path):
+    for name in ("b", "a"):
+        data = gzip.compress(b'{"query": "q", "answer": "%s"}\n' % name.encode())
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(data)
+    (tmp_path / "readme.json").write_text("{}")
+    assert captions(str(tmp_path)) == ["a", "b"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import pickle
 from pathlib import Path
 
@@ -145,7 +146,8 @@ def test_missing_columns_are_named_with_those_there(folder: Path, name: str):
         path.write_text("url,alt\nhttp://x,a\n")
     else:
         pa.parquet.write_table(pa.table({"url": ["x"], "alt": ["y"]}), path)
-    with pytest.raises(UsageError, match=r"no image column 'filepath' or .* are 'url', 'alt'"):
+    expected = r"no image column 'filepath' or .* no query .* are 'url', 'alt'"
+    with pytest.raises(UsageError, match=expected):
         TablePairs([path])
     with pytest.raises(UsageError, match=r"no caption column 'words'; its .* 'url', 'alt'"):
         TablePairs([path], image_column="url", caption_column="words")
@@ -173,3 +175,93 @@ def test_no_rows(folder: Path):
     (folder / "a.csv").write_text("filepath,title\n")
     with pytest.raises(UsageError, match=r"no rows in .*a\.csv"):
         TablePairs([folder / "a.csv"])
+
+
+QUERIES = ["what is a", " what is b ", "c?"]
+PASSAGES = ["it is a", "it is b", "c"]
+
+
+def write_texts(path: Path, query: str, passage: str) -> Path:
+    rows = [
+        {query: q, passage: p, "image": "x.png"} for q, p in zip(QUERIES, PASSAGES, strict=True)
+    ]
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        write_text(path, [query, passage, "image"], [list(row.values()) for row in rows], ",")
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl"])
+def test_pairs_of_texts(tmp_path: Path, name: str):
+    path = write_texts(tmp_path / name, "q", "p")
+    pairs = TablePairs([path], query_column="q", caption_column="p")
+    assert pairs.first == "text"
+    assert [(pair.image, pair.caption) for pair in pairs] == [
+        (query.strip(), passage) for query, passage in zip(QUERIES, PASSAGES, strict=True)
+    ]
+    itself = TablePairs([path], query_column="q", caption_column="q")  # SimCSE's pairs
+    assert (itself[0].image, itself[0].caption) == ("what is a", "what is a")
+
+
+@pytest.mark.parametrize(
+    ("query", "passage"),
+    [("query", "positive"), ("anchor", "positive"), ("question", "answer"), ("sentence1", "text")],
+)
+def test_usual_names_of_pairs_of_texts(tmp_path: Path, query: str, passage: str):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"negative": "n", query: "q", passage: "p"}))
+    (pair,) = TablePairs([path])
+    assert (pair.image, pair.caption) == ("q", "p")
+
+
+def test_images_come_before_queries_that_are_not_asked_for(folder: Path):
+    path = write_text(
+        folder / "a.csv", ["image", "query", "text"], [["images/3.png", "q", "t"]], ","
+    )
+    assert TablePairs([path]).first == "image"
+    assert TablePairs([path], query_column="query")[0].image == "q"
+    with pytest.raises(UsageError, match="image column 'image' and query column 'query'"):
+        TablePairs([path], query_column="query", image_column="image")
+    other = write_text(folder / "b.csv", ["query", "text"], [["q", "t"]], ",")
+    with pytest.raises(UsageError, match=r"a\.csv has images with texts, but .*b\.csv texts"):
+        TablePairs([path, other])
+
+
+def test_bad_texts(tmp_path: Path):
+    table = pa.table({"query": ["", None, "q", "q"], "answer": ["a", "a", " ", "a"]})
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    pairs = TablePairs([tmp_path / "a.parquet"])
+    for index, reason in enumerate(["empty query", "empty query", "empty caption"]):
+        with pytest.raises(BadSample, match=reason):
+            pairs[index]
+    assert pairs[3].caption == "a"
+
+
+def test_a_query_column_that_is_not_there(tmp_path: Path):
+    path = write_texts(tmp_path / "a.csv", "q", "p")
+    with pytest.raises(
+        UsageError, match=r"a\.csv has no query column 'Q'; its .* 'q', 'p', 'image'"
+    ):
+        TablePairs([path], query_column="Q")
+    path = write_texts(tmp_path / "a.jsonl", "query", "p")
+    with pytest.raises(UsageError, match=r"no caption column 'positive' or 'answer' or .* 'title'"):
+        TablePairs([path], query_column="query")
+
+
+def test_columns_of_parquet_that_hold_something_else(tmp_path: Path):
+    pa.parquet.write_table(pa.table({"image": ["a"], "text": [7]}), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match=r"a\.parquet: column 'text' holds int64; expected texts"):
+        TablePairs([tmp_path / "a.parquet"])
+
+
+def test_json_lines_with_images(folder: Path):
+    lines = [
+        json.dumps({"file_name": f"images/{i}.png", "text": t}) for i, t in enumerate(CAPTIONS)
+    ]
+    (folder / "a.jsonl").write_text("\n".join([*lines, "no json"]))
+    pairs = TablePairs([folder / "a.jsonl"])
+    check(pairs)
+    assert pairs.damage == [f"{folder / 'a.jsonl'}: 1 lines left out, the first is line 6: no JSON"]

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import tyro
+from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
@@ -67,15 +68,17 @@ class Inspect:
     """Read samples of a data set: how many there are, what they look like, what is wrong."""
 
     data: tyro.conf.Positional[str]
-    """"glyphs", shards, tables, a pattern or a folder, as for training."""
+    """"glyphs", shards, tables, a pattern, a folder, or several joined by '::', as for training."""
     split: Split | None = None
     """Part of the glyph set."""
     limit: int = 1_000
     """Read at most so many samples, spread evenly; 0: all."""
     image_column: str | None = None
     """Column of image paths in a table."""
+    query_column: str | None = None
+    """Column of first texts in a table, for pairs of texts."""
     caption_column: str | None = None
-    """Column of captions in a table."""
+    """Column of captions or second texts in a table."""
     separator: str | None = None
     """Field separator of a text table."""
 
@@ -148,6 +151,7 @@ def inspect(options: Inspect) -> int:
         options.data,
         split=options.split,
         image_column=options.image_column,
+        query_column=options.query_column,
         caption_column=options.caption_column,
         separator=options.separator,
     )
@@ -158,9 +162,15 @@ def inspect(options: Inspect) -> int:
     for reason, count in bad.most_common():
         print(f"skipped {count:,} x {reason}")
     for pair in pairs:
-        width, height = pair.image.size
-        print(f"{pair.key}: {width} x {height} {pair.image.mode}: {pair.caption}")
+        print(f"{pair.key}: {_describe(pair.image)}: {pair.caption}")
     return 0 if sum(bad.values()) < read else 1
+
+
+def _describe(first: Image.Image | str) -> str:
+    if isinstance(first, str):
+        return first
+    width, height = first.size
+    return f"{width} x {height} {first.mode}"
 
 
 def _read_some(dataset: PairDataset, limit: int) -> tuple[list[Pair], Counter[str], int]:

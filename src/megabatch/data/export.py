@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from PIL import Image
 from webdataset.writer import TarWriter
 
 from megabatch.data.glyphs import GlyphPairs
@@ -69,6 +70,7 @@ def _write_shard(pairs: GlyphPairs, indices: range, path: Path) -> None:
             pair = pairs[index]
             at = pairs.indices[index]
             png = io.BytesIO()
+            assert isinstance(pair.image, Image.Image)
             pair.image.save(png, format="PNG")
             facts = {
                 "caption": pair.caption,

@@ -7,17 +7,17 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 
 from megabatch.data.pairs import (
     ArrayDataset,
     BadSample,
     BatchTransform,
     PairDataset,
+    TextTransform,
     caption_id,
 )
 
@@ -28,11 +28,15 @@ BadPosition = tuple[int, str, str]  # of one bad sample: position in the order, 
 
 
 class Request(NamedTuple):
-    """Samples to fetch: `indices` stand at `start`, `start + 1`, ... of an epoch's order."""
+    """What to fetch: `draws` stand at `start`, `start + 1`, ... of an epoch's order.
+
+    A draw below the data set's length is the index of a sample; each time that the epoch comes back
+    to the sample, its draw is larger by that length.
+    """
 
     epoch: int
     start: int
-    indices: np.ndarray
+    draws: np.ndarray
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Fetcher:
     def __init__(
         self,
         dataset: PairDataset,
-        transform: Callable[[Image.Image], torch.Tensor],
+        transform: Callable[[Any], Any],
         tokenizer: Callable[[list[str]], torch.Tensor],
         seed: int,
     ) -> None:
@@ -69,37 +73,46 @@ class Fetcher:
         self.transform = transform
         self.seed = seed
         self._tokens = _RememberedTokens(tokenizer)
+        self._firsts: Callable[[list[Any]], torch.Tensor] | None = None
+        if isinstance(transform, TextTransform) and getattr(dataset, "first", "image") == "text":
+            self._firsts = _RememberedTokens(transform.texts)
 
     def __getitem__(self, request: Request) -> Chunk:
-        seeds = sample_seeds(self.seed, request.epoch, request.indices)
+        # Of the draw: a sample that comes twice in an epoch is not augmented alike.
+        seeds = sample_seeds(self.seed, request.epoch, request.draws)
+        indices = request.draws % len(self.dataset)
         if isinstance(self.dataset, ArrayDataset) and isinstance(self.transform, BatchTransform):
-            arrays, captions = self.dataset.arrays(request.indices)
+            arrays, captions = self.dataset.arrays(indices)
             images = self.transform.batch(torch.from_numpy(arrays), torch.from_numpy(seeds))
             positions = request.start + np.arange(len(captions))
             own = getattr(self.dataset, "ids", None)
-            ids = caption_ids(captions) if own is None else own(request.indices)
-            return Chunk(images, self._tokens(captions), request.indices, positions, ids)
-        return self._one_by_one(request, seeds)
+            ids = caption_ids(captions) if own is None else own(indices)
+            return Chunk(images, self._tokens(captions), indices, positions, ids)
+        return self._one_by_one(request.start, indices, seeds)
 
-    def _one_by_one(self, request: Request, seeds: np.ndarray) -> Chunk:
-        images, captions, ids, good, bad = [], [], [], [], []
+    def _one_by_one(self, start: int, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
+        images: list[Any] = []
+        captions, ids, good, bad = [], [], [], []
         with _random_state_kept():
-            for offset, (index, seed) in enumerate(zip(request.indices, seeds, strict=True)):
+            for offset, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
                 try:
                     pair = self.dataset[int(index)]
                 except BadSample as sample:
-                    bad.append((request.start + offset, sample.reason, sample.key))
+                    bad.append((start + offset, sample.reason, sample.key))
                     continue
-                _seed_everything(int(seed))
-                images.append(self.transform(pair.image))
+                if self._firsts is None:
+                    _seed_everything(int(seed))
+                    images.append(self.transform(pair.image))
+                else:
+                    images.append(pair.image)
                 captions.append(pair.caption)
                 ids.append(caption_id(pair.caption) if pair.id is None else pair.id)
                 good.append(offset)
         return Chunk(
-            torch.stack(images) if images else None,
+            (self._firsts or torch.stack)(images) if images else None,
             self._tokens(captions) if captions else None,
-            request.indices[good],
-            request.start + np.array(good, dtype=np.int64),
+            indices[good],
+            start + np.array(good, dtype=np.int64),
             np.array(ids, dtype=np.int64),
             bad,
         )
@@ -127,15 +140,15 @@ class _RememberedTokens:
         return torch.stack([self._known[caption] for caption in captions])
 
 
-def sample_seeds(seed: int, epoch: int, indices: np.ndarray) -> np.ndarray:
-    """Return an int64 seed >= 0 for each sample, a function of seed, epoch and index alone.
+def sample_seeds(seed: int, epoch: int, draws: np.ndarray) -> np.ndarray:
+    """Return an int64 seed >= 0 for each draw, a function of seed, epoch and draw alone.
 
-    The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), applied to the indices from a start
+    The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), applied to the draws from a start
     that a hash of seed and epoch gives.
     """
     digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
     start = np.frombuffer(digest[:8], dtype="<u8")
-    z = start + indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = start + draws.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((z ^ (z >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader
 
 from megabatch.data.fetch import BadPosition, Chunk, Fetcher, join
-from megabatch.data.order import Order, Requests, Share
+from megabatch.data.order import Order, Requests, Share, parts_of
 from megabatch.data.pairs import PairDataset
 from megabatch.errors import UsageError
 
@@ -40,9 +39,10 @@ class PairLoader:
     """Batches of pairs; the same (seed, epoch) gives the same batches with any number of workers.
 
     Iterating gives the rest of the current epoch and moves on to the next; the place is the
-    loader's own, so there is one iteration at a time. Each epoch has its own random order. Bad
-    samples are skipped and counted in `skipped`, and the ones after them fill the batch up. An
-    epoch ends when fewer than `batch_size` samples are left.
+    loader's own, so there is one iteration at a time. Each epoch has its own random order, of each
+    sample once or, where the data set has `parts`, as often as these say. Bad samples are skipped
+    and counted in `skipped`, and the ones after them fill the batch up. An epoch ends when fewer
+    than `batch_size` samples are left.
 
     With several ranks each takes its run of rows of every batch, and fetches no others. The batches
     are those of one rank, and the place is the same on all, so that a run can go on with another
@@ -52,8 +52,9 @@ class PairLoader:
     Args:
         dataset: the pairs; where it has `arrays` and the transform `batch`, those are used.
         batch_size: pairs in a batch of all ranks together.
-        transform: image to tensor, all of one shape. Whatever it draws from torch, `random` or
-            numpy is seeded for each sample by (seed, epoch, index).
+        transform: image (or first text) to tensor, all of one shape. Whatever it draws from torch,
+            `random` or numpy is seeded for each sample by (seed, epoch, index), and anew each time
+            that the sample comes in an epoch.
         tokenizer: list of captions to (n, context) int64; each distinct caption is tokenised once.
         seed: of the orders and the transform's randomness.
         workers: processes that fetch; 0: none, in this process.
@@ -81,7 +82,7 @@ class PairLoader:
         dataset: PairDataset,
         *,
         batch_size: int,
-        transform: Callable[[Image.Image], torch.Tensor],
+        transform: Callable[[Any], torch.Tensor],
         tokenizer: Callable[[list[str]], torch.Tensor],
         seed: int,
         workers: int = 0,
@@ -101,11 +102,12 @@ class PairLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self._order = Order(len(dataset), seed, shuffle)
+        self._order = Order(parts_of(dataset), seed, shuffle)
         self._share = Share(rank, world_size, batch_size)
-        if batch_size > len(dataset):
+        if batch_size > self._order.pairs:
             raise UsageError(
-                f"the batch size {batch_size} is larger than the data set: {len(dataset)} pairs"
+                f"the batch size {batch_size} is larger than the data set: {self._order.pairs}"
+                " pairs"
             )
         if batch_size < world_size:
             raise UsageError(
@@ -208,7 +210,9 @@ class PairLoader:
         was, now = state["order"], self._order.facts()
         if was != now:
             differences = ", ".join(
-                f"{k} was {was.get(k)}, is {now[k]}" for k in now if was.get(k) != now[k]
+                f"{k} was {was.get(k)}, is {now.get(k)}"
+                for k in {**was, **now}
+                if was.get(k) != now.get(k)
             )
             raise UsageError(f"the data cannot be continued where they were left: {differences}")
         self._order.epoch = int(state["epoch"])

@@ -19,11 +19,12 @@ from megabatch.data.svg import SVG_SIZE, BadSvg, draw_svg, is_svg
 class Pair:
     """One image with its caption; `key` names the sample in messages and stays the same.
 
+    Of a pair of texts `image` is the first text: what a query is to its passage.
     `id`, from 0: pairs of the same one are no negatives of each other; None: those of the same
     caption are none.
     """
 
-    image: Image.Image
+    image: Image.Image | str
     caption: str
     key: str
     id: int | None = None
@@ -61,7 +62,8 @@ class PairDataset(Protocol):
     each epoch, an exact resume (one number), and each sample at most once an epoch.
 
     A source may also have `damage: list[str]`, one line for each file that could be read only in
-    part.
+    part; `first`, "text" where its pairs are of two texts ("image" is meant where it has none); and
+    `parts`, where an epoch is not each of its samples once (see `megabatch.data.order.Part`).
     """
 
     def __len__(self) -> int:
@@ -103,6 +105,15 @@ class BatchTransform(Protocol):
         ...
 
 
+@runtime_checkable
+class TextTransform(Protocol):
+    """What makes tensors of first texts that also takes many at once, which is faster."""
+
+    def texts(self, texts: list[str], /) -> torch.Tensor:
+        """Tensors (b, ...) of the texts, each of its text alone and not random."""
+        ...
+
+
 def decode_image(data: bytes, key: str, *, svg_size: int = SVG_SIZE) -> Image.Image:
     """Decode an image file that is in memory; raises BadSample if it is none.
 
@@ -123,11 +134,11 @@ def decode_image(data: bytes, key: str, *, svg_size: int = SVG_SIZE) -> Image.Im
     return image
 
 
-def clean_caption(caption: Any, key: str) -> str:
+def clean_caption(caption: Any, key: str, what: str = "caption") -> str:
     """Return the caption without white space around it; raises BadSample if nothing is left."""
     if caption is not None and not isinstance(caption, str):
-        raise BadSample("caption is not text", key)
+        raise BadSample(f"{what} is not text", key)
     stripped = (caption or "").strip()
     if not stripped:
-        raise BadSample("empty caption", key)
+        raise BadSample(f"empty {what}", key)
     return stripped

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from webdataset.shardlists import expand_urls
 
 from megabatch.data.glyphs import SPLITS, load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
+from megabatch.data.mixture import SEPARATOR, MixedPairs, check_factors
 from megabatch.data.pairs import PairDataset
+from megabatch.data.saved_folder import is_saved, saved_files
 from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError
 
 TABLES = (".csv", ".tsv", ".parquet")
+ALL_TABLES = (*TABLES, ".jsonl", ".jsonl.gz", ".arrow")
 
 
 def open_pairs(
@@ -21,26 +26,79 @@ def open_pairs(
     *,
     split: str | None = None,
     image_column: str | None = None,
+    query_column: str | None = None,
     caption_column: str | None = None,
     separator: str | None = None,
+    upsampling_factors: Sequence[float] | None = None,
     svg_size: int = SVG_SIZE,
 ) -> PairDataset:
-    """Open a data set of image-caption pairs.
+    """Open a data set of pairs: of images with captions, or of texts with texts.
 
     Args:
-        spec: "glyphs"; or a path of .tar shards or .csv, .tsv, .parquet tables: one file, a
-            pattern with braces (`{00000..00099}.tar`) or `*`, several joined by `::`, or a folder
-            of such files.
+        spec: one or several sources joined by `::`. A source is "glyphs"; or a path of .tar shards
+            or of .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow tables: one file, a pattern with
+            braces (`{00000..00099}.tar`) or `*`, or a folder of such files; or a folder that
+            `save_to_disk` of Hugging Face's datasets wrote (of several splits, train is meant).
         split: part of the glyph set: train (default), faces, characters, all.
         image_column: column of image paths or bytes; default: the first of filepath, image,
             image_path, file_name.
-        caption_column: column of captions; default: the first of title, caption, text.
+        query_column: column of first texts, instead of images; default, in tables without an image
+            column: the first of query, anchor, question, sentence1.
+        caption_column: column of captions; default: the first of title, caption, text, and with
+            queries before those positive, answer, sentence2. The three columns may also be several
+            joined by `::`, one a source.
         separator: field separator of text tables; default: a comma, in .tsv files a tab.
+        upsampling_factors: how often an epoch has each sample of a source, one a source; see
+            `MixedPairs`. Default: once.
         svg_size: pixels of the longer side that .svg images in shards are drawn with.
 
     Raises:
-        UsageError: nothing matches, files are of different kinds, a column is missing.
+        UsageError: nothing matches, files of a source are of different kinds, a column is missing,
+            factors of a wrong number or size.
     """
+    specs = split_spec(spec)
+    if upsampling_factors is not None:  # before what takes long
+        check_factors(upsampling_factors, len(specs))
+    columns = {
+        "image_column": _one_each(image_column, "image_column", specs),
+        "query_column": _one_each(query_column, "query_column", specs),
+        "caption_column": _one_each(caption_column, "caption_column", specs),
+    }
+    sources = []
+    for number, one in enumerate(specs):
+        own = {option: names[number] for option, names in columns.items()}
+        sources.append(_open_one(one, split, svg_size, {**own, "separator": separator}))
+    if len(sources) == 1 and upsampling_factors is None:
+        return sources[0]
+    return MixedPairs(sources, specs, upsampling_factors)
+
+
+def split_spec(spec: str) -> list[str]:
+    """The sources that a specification joins; a path that there is stands for itself.
+
+    Raises:
+        UsageError: there is nothing before, after or between the joints.
+    """
+    specs = [spec] if Path(spec).exists() else spec.split(SEPARATOR)
+    if not all(specs):
+        raise UsageError(f"{spec!r}: expected sources joined by {SEPARATOR!r}, but one is empty")
+    return specs
+
+
+def _one_each(names: str | None, option: str, specs: list[str]) -> list[str | None]:
+    """A column's name for each source: the only one, or several joined like the sources."""
+    if names is None or SEPARATOR not in names or len(specs) == 1:
+        return [names] * len(specs)
+    each = names.split(SEPARATOR)
+    if len(each) != len(specs):
+        raise UsageError(
+            f"{option}: {names!r} names {len(each)}; expected one, or one for each of "
+            f"{len(specs)} sources"
+        )
+    return [name or None for name in each]
+
+
+def _open_one(spec: str, split: str | None, svg_size: int, columns: dict[str, Any]) -> PairDataset:
     if spec == "glyphs":
         if split is not None and split not in SPLITS:
             raise UsageError(f"glyphs have no split {split!r}; expected one of {', '.join(SPLITS)}")
@@ -49,13 +107,11 @@ def open_pairs(
         raise UsageError(f"split {split!r}: only the glyphs have splits, not {spec}")
     if is_grey_folder(spec):
         return GreyPairs(spec)
-    paths = find_files(spec)
-    if paths[0].suffix in TABLES:
+    paths = saved_files(Path(spec)) if is_saved(Path(spec)) else find_files(spec)
+    if _is_table(paths[0]):
         from megabatch.data.tables import TablePairs  # pyarrow, for those who have tables
 
-        return TablePairs(
-            paths, image_column=image_column, caption_column=caption_column, separator=separator
-        )
+        return TablePairs(paths, **columns)
     from megabatch.data.shards import ShardPairs
 
     return ShardPairs(paths, svg_size=svg_size)
@@ -70,17 +126,21 @@ def find_files(spec: str) -> list[Path]:
     paths: list[Path] = []
     for pattern in [spec] if Path(spec).exists() else expand_urls(spec):
         paths += _matches(pattern, spec)
-    tables = [path for path in paths if path.suffix in TABLES]
+    tables = [path for path in paths if _is_table(path)]
     # Compressed ones too: the reader says what is wrong with them.
     shards = [path for path in paths if ".tar" in path.suffixes[-2:] or path.suffix == ".tgz"]
     shards = [path for path in shards if path not in tables]
     if unknown := set(paths) - set(shards) - set(tables):
         raise UsageError(
-            f"{min(unknown)} is no .tar shard and no {', '.join(TABLES)} table (from {spec!r})"
+            f"{min(unknown)} is no .tar shard and no {', '.join(ALL_TABLES)} table (from {spec!r})"
         )
     if shards and tables:
         raise UsageError(f"{spec!r} mixes shards ({shards[0]}) and tables ({tables[0]})")
     return paths
+
+
+def _is_table(path: Path) -> bool:
+    return path.name.endswith(ALL_TABLES)
 
 
 def _matches(pattern: str, spec: str) -> list[Path]:
@@ -96,7 +156,7 @@ def _matches(pattern: str, spec: str) -> list[Path]:
 
 def _in_folder(folder: Path) -> list[Path]:
     # Shards first: img2dataset leaves a table of metadata, with no image in it, beside each.
-    for kinds in ((".tar",), TABLES):
-        if found := sorted(p for p in folder.iterdir() if p.suffix in kinds and p.is_file()):
+    for kinds in ((".tar",), ALL_TABLES):
+        if found := sorted(p for p in folder.iterdir() if p.name.endswith(kinds) and p.is_file()):
             return found
-    raise UsageError(f"no .tar shards and no {', '.join(TABLES)} tables in the folder {folder}")
+    raise UsageError(f"no .tar shards and no {', '.join(ALL_TABLES)} tables in the folder {folder}")

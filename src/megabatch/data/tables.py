@@ -1,37 +1,60 @@
-"""Pairs listed in CSV, TSV or Parquet files."""
+"""Pairs listed in tables: CSV, TSV, Parquet, JSON lines, Arrow."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet
 
 from megabatch.data.pairs import BadSample, Pair, clean_caption, decode_image
+from megabatch.data.table_files import Column, column_names, read_columns
 from megabatch.errors import UsageError
 
-IMAGE_COLUMNS = ("filepath", "image", "image_path", "file_name")  # the first one there is used
+# The first one there is used; those of texts with texts as sentence-transformers' data sets have
+# them.
+IMAGE_COLUMNS = ("filepath", "image", "image_path", "file_name")
 CAPTION_COLUMNS = ("title", "caption", "text")
+QUERY_COLUMNS = ("query", "anchor", "question", "sentence1")
+POSITIVE_COLUMNS = ("positive", "answer", "sentence2", *CAPTION_COLUMNS)
 
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+First = Literal["image", "text"]
+
+
+class _Table(NamedTuple):
+    path: Path
+    firsts: Column  # images or queries
+    captions: Column
 
 
 class TablePairs:
-    """Pairs in the rows of tables.
+    """Pairs in the rows of tables: of an image and a caption, or of two texts.
 
-    The image column holds paths (absolute, or relative to the table's folder); in Parquet it may
-    also hold the image files' bytes, plain or as Hugging Face's struct {bytes, path}. The two
-    columns are kept in memory, so image bytes should fit there; larger sets belong in shards.
+    The image column holds paths (absolute, or relative to the table's folder); in Parquet and Arrow
+    it may also hold the image files' bytes, plain or as Hugging Face's struct {bytes, path}. The
+    two columns are kept in memory, so image bytes should fit there, but for Arrow files, which are
+    mapped.
 
-    A CSV row with too many or too few fields is left out and counted in `damage`. An image that is
-    missing or cannot be decoded and an empty caption keep their index and raise BadSample.
+    A CSV row with too many or too few fields and a line that is no JSON object are left out and
+    counted in `damage`. An image that is missing or cannot be decoded and an empty caption or query
+    keep their index and raise BadSample.
+
+    Args:
+        paths: .csv, .tsv, .parquet, .jsonl, .jsonl.gz and .arrow files.
+        image_column: default: the first of IMAGE_COLUMNS that there is.
+        query_column: column of first texts: makes it pairs of texts. They are meant without it too,
+            where a table has no image column but one of QUERY_COLUMNS.
+        caption_column: default: the first of CAPTION_COLUMNS or, with queries, POSITIVE_COLUMNS.
+        separator: of .csv and .tsv; default: a comma, in .tsv a tab.
+
+    Attributes:
+        first: what a pair has first, "image" or "text".
 
     Raises:
-        UsageError: a file cannot be read; a column is missing (names it and those there are).
+        UsageError: a file cannot be read; a column is missing (names it and those there are) or
+            holds something else; images in one table and queries in another.
     """
 
     def __init__(
@@ -39,25 +62,36 @@ class TablePairs:
         paths: Sequence[str | Path],
         *,
         image_column: str | None = None,
+        query_column: str | None = None,
         caption_column: str | None = None,
         separator: str | None = None,
     ) -> None:
-        self.paths = [Path(path) for path in paths]
+        if image_column is not None and query_column is not None:
+            raise UsageError(
+                f"image column {image_column!r} and query column {query_column!r}: expected one"
+            )
         self.damage: list[str] = []
-        self._images: list[pa.Array] = []
-        self._captions: list[pa.Array] = []
-        for path in self.paths:
-            present = _column_names(path, separator)
-            image = _choose(image_column, IMAGE_COLUMNS, present, path, "image")
-            caption = _choose(caption_column, CAPTION_COLUMNS, present, path, "caption")
-            table, damage = _load(path, [image, caption], separator)
+        self._tables: list[_Table] = []
+        self.first: First = "image"
+        for path in map(Path, paths):
+            present = column_names(path, separator)
+            first, name = _choose_first(image_column, query_column, present, path)
+            usual = CAPTION_COLUMNS if first == "image" else POSITIVE_COLUMNS
+            caption = _choose(caption_column, usual, present, path, "caption")
+            if self._tables and first != self.first:
+                raise UsageError(
+                    f"{self._tables[0].path} has {self.first}s with texts, but {path} {first}s"
+                )
+            self.first = first
+            columns, damage = read_columns(path, list(dict.fromkeys([name, caption])), separator)
+            _check_type(columns[name].type, first, path, name)
+            _check_type(columns[caption].type, "text", path, caption)
             self.damage += damage
-            self._images.append(_one_array(table.column(image)))
-            self._captions.append(_one_array(table.column(caption)))
+            self._tables.append(_Table(path, columns[name], columns[caption]))
         # Where each table's rows end in the numbering over all of them.
-        self._ends = np.cumsum([len(column) for column in self._captions])
+        self._ends = np.cumsum([len(table.captions) for table in self._tables])
         if len(self) == 0:
-            raise UsageError(f"no rows in {', '.join(map(str, self.paths[:3]))}")
+            raise UsageError(f"no rows in {', '.join(map(str, paths[:3]))}")
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -65,13 +99,32 @@ class TablePairs:
     def __getitem__(self, index: int) -> Pair:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} of {len(self)} samples")
-        table = int(np.searchsorted(self._ends, index, side="right"))
-        row = index - (int(self._ends[table - 1]) if table else 0)
-        path = self.paths[table]
-        key = f"{path.name}:row {row + 1}"
-        caption = clean_caption(_value(self._captions[table], row, key), key)
-        data = _image_bytes(_value(self._images[table], row, key), path.parent, key)
-        return Pair(decode_image(data, key), caption, key)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        row = index - (int(self._ends[number - 1]) if number else 0)
+        table = self._tables[number]
+        key = f"{table.path.name}:row {row + 1}"
+        caption = clean_caption(_value(table.captions, row, key), key)
+        first = _value(table.firsts, row, key)
+        if self.first == "text":
+            return Pair(clean_caption(first, key, "query"), caption, key)
+        return Pair(decode_image(_image_bytes(first, table.path.parent, key), key), caption, key)
+
+
+def _choose_first(
+    image: str | None, query: str | None, present: list[str], path: Path
+) -> tuple[First, str]:
+    """What a table has first, and in which column."""
+    if query is not None:
+        return "text", _choose(query, (), present, path, "query")
+    queries = [name for name in QUERY_COLUMNS if name in present]
+    if image is None and queries and not set(IMAGE_COLUMNS) & set(present):
+        return "text", queries[0]
+    if image is None and not set(IMAGE_COLUMNS) & set(present):
+        raise UsageError(
+            f"{path} has no image column {_or(IMAGE_COLUMNS)} and no query column "
+            f"{_or(QUERY_COLUMNS)}; its columns are {', '.join(map(repr, present))}"
+        )
+    return "image", _choose(image, IMAGE_COLUMNS, present, path, "image")
 
 
 def _choose(
@@ -82,77 +135,27 @@ def _choose(
         if name in present:
             return name
     raise UsageError(
-        f"{path} has no {what} column {' or '.join(map(repr, candidates))};"
+        f"{path} has no {what} column {_or(candidates)};"
         f" its columns are {', '.join(map(repr, present))}"
     )
 
 
-def _column_names(path: Path, separator: str | None) -> list[str]:
-    try:
-        if path.suffix == ".parquet":
-            return list(pa.parquet.read_schema(path).names)
-        options = _parse_options(path, separator, invalid_row_handler=lambda row: "skip")
-        with pa.csv.open_csv(path, parse_options=options) as reader:
-            return list(reader.schema.names)
-    except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+def _or(names: Sequence[str]) -> str:
+    return " or ".join(map(repr, names))
 
 
-def _load(path: Path, columns: list[str], separator: str | None) -> tuple[pa.Table, list[str]]:
-    """Read two columns; also say what rows were left out."""
-    if path.suffix == ".parquet":
-        try:
-            return pa.parquet.read_table(path, columns=columns), []
-        except (OSError, pa.ArrowException) as error:
-            raise UsageError(f"cannot read {path}: {error}") from error
-
-    malformed: list[Any] = []
-
-    def skip(row: Any) -> str:
-        malformed.append(row)
-        return "skip"
-
-    strings = {column: pa.large_string() for column in columns}
-    try:
-        table = pa.csv.read_csv(
-            path,
-            parse_options=_parse_options(path, separator, invalid_row_handler=skip),
-            convert_options=pa.csv.ConvertOptions(
-                column_types=strings,
-                include_columns=columns,
-                check_utf8=False,  # one bad byte costs its row, not the file: see _value
-            ),
-        )
-    except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-    if not malformed:
-        return table, []
-    first = malformed[0]
-    return table, [
-        f"{path}: {len(malformed)} rows left out, the first has {first.actual_columns} fields"
-        f" instead of {first.expected_columns}"
-    ]
+def _check_type(kind: pa.DataType, what: First, path: Path, name: str) -> None:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    images = (pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary)
+    allowed = [pa.types.is_null, *texts, *(images if what == "image" else ())]
+    if not any(holds(kind) for holds in allowed):
+        expected = "images (paths, bytes, or {bytes, path})" if what == "image" else "texts"
+        raise UsageError(f"{path}: column {name!r} holds {kind}; expected {expected}")
 
 
-def _parse_options(path: Path, separator: str | None, **more: Any) -> Any:
-    delimiter = separator or _SEPARATORS.get(path.suffix, ",")
-    return pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, **more)
-
-
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    """Join a column's chunks, so that a row is found at once, whatever its bytes add up to."""
-    column = column.cast(_wide(column.type))  # the narrow types end at 2 GiB
-    joined = column.combine_chunks()
-    return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
-
-
-def _wide(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_wide(field.type)) for field in kind])
-    return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
-
-
-def _value(column: pa.Array, row: int, key: str) -> Any:
+def _value(column: Column, row: int, key: str) -> Any:
     try:
         return column[row].as_py()
     except UnicodeDecodeError as error:

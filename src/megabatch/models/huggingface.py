@@ -189,6 +189,10 @@ class FirstText:
         """Tokens, int64 (context_length,)."""
         return self.tokenizer(text)[0]
 
+    def texts(self, texts: list[str]) -> Tensor:
+        """Tokens of many texts, int64 (n, context_length)."""
+        return self.tokenizer(texts)
+
 
 @lru_cache(maxsize=4)
 def _read_tokenizer(folder: Path) -> Any:

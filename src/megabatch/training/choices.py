@@ -54,6 +54,8 @@ def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str]]:
 
 
 def _together(config: TrainConfig) -> Iterator[str]:
+    if config.csv_img_key is not None and config.csv_query_key is not None:
+        yield f"csv_query_key: {config.csv_query_key!r}; expected without csv_img_key"
     if config.duplicates not in DUPLICATES[config.loss]:
         can = " or ".join(DUPLICATES[config.loss])
         yield f"duplicates: {config.duplicates}; the {config.loss} loss can take them for {can}"

@@ -57,13 +57,22 @@ class TrainConfig:
     lock_text_unlocked_layers: int = 0
     """Groups of layers at the text tower's end that are trained all the same."""
     train_data: str = "glyphs"
-    """"glyphs"; or .tar shards (WebDataset), .csv, .tsv or .parquet tables: a path, a pattern such
-    as 'shards/{00000..00099}.tar', several joined by '::', or a folder of them."""
+    """"glyphs"; or .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
+    tables: a path, a pattern such as 'shards/{00000..00099}.tar', or a folder of them; or a folder
+    that Hugging Face's datasets saved to disk; or several of these joined by '::'."""
+    train_data_upsampling_factors: str | None = None
+    """How often an epoch has each sample of a source, one number a source: '1::2' has those of the
+    second twice, '1::0.5' every other one in turn. Default: each once."""
     csv_img_key: str | None = None
-    """Column of image paths (or bytes) in a table. Default: filepath, image, image_path or
-    file_name, whichever the table has."""
+    """Column of image paths (or bytes) in a table of any kind. Default: filepath, image, image_path
+    or file_name, whichever the table has. Like the next two, one or, joined by '::', one a source.
+    """
+    csv_query_key: str | None = None
+    """Column of first texts, for pairs of texts (hf: models). Default, in a table without images:
+    query, anchor, question or sentence1."""
     csv_caption_key: str | None = None
-    """Column of captions in a table. Default: title, caption or text."""
+    """Column of captions, or of second texts. Default: title, caption or text; of pairs of texts
+    before those positive, answer or sentence2."""
     csv_separator: str | None = None
     """Separator of a text table. Default: a comma, in .tsv files a tab."""
     svg_size: int = 224

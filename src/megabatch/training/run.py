@@ -244,6 +244,8 @@ class Run:
             f"{config.train_data}: {trainer.total_steps} steps of {config.global_batch_size:,} "
             f"pairs, {config.micro_batch_size:,} at a time, {config.precision} on {self._where()}"
         )
+        for line in getattr(self.loader.dataset, "shares", []):
+            self.console.print(f"  {line}")
         if trainer.step:
             self.console.print(f"continuing after step {trainer.step}")
 

@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 
 from megabatch.data import PairDataset, PairLoader, open_pairs
+from megabatch.data.mixture import parse_factors
+from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError
 from megabatch.models import Towers
 from megabatch.training.config import TrainConfig, problems
@@ -57,7 +59,7 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
         reasons += folder_problems(config)
     dataset = _attempt(reasons, lambda: _open(config))
     if dataset is not None:
-        reasons += length_problems(config, len(dataset), world.size)
+        reasons += length_problems(config, pairs_per_epoch(dataset), world.size)
     if not reasons:
         torch.manual_seed(config.seed)
     towers = _attempt(reasons, lambda: build_towers(config))
@@ -76,7 +78,7 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
         world_size=world.size,
         timeout=config.data_timeout,
     )
-    return Setup(config, world, towers, loader, _total_steps(config, len(dataset)))
+    return Setup(config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)))
 
 
 def check_folder(config: TrainConfig) -> None:
@@ -111,13 +113,15 @@ def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
     """Why a model does not take what the pairs have first, "image" or "text"."""
     if given == taken:
         return []
+    hint = " (csv_query_key names the column of first texts)" if taken == "text" else ""
     return [
         f"model: {config.model} takes {taken}s with texts, but {config.train_data} has {given}s"
+        f"{hint}"
     ]
 
 
 def length_problems(config: TrainConfig, pairs: int, ranks: int = 1) -> list[str]:
-    """Why a data set of so many pairs is too small for this run."""
+    """Why a data set of so many pairs an epoch is too small for this run."""
     if config.global_batch_size < 1:
         return []
     if config.global_batch_size < ranks:
@@ -148,9 +152,12 @@ def _differences(config: TrainConfig) -> list[str]:
 
 
 def _open(config: TrainConfig) -> PairDataset:
+    factors = config.train_data_upsampling_factors
     return open_pairs(
         config.train_data,
+        upsampling_factors=None if factors is None else parse_factors(factors),
         image_column=config.csv_img_key,
+        query_column=config.csv_query_key,
         caption_column=config.csv_caption_key,
         separator=config.csv_separator,
         svg_size=config.svg_size,

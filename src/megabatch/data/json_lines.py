@@ -1,0 +1,117 @@
+"""Columns out of JSON lines: an object a line, plain or compressed by gzip."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from megabatch.errors import UsageError
+
+_LOOKED_AT = 1_000  # lines, for the names
+_PIECE = 100_000  # rows that stand about as Python's objects before they are packed
+
+
+def json_names(path: Path) -> list[str]:
+    """The names in the first thousand lines, in order of appearance.
+
+    Raises:
+        UsageError: the file cannot be read, or none of these lines is an object.
+    """
+    lines = _Lines(path)
+    names = dict.fromkeys(name for row in itertools.islice(lines, _LOOKED_AT) for name in row)
+    if not names and (why := lines.damage() or ["no line in it"]):
+        raise UsageError(f"cannot read {path}: expected a JSON object in each line; {why[0]}")
+    return list(names)
+
+
+def read_json(path: Path, names: Sequence[str]) -> tuple[dict[str, pa.Array], list[str]]:
+    """Read some columns of texts; also say what was left out.
+
+    A name that a line lacks is null there. Left out are lines that are no objects or hold something
+    else than a text or a number under a name, and what follows damage of the compression.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    lines = _Lines(path, names)
+    pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
+    rows = iter(lines)
+    while piece := list(itertools.islice(rows, _PIECE)):
+        for name in names:
+            values = [row.get(name) for row in piece]
+            pieces[name].append(pa.array(values, pa.large_string()))
+    empty = pa.array([], pa.large_string())
+    return {name: pa.concat_arrays([empty, *pieces[name]]) for name in names}, lines.damage()
+
+
+class _Lines:
+    """The usable objects of a file, and a count of the lines that are not."""
+
+    def __init__(self, path: Path, names: Sequence[str] = ()) -> None:
+        self.path = path
+        self.names = names
+        self._left_out = 0
+        self._first = ""
+        self._breaks_off = ""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        number = 0
+        try:
+            with gzip.open(self.path) if self.path.suffix == ".gz" else open(self.path, "rb") as f:
+                for number, line in enumerate(f, 1):
+                    if not line.strip():
+                        continue
+                    try:
+                        row = _object(line)
+                        yield {**row, **{name: _text(row, name) for name in self.names}}
+                    except ValueError as error:
+                        self._left_out += 1
+                        self._first = self._first or f"line {number}: {error}"
+        except (OSError, EOFError, zlib.error) as error:
+            if number == 0:
+                raise UsageError(f"cannot read {self.path}: {error}") from error
+            self._breaks_off = f"{self.path}: breaks off after line {number}: {error}"
+
+    def damage(self) -> list[str]:
+        """What was not usable so far."""
+        if not self._left_out:
+            return [self._breaks_off] if self._breaks_off else []
+        left_out = f"{self.path}: {self._left_out} lines left out, the first is {self._first}"
+        return [left_out, *([self._breaks_off] if self._breaks_off else [])]
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("no JSON") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{_kind(row)}, no object")
+    return row
+
+
+def _text(row: dict[str, Any], name: str) -> str | None:
+    """A row's value as a text; numbers are what they look like, as they are in CSV."""
+    value = row.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"{name!r} holds {_kind(value)}, no text")
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise ValueError(f"{name!r} is no Unicode text") from error
+    return text
+
+
+def _kind(value: Any) -> str:
+    words = {dict: "an object", list: "a list", bool: "true or false", str: "a text"}
+    return words.get(type(value), "null" if value is None else "a number")

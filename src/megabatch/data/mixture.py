@@ -1,0 +1,108 @@
+"""Several sources as one, mixed by upsampling factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from megabatch.data.order import Part
+from megabatch.data.pairs import Pair, PairDataset
+from megabatch.errors import UsageError
+
+SEPARATOR = "::"
+
+
+class MixedPairs:
+    """Sources one after another, of which an epoch draws as their factors say.
+
+    A source of n samples and factor f gives round(f * n) of an epoch's pairs, at random places. The
+    factor is how often each of its samples comes, as OpenCLIP's upsampling factors, but exact: with
+    factor 1 each once an epoch, with 2 twice, with 1/2 in every other epoch. To draw from all
+    sources alike, let the factors be in inverse proportion to their sizes. Where all factors are 1
+    it is as if the sources were one.
+
+    Args:
+        sources: what is mixed; all of images with texts, or all of texts with texts.
+        names: what messages call them.
+        factors: above 0, one a source; default: all 1.
+
+    Attributes:
+        parts: what an epoch draws; see `Part`.
+        shares: in words, what each source has and gives; empty where all factors are 1.
+
+    Raises:
+        UsageError: factors of a wrong number or out of range, or so small that an epoch draws
+            nothing of a source; sources of different kinds.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[PairDataset],
+        names: Sequence[str],
+        factors: Sequence[float] | None = None,
+    ) -> None:
+        self.sources = list(sources)
+        factors = [1.0] * len(sources) if factors is None else factors
+        check_factors(factors, len(sources))
+        sizes = [len(source) for source in sources]
+        self._ends = np.cumsum(sizes)
+        kinds = [getattr(source, "first", "image") for source in sources]
+        self.first = kinds[0]
+        for name, kind in zip(names, kinds, strict=True):
+            if kind != self.first:
+                raise UsageError(f"{names[0]} has {self.first}s with texts, but {name} {kind}s")
+        self.shares: list[str] = []
+        self.parts = [Part(len(self), len(self))]
+        if all(factor == 1 for factor in factors):
+            return
+        self.parts = [Part(n, round(n * f)) for n, f in zip(sizes, factors, strict=True)]
+        for name, part, factor in zip(names, self.parts, factors, strict=True):
+            if part.drawn == 0:
+                raise UsageError(
+                    f"upsampling_factors: {factor:g} of the {part.size} pairs of {name} is not one"
+                )
+            self.shares.append(
+                f"{name}: {part.size:,} pairs, of which an epoch draws {part.drawn:,}"
+            )
+
+    @property
+    def damage(self) -> list[str]:
+        """One line for each file of any source that could be read only in part."""
+        return [line for source in self.sources for line in getattr(source, "damage", [])]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Pair:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} of {len(self)} samples")
+        source = int(np.searchsorted(self._ends, index, side="right"))
+        before = int(self._ends[source - 1]) if source else 0
+        return self.sources[source][index - before]
+
+
+def parse_factors(text: str) -> list[float]:
+    """Read factors as OpenCLIP writes them, "1::2".
+
+    Raises:
+        UsageError: one of them is no number.
+    """
+    try:
+        return [float(part) for part in text.split(SEPARATOR)]
+    except ValueError as error:
+        raise UsageError(
+            f"upsampling_factors: {text!r}; expected numbers joined by {SEPARATOR!r}, as in '1::2'"
+        ) from error
+
+
+def check_factors(factors: Sequence[float], sources: int) -> None:
+    """Raise a UsageError where so many sources cannot have these factors."""
+    said = SEPARATOR.join(f"{factor:g}" for factor in factors)
+    if len(factors) != sources:
+        raise UsageError(
+            f"upsampling_factors: {said!r} are {len(factors)}; expected {sources}, one a source"
+        )
+    if not all(0 < factor < math.inf for factor in factors):
+        raise UsageError(f"upsampling_factors: {said!r}; expected numbers above 0")
