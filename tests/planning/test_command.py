@@ -6,6 +6,7 @@ import pytest
 
 from megabatch import cli
 from megabatch.planning.machine import other_machine, parse_bytes
+from tests.training.synthetic import write_shard
 
 SMALL = ["plan", "--global-batch-size", "512", "--micro-batch-size", "64"]
 
@@ -31,6 +32,17 @@ def test_what_does_not_fit_ends_with_1_and_a_suggestion(capsys):
     assert cli.main(["plan", *options, "--gpu-memory", "4GiB"]) == 1
     assert "does not fit" in (out := capsys.readouterr().out)
     assert "--micro-batch-size" in out
+
+
+def test_late_decoding_is_planned_by_the_images_that_there_are(tmp_path, capsys):
+    data = write_shard(tmp_path / "pairs.tar", 20)
+    options = ["--train-data", str(data), "--decode", "late", "--workers", "2"]
+    assert cli.main([*SMALL, "--gpu-memory", "80GiB", *options]) == 0
+    out = capsys.readouterr().out
+    assert "on the host: image files and texts" in out
+    assert "on the host: decoded images" in out
+    assert cli.main([*SMALL, *options, "--train-data", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -159,3 +159,17 @@ def test_json_adds_up(glyph):
     for phase, total in data["phases"].items():
         assert total == sum(part["nbytes"].get(phase, 0) for part in data["parts"])
     assert data["peak"] == max(data["phases"].values())
+
+
+def test_images_that_are_decoded_late_wait_as_files(glyph):
+    config = replace(CONFIG, global_batch_size=1 << 20, micro_batch_size=64, decode="late")
+    host = 2**32
+    plan = make_plan(config, glyph, gpus(1, 80, host=host), file_bytes=200.0)
+    files, decoded = plan.host
+    assert files.nbytes == {"step": 2 * (200 + 500 + 512) << 20}  # twice: file, objects, text
+    assert decoded.nbytes == {"step": 5 * 64 * 1024}
+    assert plan.fits
+    early = make_plan(config, glyph, gpus(1, 80, host=files.nbytes["step"]))
+    assert "--decode late would keep image files there" in early.problem
+    on_cpu = make_plan(config, glyph, CPU, file_bytes=200.0)
+    assert part(on_cpu, "image files and texts")["loss"] == files.nbytes["step"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,12 +44,13 @@ class Request(NamedTuple):
 class Chunk:
     """Fetched samples, in the order asked for, without the bad ones.
 
-    images: (n, ...) and texts: (n, context) int64, None where n is 0; indices, positions and ids of
+    images: (n, ...), or a list of n where they are decoded late, and texts: (n, context) int64,
+    None where n is 0; indices, positions and ids of
     the captions: int64 (n,) numpy (a tensor would cost a file descriptor on its way from a worker);
     bad: position, reason and key of each bad sample.
     """
 
-    images: torch.Tensor | None
+    images: torch.Tensor | list[Any] | None
     texts: torch.Tensor | None
     indices: np.ndarray
     positions: np.ndarray
@@ -93,7 +95,7 @@ class Fetcher:
     def _one_by_one(self, start: int, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
         images: list[Any] = []
         captions, ids, good, bad = [], [], [], []
-        with _random_state_kept():
+        with random_state_kept():
             for offset, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
                 try:
                     pair = self.dataset[int(index)]
@@ -101,7 +103,7 @@ class Fetcher:
                     bad.append((start + offset, sample.reason, sample.key))
                     continue
                 if self._firsts is None:
-                    _seed_everything(int(seed))
+                    seed_everything(int(seed))
                     images.append(self.transform(pair.image))
                 else:
                     images.append(pair.image)
@@ -109,7 +111,7 @@ class Fetcher:
                 ids.append(caption_id(pair.caption) if pair.id is None else pair.id)
                 good.append(offset)
         return Chunk(
-            (self._firsts or torch.stack)(images) if images else None,
+            (self._firsts or _stacked)(images) if images else None,
             self._tokens(captions) if captions else None,
             indices[good],
             start + np.array(good, dtype=np.int64),
@@ -154,7 +156,7 @@ def sample_seeds(seed: int, epoch: int, draws: np.ndarray) -> np.ndarray:
     return ((z ^ (z >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
 
 
-def _seed_everything(seed: int) -> None:
+def seed_everything(seed: int) -> None:
     """Seed what transforms draw from, on the CPU: torchvision uses torch, others the rest."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -162,7 +164,7 @@ def _seed_everything(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Iterator[None]:
     """Restore the process's random state: without workers it is the trainer's own."""
     saved = random.getstate(), np.random.get_state()
     try:
@@ -179,9 +181,24 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     if len(full) == 1:
         return full[0]
     return Chunk(
-        torch.cat([c.images for c in full if c.images is not None]) if full else None,
+        _joined([c.images for c in full if c.images is not None]) if full else None,
         torch.cat([c.texts for c in full if c.texts is not None]) if full else None,
         np.concatenate([c.indices for c in full]) if full else np.empty(0, dtype=np.int64),
         np.concatenate([c.positions for c in full]) if full else np.empty(0, dtype=np.int64),
         np.concatenate([c.ids for c in full]) if full else np.empty(0, dtype=np.int64),
     )
+
+
+def _stacked(images: list[Any]) -> torch.Tensor | list[Any]:
+    return torch.stack(images) if isinstance(images[0], torch.Tensor) else images
+
+
+def _joined(parts: list[Any]) -> torch.Tensor | list[Any]:
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(parts)
+    return [image for part in parts for image in part]
+
+
+def leave_interrupts_to_the_parent(worker: int) -> None:
+    """On Ctrl-C the parent may finish its step and save: it still needs the workers for that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

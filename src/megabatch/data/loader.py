@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +12,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from megabatch.data.fetch import BadPosition, Chunk, Fetcher, join
+from megabatch.data.fetch import (
+    BadPosition,
+    Chunk,
+    Fetcher,
+    join,
+    leave_interrupts_to_the_parent,
+)
+from megabatch.data.late import Decoder, LateImages, UndecodedPairs, keep
 from megabatch.data.order import Order, Requests, Share, parts_of
 from megabatch.data.pairs import PairDataset
 from megabatch.errors import UsageError
@@ -23,10 +29,11 @@ from megabatch.errors import UsageError
 class Batch:
     """Pairs: images (b, ...) as transformed; texts (b, context), indices (b,), ids (b,) int64.
 
+    Images that are decoded late have rows `images[start:stop]` only when asked.
     Equal captions have equal ids, from 0 to below 2**62; None: nobody has worked them out.
     """
 
-    images: torch.Tensor
+    images: torch.Tensor | LateImages
     texts: torch.Tensor
     indices: torch.Tensor
     ids: torch.Tensor | None = None
@@ -63,6 +70,8 @@ class PairLoader:
         shuffle: False: in the data set's order.
         rank: this rank, 0 <= rank < world_size.
         world_size: number of ranks that share each batch.
+        late: rows that are asked of a batch's images at a time. Images are then `LateImages`, which
+            as many processes as there are workers decode when their rows are asked for; at least 1.
         timeout: seconds without a sample from the workers after which iterating is an error; 0:
             wait for good. Without workers there is nobody to notice.
 
@@ -91,6 +100,7 @@ class PairLoader:
         rank: int = 0,
         world_size: int = 1,
         timeout: float = 0,
+        late: int | None = None,
     ) -> None:
         _check_range("batch_size", batch_size, 1)
         _check_range("workers", workers, 0)
@@ -115,7 +125,12 @@ class PairLoader:
             )
         self.skipped: Counter[str] = Counter()
         self.skipped_first: dict[str, str] = {}
-        fetcher = Fetcher(dataset, transform, tokenizer, seed)
+        self._decoder: Decoder | None = None
+        if late is None:
+            fetcher = Fetcher(dataset, transform, tokenizer, seed)
+        else:
+            self._decoder = Decoder(transform, workers, late, timeout)
+            fetcher = Fetcher(UndecodedPairs(dataset), keep, tokenizer, seed)
         self._timeout = timeout if workers else 0
         self._new_chunks = functools.partial(
             _chunks, fetcher, self._order, self._share, workers, self._timeout
@@ -164,11 +179,11 @@ class PairLoader:
                 batch, rest = _cut(join(waiting), self.batch_size)
                 waiting = [rest]
                 bad = self._move_to(int(batch.positions[-1]) + 1, bad)
-                yield _batch(batch)
+                yield self._batch(batch)
         last = join(waiting)
         self._move_to(self._order.pairs, bad)
         if len(last) and not self.drop_last:
-            yield _batch(last)
+            yield self._batch(last)
 
     def _shared(self) -> Iterator[Batch]:
         """This rank's rows of each batch, the bad ones left out."""
@@ -189,7 +204,7 @@ class PairLoader:
             bad = [item for c in waiting for item in c.bad]
             self._move_to(order.position + self.batch_size, bad)
             waiting, seen = [], 0
-            yield _batch(part)
+            yield self._batch(part)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream is, as JSON can hold it."""
@@ -242,6 +257,24 @@ class PairLoader:
                 ) from error
             raise
 
+    def _batch(self, chunk: Chunk) -> Batch:
+        images, texts = chunk.images, chunk.texts
+        assert images is not None
+        assert texts is not None
+        arrays = (chunk.indices, chunk.ids)
+        indices, ids = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+        if isinstance(images, torch.Tensor):
+            return Batch(images, texts, indices, ids)
+        assert self._decoder is not None
+        return Batch(LateImages(images, self._decoder), texts, indices, ids)
+
+    def count_damaged(self, images: torch.Tensor | LateImages) -> None:
+        """Count the images of a batch that turned out to be damaged when they were decoded."""
+        if isinstance(images, LateImages):
+            for _, (reason, key) in sorted(images.bad.items()):
+                self.skipped[reason] += 1
+                self.skipped_first.setdefault(reason, key)
+
     def _move_to(self, position: int, bad: list[BadPosition]) -> list[BadPosition]:
         """Move on to `position`; count the bad samples before it and return the others.
 
@@ -279,7 +312,7 @@ def _chunks(
         persistent_workers=workers > 0,
         prefetch_factor=pieces if workers else None,
         timeout=timeout,
-        worker_init_fn=_leave_interrupts_to_the_parent,
+        worker_init_fn=leave_interrupts_to_the_parent,
         # Its own: otherwise each epoch would take a number from the trainer's generator.
         generator=torch.Generator(),
     )
@@ -298,13 +331,6 @@ def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:
     return part(slice(size)), part(slice(size, None))
 
 
-def _batch(chunk: Chunk) -> Batch:
-    assert chunk.images is not None
-    assert chunk.texts is not None
-    indices, ids = (torch.from_numpy(np.ascontiguousarray(a)) for a in (chunk.indices, chunk.ids))
-    return Batch(chunk.images, chunk.texts, indices, ids)
-
-
 def _check_range(name: str, value: int, low: int, high: int | None = None) -> None:
     if value < low or (high is not None and value > high):
         upto = f" and at most {high}" if high is not None else ""
@@ -313,8 +339,3 @@ def _check_range(name: str, value: int, low: int, high: int | None = None) -> No
 
 def _unchanged(chunk: Any) -> Any:
     return chunk
-
-
-def _leave_interrupts_to_the_parent(worker: int) -> None:
-    """On Ctrl-C the parent may finish its step and save: it still needs the workers for that."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -114,11 +116,41 @@ class TextTransform(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class EncodedImage:
+    """An image file in memory that is to be decoded later; what `decode_image` takes."""
+
+    data: bytes
+    key: str
+    svg_size: int
+
+    def decode(self) -> Image.Image:
+        """The image; raises BadSample if it is none."""
+        return decode_image(self.data, self.key, svg_size=self.svg_size)
+
+
+_undecoded: ContextVar[bool] = ContextVar("undecoded", default=False)
+
+
+@contextmanager
+def undecoded() -> Iterator[None]:
+    """Within this context pairs have an `EncodedImage` where `decode_image` would decode one."""
+    token = _undecoded.set(True)
+    try:
+        yield
+    finally:
+        _undecoded.reset(token)
+
+
 def decode_image(data: bytes, key: str, *, svg_size: int = SVG_SIZE) -> Image.Image:
     """Decode an image file that is in memory; raises BadSample if it is none.
 
-    An SVG is drawn on white, its longer side `svg_size` pixels.
+    An SVG is drawn on white, its longer side `svg_size` pixels. Within `undecoded` the file is
+    given back, as an `EncodedImage`, if it begins as an image does.
     """
+    if _undecoded.get():
+        _check_beginning(data, key)
+        return EncodedImage(data, key, svg_size)  # type: ignore[return-value]
     if is_svg(data):
         try:
             return draw_svg(data, svg_size)
@@ -132,6 +164,16 @@ def decode_image(data: bytes, key: str, *, svg_size: int = SVG_SIZE) -> Image.Im
     except Exception as error:
         raise BadSample("undecodable image", key) from error
     return image
+
+
+def _check_beginning(data: bytes, key: str) -> None:
+    """Look at what tells a format, size and mode: most files that are no image end here."""
+    if is_svg(data):
+        return
+    try:
+        Image.open(io.BytesIO(data)).close()
+    except Exception as error:  # as above
+        raise BadSample("undecodable image", key) from error
 
 
 def clean_caption(caption: Any, key: str, what: str = "caption") -> str:

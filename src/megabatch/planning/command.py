@@ -7,17 +7,20 @@ import json
 
 from rich.console import Console
 
+from megabatch.data.late import mean_bytes
 from megabatch.errors import UsageError
 from megabatch.planning.machine import Machine, other_machine, parse_bytes, this_machine
 from megabatch.planning.plan import make_plan
 from megabatch.planning.show import print_plan, to_json
 from megabatch.training.command import parse
 from megabatch.training.config import TrainConfig, problems, resolve_device
+from megabatch.training.setup import open_data
 from megabatch.training.towers import build_towers
 
 _DESCRIPTION = """Say what a run would take of each GPU's memory, and whether it fits.
 
-Takes the options of `megabatch train` (megabatch train --help), and:
+Takes the options of `megabatch train` (megabatch train --help), and those below. With --decode late
+it looks at the sizes of some of the images.
 
   --gpus N           GPUs, or processes on the CPU (default: 1)
   --gpu-memory SIZE  plan for GPUs of this size, 80GiB say, on another machine
@@ -46,7 +49,8 @@ def main(argv: list[str]) -> int:
         raise UsageError(
             "\n  - ".join(["several things:", *reasons]) if reasons[1:] else reasons[0]
         )
-    plan = make_plan(config, build_towers(config), _machine(chosen, config))
+    files = mean_bytes(open_data(config)) if config.decode == "late" else None
+    plan = make_plan(config, build_towers(config), _machine(chosen, config), file_bytes=files)
     if chosen.json:
         print(json.dumps(to_json(plan), indent=1))
     else:

@@ -20,6 +20,10 @@ from megabatch.planning.towers import AUTOCAST, MicroBatch, Sample, measure, sam
 from megabatch.training.config import TrainConfig
 from megabatch.training.parallel import checkpoint_activations, units
 
+#: Bytes of an image file's objects beside the file.
+_LATER = 500
+#: Micro-batches of images in the making, coming, being put together, and pinned.
+_DECODED = 5
 #: Phases of a step, in order.
 PHASES = ("encode", "loss", "second pass", "update")
 
@@ -80,15 +84,19 @@ class Plan:
         return self.peak <= self.machine.limit and (free is None or self.host_total <= free)
 
 
-def make_plan(config: TrainConfig, towers: Towers, machine: Machine) -> Plan:
+def make_plan(
+    config: TrainConfig, towers: Towers, machine: Machine, *, file_bytes: float | None = None
+) -> Plan:
     """Plan a run: what each part will take, whether it fits, and if not, what would.
 
     Nothing is computed and nothing allocated, whatever the sizes. Takes a second or two.
 
+    `file_bytes`: an image file's size on average, where images are decoded late; else None.
+
     Raises:
         NoPlan: the model cannot be counted.
     """
-    planner = _Planner(config, towers, machine)
+    planner = _Planner(config, towers, machine, file_bytes)
     plan = planner.plan(config)
     return plan if plan.fits else replace(plan, problem=planner.advice(plan))
 
@@ -98,6 +106,7 @@ class _Planner:
     config: TrainConfig
     towers: Towers
     machine: Machine
+    file_bytes: float | None = None
     _measured: dict[int, MicroBatch] = field(default_factory=dict)
 
     @cached_property
@@ -205,14 +214,27 @@ class _Planner:
 
     def _with_host(self, plan: Plan, rows: int) -> Plan:
         """Raw inputs; on the CPU they are among the device's parts."""
-        # One batch in use, and the next one in the making.
-        size = 2 * rows * self.sample.nbytes
-        note = f"{self.sample.nbytes:,} bytes a pair, two batches"
-        inputs = Part("raw inputs", dict.fromkeys(PHASES, size), note)
+        parts = list(self._inputs(plan.config, rows))
         if plan.machine.device == "cpu":
-            return replace(plan, parts=(*plan.parts, inputs))
-        on_host = {"step": size * plan.machine.per_host}
-        return replace(plan, host=(Part("raw inputs", on_host, note),))
+            return replace(plan, parts=(*plan.parts, *parts))
+        on_host = {part.name: part.nbytes[PHASES[0]] * plan.machine.per_host for part in parts}
+        return replace(
+            plan, host=tuple(replace(part, nbytes={"step": on_host[part.name]}) for part in parts)
+        )
+
+    def _inputs(self, config: TrainConfig, rows: int) -> Iterator[Part]:
+        # One batch in use, and the next one in the making.
+        if self.file_bytes is None:
+            size = self.sample.nbytes
+            note = f"{size:,} bytes a pair, two batches"
+            yield Part("raw inputs", dict.fromkeys(PHASES, 2 * rows * size), note)
+            return
+        size = round(self.file_bytes) + _LATER + self.sample.text_bytes
+        note = f"{size:,} bytes a pair, two batches"
+        yield Part("image files and texts", dict.fromkeys(PHASES, 2 * rows * size), note)
+        decoded = min(rows, _DECODED * config.micro_batch_size) * self.sample.first_bytes
+        note = f"{_DECODED} micro-batches"
+        yield Part("decoded images", dict.fromkeys(PHASES, decoded), note)
 
     # --- what would fit ---------------------------------------------------------------------
 
@@ -221,6 +243,8 @@ class _Planner:
         config, machine = plan.config, plan.machine
         if machine.host is not None and plan.host_total > machine.host:
             what = f"{_giga(plan.host_total)} of the host's {_giga(machine.host)}"
+            if self.file_bytes is None and self.towers.first == "image":
+                what += " (--decode late would keep image files there instead of pixels)"
         else:
             worst = max(PHASES, key=plan.total)
             what = f"{_giga(plan.peak)} of {_giga(machine.limit)} in the phase {worst!r}"

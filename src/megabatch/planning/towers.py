@@ -45,10 +45,24 @@ class Sample:
     @property
     def nbytes(self) -> int:
         """Of one pair."""
-        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self)
+        return self.first_bytes + self.text_bytes
+
+    @property
+    def first_bytes(self) -> int:
+        """Of one image."""
+        return _size(*self.first)
+
+    @property
+    def text_bytes(self) -> int:
+        """Of one text."""
+        return _size(*self.text)
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
         return iter((self.first, self.text))
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def sample_of(towers: Towers) -> Sample:

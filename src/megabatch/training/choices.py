@@ -54,6 +54,8 @@ def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str]]:
 
 
 def _together(config: TrainConfig) -> Iterator[str]:
+    if config.decode == "late" and config.workers == 0:
+        yield "workers: 0; expected at least 1 with decode late, which is their work"
     if config.csv_img_key is not None and config.csv_query_key is not None:
         yield f"csv_query_key: {config.csv_query_key!r}; expected without csv_img_key"
     if config.duplicates not in DUPLICATES[config.loss]:

@@ -179,6 +179,10 @@ class TrainConfig:
     """Of the weights, the order of the data, augmentation and dropout."""
     workers: int = 0
     """Processes that read and transform data; 0: none beside the trainer. Changes no result."""
+    decode: Literal["early", "late"] = "early"
+    """early: images wait for their step on the host as the numbers that the towers take. late: they
+    wait as files, which workers (as many again) decode a micro-batch ahead, once a pass and so
+    twice a step: for batches that the host has no room for otherwise."""
     data_timeout: int = 600
     """Seconds after which workers that give no data are given up; 0: never."""
     log_every: int = 1

@@ -46,6 +46,8 @@ class CachedStep:
         self.module = module
         self.micro_batch_size = micro_batch_size
         self.device = device
+        self._objective = objective
+        self._images: Any = None
         found = locked_towers(module) if locked is None else locked
         if len(found) > 1:
             raise ValueError("locked: expected at most one tower, got both")
@@ -56,7 +58,7 @@ class CachedStep:
             model = OneTower(module, "text" if self.locked == "image" else "image")
         self._cache = GradientCache(
             model,
-            objective,
+            self._loss,
             micro_batch_size,
             scaler=scaler,
             group=group,
@@ -66,6 +68,13 @@ class CachedStep:
 
     def __call__(self, batch: Batch, ids: Tensor | None = None) -> Tensor:
         """The loss, shape (), without a graph. ids: what the objective takes, or None."""
+        self._images = batch.images
+        try:
+            return self._step(batch, ids)
+        finally:
+            self._images = None  # not kept alive by what calls `_loss`
+
+    def _step(self, batch: Batch, ids: Tensor | None) -> Tensor:
         named = {} if ids is None else {"ids": ids}
         if self.locked is None:
             return self._cache(batch.images, batch.texts, **named)
@@ -75,6 +84,18 @@ class CachedStep:
             still, live = live, still
         features = self.locked_features(still)
         return self._cache(live, **{f"{self.locked}_features": features}, **named)
+
+    def _loss(self, **given: Any) -> Tensor:
+        """The objective, without the pairs whose image was found damaged in the first pass."""
+        bad = getattr(self._images, "bad", None)
+        if bad:
+            good = torch.ones(len(self._images), dtype=torch.bool)
+            good[list(bad)] = False
+            rows = good.nonzero().flatten()
+            for name in ("image_features", "text_features", "ids"):
+                if given.get(name) is not None:
+                    given[name] = given[name][rows.to(given[name].device)]
+        return self._objective(**given)
 
     @torch.no_grad()
     def locked_features(self, inputs: Any) -> Tensor:

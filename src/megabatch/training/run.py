@@ -78,6 +78,7 @@ class Run:
                 return received
             self.meter.data_came()
             values = trainer.train_step(batch)
+            self.loader.count_damaged(batch.images)
             self._place = self.loader.state_dict()
             self.meter.mark()
             last = trainer.step == trainer.total_steps

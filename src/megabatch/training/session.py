@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megabatch.data.late import DecodingStopped, mean_bytes
 from megabatch.errors import UsageError
 from megabatch.training.config import TrainConfig
 from megabatch.training.interrupt import exit_code
@@ -40,8 +41,8 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
         try:
             received = _train(config, world, console, resume_command)
         except UsageError as error:
-            if world.main or isinstance(error, Gone):
-                raise
+            if world.main or isinstance(error, (Gone, DecodingStopped)):
+                raise  # nobody else knows of it
             raise SystemExit(getattr(error, "exit_code", 2)) from error
     if received:
         return exit_code(received)
@@ -78,7 +79,9 @@ def _plan(setup: Setup, console: Console) -> None:
 
     config, world = setup.config, setup.world
     try:
-        plan = make_plan(config, setup.towers, this_machine(world.device, world.size))
+        files = mean_bytes(setup.loader.dataset) if config.decode == "late" else None
+        machine = this_machine(world.device, world.size)
+        plan = make_plan(config, setup.towers, machine, file_bytes=files)
     except NoPlan as error:
         console.print(str(error))
         return

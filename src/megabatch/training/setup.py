@@ -27,7 +27,7 @@ MAY_DIFFER = (
     *("output", "workers", "log_every", "checkpoint_every", "keep_checkpoints", "device"),
     *("evaluate", "epochs", "steps"),
     *("parallel", "dist_timeout", "grad_checkpointing", "torchcompile", "on_nonfinite"),
-    *("plan", "max_nonfinite", "check_replicas_every", "data_timeout"),
+    *("plan", "max_nonfinite", "check_replicas_every", "data_timeout", "decode"),
     *("lr_cooldown", "lr_cooldown_shape", "lr_cooldown_power", "lr_cooldown_end"),
 )
 
@@ -57,7 +57,7 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     reasons = problems(config)
     if not reasons and world.main:
         reasons += folder_problems(config)
-    dataset = _attempt(reasons, lambda: _open(config))
+    dataset = _attempt(reasons, lambda: open_data(config))
     if dataset is not None:
         reasons += length_problems(config, pairs_per_epoch(dataset), world.size)
     if not reasons:
@@ -65,6 +65,10 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     towers = _attempt(reasons, lambda: build_towers(config))
     if dataset is not None and towers is not None:
         reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
+        if config.decode == "late" and towers.first == "text":
+            reasons.append(
+                f"decode: late, but {config.model} takes texts, of which nothing is decoded"
+            )
     if reasons or dataset is None or towers is None:
         raise UsageError(_all_of(reasons))
     loader = PairLoader(
@@ -77,6 +81,7 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
         rank=world.rank,
         world_size=world.size,
         timeout=config.data_timeout,
+        late=config.micro_batch_size if config.decode == "late" else None,
     )
     return Setup(config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)))
 
@@ -151,7 +156,8 @@ def _differences(config: TrainConfig) -> list[str]:
     return [f"resume: {config.output} is a run with other settings: {', '.join(changed)}"]
 
 
-def _open(config: TrainConfig) -> PairDataset:
+def open_data(config: TrainConfig) -> PairDataset:
+    """The configuration's training data; a UsageError where there are none."""
     factors = config.train_data_upsampling_factors
     return open_pairs(
         config.train_data,

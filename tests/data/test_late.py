@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megabatch.data.glyphs import GlyphSet
+from megabatch.data.late import DecodingStopped, LateImages, mean_bytes
+from megabatch.data.loader import Batch, PairLoader
+from megabatch.data.pairs import EncodedImage, undecoded
+from megabatch.data.shards import ShardPairs
+
+from .samples import Numbers, to_pixels, to_pixels_and_noise, to_tokens, write_tar
+
+N = 40
+
+
+def bmp(value: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (2, 2), value).save(file, "png")
+    return file.getvalue()
+
+
+def shard(folder: Path, damaged: dict[int, bytes] | None = None) -> ShardPairs:
+    """Sample i is a grey picture in a file, with caption "i"."""
+    members = []
+    for i in range(N):
+        members.append((f"{i:03}.png", (damaged or {}).get(i, bmp(i))))
+        members.append((f"{i:03}.txt", str(i).encode()))
+    return ShardPairs([write_tar(folder / "shard.tar", members)])
+
+
+def loader(dataset: Any, **options: Any) -> PairLoader:
+    settings = {
+        "batch_size": 8,
+        "transform": to_pixels_and_noise,
+        "tokenizer": to_tokens,
+        "seed": 1,
+        "workers": 1,
+    }
+    return PairLoader(dataset, **{**settings, **options})
+
+
+def parts(batch: Batch, size: int) -> torch.Tensor:
+    rows = range(0, len(batch), size)
+    return torch.cat([batch.images[i : min(i + size, len(batch))] for i in rows])
+
+
+def to_pixels_of_one_size(image: Image.Image) -> torch.Tensor:
+    """As models' transforms do, whatever picture comes."""
+    return torch.from_numpy(np.array(image.convert("L").resize((2, 2))))[None]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_both_passes_give_what_early_decoding_gives(tmp_path: Path, workers: int) -> None:
+    dataset = shard(tmp_path, {5: b"no image"})
+    early, late = loader(dataset), loader(dataset, workers=workers, late=3)
+    before = torch.get_rng_state()
+    for _ in range(2):  # epochs, each with an augmentation of its own
+        for one, two in zip(early, late, strict=True):
+            assert isinstance(two.images, LateImages)
+            assert torch.equal(one.indices, two.indices)
+            assert torch.equal(one.texts, two.texts)
+            assert torch.equal(one.ids, two.ids)
+            assert torch.equal(parts(two, 3), one.images)
+            assert torch.equal(parts(two, 3), one.images)
+            assert not two.images.bad
+    assert torch.equal(torch.get_rng_state(), before)
+    # What is no image at all is found when files are read, and others fill the batch up.
+    assert late.skipped == early.skipped == {"undecodable image": 2}
+    assert late.state_dict() == early.state_dict()
+
+
+def test_ranks_have_their_rows(tmp_path: Path) -> None:
+    dataset = shard(tmp_path)
+    whole = next(iter(loader(dataset)))
+    for rank in range(2):
+        share = next(iter(loader(dataset, late=2, rank=rank, world_size=2)))
+        assert torch.equal(parts(share, 2), whole.images[4 * rank : 4 * rank + 4])
+
+
+def test_rows_out_of_turn(tmp_path: Path) -> None:
+    dataset = shard(tmp_path)
+    expected = next(iter(loader(dataset))).images
+    images = next(iter(loader(dataset, late=3))).images
+    assert len(images) == 8
+    for rows in (slice(6, 8), slice(2, 5), slice(5, 8), slice(0, 1), slice(0, 1), slice(0, 8)):
+        assert torch.equal(images[rows], expected[rows])
+    assert images[0:0].shape == (0, 1, 2, 2)
+    assert images[0:0].dtype == expected.dtype
+
+
+def test_a_batch_that_was_left_in_the_middle_leaves_nothing_for_the_next(tmp_path: Path) -> None:
+    dataset = shard(tmp_path)
+    late = loader(dataset, late=2)
+    for one, two in zip(loader(dataset), late, strict=True):
+        assert torch.equal(two.images[0:2], one.images[0:2])
+
+
+def test_a_damaged_image_is_found_late_and_counted(tmp_path: Path) -> None:
+    file = bmp(9)
+    damaged = {i: file[:43] + b"???" + file[46:] for i in (9, 30)}  # in the compressed pixels
+    late = loader(shard(tmp_path, damaged), transform=to_pixels_of_one_size, late=4, shuffle=False)
+    batches = []
+    for batch in late:
+        batches.append(batch)
+        pixels = parts(batch, 4)
+        assert torch.equal(parts(batch, 4), pixels)
+        late.count_damaged(batch.images)
+        for row, index in enumerate(batch.indices.tolist()):
+            assert pixels[row, 0, 0, 0] == (0 if index in damaged else index)
+    assert [list(batch.images.bad) for batch in batches] == [[], [1], [], [6], []]
+    assert late.skipped == {"undecodable image": 2}
+    assert late.report() == ["skipped 2 x undecodable image (first: shard.tar:009)"]
+
+
+def test_pictures_without_files_wait_as_they_are() -> None:
+    early, late = loader(Numbers(16, [3])), loader(Numbers(16, [3]), late=4)
+    for one, two in zip(early, late, strict=True):
+        assert torch.equal(parts(two, 4), one.images)
+
+
+def test_a_set_of_arrays_waits_as_pictures(tmp_path: Path) -> None:
+    pictures = np.arange(4 * 32 * 32, dtype=np.uint8).reshape(4, 32, 32)
+    glyphs = GlyphSet(
+        pictures, np.array([0, 1, 0, 1]), np.zeros(4, int), np.arange(4), ["a", "b"], ["f"]
+    )
+    from megabatch.models.glyph import GlyphTransform
+
+    options = {"batch_size": 4, "transform": GlyphTransform(), "tokenizer": lengths}
+    dataset = glyphs.split("all")
+    (one,) = loader(dataset, **options)
+    (two,) = loader(dataset, **options, late=2)
+    assert torch.equal(parts(two, 2), one.images)
+
+
+def lengths(captions: list[str]) -> torch.Tensor:
+    return torch.tensor([[len(caption)] for caption in captions])
+
+
+def fails(image: Image.Image) -> torch.Tensor:
+    raise OSError(5, "Input/output error")
+
+
+def hangs(image: Image.Image) -> torch.Tensor:
+    time.sleep(100)
+    raise AssertionError
+
+
+def test_what_goes_wrong_in_a_worker_is_told(tmp_path: Path) -> None:
+    dataset = shard(tmp_path)
+    images = next(iter(loader(dataset, transform=fails, late=4))).images
+    with pytest.raises(DecodingStopped, match=r"decoding: .*Input/output error"):
+        images[0:4]
+    images = next(iter(loader(dataset, transform=hangs, late=4, timeout=1))).images
+    with pytest.raises(DecodingStopped, match="no decoded image for 1 s"):
+        images[0:4]
+
+
+def test_a_worker_that_is_killed_is_told(tmp_path: Path) -> None:
+    late = loader(shard(tmp_path), late=4)
+    images = next(iter(late)).images
+    assert len(images[0:4])
+    for process in late._decoder._loader._iterator._workers:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    with pytest.raises(DecodingStopped, match="decoding: "):
+        [images[rows] for rows in [slice(0, 8)] * 9]
+
+
+def test_another_thread_may_ask(tmp_path: Path) -> None:
+    dataset = shard(tmp_path)
+    expected = next(iter(loader(dataset))).images
+    images = next(iter(loader(dataset, late=3))).images
+    found: list[torch.Tensor] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(images[0:8]))
+        thread.start()
+        thread.join()
+    assert all(torch.equal(rows, expected) for rows in found)
+
+
+def test_undecoded_pairs(tmp_path: Path) -> None:
+    dataset = shard(tmp_path)
+    with undecoded():
+        image = dataset[7].image
+    assert isinstance(image, EncodedImage)
+    assert image.data == bmp(7)
+    assert image.decode().tobytes() == dataset[7].image.tobytes()
+
+
+def test_mean_bytes(tmp_path: Path) -> None:
+    sizes: Sequence[int] = [len(bmp(i)) for i in range(N)]
+    assert mean_bytes(shard(tmp_path)) == pytest.approx(np.mean(sizes))
+    assert mean_bytes(Numbers(5, [0])) == 4
+
+
+def test_without_workers_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="workers: 0; expected at least 1"):
+        loader(Numbers(16), workers=0, late=4)
+
+
+def test_early_batches_have_nothing_to_count() -> None:
+    early = loader(Numbers(16), transform=to_pixels)
+    early.count_damaged(next(iter(early)).images)
+    assert not early.skipped

@@ -1,0 +1,160 @@
+"""Late decoding in whole runs: the same run, whatever comes between its steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megabatch.cli import main
+from megabatch.data import Batch
+from megabatch.errors import UsageError
+from megabatch.models import create
+from megabatch.training import TrainConfig, train
+from megabatch.training.choices import problems
+from megabatch.training.encoders import CachedStep
+from megabatch.training.objective import create_objective
+from megabatch.training.trainer import Trainer
+from tests.training.conftest import MakeConfig
+from tests.training.synthetic import batch_of
+
+
+def weights(config: TrainConfig) -> bytes:
+    return (config.output / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def early(make_config: MakeConfig, tmp_path: Path) -> TrainConfig:
+    """A run with open_clip's random crops and with patch dropout."""
+    return make_config(tmp_path / "early", steps=7)
+
+
+@pytest.fixture
+def late(early: TrainConfig) -> TrainConfig:
+    return replace(early, output=early.output.with_name("late"), workers=2, decode="late")
+
+
+def test_the_run_is_that_of_early_decoding_also_when_continued(
+    early: TrainConfig, late: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train(early) == 0
+    assert train(late) == 0
+    assert weights(late) == weights(early)
+    stopped = replace(late, output=early.output.with_name("stopped"))
+    step = Trainer.train_step
+    with monkeypatch.context() as patch:
+
+        def train_step(self: Trainer, batch: Batch) -> dict[str, float]:
+            if self.step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return step(self, batch)
+
+        patch.setattr(Trainer, "train_step", train_step)
+        assert train(stopped) == 130
+    assert train(replace(stopped, resume=True)) == 0
+    assert weights(stopped) == weights(early)
+
+
+@pytest.mark.parametrize("locked", ["", "lock_image", "lock_text"])
+def test_late_decoding_with_locked_towers(
+    locked: str, early: TrainConfig, late: TrainConfig
+) -> None:
+    change = {locked: True, "steps": 3} if locked else {"steps": 3, "loss": "siglip"}
+    runs = [replace(config, **change) for config in (early, late)]
+    assert [train(config) for config in runs] == [0, 0]
+    assert weights(runs[0]) == weights(runs[1])
+
+
+def test_a_damaged_image_leaves_its_pair_out_and_is_told(
+    late: TrainConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    rows = ["filepath,title"]
+    for i in range(16):
+        path = tmp_path / f"{i}.png"
+        Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+        if i in (4, 11):
+            data = path.read_bytes()
+            path.write_bytes(data[:100] + b"???" + data[103:])
+        rows.append(f"{i}.png,picture number {i}")
+    table = tmp_path / "damaged.csv"
+    table.write_text("\n".join(rows) + "\n")
+    config = replace(late, train_data=str(table), steps=4)  # two epochs
+    assert train(config) == 0
+    assert "skipped 4 x undecodable image (first: damaged.csv:row " in capsys.readouterr().out
+    newest = max((config.output / "checkpoints").iterdir())
+    state = json.loads((newest / "state.json").read_text())
+    assert json.dumps(state).count('"undecodable image": 4') == 1
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_the_loss_and_gradients_are_those_of_the_other_pairs(locked: bool) -> None:
+    class Images:
+        def __init__(self, rows: torch.Tensor) -> None:
+            self.rows = rows
+            self.bad: dict[int, tuple[str, str]] = {}
+
+        def __len__(self) -> int:
+            return len(self.rows)
+
+        def __getitem__(self, rows: slice) -> torch.Tensor:
+            self.bad |= {r: ("bad", "") for r in (1, 6) if rows.start <= r < rows.stop}
+            return self.rows[rows]
+
+    batch = batch_of(0, 8)
+    good = torch.tensor([0, 2, 3, 4, 5, 7])
+    ids = torch.tensor([1, 2, 3, 1, 2, 3, 4, 5])
+    damaged = replace(batch, images=Images(batch.images))
+    rest = Batch(batch.images[good], batch.texts[good], batch.indices[good])
+    config = TrainConfig(duplicates="positives")
+    found = []
+    for one, labels in ((damaged, ids), (rest, ids[good])):
+        torch.manual_seed(0)
+        module = create("glyph-small").module
+        if locked:
+            module.lock_image_tower()  # type: ignore[operator]
+        step = CachedStep(module, create_objective(config), 3, device=torch.device("cpu"))
+        loss = step(one, labels)
+        found.append((loss, {n: p.grad for n, p in module.named_parameters()}))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_decoding_that_fails_ends_the_run_with_a_line(
+    late: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megabatch.training import config_file
+
+    step = Trainer.train_step
+
+    def train_step(self: Trainer, batch: Batch) -> dict[str, float]:
+        if self.step == 4:
+            processes = batch.images._decoder._loader._iterator._workers
+            for process in processes:
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+        return step(self, batch)
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    path = late.output.with_suffix(".toml")
+    config_file.save_config(replace(late, steps=30, global_batch_size=40), path)
+    assert main(["train", "--config", str(path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "decoding: DataLoader worker" in line
+    assert sorted(p.name for p in (late.output / "checkpoints").iterdir()) == ["step-00000003"]
+
+
+def test_what_cannot_be_decoded_late(late: TrainConfig) -> None:
+    assert problems(replace(late, workers=0)) == [
+        "workers: 0; expected at least 1 with decode late, which is their work"
+    ]
+    with pytest.raises(UsageError, match="workers: 0"):
+        train(replace(late, workers=0))
+    assert Counter(problems(late)) == Counter()
