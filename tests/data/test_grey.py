@@ -78,14 +78,14 @@ def test_batches_have_the_pairs_ids(tmp_path: Path, workers: int):
 
 def test_damaged_folders_are_refused(tmp_path: Path):
     folder = write(tmp_path / "grey")
-    lines = (folder / "pairs.tsv").read_text().splitlines()
-    (folder / "pairs.tsv").write_text("\n".join(lines[:-1]))
+    lines = (folder / "pairs.txt").read_text().splitlines()
+    (folder / "pairs.txt").write_text("\n".join(lines[:-1]))
     with pytest.raises(UsageError, match=r"shape \(5, 1, 4, 4\); expected uint8 of shape \(4, 1"):
         open_pairs(str(folder))
-    (folder / "pairs.tsv").write_text("\n".join(["no tabs", *lines[1:]]))
+    (folder / "pairs.txt").write_text("\n".join(["no tabs", *lines[1:]]))
     with pytest.raises(UsageError, match="cannot read"):
         open_pairs(str(folder))
-    (folder / "pairs.tsv").write_text("\n".join(lines))
+    (folder / "pairs.txt").write_text("\n".join(lines))
     pixels = (folder / "images.npy").read_bytes()
     (folder / "images.npy").write_bytes(pixels[:-1])
     with pytest.raises(UsageError, match="cannot read"):

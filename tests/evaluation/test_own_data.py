@@ -165,7 +165,7 @@ def test_a_model_by_name_is_evaluated_without_a_run(
     assert "Training" not in Page(html).text
     assert main(["eval", "--model", "glyph-smal", *options]) == 2
     err = capsys.readouterr().err
-    assert "did you mean glyph-small?" in err
+    assert "did you mean glyph-small" in err
     assert err.count("\n") == 1
 
 
@@ -196,10 +196,26 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
     table = caption_table(tmp_path / "pairs", 3)
     with pytest.raises(UsageError, match=r"takes texts with texts, but .*pairs\.csv has images"):
         evaluate_run(run, val_data=str(table))
-    with pytest.raises(UsageError, match=r"class-data: .* takes texts with texts, not images"):
-        evaluate_run(run, class_data=str(tmp_path))
-    monkeypatch.setattr("megabatch.evaluation.run.open_pairs", lambda *_, **__: TextPairs())
-    evaluation = evaluate_run(run, val_data="some texts")
+    for settings in (
+        {"class_data": str(tmp_path)},
+        {"val_data": str(table), "image_folder": tmp_path},
+        {"val_data": "karpathy.json", "split": "test"},
+        {"val_data": str(table), "csv_img_key": "filepath"},
+    ):
+        option = [*settings][-1].replace("_", "-")
+        with pytest.raises(UsageError, match=f"^{option}: .* takes texts with texts, not images$"):
+            evaluate_run(run, **settings)
+    with pytest.raises(UsageError, match=r"takes texts .*, but coco\.json is a list of images"):
+        evaluate_run(run, val_data="coco.json")
+    with pytest.raises(UsageError, match="takes texts with texts, but glyphs has images"):
+        evaluate_run(run, val_data="glyphs")
+    given = []
+    monkeypatch.setattr(
+        "megabatch.evaluation.run.open_pairs",
+        lambda *_, **names: (given.append(names), TextPairs())[1],
+    )
+    evaluation = evaluate_run(run, val_data="some texts", csv_query_key="asked")
+    assert given[0]["query_column"] == "asked"
     task = evaluation["retrieval"]["pairs"]
     assert (task["images"], task["texts"], evaluation["zero_shot"]) == (12, 12, {})
     encoder, pairs = Encoder(towers), [TextPairs()[i] for i in range(12)]

@@ -171,6 +171,7 @@ def test_an_open_clip_model_is_evaluated(run: Path, csv: Path, tmp_path: Path) -
         ({"precision": "int4"}, "precision: 'int4'; expected one of fp32, bf16, fp16"),
         ({"batch_size": 0}, "batch size: 0; expected at least 1"),
         ({"val_data": "no-such-*.tar"}, "no-such"),
+        ({"val_data": "glyphs", "csv_query_key": "a"}, "csv-query-key: .* takes images with texts"),
     ],
 )
 def test_impossible_settings_are_refused(run: Path, settings: dict, message: str) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from megabatch.data.pairs import Pair
 from megabatch.errors import UsageError
 
-IMAGES, PAIRS = "images.npy", "pairs.tsv"
+IMAGES, PAIRS = "images.npy", "pairs.txt"
 
 
 class GreyPairs:
@@ -73,7 +73,7 @@ def is_grey_folder(path: str | Path) -> bool:
 
 
 class GreyWriter:
-    """Writes `images.npy`, uint8 (n, 1, size, size), and `pairs.tsv`: key, id and caption a line.
+    """Writes `images.npy`, uint8 (n, 1, size, size), and `pairs.txt`: key, id and caption a line.
 
     Pictures go to the disk one by one, and so may be more than memory holds.
     """

@@ -46,6 +46,9 @@ class EvalConfig:
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table. Default: as in the run's training data, else
     filepath, image, image_path or file_name."""
+    csv_query_key: str | None = None
+    """Column of first texts in a table, for a model of text pairs. Default: as in the run's
+    training data, else query, anchor, question or sentence1."""
     csv_caption_key: str | None = None
     """Column of captions in a table. Default: as in the run's training data, else title, caption or
     text."""
@@ -82,7 +85,10 @@ class EvalConfig:
 
 
 _GO_WITH = {
-    "val_data": ("image_folder", "split", "csv_img_key", "csv_caption_key", "csv_separator"),
+    "val_data": (
+        *("image_folder", "split", "csv_separator"),
+        *("csv_img_key", "csv_query_key", "csv_caption_key"),
+    ),
     "class_data": ("class_train_data", "class_names", "templates"),
 }
 

@@ -148,10 +148,25 @@ def _prepare(config: EvalConfig, several: bool) -> _Plan:
     opened = _open(config)
     folder = config.output or opened.folder
     assert folder is not None  # `check` sees to it
-    if opened.towers.first == "text" and config.class_data is not None:
-        raise UsageError(f"class-data: {opened.towers.name} takes texts with texts, not images")
+    if opened.towers.first == "text":
+        _refuse_images(config, opened.towers.name)
+    elif config.csv_query_key is not None:
+        raise UsageError(f"csv-query-key: {opened.towers.name} takes images with texts, not texts")
     glyphs, tasks = _retrieval_tasks(config, opened)
     return _Plan(device, folder, opened, glyphs, tasks, _class_task(config))
+
+
+def _refuse_images(config: EvalConfig, model: str) -> None:
+    """Refuse what a model of text pairs can be asked about images alone."""
+    for option in ("class_data", "image_folder", "split", "csv_img_key"):
+        if getattr(config, option) is not None:
+            option = option.replace("_", "-")
+            raise UsageError(f"{option}: {model} takes texts with texts, not images")
+    if config.val_data is not None and config.val_data.endswith(".json"):
+        raise UsageError(
+            f"{model} takes texts with texts, but {config.val_data} is a list of images (pairs of "
+            "texts are read from tables)"
+        )
 
 
 def _open(config: EvalConfig) -> Opened:
@@ -186,7 +201,8 @@ def _retrieval_tasks(config: EvalConfig, opened: Opened) -> tuple[GlyphSet | Non
     }
     samples: Samples[Captions]
     if opened.towers.first == "text":
-        samples = CaptionedPairs(open_pairs(val_data, **columns))
+        queries = config.csv_query_key or trained.get("csv_query_key")
+        samples = CaptionedPairs(open_pairs(val_data, query_column=queries, **columns))
     else:
         folder, split = config.image_folder, config.split
         samples = open_captioned(val_data, image_folder=folder, split=split, **columns)

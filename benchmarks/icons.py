@@ -1,0 +1,222 @@
+"""A vision transformer on the icons, one batch of 32,768: what knowing of duplicates changes.
+
+    python benchmarks/icons.py --package icons.tar.xz --output benchmarks/results/icons.json
+
+Draws the package's icons, then trains the packaged configuration `icons` once for each way to treat
+pairs of the same caption: as negatives (no ids: the control), ignored, as positives; same steps,
+same seed, same batches. After each run: retrieval on the held-out sets, both ways. The record is
+written anew after each, so a run that is cut short leaves what it has.
+
+Steps are as many as --seconds-per-run is enough for, measured in a few beforehand, or --steps.
+Nothing is fetched. A smaller package to carry: icons_package.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megabatch.benchmarking.records import command_line, machine, versions
+from megabatch.data.grey import GreyPairs
+from megabatch.data.iconify import open_package
+from megabatch.data.icons import write_icons
+from megabatch.evaluation.embed import Encoder
+from megabatch.evaluation.run_folder import open_run
+from megabatch.evaluation.samples import CaptionedPairs
+from megabatch.evaluation.tasks import pairs_task, score
+from megabatch.models.icon import IMAGE_SIZE
+from megabatch.training import TrainConfig, load_config, train
+from megabatch.training.config import resolve_device
+
+DUPLICATES = ("negatives", "ignored", "positives")
+WARMING_STEPS = 3  # in which workers start and kernels are chosen: in no figure of speed
+TRIAL_STEPS = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="megabatch-icons-") as scratch:
+        folder = options.work or Path(scratch)
+        content: dict[str, Any] = {
+            "command": command_line(options.output),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "versions": versions(),
+            "data": prepare(options, folder / "icons"),
+            "records": [],
+        }
+        config = configure(options, folder / "icons")
+        steps = options.steps or _affordable(config, folder / "trial", options.seconds_per_run)
+        for duplicates in options.duplicates:
+            run = config_of(config, folder / duplicates, steps, duplicates)
+            content["records"].append(measure(run, folder / "icons" / "test"))
+            content["seconds"] = round(time.perf_counter() - began, 1)
+            _write(options.output, content)
+            print(json.dumps(content["records"][-1]), flush=True)
+
+
+def prepare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Draw the icons; says how many there are, how many share a caption, and how long it took."""
+    began = time.perf_counter()
+    if not folder.exists():
+        with open_package(options.package) as package:
+            write_icons(package, folder, kind="grey", size=IMAGE_SIZE, workers=options.workers)
+    seconds = time.perf_counter() - began
+    found: dict[str, Any] = {"package": json.loads((folder / "sets.json").read_text())["package"]}
+    ids = {}
+    for split in ("train", "test"):
+        pairs = GreyPairs(folder / split)
+        ids[split] = Counter(pairs.ids(range(len(pairs))).tolist())
+        shared = sum(count for count in ids[split].values() if count > 1)
+        found[split] = {"pairs": len(pairs), "captions": len(ids[split]), "sharing": shared}
+    seen = sum(count for one, count in ids["test"].items() if one in ids["train"])
+    found["test"]["of_captions_in_train"] = seen
+    print(f"drawn: {found}, {seconds:.0f} s", flush=True)
+    return {**found, "drawing_seconds": round(seconds, 1), "drawing_workers": options.workers}
+
+
+def configure(options: argparse.Namespace, icons: Path) -> TrainConfig:
+    """The packaged configuration with what the command line says."""
+    known = {field.name for field in fields(TrainConfig)}
+    changes: dict[str, Any] = {}
+    for setting in options.set:
+        name, _, value = setting.partition("=")
+        if name not in known:
+            raise SystemExit(f"--set {setting}: {name} is no setting of a run")
+        changes[name] = _value(value)
+    config = replace(
+        load_config(options.config),
+        train_data=str(icons / "train"),
+        device=options.device,
+        workers=options.workers,
+        seed=options.seed,
+        log_every=1,
+        checkpoint_every=0,
+    )
+    return replace(config, **changes)
+
+
+def config_of(config: TrainConfig, output: Path, steps: int, duplicates: Any) -> TrainConfig:
+    """One run's configuration: a tenth of the steps warm up."""
+    warmup = min(config.warmup, max(1, steps // 10))
+    return replace(config, output=output, steps=steps, warmup=warmup, duplicates=duplicates)
+
+
+def measure(config: TrainConfig, test: Path) -> dict[str, Any]:
+    """Train, evaluate, and say how it went."""
+    device = resolve_device(config.device)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    if code := train(config):
+        raise SystemExit(code)
+    seconds = time.perf_counter() - began
+    log = _log(config.output)
+    steady = log[min(WARMING_STEPS, len(log) - 1) :]
+    step_seconds = [config.global_batch_size / line["pairs_per_second"] for line in steady]
+    waited = sum(t * line["data_wait"] for t, line in zip(step_seconds, steady, strict=True))
+    return {
+        "duplicates": config.duplicates,
+        "model": config.model,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "n_devices": 1,
+        "dtype": config.precision,
+        "b": config.global_batch_size,
+        "micro_batch_size": config.micro_batch_size,
+        "steps": config.steps,
+        "epochs": round(log[-1]["epoch"] + 1, 1),
+        "lr": config.lr,
+        "seed": config.seed,
+        "seconds": round(seconds, 1),
+        "training_seconds": round(log[-1]["seconds"], 1),
+        "step_ms": round(1e3 * statistics.median(step_seconds), 1),
+        "pairs_per_second": round(config.global_batch_size * len(steady) / sum(step_seconds)),
+        "data_wait": round(waited / sum(step_seconds), 4),
+        "memory_bytes": max(line["memory_bytes"] for line in log),
+        "loss": log[-1]["loss"],
+        "logit_scale": log[-1]["logit_scale"],
+        **evaluate(config.output, test, str(device)),
+    }
+
+
+def evaluate(run: Path, test: Path, device: str) -> dict[str, Any]:
+    """Retrieval among the held-out sets' icons and their captions."""
+    began = time.perf_counter()
+    towers = open_run(run).towers
+    towers.module.to(device)
+    scored = score(Encoder(towers, device), pairs_task("icons", CaptionedPairs(GreyPairs(test))))
+    return {
+        "parameters": sum(p.numel() for p in towers.module.parameters()),
+        "evaluated_images": len(scored.matched.indices),
+        "evaluated_texts": len(scored.matched.texts),
+        "recall": scored.figures["model"],
+        "chance": scored.figures["chance"],
+        "evaluation_seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def _affordable(config: TrainConfig, folder: Path, seconds: float) -> int:
+    """How many steps fit into so many seconds, as a short run shows."""
+    trial = config_of(config, folder, TRIAL_STEPS, "positives")
+    if code := train(trial):
+        raise SystemExit(code)
+    steady = _log(folder)[WARMING_STEPS:]
+    step = statistics.median(config.global_batch_size / line["pairs_per_second"] for line in steady)
+    steps = max(TRIAL_STEPS, int(seconds / step))
+    print(f"{step:.3f} s a step: {steps} steps in each run", flush=True)
+    return steps
+
+
+def _log(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    os.replace(partial, path)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--package", type=Path, help="npm's tarball, its folder, or a smaller one")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/icons.json"))
+    parser.add_argument("--work", type=Path, help="folder to work in and keep; default: a new one")
+    parser.add_argument("--config", default="icons", help="a packaged one, or a TOML file")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of the config")
+    parser.add_argument("--duplicates", nargs="+", choices=DUPLICATES, default=list(DUPLICATES))
+    parser.add_argument("--steps", type=int, help="of each run, instead of --seconds-per-run")
+    parser.add_argument("--seconds-per-run", type=float, default=100.0)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""benchmarks/icons.py and icons_package.py on a made-up package."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megabatch.data.iconify import open_package
+from tests.benchmarking.test_scripts import SCRIPTS, run
+from tests.data.iconify_set import write_tarball
+
+
+def load(script: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(script, SCRIPTS / f"{script}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ways_of_duplicates_side_by_side(tmp_path: Path) -> None:
+    output = tmp_path / "icons.json"
+    write_tarball(tmp_path / "package.tgz")
+    small = "model=glyph-small", "global_batch_size=4", "micro_batch_size=2", "plan=off"
+    words = "--seconds-per-run=0", "--workers=0", "--device=cpu"
+    run(
+        "icons.py",
+        f"--package={tmp_path / 'package.tgz'}",
+        f"--output={output}",
+        *words,
+        *("--duplicates", "negatives", "positives"),
+        *("--set", *small),
+    )
+    content = json.loads(output.read_text())
+    assert content["data"]["train"] == {"pairs": 8, "captions": 8, "sharing": 0}
+    assert content["data"]["test"] == {
+        "pairs": 1,
+        "captions": 1,
+        "sharing": 0,
+        "of_captions_in_train": 0,
+    }
+    negatives, positives = content["records"]
+    assert (negatives["duplicates"], positives["duplicates"]) == ("negatives", "positives")
+    assert negatives["steps"] == positives["steps"] == 8
+    assert negatives["recall"]["image_to_text/recall@1"] == 1.0  # of one
+    assert 0 <= negatives["data_wait"] < 1
+    assert negatives["pairs_per_second"] > 0
+    # Without a caption that occurs twice there is nothing to change.
+    assert negatives["loss"] == pytest.approx(positives["loss"], abs=1e-4)
+
+
+def test_a_smaller_package_has_the_same_short_icons(tmp_path: Path) -> None:
+    whole, small = write_tarball(tmp_path / "package.tgz"), tmp_path / "small.tar.xz"
+    with open_package(whole) as package:
+        count = load("icons_package").write(package, small, max_bytes=43, preset=0)
+    with open_package(whole) as package:
+        expected = {of.prefix: of for of in package.sets()}
+    with open_package(small) as package:
+        kept = {of.prefix: of for of in package.sets()}
+    assert count == 4  # of those with a picture of their own; aliases are not among them
+    assert kept.keys() == expected.keys()
+    assert kept["bi2-solid"].icons == expected["bi2-solid"].icons  # held out: whole
+    for prefix in ("plain", "brands"):
+        names = {icon.name for icon in kept[prefix].icons}
+        by_name = {icon.name: icon for icon in expected[prefix].icons}
+        assert all(by_name[icon.name] == icon for icon in kept[prefix].icons)
+        assert 0 < len(names) < len(by_name)
+    assert "wide-up" in {icon.name for icon in kept["plain"].icons}  # an alias of an alias stays

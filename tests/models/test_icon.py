@@ -1,0 +1,141 @@
+"""icon-small: what goes in and what comes out."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from megabatch.errors import UsageError
+from megabatch.models import ModelOptions, Towers, create
+from megabatch.models.icon import GreyTransform, VisionTower, jittered
+from megabatch.models.layers import layer_ids
+from megabatch.models.locking import lock, locked_towers, set_modes
+
+
+@pytest.fixture(scope="module")
+def towers() -> Towers:
+    torch.manual_seed(0)
+    return create("icon-small")
+
+
+def pictures(n: int) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (n, 1, 64, 64), dtype=torch.uint8, generator=noise)
+
+
+def test_features_are_normalised_and_of_each_picture_alone(towers: Towers) -> None:
+    module = towers.module.eval()
+    images, texts = pictures(4), towers.tokenizer(["home", "home outline", "arrow left", "a"])
+    outputs = module(images, texts)
+    assert outputs.keys() == {"image_features", "text_features", "logit_scale"}
+    for key in ("image_features", "text_features"):
+        assert outputs[key].shape == (4, towers.embed_dim)
+        torch.testing.assert_close(outputs[key].norm(dim=-1), torch.ones(4))
+    alone = module.encode_image(images[2:3], normalize=True)
+    torch.testing.assert_close(outputs["image_features"][2:3], alone)
+
+
+def test_places_of_patches_matter(towers: Towers) -> None:
+    one = torch.full((1, 1, 64, 64), 255, dtype=torch.uint8)
+    one[..., :8, :8] = 0
+    other = one.roll((24, 24), dims=(2, 3))
+    module = towers.module.eval()
+    assert not torch.allclose(module.encode_image(one), module.encode_image(other), atol=1e-3)
+
+
+def test_training_is_random_by_torchs_generator_and_evaluation_is_not(towers: Towers) -> None:
+    module, images = towers.module, pictures(2)
+    module.eval()
+    assert torch.equal(module.encode_image(images), module.encode_image(images))
+    module.train()
+    seen = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        seen.append(module.encode_image(images))
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.allclose(seen[0], seen[2])
+
+
+def test_jitter_moves_what_is_drawn_by_no_more_than_said() -> None:
+    torch.manual_seed(0)
+    ink = torch.zeros(64, 1, 64, 64)
+    ink[:, :, 28:36, 28:36] = 1
+    moved = jittered(ink)
+    assert moved[..., :18, :].max() == moved[..., 46:, :].max() == 0
+    area = moved.sum((1, 2, 3)) / 64
+    assert 0.7 < area.min() < 0.9
+    assert 1.1 < area.max() < 1.45
+    rows = (moved.sum((1, 3)) * torch.arange(64)).sum(1) / moved.sum((1, 2, 3)) - 31.5
+    assert 3 < rows.abs().max() < 64 * 0.08 / 0.85 + 0.1
+
+
+def test_dropped_patches_leave_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = VisionTower(16, 64, patch_dropout=0.75)
+    lengths: list[int] = []
+    tower.blocks.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    tower.train()(pictures(1))
+    tower.eval()(pictures(1))
+    assert lengths == [16, 64]
+
+
+def test_pictures_of_any_kind_become_grey_on_white() -> None:
+    transform = GreyTransform()
+    for mode in ("1", "L", "LA", "RGB", "RGBA", "P"):
+        pixels = transform(Image.new(mode, (40, 10)))
+        assert (pixels.shape, pixels.dtype) == ((1, 64, 64), torch.uint8)
+        assert (pixels[0, 0] == 255).all()  # around what is wider than high
+    clear = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    assert (transform(clear) == 255).all()
+    batched = transform.batch(pictures(2), torch.zeros(2, dtype=torch.int64))
+    assert torch.equal(batched, pictures(2))
+    wide = torch.zeros(2, 3, 8, 16, dtype=torch.uint8)
+    assert torch.equal(
+        transform.batch(wide, torch.zeros(2, dtype=torch.int64))[1],
+        transform(Image.new("RGB", (16, 8))),
+    )
+    pickle.loads(pickle.dumps(transform))
+
+
+def test_options(tmp_path: Path) -> None:
+    smaller = create("icon-small", options=ModelOptions(force_image_size=32, init_logit_bias=-10.0))
+    assert smaller.eval_transform(Image.new("L", (64, 64))).shape == (1, 32, 32)
+    assert smaller.module.visual.pos_embed.shape[0] == 16
+    assert smaller.module.logit_bias.item() == -10
+    with pytest.raises(UsageError, match="multiples of 8"):
+        create("icon-small", options=ModelOptions(force_image_size=60))
+    with pytest.raises(UsageError, match="force_patch_dropout: 1"):
+        create("icon-small", options=ModelOptions(force_patch_dropout=1.0))
+    with pytest.raises(UsageError, match="hf_share: icon-small has no such option"):
+        create("icon-small", options=ModelOptions(hf_share=False))
+
+
+def test_weights_come_back_and_those_of_another_model_are_refused(
+    towers: Towers, tmp_path: Path
+) -> None:
+    path = tmp_path / "w.safetensors"
+    state = towers.module.state_dict()
+    save_file(state, path)
+    again = create("icon-small", pretrained=path).module.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    save_file({**state, "logit_bias": torch.tensor(-3.0)}, path)
+    assert create("icon-small", pretrained=path).module.logit_bias.item() == -3
+    with pytest.raises(UsageError, match="does not hold the weights of glyph-small"):
+        create("glyph-small", pretrained=path)
+
+
+def test_towers_can_be_locked_and_layers_have_numbers(towers: Towers) -> None:
+    module = create("icon-small").module
+    ids = layer_ids(module)
+    assert ids["visual.patch_embed.weight"] == ids["visual.pos_embed"] == (0, 7)
+    assert ids["visual.blocks.0.qkv.weight"] == (1, 7)
+    assert ids["visual.head.weight"] == (7, 7)
+    lock(module, "image")
+    assert locked_towers(module) == {"image"}
+    assert not set_modes(module).visual.training  # no jitter of what is not trained
+    with pytest.raises(UsageError, match="locked whole only"):
+        lock(module, "text", unlocked=1)
