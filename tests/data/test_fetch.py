@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megabatch.data import fetch as module
 from megabatch.data.fetch import Fetcher, Request, join, sample_seeds
 from megabatch.data.glyphs import GlyphSet
+from megabatch.data.pairs import BadSample, Pair
 
 from .samples import Numbers, to_pixels, to_pixels_and_noise, to_tokens
 
@@ -140,3 +141,55 @@ def test_captions_beyond_those_remembered(monkeypatch):
         chunk = fetcher[Request(0, start, np.arange(start, start + 3))]
         assert chunk.texts is not None
         assert chunk.texts[:, 0].tolist() == [start, start + 1, start + 2]
+
+
+class Questions:
+    """Pairs of texts, of which sample 3 is bad."""
+
+    first = "text"
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Pair:
+        if index == 3:
+            raise BadSample("empty query", "3")
+        return Pair(f"question {index % 2}", f"answer {index}", str(index))
+
+
+class Lengths:
+    """A tokenizer's work on first texts; counts how many it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, text: str) -> torch.Tensor:
+        return torch.tensor([len(text), int(text[-1])])
+
+    def texts(self, texts: list[str]) -> torch.Tensor:
+        self.seen += texts
+        return torch.stack([self(text) for text in texts])
+
+
+def test_first_texts_are_made_together_and_once():
+    request = Request(0, 0, np.arange(6))
+    transform = Lengths()
+    fetcher = Fetcher(Questions(), transform, CountingTokenizer(), seed=0)
+    chunk, again = fetcher[request], fetcher[request]
+    slow = Fetcher(Questions(), lambda text: transform(text), CountingTokenizer(), seed=0)[request]
+    assert chunk.images is not None
+    for other in (again, slow):
+        assert other.images is not None
+        assert chunk.images.tolist() == other.images.tolist()
+    assert chunk.images.tolist() == [[10, i % 2] for i in (0, 1, 2, 4, 5)]
+    assert chunk.bad == [(3, "empty query", "3")]
+    assert transform.seen == ["question 0", "question 1"]
+
+
+def test_a_draw_past_the_end_is_the_same_sample_with_another_seed():
+    fetcher = Fetcher(Numbers(20, ()), to_pixels_and_noise, to_tokens, seed=0)
+    chunk = fetcher[Request(0, 0, np.array([3, 23, 43, 3]))]
+    assert chunk.indices.tolist() == [3, 3, 3, 3]
+    assert len(set(chunk.ids.tolist())) == 1
+    assert chunk.images is not None
+    assert len({image.sum().item() for image in chunk.images}) == 3

@@ -23,32 +23,12 @@ from megabatch.training.encoders import CachedStep
 from megabatch.training.objective import create_objective
 from megabatch.training.towers import build_towers
 from megabatch.training.trainer import Trainer
-
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
+from tests.models.tiny_bert import save_tiny_bert
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT of two layers and a tokenizer of letters, as `save_pretrained` writes them."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    path = tmp_path_factory.mktemp("bert")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS), intermediate_size=32, max_position_embeddings=12, **sizes
-    )
-    torch.manual_seed(0)
-    transformers.BertModel(config).save_pretrained(path)
-    vocabulary = {word: i for i, word in enumerate(WORDS)}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]"
-    ).save_pretrained(path)
-    return path
+    return save_tiny_bert(tmp_path_factory.mktemp("bert"))
 
 
 def made(folder: Path, **options: object) -> Towers:
@@ -70,6 +50,7 @@ def test_both_texts_go_the_same_way(folder: Path) -> None:
     assert torch.equal(outputs["image_features"], outputs["text_features"])
     torch.testing.assert_close(outputs["text_features"].norm(dim=-1), torch.ones(2))
     assert outputs["logit_scale"].item() == pytest.approx(20)
+    assert torch.equal(towers.train_transform.texts(["a b c", "d"]), first)  # type: ignore[attr-defined]
     for part in (towers.train_transform, towers.tokenizer):
         pickle.loads(pickle.dumps(part))
 
@@ -152,7 +133,7 @@ class TextPairs:
     def __getitem__(self, index: int) -> Pair:
         letters = "bcdefg"
         text = f"{letters[index % 6]} {letters[index // 6]}"
-        return Pair(image=f"a {text}", caption=f"{text} h", key=text)  # type: ignore[arg-type]
+        return Pair(image=f"a {text}", caption=f"{text} h", key=text)
 
 
 def test_training_on_pairs_of_texts_lowers_the_loss(folder: Path) -> None:

@@ -1,0 +1,141 @@
+"""Runs on other data than one table of images: pairs of texts, several sources."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megabatch.cli import main
+from megabatch.errors import UsageError
+from megabatch.training import train
+from megabatch.training.setup import prepare
+from tests.models.tiny_bert import save_tiny_bert
+from tests.training.conftest import MakeConfig
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an encoder, bert/, and 20 and 10 pairs of texts, a.csv and b.jsonl.gz."""
+    folder = tmp_path_factory.mktemp("texts")
+    save_tiny_bert(folder / "bert")
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices("abcdefg", k=4)) for _ in range(30)]
+    with (folder / "a.csv").open("w", newline="") as file:
+        rows = [[f"{text} a", f"{text} h"] for text in texts[:20]]
+        csv.writer(file).writerows([["asked", "found"], *rows])
+    lines = [json.dumps({"query": f"{text} a", "positive": f"{text} h"}) for text in texts[20:]]
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    return folder
+
+
+def command(texts: Path, output: Path, *more: str) -> list[str]:
+    options = {
+        "--model": f"hf:{texts / 'bert'}",
+        "--train-data": f"{texts / 'a.csv'}::{texts / 'b.jsonl.gz'}",
+        "--train-data-upsampling-factors": "1::2",  # 5 steps an epoch
+        "--csv-query-key": "asked::query",
+        "--csv-caption-key": "found::positive",
+        "--duplicates": "positives",
+        "--global-batch-size": "8",
+        "--micro-batch-size": "4",
+        "--lr": "0.005",
+        "--warmup": "2",
+        "--steps": "12",
+        "--checkpoint-every": "4",
+        "--keep-checkpoints": "9",
+        "--precision": "fp32",
+        "--device": "cpu",
+        "--plan": "off",
+        "--output": str(output),
+    }
+    return ["train", *(part for pair in options.items() for part in pair), *more]
+
+
+@pytest.fixture(scope="module")
+def straight(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "straight"
+    assert main(command(texts, output)) == 0
+    return output
+
+
+def test_pairs_of_texts_train_by_the_command(straight: Path) -> None:
+    losses = [json.loads(line)["loss"] for line in (straight / "metrics.jsonl").open()]
+    assert len(losses) == 12
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+
+
+@pytest.mark.parametrize("step", [4, 8])  # in the first epoch and in the second
+def test_a_resumed_run_is_the_uninterrupted_one(
+    texts: Path, straight: Path, tmp_path: Path, step: int
+) -> None:
+    kept = Path("checkpoints") / f"step-{step:08d}"
+    (tmp_path / kept).mkdir(parents=True)
+    for file in (straight / kept).iterdir():
+        (tmp_path / kept / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.toml").write_text((straight / "config.toml").read_text())
+    assert main(command(texts, tmp_path, "--resume")) == 0
+    ends = [(run / "model.safetensors").read_bytes() for run in (tmp_path, straight)]
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--csv-query-key", "question::query"], "a.csv has no query column 'question'; its"),
+        (["--csv-caption-key", "nope"], "a.csv has no caption column 'nope'; its columns are 'as"),
+        (["--csv-query-key", "a::b::c"], "query_column: 'a::b::c' names 3; expected one, or one"),
+        (["--csv-img-key", "x"], "csv_query_key: 'asked::query'; expected without csv_img_key"),
+        (
+            ["--train-data-upsampling-factors", "1"],
+            "upsampling_factors: '1' are 1; expected 2, one a source",
+        ),
+        (["--train-data-upsampling-factors", "1::x"], "'1::x'; expected numbers joined by '::'"),
+        (["--global-batch-size", "41"], "global_batch_size: 41, but there are only 40 pairs"),
+        (["--model", "glyph-small"], "takes images with texts, but"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    expected: str,
+) -> None:
+    assert main(command(texts, tmp_path / "run", *options)) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.startswith("megabatch train: ")
+    assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_texts_on_images(texts: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", model=f"hf:{texts / 'bert'}")
+    with pytest.raises(UsageError, match=r"but .* has images \(csv_query_key names the column"):
+        prepare(config)
+
+
+def test_an_epoch_is_what_the_factors_say(
+    make_config: MakeConfig, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = {
+        "train_data": f"{pictures}::{pictures}",
+        "train_data_upsampling_factors": "1::0.4",
+        "steps": None,
+        "epochs": 2,
+        "checkpoint_every": 0,
+    }
+    assert prepare(make_config(tmp_path / "run", **mixed)).total_steps == 2 * (40 + 16) // 8
+    assert train(make_config(tmp_path / "run", **{**mixed, "epochs": 1})) == 0
+    told = capsys.readouterr().out
+    assert f"{pictures}: 40 pairs, of which an epoch draws 16\n" in told
+    other = make_config(
+        tmp_path / "run", **{**mixed, "train_data_upsampling_factors": "1::0.6"}, resume=True
+    )
+    with pytest.raises(UsageError, match=r"_upsampling_factors was 1::0\.4, is 1::0\.6"):
+        train(other)
