@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megabatch import similarity
 from megabatch.similarity import dense, sweep
+from megabatch.similarity.fused import cuts
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, careful_dense, float32_noise, truth
 from tests.similarity.test_statistics import some_ids, weighted_sum
@@ -147,6 +148,19 @@ def test_self_similarity(maker: str, ids: str) -> None:
     truth = dense.split_logsumexp(
         theirs[0], None, theirs[1], ids=(eye, eye) if ids == "paired" else (rows, rows)
     )
+    check(ours, truth, mine, theirs)
+
+
+def test_self_similarity_with_diagonal_blocks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "DIAGONAL", 512)
+    similarity.set_workspace(2 << 20)  # blocks of 1,024
+    m = 2300 if GPU else 1100
+    x, _ = make("clustered", m, 1, 8, torch.float16)
+    mine = leaves(x) + leaves(14.3, dtype=torch.float32)
+    theirs = leaves(x, 14.3, dtype=torch.float64)
+    eye = torch.arange(m, device=DEVICE)
+    ours = similarity.split_logsumexp(mine[0], None, mine[1])
+    truth = dense.split_logsumexp(theirs[0], None, theirs[1], ids=(eye, eye))
     check(ours, truth, mine, theirs)
 
 

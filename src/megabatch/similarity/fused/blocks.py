@@ -16,7 +16,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.fused import backward, forward
 from megabatch.similarity.fused.configs import backward_config, forward_config
-from megabatch.similarity.fused.cuts import GROUP, TILE, cdiv, parts, product_parts, whole_groups
+from megabatch.similarity.fused.cuts import (
+    GROUP,
+    TILE,
+    cdiv,
+    cut,
+    parts,
+    product_parts,
+    whole_groups,
+)
 from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
 from megabatch.similarity.states import empty_state, finish
@@ -96,10 +104,11 @@ class FusedBlocks:
         m, n = len(self.x), len(self.y)
         # The forward's workspace is one sum a tile and row: larger blocks fit.
         step = self.rows if self.symmetric else 2 * self.rows
-        for i in parts(m, step):
-            for j in parts(n, step):
-                if self.symmetric and j.start < i.start:
-                    continue
+        pairs = ((i, j) for i in parts(m, step) for j in parts(n, step))
+        for block in pairs:
+            if self.symmetric and block[1].start < block[0].start:
+                continue
+            for i, j in cut(*block, self.symmetric):
                 # Above the diagonal, a block's columns are rows further down.
                 mirrored = self.symmetric and i != j
                 other = rows if mirrored else columns
@@ -186,15 +195,17 @@ class FusedBlocks:
         With `symmetric`, dx and dy are views of one gradient of all rows, `columns` is `rows`.
         `fresh`: dx, dy hold nothing yet (`buffer`).
         """
-        near, far = Side.of(rows, scale).view(i), Side.of(columns, scale)
-        for j in product_parts(len(self.y), self.columns):
-            if self.symmetric and j.start < i.start:
+        near, far = Side.of(rows, scale), Side.of(columns, scale)
+        for whole in product_parts(len(self.y), self.columns):
+            if self.symmetric and whole.start < i.start:
                 continue
-            ds = self._gradient_block(i, j, scale, near, far.view(j))
-            if dx is not None:
-                add_product(dx, ds, self.y[j], fresh[0] and j.start == 0)
-            if dy is not None and not (self.symmetric and i == j):
-                add_product(dy[j], ds.T, self.x[i], fresh[1])
+            for k, j in cut(i, whole, self.symmetric):
+                ds = self._gradient_block(k, j, scale, near.view(k), far.view(j))
+                if dx is not None:
+                    own = dx[k.start - i.start : k.stop - i.start]
+                    add_product(own, ds, self.y[j], fresh[0] and j.start == 0)
+                if dy is not None and not (self.symmetric and k == j):
+                    add_product(dy[j], ds.T, self.x[k], fresh[1])
 
     def _gradient_block(
         self, i: slice, j: slice, scale: Tensor, rows: Side, columns: Side
@@ -232,6 +243,7 @@ class FusedBlocks:
     def _workspace(self, m: int, n: int) -> Tensor:
         stride = cdiv(n, 64) * 64  # rows that a descriptor and a fast product can take
         if self._ds is None or self._ds.numel() < m * stride:
+            self._ds = None  # the memory of one suffices
             self._ds = self.x.new_empty(m * stride)
         return self._ds[: m * stride].view(m, stride)[:, :n]
 
