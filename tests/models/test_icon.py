@@ -74,6 +74,15 @@ def test_jitter_moves_what_is_drawn_by_no_more_than_said() -> None:
     assert 3 < rows.abs().max() < 64 * 0.08 / 0.85 + 0.1
 
 
+def test_jitter_is_no_coarser_under_autocast() -> None:
+    ink = torch.rand(4, 1, 64, 64)
+    torch.manual_seed(0)
+    exact = jittered(ink)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(jittered(ink), exact)
+
+
 def test_dropped_patches_leave_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = VisionTower(16, 64, patch_dropout=0.75)
     lengths: list[int] = []

@@ -85,7 +85,8 @@ class VisionTower(nn.Module):
         if self.training:
             ink = jittered(ink)
         x = self.patch_embed((ink - _MEAN) / _STD).flatten(2).transpose(1, 2)
-        x = x + self.pos_embed.to(x.dtype)  # a residual path in fp32 would be twice the traffic
+        # A path in fp32 would be twice the traffic, one with channels apart be copied in each block.
+        x = x.contiguous() + self.pos_embed.to(x.dtype)
         if self.training and self.kept < x.shape[1]:
             x = _some(x, self.kept)
         return self.head(self.norm(self.blocks(x)).mean(1))
@@ -116,15 +117,15 @@ class Block(nn.Module):
 
 def jittered(ink: Tensor) -> Tensor:
     """Pictures (n, c, side, side), zero around them, each shifted and scaled at random."""
-    n = len(ink)
-    shift, scale = torch.rand(2, n, 2, device=ink.device) * 2 - 1
-    grow = 1 + _SCALE * scale[:, 0]
-    zero = torch.zeros_like(grow)
-    # Coordinates go from -1 to 1: twice the shift.
-    rows = [grow, zero, 2 * _SHIFT * shift[:, 0], zero, grow, 2 * _SHIFT * shift[:, 1]]
-    theta = torch.stack(rows, dim=1).view(n, 2, 3)
-    grid = F.affine_grid(theta, list(ink.shape), align_corners=False)
-    return F.grid_sample(ink, grid, align_corners=False)
+    n, side = len(ink), ink.shape[-1]
+    right, down, grow = (torch.rand(3, n, 1, device=ink.device) * 2 - 1).unbind()
+    # Pixels' middles; coordinates go from -1 to 1. affine_grid's product would be autocast's: too
+    # coarse for places.
+    places = (torch.arange(side, device=ink.device) * 2 + 1) / side - 1
+    places = places * (1 + _SCALE * grow)
+    across = (places + 2 * _SHIFT * right)[:, None, :].expand(n, side, side)
+    along = (places + 2 * _SHIFT * down)[:, :, None].expand(n, side, side)
+    return F.grid_sample(ink, torch.stack([across, along], dim=-1), align_corners=False)
 
 
 def _some(x: Tensor, kept: int) -> Tensor:
