@@ -5,6 +5,7 @@ One code for both, with glyph-small on pairs that are made here. What a GPU alon
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -224,6 +225,22 @@ def test_a_whole_run_stopped_by_sigterm_continues(
     for name, value in one.items():
         exact = 0.0 if device == "cpu" else 1e-3
         torch.testing.assert_close(two[name], value, atol=exact, rtol=exact, msg=name)
+
+
+@pytest.mark.parametrize("device", GPU)
+def test_late_decoding_is_early_decoding(device: str, tmp_path: Path) -> None:
+    pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
+    from megabatch.training import train
+
+    data = str(write_shard(tmp_path / "pairs.tar", 160))
+    early = replace(CONFIG, device=device, train_data=data, output=tmp_path / "early", workers=2)
+    late = replace(early, output=tmp_path / "late", decode="late")
+    assert [train(early), train(late)] == [0, 0]
+    losses = [
+        [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").open()]
+        for run in (early, late)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def _copies(trainer: Trainer) -> dict[str, Tensor]:
