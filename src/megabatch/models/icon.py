@@ -85,7 +85,7 @@ class VisionTower(nn.Module):
         if self.training:
             ink = jittered(ink)
         x = self.patch_embed((ink - _MEAN) / _STD).flatten(2).transpose(1, 2)
-        # A path in fp32 would be twice the traffic, one with channels apart be copied in each block.
+        # In fp32 it would be twice the traffic, with channels apart a copy in each block.
         x = x.contiguous() + self.pos_embed.to(x.dtype)
         if self.training and self.kept < x.shape[1]:
             x = _some(x, self.kept)
