@@ -17,6 +17,7 @@ import torch
 
 from megabatch.training import TrainConfig, save_config, train
 from tests.similarity.distributed.processes import free_port
+from tests.training.bn_towers import alone
 from tests.training.synthetic import CONFIG, write_shard
 
 pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
@@ -78,7 +79,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             (replace(base, output=folder / "fsdp-stopped", parallel="fsdp"), 3),
             (replace(base, output=folder / "ddp-stopped", parallel="fsdp", resume=True), None),
         ]
-        told, codes = _torchrun(size, jobs, folder)
+        told, codes = _torchrun(size, jobs, folder, device)
         # What several left one continues.
         assert codes["fsdp-stopped"] == [75] * size, told
         assert train(replace(base, output=folder / "fsdp-stopped", resume=True)) == 0
@@ -88,7 +89,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def _torchrun(
-    size: int, jobs: list[tuple[TrainConfig, int | None]], folder: Path
+    size: int, jobs: list[tuple[TrainConfig, int | None]], folder: Path, device: str
 ) -> tuple[str, dict[str, list[int]]]:
     listed = []
     for number, (config, stop) in enumerate(jobs):
@@ -97,9 +98,11 @@ def _torchrun(
         listed.append(
             {"config": str(path), "resume": config.resume, "stop": stop, "port": free_port()}
         )
-    (folder / "jobs.json").write_text(json.dumps(listed))
+    jobs_file = {"runs": listed, "ports": [free_port(), free_port()]}
+    (folder / "jobs.json").write_text(json.dumps(jobs_file))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(size), "-m", "tests.training.ranks_worker", str(folder)]
+    command += ["--nproc-per-node", str(size), "-m", "tests.training.ranks_worker"]
+    command += [str(folder), device]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
@@ -137,3 +140,22 @@ def test_a_run_goes_on_with_another_layout_and_number_of_devices(
     one, two = map(load_file, files)
     for key, value in one.items():
         torch.testing.assert_close(two[key], value, atol=2e-3, rtol=1e-2, msg=key)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_synchronised_batch_normalisation_is_that_of_all_rows(
+    parallel: str, outcome: Outcome
+) -> None:
+    from safetensors.torch import load_file
+
+    device = torch.device("cpu" if outcome.folder.name.startswith("cpu") else "cuda")
+    tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
+        losses, weights = alone(device, outcome.size)
+    finally:
+        torch.backends.cudnn.allow_tf32 = tf32
+    found = json.loads((outcome.folder / f"bn-{parallel}.json").read_text())
+    assert found == pytest.approx(losses, rel=1e-3)
+    for name, value in load_file(outcome.folder / f"bn-{parallel}.safetensors").items():
+        expected = weights[name].reshape(value.shape)
+        torch.testing.assert_close(value, expected, atol=1e-3, rtol=1e-2, msg=name)

@@ -223,11 +223,12 @@ class _Planner:
         )
 
     def _inputs(self, config: TrainConfig, rows: int) -> Iterator[Part]:
-        # One batch in use, and the next one in the making.
+        # One batch in use, and the next one in the making: out of pieces, where workers bring them.
         if self.file_bytes is None:
             size = self.sample.nbytes
-            note = f"{size:,} bytes a pair, two batches"
-            yield Part("raw inputs", dict.fromkeys(PHASES, 2 * rows * size), note)
+            batches, words = (3, "three") if config.workers else (2, "two")
+            note = f"{size:,} bytes a pair, {words} batches"
+            yield Part("raw inputs", dict.fromkeys(PHASES, batches * rows * size), note)
             return
         size = round(self.file_bytes) + _LATER + self.sample.text_bytes
         note = f"{size:,} bytes a pair, two batches"

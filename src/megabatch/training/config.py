@@ -157,6 +157,8 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """With several processes (torchrun, srun): ddp, each has the whole model; fsdp (FSDP2), each
     has a part of weights, optimizer state and gradients."""
+    use_bn_sync: bool = False
+    """With several processes: batch normalisation over the micro-batches of all of them (GPUs)."""
     dist_timeout: int = 600
     """Seconds after which processes give up on one that does not come; more than a checkpoint
     takes."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from megabatch.data import Batch
 from megabatch.errors import UsageError
 from megabatch.training import checkpoint
+from megabatch.training.batch_norm import explanation
 from megabatch.training.checkpoint import Checkpoint, CheckpointError
 from megabatch.training.config_file import save_config
 from megabatch.training.display import Display, duration
@@ -247,6 +248,8 @@ class Run:
         )
         for line in getattr(self.loader.dataset, "shares", []):
             self.console.print(f"  {line}")
+        if warning := explanation(trainer.module, config, self.world):
+            self.console.print(warning)
         if trainer.step:
             self.console.print(f"continuing after step {trainer.step}")
 

@@ -14,6 +14,7 @@ from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError
 from megabatch.models import Towers
+from megabatch.training import batch_norm
 from megabatch.training.config import TrainConfig, problems
 from megabatch.training.config_file import load_config, to_dict
 from megabatch.training.towers import build_towers
@@ -65,6 +66,7 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     towers = _attempt(reasons, lambda: build_towers(config))
     if dataset is not None and towers is not None:
         reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
+        reasons += batch_norm.problems(config, world)
         if config.decode == "late" and towers.first == "text":
             reasons.append(
                 f"decode: late, but {config.model} takes texts, of which nothing is decoded"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megabatch.data import Batch
 from megabatch.errors import UsageError
 from megabatch.models.locking import locked_towers, set_modes
+from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.config import TrainConfig
 from megabatch.training.ema import Ema
@@ -77,6 +78,8 @@ class Trainer:
         self.skipped = 0
         self._skipped_in_a_row = 0
         self.module = set_modes(module.to(device))
+        if config.use_bn_sync:
+            self.module = synchronise(self.module, self.world)
         if config.grad_checkpointing:
             checkpoint_activations(self.module)
         if config.torchcompile:

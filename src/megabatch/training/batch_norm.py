@@ -1,0 +1,64 @@
+"""Batch normalisation under gradient caching and on several processes.
+
+It normalises what goes through the model at a time: a process's micro-batch, in both passes alike.
+So a run depends on the size of micro-batches, and gradients are those of that function, not of one
+that would normalise by the whole batch. Synchronised, it normalises by the micro-batches that all
+processes have in hand; a collective for every such layer in every forward and backward pass.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from megabatch.training.config import TrainConfig
+from megabatch.training.world import World
+
+
+def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """The layers that normalise by the samples beside them: not those of a locked tower."""
+    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
+
+
+def problems(config: TrainConfig, world: World) -> list[str]:
+    """Why batch normalisation cannot be synchronised as configured."""
+    if not config.use_bn_sync or world.size == 1:
+        return []
+    if world.device.type != "cuda":
+        return ["use_bn_sync: torch synchronises batch normalisation on GPUs only"]
+    if config.global_batch_size % world.size:
+        return [
+            f"use_bn_sync: {config.global_batch_size} pairs over {world.size} processes; expected "
+            "as many on each"
+        ]
+    return []
+
+
+def synchronise(module: nn.Module, world: World) -> nn.Module:
+    """The module with its batch normalisation over all processes; its parameters are the same."""
+    if world.size == 1 or not batch_norms(module):
+        return module
+    # Not torch's own conversion: timm's layers with an activation inside would lose it.
+    from timm.layers import convert_sync_batchnorm
+
+    converted: nn.Module = convert_sync_batchnorm(module)
+    return converted
+
+
+def explanation(module: nn.Module, config: TrainConfig, world: World) -> str:
+    """What batch normalisation means in this run; "" without any."""
+    layers = len(batch_norms(module))
+    if not layers:
+        return ""
+    rows = min(config.micro_batch_size, -(-config.global_batch_size // world.size))
+    over = f"{rows:,} pairs at a time"
+    hint = ""
+    if world.size > 1 and config.use_bn_sync:
+        over = f"{rows * world.size:,} pairs at a time, {rows:,} of each process"
+    elif world.size > 1:
+        over += " on each process alone, and keeps rank 0's running statistics"
+        hint = " (--use-bn-sync takes those of all processes)"
+    return (
+        f"warning: {config.model} has batch normalisation ({layers} layers). It normalises over "
+        f"{over}: --micro-batch-size changes what is learnt{hint}"
+    )
