@@ -3,18 +3,20 @@ from __future__ import annotations
 import json
 import pickle
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megabatch.data.loader import Batch, PairLoader
-from megabatch.data.mixture import MixedPairs, parse_factors
+from megabatch.data.mixture import MixedPairs, mix, parse_factors
 from megabatch.data.order import Part, pairs_per_epoch
-from megabatch.data.pairs import BadSample, Pair
+from megabatch.data.pairs import ArrayDataset, BadSample, Pair
 from megabatch.errors import UsageError
 
-from .samples import Numbers, to_pixels_and_noise, to_tokens
+from .samples import Numbers, to_pixels, to_pixels_and_noise, to_tokens
 
 
 class Texts(Numbers):
@@ -158,3 +160,48 @@ def test_images_and_texts_do_not_mix():
         MixedPairs([Numbers(3), Texts(3)], ["a", "b"])
     assert MixedPairs([Texts(3), Texts(3)], ["a", "b"]).first == "text"
     assert isinstance(MixedPairs([Texts(3)], ["a"], [2])[1], Pair)
+
+
+class Arrays(Numbers):
+    """Numbers, many at once."""
+
+    def arrays(self, indices: Any) -> tuple[np.ndarray, list[str]]:
+        pairs = [self[int(index)] for index in indices]
+        images = [np.array(pair.image)[None] for pair in pairs]
+        return np.stack(images), [pair.caption for pair in pairs]
+
+
+class Identified(Arrays):
+    def __getitem__(self, index: int) -> Pair:
+        return replace(super().__getitem__(index), id=index % 3)
+
+    def ids(self, indices: Any) -> np.ndarray:
+        return np.asarray(indices) % 3
+
+
+class Brighter:
+    def __call__(self, image: Any) -> torch.Tensor:
+        return self.batch(to_pixels(image)[None], torch.zeros(1))[0]
+
+    def batch(self, images: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        return images + 1
+
+
+@pytest.mark.parametrize("kind", [Arrays, Identified])
+def test_many_at_once_give_what_one_by_one_gives(kind: type[Arrays]):
+    sources, factors = [kind(30), kind(10), kind(20)], [1, 2, 0.5]
+    fast = mix(sources, ["a", "b", "c"], factors)
+    assert isinstance(fast, ArrayDataset)
+    assert hasattr(fast, "ids") == (kind is Identified)
+    slow = MixedPairs(sources, ["a", "b", "c"], factors)
+    batches = [list(loader(pairs, transform=Brighter())) for pairs in (fast, slow)]
+    for one, other in zip(*batches, strict=True):
+        for name in ("images", "texts", "indices", "ids"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_where_not_all_can_give_many_at_once():
+    large = Arrays(3)
+    large.arrays = lambda indices: (np.zeros((len(indices), 1, 4, 4), np.uint8), ["1"])  # type: ignore[method-assign]
+    for other in (Numbers(3), large, Identified(3)):
+        assert not isinstance(mix([Arrays(3), other], ["a", "b"]), ArrayDataset)

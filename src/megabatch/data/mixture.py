@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from megabatch.data.order import Part
-from megabatch.data.pairs import Pair, PairDataset
+from megabatch.data.pairs import ArrayDataset, Pair, PairDataset
 from megabatch.errors import UsageError
 
 SEPARATOR = "::"
@@ -81,6 +82,58 @@ class MixedPairs:
         source = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[source - 1]) if source else 0
         return self.sources[source][index - before]
+
+
+class MixedArrays(MixedPairs):
+    """A mixture that hands out many images at once, as each of its sources does."""
+
+    def arrays(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, list[str]]:
+        """Return images, uint8 (b, channels, height, width), and captions."""
+        images: list[np.ndarray] = []
+        captions: list[str] = []
+        places: list[np.ndarray] = []
+        for source, rows, own in self._by_source(indices):
+            found, said = source.arrays(own)
+            images.append(found)
+            captions += said
+            places.append(rows)
+        order = np.argsort(np.concatenate(places))
+        return np.concatenate(images)[order], [captions[at] for at in order]
+
+    def _by_source(
+        self, indices: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
+        """Each source that some are of; which of them, and their numbers in it."""
+        at = np.asarray(indices)
+        whose = np.searchsorted(self._ends, at, side="right")
+        for number, source in enumerate(self.sources):
+            (rows,) = np.nonzero(whose == number)
+            if len(rows):
+                yield source, rows, at[rows] - self._ends[number] + len(source)
+
+
+class MixedArraysWithIds(MixedArrays):
+    """The same of sources that know their pairs' ids."""
+
+    def ids(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the pairs' ids, int64 (b,)."""
+        found = np.empty(len(indices), dtype=np.int64)
+        for source, rows, own in self._by_source(indices):
+            found[rows] = source.ids(own)
+        return found
+
+
+def mix(
+    sources: Sequence[PairDataset], names: Sequence[str], factors: Sequence[float] | None = None
+) -> MixedPairs:
+    """Return the mixture of sources, with `arrays` where all have these, of one shape."""
+    kind = MixedPairs
+    if all(isinstance(source, ArrayDataset) for source in sources):
+        shapes = {source.arrays([0])[0].shape for source in sources}  # type: ignore[attr-defined]
+        with_ids = [hasattr(source, "ids") for source in sources]
+        if len(shapes) == 1 and (all(with_ids) or not any(with_ids)):
+            kind = MixedArraysWithIds if with_ids[0] else MixedArrays
+    return kind(sources, names, factors)
 
 
 def parse_factors(text: str) -> list[float]:

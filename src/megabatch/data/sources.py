@@ -11,7 +11,7 @@ from webdataset.shardlists import expand_urls
 
 from megabatch.data.glyphs import SPLITS, load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
-from megabatch.data.mixture import SEPARATOR, MixedPairs, check_factors
+from megabatch.data.mixture import SEPARATOR, check_factors, mix
 from megabatch.data.pairs import PairDataset
 from megabatch.data.saved_folder import is_saved, saved_files
 from megabatch.data.svg import SVG_SIZE
@@ -70,7 +70,7 @@ def open_pairs(
         sources.append(_open_one(one, split, svg_size, {**own, "separator": separator}))
     if len(sources) == 1 and upsampling_factors is None:
         return sources[0]
-    return MixedPairs(sources, specs, upsampling_factors)
+    return mix(sources, specs, upsampling_factors)
 
 
 def split_spec(spec: str) -> list[str]:
