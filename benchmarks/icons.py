@@ -40,6 +40,7 @@ from megabatch.evaluation.tasks import pairs_task, score
 from megabatch.models.icon import IMAGE_SIZE
 from megabatch.training import TrainConfig, load_config, train
 from megabatch.training.config import resolve_device
+from megabatch.training.trainer import TrainingStopped
 
 DUPLICATES = ("negatives", "ignored", "positives")
 WARMING_STEPS = 3  # in which workers start and kernels are chosen: in no figure of speed
@@ -63,7 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         steps = options.steps or _affordable(config, folder / "trial", options.seconds_per_run)
         for duplicates in options.duplicates:
             run = config_of(config, folder / duplicates, steps, duplicates)
-            content["records"].append(measure(run, folder / "icons" / "test"))
+            try:
+                record = measure(run, folder / "icons" / "test")
+            except TrainingStopped as error:  # diverged, say: the others are worth having
+                record = {"duplicates": duplicates, "status": str(error)}
+            content["records"].append(record)
             content["seconds"] = round(time.perf_counter() - began, 1)
             _write(options.output, content)
             print(json.dumps(content["records"][-1]), flush=True)
@@ -133,6 +138,7 @@ def measure(config: TrainConfig, test: Path) -> dict[str, Any]:
     waited = sum(t * line["data_wait"] for t, line in zip(step_seconds, steady, strict=True))
     return {
         "duplicates": config.duplicates,
+        "status": "ok",
         "model": config.model,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "n_devices": 1,
@@ -173,7 +179,8 @@ def evaluate(run: Path, test: Path, device: str) -> dict[str, Any]:
 
 def _affordable(config: TrainConfig, folder: Path, seconds: float) -> int:
     """How many steps fit into so many seconds, as a short run shows."""
-    trial = config_of(config, folder, TRIAL_STEPS, "positives")
+    # A rate that only begins to rise: nothing of it is to be learnt, and nothing must diverge.
+    trial = replace(config_of(config, folder, TRIAL_STEPS, "positives"), warmup=TRIAL_STEPS)
     if code := train(trial):
         raise SystemExit(code)
     steady = _log(folder)[WARMING_STEPS:]

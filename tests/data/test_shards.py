@@ -5,9 +5,12 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from megabatch.data.pairs import BadSample
+from megabatch.data.fetch import Fetcher, Request
+from megabatch.data.pairs import BadSample, caption_id
 from megabatch.data.shards import ShardPairs
 from megabatch.errors import UsageError
 
@@ -44,6 +47,35 @@ BAD_JSON = {
     "caption is not text": [b'{"caption": 3}', b'{"caption": ["a"]}'],
     "unreadable json": [b"", b"\xff", b"[" * 100_000],
 }
+
+
+def test_ids_that_json_says_stand_in_place_of_the_captions(tmp_path: Path):
+    def facts(**values):
+        return json.dumps(values).encode()
+
+    members = [("0.png", png()), ("0.txt", b"home"), ("0.json", facts(caption_id=7, caption="x"))]
+    members += [("1.png", png()), ("1.json", facts(caption="house", caption_id=7))]
+    members += [("2.png", png()), ("2.txt", b"home"), ("2.json", b"{")]
+    members += [("3.png", png()), ("3.json", facts(caption="home", caption_id=None))]
+    members += [
+        (f"{4 + i}.{kind}", data)
+        for i, wrong in enumerate((-1, 2**63, "7", True, 7.0))
+        for kind, data in (("png", png()), ("json", facts(caption="a", caption_id=wrong)))
+    ]
+    pairs = ShardPairs([write_tar(tmp_path / "a.tar", members)])
+    assert [(pairs[i].caption, pairs[i].id) for i in range(4)] == [
+        ("home", 7),
+        ("house", 7),
+        ("home", None),
+        ("home", None),
+    ]
+    for i in range(4, 9):
+        with pytest.raises(BadSample, match="caption_id is no whole number from 0"):
+            pairs[i]
+    chunk = Fetcher(pairs, lambda _: torch.zeros(1), lambda texts: torch.zeros(len(texts), 1), 0)[
+        Request(0, 0, np.arange(9))
+    ]
+    assert chunk.ids.tolist() == [7, 7, caption_id("home"), caption_id("home")]
 
 
 @pytest.mark.parametrize(
