@@ -31,8 +31,8 @@ def saved_files(folder: Path) -> list[Path]:
         splits = _read(folder / _SPLITS, "splits")
         if "train" not in splits:
             raise UsageError(
-                f"{folder} has the splits {', '.join(map(repr, splits))} and no 'train': give the "
-                f"folder of one, such as {folder / str(splits[0]) if splits else folder}"
+                f"{folder} has no split 'train', but {', '.join(map(repr, splits)) or 'none'}: give "
+                "the folder of the one that is meant"
             )
         return saved_files(folder / "train")
     state = folder / _STATE
