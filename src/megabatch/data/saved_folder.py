@@ -30,9 +30,10 @@ def saved_files(folder: Path) -> list[Path]:
     if not (folder / _STATE).is_file():
         splits = _read(folder / _SPLITS, "splits")
         if "train" not in splits:
+            others = ", ".join(map(repr, splits)) or "none"
             raise UsageError(
-                f"{folder} has no split 'train', but {', '.join(map(repr, splits)) or 'none'}: give "
-                "the folder of the one that is meant"
+                f"{folder} has no split 'train', but {others}: give the folder of the one that is "
+                "meant"
             )
         return saved_files(folder / "train")
     state = folder / _STATE
