@@ -32,8 +32,10 @@ from megabatch.benchmarking.family import FAMILY
 STYLES = {
     "megabatch": ("#d62728", "o"),
     "megabatch-compiled": ("#ff9896", "o"),
+    "megabatch-graph": ("#e377c2", "o"),
     "dense": ("#1f77b4", "s"),
     "dense-compiled": ("#17becf", "s"),
+    "dense-graph": ("#1f3b73", "s"),
     "openclip": ("#7f7f7f", "D"),
     "liger": ("#2ca02c", "^"),
     "memeff": ("#9467bd", "v"),
@@ -42,6 +44,7 @@ STYLES = {
     "siglip-kernel": ("#e8a000", "P"),
     "general": ("#ff9896", "o"),
 }
+LINES = {"-compiled": "--", "-graph": ":"}
 TITLES = {"clip": "CLIP's loss", "siglip": "SigLIP's loss"}
 FIGURES = {
     "time": ("ms", 1.0, "forward + backward, ms"),
@@ -88,7 +91,7 @@ def draw(axes: Axes, name: str, points: list[tuple[int, float]]) -> Line2D:
         marker=marker,
         linewidth=2.6 if ours else 1.4,
         markersize=7 if ours else 5.5,
-        linestyle="--" if name.endswith("-compiled") else "-",
+        linestyle=next((s for end, s in LINES.items() if name.endswith(end)), "-"),
         zorder=3 if ours else 2,
     )
     return line
