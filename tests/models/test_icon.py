@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.icon import GreyTransform, VisionTower, jittered
+from megabatch.models.icon import GreyTransform, VisionTower, _patches, jittered
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock, locked_towers, set_modes
 
@@ -46,6 +46,11 @@ def test_places_of_patches_matter(towers: Towers) -> None:
     other = one.roll((24, 24), dims=(2, 3))
     module = towers.module.eval()
     assert not torch.allclose(module.encode_image(one), module.encode_image(other), atol=1e-3)
+
+
+def test_patches_are_squares_row_by_row() -> None:
+    ink = torch.rand(3, 1, 64, 64)
+    assert torch.equal(_patches(ink)[1, 8 * 2 + 3], ink[1, 0, 16:24, 24:32].flatten())
 
 
 def test_training_is_random_by_torchs_generator_and_evaluation_is_not(towers: Towers) -> None:
