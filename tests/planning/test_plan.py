@@ -151,6 +151,14 @@ def test_a_host_that_cannot_hold_the_batch(glyph):
     assert 2 * size * 1536 <= 2**30 < 4 * size * 1536
 
 
+def test_a_plan_for_compiled_towers_says_that_it_is_a_bound(glyph):
+    plain, compiled = (
+        make_plan(replace(CONFIG, torchcompile=on), glyph, CPU) for on in (False, True)
+    )
+    assert plain.notes == ()
+    assert "at most what compiled ones take" in to_json(compiled)["notes"][0]
+
+
 def test_json_adds_up(glyph):
     plan = make_plan(CONFIG, glyph, CPU)
     data = to_json(plan)
@@ -166,10 +174,10 @@ def test_images_that_are_decoded_late_wait_as_files(glyph):
     host = 2**32
     plan = make_plan(config, glyph, gpus(1, 80, host=host), file_bytes=200.0)
     files, decoded = plan.host
-    assert files.nbytes == {"step": 2 * (200 + 500 + 512) << 20}  # twice: file, objects, text
+    assert files.nbytes == {"step": 3 * (200 + 500 + 512) << 20}  # file, objects, text
     assert decoded.nbytes == {"step": 5 * 64 * 1024}
     assert plan.fits
-    early = make_plan(config, glyph, gpus(1, 80, host=files.nbytes["step"]))
+    early = make_plan(config, glyph, gpus(1, 80, host=2**30))
     assert "--decode late would keep image files there" in early.problem
     on_cpu = make_plan(config, glyph, CPU, file_bytes=200.0)
     assert part(on_cpu, "image files and texts")["loss"] == files.nbytes["step"]

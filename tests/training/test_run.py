@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -474,25 +475,39 @@ def test_glyph_small_trains_on_any_pictures(make_config: MakeConfig, tmp_path: P
 
 
 def test_the_evaluation_follows_where_it_is_asked_for(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import megabatch.evaluation
     import megabatch.evaluation.table
 
-    seen: list[tuple[Path, str]] = []
+    seen: list[Any] = []
 
-    def evaluate_run(run: Path, *, device: str) -> dict[str, object]:
+    def evaluate_run(run: Path, **options: Any) -> dict[str, object]:
         assert (run / "model.safetensors").exists()
-        seen.append((run, device))
+        seen.append((run, options))
         return {"figures": 1}
 
     monkeypatch.setattr(megabatch.evaluation, "evaluate_run", evaluate_run, raising=False)
     monkeypatch.setattr(
         megabatch.evaluation.table, "print_evaluation", lambda e, console: seen.append(e)
     )
-    config = make_config(tmp_path / "run", steps=2, evaluate=True)
+    config = make_config(tmp_path / "run", steps=2, evaluate=True, val_data=str(pictures))
     assert train(config) == 0
-    assert seen == [(config.output, "cpu"), {"figures": 1}]
+    options = {"device": "cpu", "group": "local", "val_data": str(pictures)}
+    assert seen == [(config.output, options), {"figures": 1}]
+
+
+def test_an_evaluation_without_data_is_refused_before_anything_is_trained(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", evaluate=True)
+    with pytest.raises(UsageError, match="evaluate: true; expected val_data with it"):
+        train(config)
+    with pytest.raises(UsageError, match="val_data: nothing matches nowhere"):
+        train(replace(config, val_data="nowhere"))
+    with pytest.raises(UsageError, match=r"val_data: x\.csv; expected with evaluate"):
+        train(replace(config, evaluate=False, val_data="x.csv"))
+    assert not config.output.exists()
 
 
 def test_a_disk_without_room_for_the_log_at_the_end_is_an_error_with_a_reason(

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from megabatch.cli import main
 from megabatch.data import Batch, PairLoader
+from megabatch.evaluation import evaluate_run
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.trainer import Trainer
 from tests.similarity.distributed.processes import start
@@ -136,6 +137,7 @@ def test_runs_of_two_processes_are_that_of_one(
     alone = replace(config, output=tmp_path / "alone")
     assert train(alone) == 0
     ddp = replace(config, output=tmp_path / "ddp", check_replicas_every=2)
+    ddp = replace(ddp, evaluate=True, val_data=config.train_data)
     fsdp = replace(config, output=tmp_path / "fsdp", parallel="fsdp", grad_checkpointing=True)
     stopped = replace(config, output=tmp_path / "stopped", parallel="fsdp")
     ctrl_c = replace(config, output=tmp_path / "ctrl-c")
@@ -158,6 +160,13 @@ def test_runs_of_two_processes_are_that_of_one(
         assert f"2 x cpu ({run.parallel})" in first["out"]
         assert "waiting for data" in first["out"]
         assert second["out"] == second["err"] == first["err"] == ""  # rank 0 speaks
+
+    # Evaluated on both, each its share: the figures are one process's.
+    assert told[0][0]["out"].count("report:") == 1
+    evaluation = json.loads((ddp.output / "evaluation.json").read_text())
+    expected = evaluate_run(ddp.output, val_data=config.train_data)
+    assert evaluation["retrieval"]["pairs"]["model"] == expected["retrieval"]["pairs"]["model"]
+    assert evaluation["zero_shot"] == expected["zero_shot"]
 
     for run, (first, second), code in ((stopped, told[2], 75), (ctrl_c, told[3], 130)):
         assert (first["code"], second["code"]) == (code, code)

@@ -24,6 +24,8 @@ from megabatch.training.parallel import checkpoint_activations, units
 _LATER = 500
 #: Micro-batches of images in the making, coming, being put together, and pinned.
 _DECODED = 5
+#: What a plan says where torch.compile has the towers.
+COMPILED = "activations are those of towers that are not compiled: at most what compiled ones take"
 #: Phases of a step, in order.
 PHASES = ("encode", "loss", "second pass", "update")
 
@@ -149,7 +151,8 @@ class _Planner:
         if on_gpu:
             moved = {"encode": inputs, "second pass": inputs}
             parts.append(Part("inputs", moved, "two micro-batches"))
-        plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine))
+        notes = (COMPILED,) if config.torchcompile else ()
+        plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)
         return self._with_host(plan, rows)
@@ -223,7 +226,7 @@ class _Planner:
         )
 
     def _inputs(self, config: TrainConfig, rows: int) -> Iterator[Part]:
-        # One batch in use, and the next one in the making: out of pieces, where workers bring them.
+        # One batch in use, one in the making and, where workers bring pieces, those of the next.
         if self.file_bytes is None:
             size = self.sample.nbytes
             batches, words = (3, "three") if config.workers else (2, "two")
@@ -231,8 +234,8 @@ class _Planner:
             yield Part("raw inputs", dict.fromkeys(PHASES, batches * rows * size), note)
             return
         size = round(self.file_bytes) + _LATER + self.sample.text_bytes
-        note = f"{size:,} bytes a pair, two batches"
-        yield Part("image files and texts", dict.fromkeys(PHASES, 2 * rows * size), note)
+        note = f"{size:,} bytes a pair, three batches"
+        yield Part("image files and texts", dict.fromkeys(PHASES, 3 * rows * size), note)
         decoded = min(rows, _DECODED * config.micro_batch_size) * self.sample.first_bytes
         note = f"{_DECODED} micro-batches"
         yield Part("decoded images", dict.fromkeys(PHASES, decoded), note)

@@ -38,6 +38,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         free = "" if machine.host is None else f" of {_mega(machine.host)} free"
         size = _mega(max(part.nbytes.values()))
         console.print(f"on the host: {part.name} {size} MiB{free} ({part.note})")
+    for note in plan.notes:
+        console.print(note)
     if plan.seconds is not None:
         console.print(f"the loss takes about {plan.seconds:.3g} s a step")
 
@@ -55,6 +57,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "peak": plan.peak,
         "fits": plan.fits,
         "problem": plan.problem,
+        "notes": list(plan.notes),
         "loss_seconds": plan.seconds,
     }
 

@@ -58,6 +58,10 @@ def _together(config: TrainConfig) -> Iterator[str]:
         yield "workers: 0; expected at least 1 with decode late, which is their work"
     if config.csv_img_key is not None and config.csv_query_key is not None:
         yield f"csv_query_key: {config.csv_query_key!r}; expected without csv_img_key"
+    if config.evaluate and config.val_data is None and config.train_data != "glyphs":
+        yield "evaluate: true; expected val_data with it, held-out pairs"
+    if config.val_data is not None and not config.evaluate:
+        yield f"val_data: {config.val_data}; expected with evaluate"
     if config.duplicates not in DUPLICATES[config.loss]:
         can = " or ".join(DUPLICATES[config.loss])
         yield f"duplicates: {config.duplicates}; the {config.loss} loss can take them for {can}"

@@ -194,7 +194,11 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept."""
     evaluate: bool = False
-    """Evaluate at the end, as `megabatch eval` does."""
+    """Evaluate at the end, on val_data, as `megabatch eval` does: on all processes where each can
+    read the output folder, else on the first alone."""
+    val_data: str | None = None
+    """Held-out pairs to evaluate on: what `megabatch eval --val-data` takes. Default, with the
+    glyphs as training data: glyphs that were held out."""
 
 
 def problems(config: TrainConfig) -> list[str]:

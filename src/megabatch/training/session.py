@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 
 from megabatch.data.late import DecodingStopped, mean_bytes
 from megabatch.errors import UsageError
+from megabatch.training import evaluating
 from megabatch.training.config import TrainConfig
 from megabatch.training.interrupt import exit_code
 from megabatch.training.lock import locked
@@ -36,18 +36,22 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
             TrainingStopped, CheckpointError, Gone (another process).
         SystemExit: on ranks other than 0, in place of an error that rank 0 raises.
     """
+    evaluated = False
     with joined(config) as world:
         console = Console(highlight=False, soft_wrap=True, quiet=not world.main)
         try:
             received = _train(config, world, console, resume_command)
+            if config.evaluate and not received and evaluating.readable(config.output, world):
+                evaluating.evaluate(config, world, console)
+                evaluated = True
         except UsageError as error:
             if world.main or isinstance(error, (Gone, DecodingStopped)):
                 raise  # nobody else knows of it
             raise SystemExit(getattr(error, "exit_code", 2)) from error
     if received:
         return exit_code(received)
-    if config.evaluate and world.main:
-        _evaluate(config.output, world, console)
+    if config.evaluate and not evaluated and world.main:
+        evaluating.evaluate(config, World(world.device), console)
     return 0
 
 
@@ -101,14 +105,3 @@ def _own_folder(config: TrainConfig, world: World) -> Iterator[None]:
     with locked(config.output):
         check_folder(config)  # once more: somebody may have been here before the lock was
         yield
-
-
-def _evaluate(folder: Path, world: World, console: Console) -> None:
-    # Only now: the evaluation brings matplotlib and scikit-learn along.
-    from megabatch.evaluation import evaluate_run
-    from megabatch.evaluation.table import print_evaluation
-
-    with console.status("evaluating"):
-        evaluation = evaluate_run(folder, device=str(world.device))
-    print_evaluation(evaluation, console)
-    console.print(f"report:  {folder / 'report.html'}")

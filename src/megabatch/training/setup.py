@@ -14,7 +14,7 @@ from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError
 from megabatch.models import Towers
-from megabatch.training import batch_norm
+from megabatch.training import batch_norm, evaluating
 from megabatch.training.config import TrainConfig, problems
 from megabatch.training.config_file import load_config, to_dict
 from megabatch.training.towers import build_towers
@@ -26,7 +26,7 @@ T = TypeVar("T")
 # has its end later, and the steps from there on follow it.
 MAY_DIFFER = (
     *("output", "workers", "log_every", "checkpoint_every", "keep_checkpoints", "device"),
-    *("evaluate", "epochs", "steps"),
+    *("evaluate", "val_data", "epochs", "steps"),
     *("parallel", "dist_timeout", "grad_checkpointing", "torchcompile", "on_nonfinite"),
     *("plan", "max_nonfinite", "check_replicas_every", "data_timeout", "decode"),
     *("lr_cooldown", "lr_cooldown_shape", "lr_cooldown_power", "lr_cooldown_end"),
@@ -67,6 +67,7 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     if dataset is not None and towers is not None:
         reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
         reasons += batch_norm.problems(config, world)
+        reasons += evaluating.problems(config, towers.first)
         if config.decode == "late" and towers.first == "text":
             reasons.append(
                 f"decode: late, but {config.model} takes texts, of which nothing is decoded"

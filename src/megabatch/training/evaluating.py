@@ -1,0 +1,68 @@
+"""The evaluation that follows a run: whether it will have data, and how it is done by all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from megabatch.data import open_pairs
+from megabatch.errors import UsageError
+from megabatch.training.config import TrainConfig
+from megabatch.training.world import World
+
+# The evaluation brings matplotlib and scikit-learn along: imported where it is asked for.
+
+
+def problems(config: TrainConfig, first: str) -> list[str]:
+    """Why the evaluation would end in an error, hours of training later.
+
+    `first`: what the model takes first, "image" or "text".
+    """
+    if not config.evaluate or config.val_data in (None, "glyphs"):
+        return []
+    from megabatch.evaluation.captions import open_captioned
+
+    columns = {
+        "image_column": config.csv_img_key,
+        "caption_column": config.csv_caption_key,
+        "separator": config.csv_separator,
+        "svg_size": config.svg_size,
+    }
+    assert config.val_data is not None
+    try:
+        if first == "text":
+            open_pairs(config.val_data, query_column=config.csv_query_key, **columns)  # type: ignore[arg-type]
+        else:
+            open_captioned(config.val_data, **columns)  # type: ignore[arg-type]
+    except UsageError as error:
+        return [f"val_data: {error}"]
+    return []
+
+
+def readable(folder: Path, world: World) -> bool:
+    """Whether all ranks can read the weights: the folder may be one machine's own."""
+    there = (folder / "model.safetensors").exists()
+    return all(row[0] for row in world.gather(there))
+
+
+def evaluate(config: TrainConfig, world: World, console: Console) -> None:
+    """Evaluate the run on all ranks of the world, each its share; rank 0 tells the figures.
+
+    Raises:
+        UsageError: on all ranks alike.
+    """
+    from megabatch.evaluation import evaluate_run
+    from megabatch.evaluation.table import print_evaluation
+
+    several = world.size > 1
+    with console.status("evaluating"):
+        evaluation = evaluate_run(
+            config.output,
+            device=world.device.type if several else str(world.device),
+            group=None if several else "local",
+            val_data=config.val_data,
+        )
+    if world.main:
+        print_evaluation(evaluation, console)
+        console.print(f"report:  {config.output / 'report.html'}")
