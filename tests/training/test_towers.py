@@ -52,7 +52,7 @@ def test_a_bias_that_no_loss_looks_at_is_not_trained(model: str) -> None:
         ),
         (
             {"model": "glyph-small", "lock_image": True, "lock_image_unlocked_groups": 1},
-            "lock_image: glyph-small can be locked whole only",
+            "lock_image: .*locked whole only, got 1 unlocked",
         ),
         ({"model": "glyph-small", "force_image_size": 64}, "force_image_size: glyph-small has no"),
         ({"hf_pooling": "cls"}, "is no 'hf:' model"),
@@ -66,6 +66,5 @@ def test_what_a_model_cannot_is_refused(changes: dict[str, Any], reason: str) ->
 def test_data_that_a_model_does_not_take_are_refused() -> None:
     config = TrainConfig(model="hf:folder", train_data="shards")
     assert kind_problems(config, "image", "image") == []
-    assert kind_problems(config, "image", "text") == [
-        "model: hf:folder takes texts with texts, but shards has images"
-    ]
+    [problem] = kind_problems(config, "image", "text")
+    assert problem.startswith("model: hf:folder takes texts with texts, but shards has images")

@@ -13,11 +13,12 @@ from megabatch.planning.counter import counted
 from megabatch.planning.towers import AUTOCAST
 from megabatch.similarity import ring, sweep
 from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity.fused.cuts import block_shape, padded
 from megabatch.training.config import TrainConfig
 from megabatch.training.objective import create_objective
 
 #: Operations a second in half precision on CLIP's loss, by part of the GPU's name, with 8 b^2 d
-#: operations a loss; measured (benchmarks/results/single-gpu.json: 570 to 611 at widths of 512 to
+#: operations a loss; measured (benchmarks/results/single-gpu.json: 575 to 605 at widths of 512 to
 #: 1,024 and b = 65,536).
 RATES = {"H200": 590e12}
 
@@ -82,8 +83,9 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
         if args[1] is None or ranks > 1:  # one accumulator of all rows
             product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
             return block + row * len(x) + product + _travelling(x, ranks)
-        # Of all columns, and of a strip of rows and the one before it.
-        return block + row * (len(y) + min(2 * side, len(x)))
+        pulls = 0 if device == "cpu" else 20 * (len(x) + len(y))
+        # Of all columns, and of a strip of rows.
+        return block + row * (len(y) + min(side, len(x))) + pulls
 
     return inside
 
@@ -100,17 +102,17 @@ def _block_on_cpu(x: Tensor, y: Tensor, limit: int) -> tuple[int, int]:
 
 
 def _block_on_gpu(x: Tensor, y: Tensor, limit: int) -> tuple[int, int]:
-    side = int((limit / x.element_size()) ** 0.5)
-    return x.element_size() * min(side, len(x)) * min(side, len(y)), side
+    item, symmetric = x.element_size(), y is x
+    rows, columns = block_shape(len(x), len(y), x.shape[1], item, symmetric, limit)
+    return item * min(rows, len(x)) * min(columns, len(y)), rows
 
 
 def _padded(x: Tensor, y: Tensor | None) -> int:
     """Copies for the kernels, where rows are no multiple of 16 bytes."""
-    unit = 16 // x.element_size()
-    if x.shape[1] % unit == 0:
+    width = padded(x.shape[1], x.element_size())
+    if width == x.shape[1]:
         return 0
-    rows = len(x) + (0 if y is None else len(y))
-    return rows * (x.shape[1] + -x.shape[1] % unit) * x.element_size()
+    return (len(x) + (0 if y is None else len(y))) * width * x.element_size()
 
 
 def _travelling(x: Tensor, ranks: int) -> int:

@@ -17,13 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megabatch.similarity.fused import backward, forward
 from megabatch.similarity.fused.configs import backward_config, forward_config
 from megabatch.similarity.fused.cuts import (
-    GROUP,
     TILE,
+    block_shape,
     cdiv,
     cut,
+    padded,
     parts,
     product_parts,
-    whole_groups,
 )
 from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
@@ -35,9 +35,6 @@ SPREAD = 80.0
 #: float16 holds dS from 2^-24 to 2^16: upstream gradients are brought to this size. At most six
 #: terms of it meet in one dS, and a probability of 1 / 4M still is a normal number.
 HALF_SIZE = 4096.0
-#: Bytes a row that the backward pass holds: results, their gradients, pulls, a loss's own terms.
-VECTORS = 80
-
 #: one side's state, whether this block is its first, and whether it is its last
 _State: TypeAlias = tuple[Tensor, bool, bool]
 
@@ -57,25 +54,9 @@ class FusedBlocks:
         self.configs = forward_config(x), backward_config(x)
         self._descriptor_pairs: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
         self._ranges = _id_ranges(pairs.row_ids), _id_ranges(pairs.column_ids)
-        self.rows, self.columns = self._block_shape(x, workspace)
+        matrix = len(self.x), len(self.y), self.width, x.element_size()
+        self.rows, self.columns = block_shape(*matrix, symmetric, workspace)
         self._ds: Tensor | None = None
-
-    def _block_shape(self, x: Tensor, workspace: int) -> tuple[int, int]:
-        """Rows and columns of a block of dS, which in the features' dtype takes the workspace.
-
-        A quarter of it is left for what else the backward pass holds: a strip's gradient, vectors
-        of each row and column, padded copies. What exceeds that makes the blocks narrower.
-        """
-        m, n, item = len(self.x), len(self.y), x.element_size()
-        rows = whole_groups(int(math.sqrt(workspace / item)))
-        if self.symmetric:
-            return rows, rows
-        beside = 4 * self.d * min(rows, m) + VECTORS * (m + n)
-        beside += item * self.d * ((m + n) if self.d != self.width else 0)
-        limit = max(GROUP, min(workspace, workspace * 5 // 4 - beside) // (item * rows))
-        # Even parts: a last one of few columns would make a slow product.
-        even = cdiv(n, cdiv(max(n, 1), limit))
-        return rows, min(whole_groups(limit), whole_groups(even + GROUP - 1))
 
     def strips(self) -> Iterator[slice]:
         """The rows in parts, each for one call of `backward`."""
@@ -368,7 +349,7 @@ def _aligned(x: Tensor) -> Tensor:
     """Rows of 16-byte multiples, as a descriptor wants them: else a zero-padded copy."""
     unit = 16 // x.element_size()
     if x.shape[1] % unit:
-        return F.pad(x, (0, -x.shape[1] % unit))
+        return F.pad(x, (0, padded(x.shape[1], x.element_size()) - x.shape[1]))
     if x.stride(1) != 1 or x.stride(0) % unit or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 #: Rows and columns of every tile: pairs (i, i) then fall into whole tiles on both sides.
@@ -10,6 +11,9 @@ TILE = 128
 GROUP = 4 * TILE
 #: Rows of the largest block on the diagonal of a symmetric matrix, half of which is computed twice.
 DIAGONAL = 8192
+
+#: Bytes a row that the backward pass holds: results, their gradients, pulls, a loss's own terms.
+VECTORS = 80
 
 
 def cdiv(a: int, b: int) -> int:
@@ -20,6 +24,31 @@ def cdiv(a: int, b: int) -> int:
 def whole_groups(size: int) -> int:
     """The largest multiple of GROUP that is not above `size`, but GROUP at least."""
     return max(GROUP, size // GROUP * GROUP)
+
+
+def padded(width: int, item: int) -> int:
+    """Features of `item` bytes a row has where the kernels read it: whole 16 bytes."""
+    unit = 16 // item
+    return cdiv(width, unit) * unit
+
+
+def block_shape(
+    m: int, n: int, width: int, item: int, symmetric: bool, workspace: int
+) -> tuple[int, int]:
+    """Rows and columns of a block of dS, which in the features' dtype takes the workspace.
+
+    A quarter of it is left for what else the backward pass holds: a strip's gradient, vectors of
+    each row and column, padded copies. What exceeds that makes the blocks narrower.
+    """
+    rows = whole_groups(int(math.sqrt(workspace / item)))
+    if symmetric:
+        return rows, rows
+    d = padded(width, item)
+    beside = 4 * d * min(rows, m) + VECTORS * (m + n) + (item * d * (m + n) if d != width else 0)
+    limit = max(GROUP, min(workspace, workspace * 5 // 4 - beside) // (item * rows))
+    # Even parts: a last one of few columns would make a slow product.
+    even = cdiv(n, cdiv(max(n, 1), limit))
+    return rows, min(whole_groups(limit), whole_groups(even + GROUP - 1))
 
 
 def parts(n: int, step: int) -> Iterator[slice]:
