@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -11,6 +13,7 @@ from megabatch.data.pairs import BadSample
 from megabatch.errors import UsageError
 from megabatch.evaluation.captions import open_captioned
 from megabatch.evaluation.samples import Samples
+from tests.data.test_saved_folder import save
 from tests.evaluation.material import (
     caption_table,
     captions,
@@ -50,6 +53,87 @@ def test_a_list_column_and_image_bytes(tmp_path: Path) -> None:
     structs = [{"bytes": image, "path": None} for image in images]
     pyarrow.parquet.write_table(pa.table({"photo": structs, "said": captions(N)}), path)
     check(open_captioned(str(path), image_column="photo", caption_column="said"))
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    """A row for each caption, an image's rows apart from each other."""
+    names, texts = write_pictures(folder, N), captions(N)
+    return [
+        {"photo": names[i], "said": texts[i][j]}
+        for j in range(3)
+        for i in range(N)
+        if j < len(texts[i])
+    ]
+
+
+COLUMNS = {"image_column": "photo", "caption_column": "said"}
+
+
+def test_json_lines_of_named_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(tmp_path / "images")))
+    check(open_captioned(str(path), image_folder=tmp_path / "images", **COLUMNS))
+    with pytest.raises(UsageError, match=r"no image column 'filepath' .* are 'photo', 'said'"):
+        open_captioned(str(path))
+    lists = [{"photo": f"images/{i}.png", "said": texts} for i, texts in enumerate(captions(N))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in lists))
+    check(open_captioned(str(path), **COLUMNS))
+
+
+def test_json_lines_that_are_damaged(tmp_path: Path) -> None:
+    write_pictures(tmp_path, 1)
+    path = tmp_path / "a.jsonl"
+    rows = '{"image": "0.png", "text": 7}', "[1]", '{"image": [3], "text": "x"}', '{"text": "y"}'
+    path.write_text("\n".join(rows))
+    data = open_captioned(str(path))
+    assert data.damage == [f"{path}: 1 lines left out, the first is line 2: a list, no object"]  # type: ignore[attr-defined]
+    assert len(data) == 3
+    assert data[0].target == ["7"]
+    for index in (1, 2):
+        with pytest.raises(BadSample, match="no image"):
+            data[index]
+
+
+@pytest.mark.parametrize("stored", ["paths", "bytes", "structs"])
+def test_a_folder_of_datasets_with_named_columns(tmp_path: Path, stored: str) -> None:
+    folder = tmp_path / "set"
+    names = write_pictures(folder, N)
+    if stored == "paths":
+        save(folder / "train", pa.Table.from_pylist(rows_of(tmp_path / "images")).to_pydict())
+        check(open_captioned(str(folder / "train"), image_folder=tmp_path / "images", **COLUMNS))
+        return
+    images: list[Any] = [(folder / name).read_bytes() for name in names]
+    if stored == "structs":
+        images = [{"bytes": image, "path": None} for image in images[:-1]]
+        images.append({"bytes": None, "path": f"../{names[-1]}"})
+    save(folder / "train", {"photo": images, "said": captions(N)}, shards=2)
+    data = open_captioned(str(folder / "train"), **COLUMNS)
+    check(data)
+    assert len(pickle.dumps(data)) < 5_000  # what a worker is sent: images stay in the file
+    check(pickle.loads(pickle.dumps(data)))
+
+
+def test_several_sources_have_their_columns(tmp_path: Path) -> None:
+    table = caption_table(tmp_path, N)
+    other = tmp_path / "b.jsonl"
+    other.write_text('{"photo": "0.png", "said": "another"}\n')
+    other.write_text(other.read_text() + "3\n")
+    names = {"image_column": "filepath::photo", "caption_column": "title::said"}
+    shards = shard(tmp_path / "0.tar", [{"png": png(picture(0, 0)), "txt": b"a\nb"}])
+    data = open_captioned(f"{table}::{other}", **names)
+    assert len(data) == N + 1
+    assert [data[i].target for i in (0, N - 1, N)] == [*captions(N)[:: N - 1], ["another"]]
+    assert data.damage == [f"{other}: 1 lines left out, the first is line 2: a number, no object"]  # type: ignore[attr-defined]
+    data = open_captioned(f"{shards}::{table}")
+    assert [data[i].target for i in (0, 1)] == [["a", "b"], captions(N)[0]]
+    with pytest.raises(UsageError, match="image_column: 'a::b' names 2; expected one, or one for"):
+        open_captioned(f"{shards}::{table}::{other}", image_column="a::b")
+
+
+def test_an_image_folder_goes_with_tables_alone(tmp_path: Path) -> None:
+    path = shard(tmp_path / "0.tar", [{"png": png(picture(0, 0)), "txt": b"a"}])
+    with pytest.raises(UsageError, match=r"image-folder: only a table .*, not .*0\.tar"):
+        open_captioned(str(path), image_folder=tmp_path)
 
 
 def test_coco(tmp_path: Path) -> None:
@@ -104,7 +188,7 @@ def test_bad_rows_are_told(tmp_path: Path) -> None:
     data = open_captioned(str(path))
     assert data.damage == [f"{path}: 2 rows left out: a wrong number of fields, or not UTF-8"]  # type: ignore[attr-defined]
     assert data[0].target == ["one"]
-    for index, reason in ((1, "empty caption"), (2, "missing image file"), (3, "missing image")):
+    for index, reason in ((1, "empty caption"), (2, "no image"), (3, "missing image file")):
         with pytest.raises(BadSample, match=reason):
             data[index]
 

@@ -211,7 +211,7 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
         evaluate_run(run, val_data="glyphs")
     given = []
     monkeypatch.setattr(
-        "megabatch.evaluation.run.open_pairs",
+        "megabatch.evaluation.val_data.open_pairs",
         lambda *_, **names: (given.append(names), TextPairs())[1],
     )
     evaluation = evaluate_run(run, val_data="some texts", csv_query_key="asked")

@@ -19,7 +19,7 @@ from torch import Tensor
 from megabatch.benchmarking.contenders import LossFunction
 from megabatch.benchmarking.inputs import PERIOD, Case, features
 from megabatch.benchmarking.ranks import Team
-from megabatch.similarity import gathering, ring
+from megabatch.similarity import gathering, lane, ring
 from megabatch.similarity.exchange import Pending
 
 
@@ -68,6 +68,16 @@ def without_overlap() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def with_nccl() -> Iterator[None]:
+    """NCCL sends what GPUs would copy to each other."""
+    before = lane.set_peer_copies(False)
+    try:
+        yield
+    finally:
+        lane.set_peer_copies(before)
+
+
+@contextlib.contextmanager
 def without_transfers() -> Iterator[None]:
     """The same computation, but no features are sent: a rank meets its own shard again and again.
 
@@ -75,6 +85,7 @@ def without_transfers() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         still = _Still()
+        stack.callback(lane.set_peer_copies, lane.set_peer_copies(False))
         for module, name, other in (
             (ring, "Swap", _StillSwap),
             (gathering, "gather", still.gather),

@@ -28,7 +28,7 @@ def json_names(path: Path) -> list[str]:
     Raises:
         UsageError: the file cannot be read, or none of these lines is an object.
     """
-    lines = _Lines(path)
+    lines = JsonLines(path)
     names = dict.fromkeys(name for row in itertools.islice(lines, _LOOKED_AT) for name in row)
     if not names and (why := lines.damage() or ["no line in it"]):
         raise UsageError(f"cannot read {path}: expected a JSON object in each line; {why[0]}")
@@ -44,7 +44,7 @@ def read_json(path: Path, names: Sequence[str]) -> tuple[dict[str, pa.Array], li
     Raises:
         UsageError: the file cannot be read.
     """
-    lines = _Lines(path, names)
+    lines = JsonLines(path, names)
     pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
     rows = iter(lines)
     while piece := list(itertools.islice(rows, _PIECE)):
@@ -55,7 +55,7 @@ def read_json(path: Path, names: Sequence[str]) -> tuple[dict[str, pa.Array], li
     return {name: pa.concat_arrays([empty, *pieces[name]]) for name in names}, lines.damage()
 
 
-class _Lines:
+class JsonLines:
     """The usable objects of a file, and a count of the lines that are not."""
 
     def __init__(self, path: Path, names: Sequence[str] = ()) -> None:

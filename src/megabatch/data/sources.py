@@ -60,9 +60,9 @@ def open_pairs(
     if upsampling_factors is not None:  # before what takes long
         check_factors(upsampling_factors, len(specs))
     columns = {
-        "image_column": _one_each(image_column, "image_column", specs),
-        "query_column": _one_each(query_column, "query_column", specs),
-        "caption_column": _one_each(caption_column, "caption_column", specs),
+        "image_column": one_each(image_column, "image_column", specs),
+        "query_column": one_each(query_column, "query_column", specs),
+        "caption_column": one_each(caption_column, "caption_column", specs),
     }
     sources = []
     for number, one in enumerate(specs):
@@ -85,8 +85,12 @@ def split_spec(spec: str) -> list[str]:
     return specs
 
 
-def _one_each(names: str | None, option: str, specs: list[str]) -> list[str | None]:
-    """A column's name for each source: the only one, or several joined like the sources."""
+def one_each(names: str | None, option: str, specs: list[str]) -> list[str | None]:
+    """A column's name for each source: the only one, or several joined like the sources.
+
+    Raises:
+        UsageError: as many names as there are no sources; `option` is what it calls them.
+    """
     if names is None or SEPARATOR not in names or len(specs) == 1:
         return [names] * len(specs)
     each = names.split(SEPARATOR)

@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from megabatch.data import open_pairs
-from megabatch.data.pairs import BadSample, decode_image
-from megabatch.data.sources import TABLES, find_files
+from megabatch.data.pairs import BadSample
+from megabatch.data.saved_folder import is_saved, saved_files
+from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
 from megabatch.data.svg import SVG_SIZE
-from megabatch.data.tables import CAPTION_COLUMNS, IMAGE_COLUMNS
 from megabatch.errors import UsageError
-from megabatch.evaluation.samples import CaptionedPairs, Captions, Sample, Samples, clean_captions
+from megabatch.evaluation.caption_tables import Listed, ListedImages, open_tables
+from megabatch.evaluation.samples import (
+    CaptionedPairs,
+    Captions,
+    OneAfterAnother,
+    Sample,
+    Samples,
+    clean_captions,
+)
 from megabatch.evaluation.tar_samples import TarSamples, first_members
-
-
-@dataclass(frozen=True)
-class Listed:
-    """An image, as a path or as a file's bytes, with all captions that a list has for it."""
-
-    image: Any
-    captions: list[Any]
-    key: str
-
-
-@dataclass(frozen=True)
-class ListedImages:
-    """Images named by a list; `damage`: what of the list could not be used."""
-
-    images: Sequence[Listed]
-    damage: list[str] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Sample[Captions]:
-        listed = self.images[index]
-        captions = clean_captions(listed.captions, listed.key)
-        data = _image_bytes(listed.image, listed.key)
-        return Sample(decode_image(data, listed.key), captions, listed.key)
 
 
 class ShardCaptions:
@@ -79,11 +55,12 @@ def open_captioned(
     """Open images with one or several captions each.
 
     Args:
-        spec: a .csv, .tsv or .parquet table with a row for each caption (rows that name the same
-            image belong together) or with a list of captions in each row; a .json file of COCO's
-            ("images", "annotations") or Karpathy's ("images" with "sentences"); shards, where each
-            line of a txt is a caption, or json holds a list of them; or anything else that
-            `megabatch.data.open_pairs` takes.
+        spec: one or several sources joined by `::`. A source is: tables (.csv, .tsv, .parquet,
+            .jsonl, .jsonl.gz, .arrow, folders that Hugging Face's datasets saved) with a row for
+            each caption (rows that name the same image belong together) or, but for CSV, with a
+            list of captions in each row; a .json file of COCO's ("images", "annotations") or
+            Karpathy's ("images" with "sentences"); shards, where each line of a txt is a caption,
+            or json holds a list of them; or anything else that `megabatch.data.open_pairs` takes.
         image_folder: where the images of a table or JSON file are; default: the file's folder.
         split: of Karpathy's JSON: train, restval, val or test; default: test.
         image_column, caption_column, separator, svg_size: as for `open_pairs`.
@@ -91,104 +68,51 @@ def open_captioned(
     Raises:
         UsageError: nothing matches, a column or field is missing, no image has a caption.
     """
+    specs = split_spec(spec)
+    if len(specs) > 1:
+        images = one_each(image_column, "image_column", specs)
+        captions = one_each(caption_column, "caption_column", specs)
+        sources = [
+            open_captioned(
+                one,
+                image_folder=image_folder,
+                split=split,
+                image_column=image,
+                caption_column=caption,
+                separator=separator,
+                svg_size=svg_size,
+            )
+            for one, image, caption in zip(specs, images, captions, strict=True)
+        ]
+        return OneAfterAnother(sources)
     if spec.endswith(".json"):
         return _open_json(Path(spec), image_folder, split)
     if split is not None:
         raise UsageError(f"split {split!r}: only Karpathy's JSON files have splits, not {spec}")
     paths = _files(spec)
-    if paths and paths[0].suffix in TABLES:
-        return _open_tables(paths, image_folder, image_column, caption_column, separator)
+    if paths and paths[0].name.endswith(ALL_TABLES):
+        return open_tables(paths, image_folder, image_column, caption_column, separator)
+    if image_folder is not None:
+        raise UsageError(f"image-folder: only a table or a .json file has one, not {spec}")
     if paths and paths[0].suffix == ".tar" and _has_list(paths[0]):
         return ShardCaptions(paths)
-    return CaptionedPairs(open_pairs(spec, svg_size=svg_size))
+    pairs = open_pairs(
+        spec,
+        image_column=image_column,
+        caption_column=caption_column,
+        separator=separator,
+        svg_size=svg_size,
+    )
+    return CaptionedPairs(pairs)
 
 
 def _files(spec: str) -> list[Path]:
+    if is_saved(Path(spec)):
+        return saved_files(Path(spec))
     try:
         return find_files(spec)
     except UsageError:  # open_pairs knows other kinds of sources too, and how to complain
         return []
-
-
-def _open_tables(
-    paths: list[Path], image_folder: Path | None, *columns_and_separator: str | None
-) -> ListedImages:
-    images, damage = [], []
-    for path in paths:
-        found, left_out = _read_table(path, image_folder or path.parent, *columns_and_separator)
-        images += found
-        damage += left_out
-    if not images:
-        raise UsageError(f"no rows in {', '.join(map(str, paths[:3]))}")
-    return ListedImages(images, damage)
-
-
-def _read_table(
-    path: Path, folder: Path, image: str | None, caption: str | None, separator: str | None
-) -> tuple[list[Listed], list[str]]:
-    """Images in order of first use; and what rows were left out, in words."""
-    read = _read_parquet if path.suffix == ".parquet" else _read_csv
-    pictures, values, damage = read(path, image, caption, separator)
-    found: dict[Any, Listed] = {}
-    for row, (picture, value) in enumerate(zip(pictures, values, strict=True), 1):
-        if isinstance(picture, dict):  # Hugging Face's struct: the bytes, or else the path
-            picture = picture.get("bytes") or picture.get("path")
-        # Without a picture a row is an image of its own, to be counted as one that is missing.
-        place = row if picture is None else picture
-        if isinstance(picture, str):
-            picture = str(folder / picture)
-        listed = found.setdefault(place, Listed(picture, [], f"{path.name}:row {row}"))
-        listed.captions.extend(value if isinstance(value, list) else [value])
-    return list(found.values()), damage
-
-
-def _read_parquet(
-    path: Path, image: str | None, caption: str | None, _: str | None
-) -> tuple[list[Any], list[Any], list[str]]:
-    try:
-        names = pyarrow.parquet.read_schema(path).names
-        image = _choose(image, IMAGE_COLUMNS, names, path, "image")
-        caption = _choose(caption, CAPTION_COLUMNS, names, path, "caption")
-        table = pyarrow.parquet.read_table(path, columns=[image, caption])
-        return table.column(image).to_pylist(), table.column(caption).to_pylist(), []
-    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-
-
-def _read_csv(
-    path: Path, image: str | None, caption: str | None, separator: str | None
-) -> tuple[list[Any], list[Any], list[str]]:
-    delimiter = separator or ("\t" if path.suffix == ".tsv" else ",")
-    pictures, captions, left_out = [], [], 0
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            rows = csv.reader(file, delimiter=delimiter)
-            names = next(rows, [])
-            picture_at = names.index(_choose(image, IMAGE_COLUMNS, names, path, "image"))
-            caption_at = names.index(_choose(caption, CAPTION_COLUMNS, names, path, "caption"))
-            for row in filter(None, rows):
-                if len(row) != len(names) or "\ufffd" in row[caption_at]:  # was no UTF-8
-                    left_out += 1
-                    continue
-                pictures.append(row[picture_at])
-                captions.append(row[caption_at])
-    except (OSError, csv.Error, TypeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-    damage = f"{path}: {left_out} rows left out: a wrong number of fields, or not UTF-8"
-    return pictures, captions, [damage] if left_out else []
-
-
-def _choose(
-    wanted: str | None, usual: Sequence[str], present: list[str], path: Path, what: str
-) -> str:
-    candidates = [wanted] if wanted is not None else usual
-    for name in candidates:
-        if name in present:
-            return name
-    raise UsageError(
-        f"{path} has no {what} column {' or '.join(map(repr, candidates))};"
-        f" its columns are {', '.join(map(repr, present))}"
-    )
 
 
 def _open_json(path: Path, image_folder: Path | None, split: str | None) -> ListedImages:
@@ -251,14 +175,3 @@ def _captions_in(data: bytes) -> Any:
     if not isinstance(document, dict):
         return None
     return document.get("captions", document.get("caption"))
-
-
-def _image_bytes(value: Any, key: str) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str) or not value:
-        raise BadSample("no image", key)
-    try:
-        return Path(value).read_bytes()
-    except (OSError, ValueError) as error:
-        raise BadSample("missing image file", key) from error

@@ -37,8 +37,9 @@ class EvalConfig:
     """Folder for evaluation.json and report.html. Default: RUN."""
 
     val_data: str | None = None
-    """Retrieval: images with one or several captions each: shards (.tar), .csv, .tsv, .parquet, a
-    folder of them, COCO's or Karpathy's .json, or "glyphs"."""
+    """Retrieval: images with one or several captions each: shards (.tar), tables (.csv, .tsv,
+    .parquet, .jsonl, .arrow), a folder of them or one that Hugging Face's datasets saved, COCO's or
+    Karpathy's .json, several joined by '::'; or "glyphs"."""
     image_folder: Path | None = None
     """Where the images of a table or .json file are. Default: where that file is."""
     split: str | None = None

@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 
-from megabatch.data import open_pairs
 from megabatch.data.glyphs import GlyphSet, load_glyphs
-from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError
-from megabatch.evaluation.captions import open_captioned
 from megabatch.evaluation.class_tasks import ClassTask, Neighbours, score_classes
 from megabatch.evaluation.classification import chance, rank_by_similarity
 from megabatch.evaluation.config import EvalConfig, check, choose_device
@@ -26,16 +23,15 @@ from megabatch.evaluation.processes import is_first, together
 from megabatch.evaluation.prompts import OPENAI, Prompts, read_names, read_templates
 from megabatch.evaluation.report import Shown, write_report
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
-from megabatch.evaluation.samples import CaptionedPairs, Captions, Samples
 from megabatch.evaluation.tasks import (
     Task,
     digit_baseline,
-    first_of,
     glyph_tasks,
     pairs_task,
     record,
     score,
 )
+from megabatch.evaluation.val_data import open_val_data, reading_of
 from megabatch.evaluation.zeroshot import (
     CAPTIONED_DIGITS,
     UNICODE_DIGITS,
@@ -192,24 +188,22 @@ def _retrieval_tasks(config: EvalConfig, opened: Opened) -> tuple[GlyphSet | Non
         return glyphs, glyph_tasks(glyphs)
     if val_data is None:
         return None, []
-    trained = opened.config  # tables have the columns that the training data had
-    columns = {
-        "image_column": config.csv_img_key or trained.get("csv_img_key"),
-        "caption_column": config.csv_caption_key or trained.get("csv_caption_key"),
-        "separator": config.csv_separator or trained.get("csv_separator"),
-        "svg_size": trained.get("svg_size", SVG_SIZE),
+    own = {
+        "image_column": config.csv_img_key,
+        "query_column": config.csv_query_key,
+        "caption_column": config.csv_caption_key,
+        "separator": config.csv_separator,
     }
-    samples: Samples[Captions]
-    if opened.towers.first == "text":
-        queries = config.csv_query_key or trained.get("csv_query_key")
-        samples = CaptionedPairs(open_pairs(val_data, query_column=queries, **columns))
-    else:
-        folder, split = config.image_folder, config.split
-        samples = open_captioned(val_data, image_folder=folder, split=split, **columns)
-    if (given := first_of(samples)) != (taken := opened.towers.first):
-        raise UsageError(
-            f"{opened.towers.name} takes {taken}s with texts, but {val_data} has {given}s"
-        )
+    reading = reading_of(opened.config, val_data)
+    reading |= {option: value for option, value in own.items() if value is not None}
+    samples = open_val_data(
+        val_data,
+        opened.towers.name,
+        opened.towers.first,
+        reading,
+        image_folder=config.image_folder,
+        split=config.split,
+    )
     return None, [pairs_task(val_data, samples)]
 
 

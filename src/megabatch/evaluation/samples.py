@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -65,6 +67,22 @@ class CaptionedPairs:
     def damage(self) -> list[str]:
         """What of the pairs' files could not be read."""
         return list(getattr(self.pairs, "damage", []))
+
+
+class OneAfterAnother:
+    """Several sources' samples as one's."""
+
+    def __init__(self, sources: Sequence[Samples[Any]]) -> None:
+        self.sources = sources
+        self.damage = [line for source in sources for line in getattr(source, "damage", [])]
+        self._ends = list(itertools.accumulate(len(source) for source in sources))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Sample[Any]:
+        number = bisect.bisect_right(self._ends, index)
+        return self.sources[number][index - (self._ends[number - 1] if number else 0)]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megabatch.similarity import exchange, gathering
+from megabatch.similarity import exchange, gathering, lane
 from megabatch.similarity.exchange import Swap
 from megabatch.similarity.gathering import Place
+from megabatch.similarity.lane import Lane, PeerSwap
 from megabatch.similarity.routes import (
     Parcel,
     Parts,
@@ -103,9 +104,10 @@ def set_gather(size: int | None) -> int:
     return before
 
 
-def plan(features: Tensor) -> str:
+def plan(features: Tensor, group: str) -> str:
     """How features like these (n, d) travel, in words that all ranks must agree on."""
-    return f"pieces of {piece_rows(features)} rows, gathered up to {_gather} bytes"
+    how = lane.state(exchange.resolve(group))
+    return f"pieces of {piece_rows(features)} rows {how}, gathered up to {_gather} bytes"
 
 
 def piece_rows(features: Tensor) -> int:
@@ -125,6 +127,7 @@ class Ring:
         self.sizes = list(sizes)
         #: index of each shard's first row among the rows of all ranks
         self.starts = list(accumulate(self.sizes, initial=0))
+        self._lane: Lane | None = None
 
     def tour(
         self,
@@ -166,7 +169,8 @@ class Ring:
         parts: Parts | None,
     ) -> Iterator[tuple[slice, Tensor]]:
         """Around the ring."""
-        home: tuple[Swap, slice, Tensor] | None = None
+        self._lane = self._lane_for(parcels[0].tensor, rows)
+        home: tuple[Swap | PeerSwap, slice, Tensor] | None = None
         for pieces in self._rounds(rows):
             here = tuple(narrow(parcel, pieces[self.rank]) for parcel in parcels)
             carry: Tensor | None = None
@@ -224,10 +228,22 @@ class Ring:
         """Whose piece is here at a step."""
         return (self.rank - step) % self.n
 
-    def _swap(self, what: str, distance: int) -> Swap:
+    def _lane_for(self, features: Tensor | None, rows: int) -> Lane | None:
+        """What copies pieces of so many rows, where all ranks' GPUs can."""
+        assert features is not None
+        item = features.element_size()
+        # Features, a gradient in the accumulator's dtype, and what is one number a row.
+        row = features.shape[1] * (item + max(item, 4)) + 128
+        rows = min(rows, max(self.sizes))
+        return lane.lane_of(self.group, features.device, lane.slot_bytes(row, rows))
+
+    def _swap(self, what: str, distance: int) -> Swap | PeerSwap:
         """Sends `distance` ranks on."""
         to, source = (self.rank + distance) % self.n, (self.rank - distance) % self.n
-        return Swap(self.group, to, source, f"{self.operation}: {what}")
+        what = f"{self.operation}: {what}"
+        if self._lane is not None:
+            return PeerSwap(self._lane, to, source, what)
+        return Swap(self.group, to, source, what)
 
 
 def _join(parts: Parts, before: Tensor, part: Tensor) -> Tensor:
@@ -238,12 +254,12 @@ def _length(rows: slice) -> int:
     return rows.stop - rows.start
 
 
-def _start(swap: Swap) -> None:
+def _start(swap: Swap | PeerSwap) -> None:
     swap.start()
     if not _overlap:
         swap.wait()
 
 
-def _arrived(swap: Swap, rows: slice, total: Tensor) -> tuple[slice, Tensor]:
+def _arrived(swap: Swap | PeerSwap, rows: slice, total: Tensor) -> tuple[slice, Tensor]:
     swap.wait()
     return rows, total

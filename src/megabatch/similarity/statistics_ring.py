@@ -52,7 +52,7 @@ def ring_statistics(
 
     `call` is the public function's name, `wanted` names the inputs that need gradients.
     """
-    terms = _terms(x, y, row_ids, ceiling, diagonal, columns, call, wanted)
+    terms = _terms(x, y, row_ids, ceiling, diagonal, columns, group, call, wanted)
     size = (x if y is None else y).shape[0]
     sizes = [number for (number,) in exchange.agree(group, terms, [size], x.device)]
     with torch.cuda.device_of(x):
@@ -70,6 +70,7 @@ def _terms(
     ceiling: Tensor | None,
     diagonal: str,
     columns: bool,
+    group: str,
     call: str,
     wanted: str,
 ) -> str:
@@ -82,7 +83,7 @@ def _terms(
         f"sides: {'both' if columns or y is None else 'rows'}, "
         f"ids: {'given' if row_ids is not None else 'none'}, diagonal: {diagonal}, "
         f"ceiling: {'none' if ceiling is None else 'given'}, "
-        f"{kernels} kernels, {ring.plan(x)}"
+        f"{kernels} kernels, {ring.plan(x, group)}"
     )
 
 

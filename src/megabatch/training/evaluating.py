@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megabatch.data import open_pairs
 from megabatch.errors import UsageError
 from megabatch.training.config import TrainConfig
 from megabatch.training.world import World
@@ -21,20 +20,12 @@ def problems(config: TrainConfig, first: str) -> list[str]:
     """
     if not config.evaluate or config.val_data in (None, "glyphs"):
         return []
-    from megabatch.evaluation.captions import open_captioned
+    from megabatch.evaluation.val_data import open_val_data, reading_of
 
-    columns = {
-        "image_column": config.csv_img_key,
-        "caption_column": config.csv_caption_key,
-        "separator": config.csv_separator,
-        "svg_size": config.svg_size,
-    }
     assert config.val_data is not None
     try:
-        if first == "text":
-            open_pairs(config.val_data, query_column=config.csv_query_key, **columns)  # type: ignore[arg-type]
-        else:
-            open_captioned(config.val_data, **columns)  # type: ignore[arg-type]
+        reading = reading_of(vars(config), config.val_data)
+        open_val_data(config.val_data, config.model, first, reading)
     except UsageError as error:
         return [f"val_data: {error}"]
     return []
