@@ -69,41 +69,37 @@ def open_captioned(
         UsageError: nothing matches, a column or field is missing, no image has a caption.
     """
     specs = split_spec(spec)
-    if len(specs) > 1:
-        images = one_each(image_column, "image_column", specs)
-        captions = one_each(caption_column, "caption_column", specs)
-        sources = [
-            open_captioned(
-                one,
-                image_folder=image_folder,
-                split=split,
-                image_column=image,
-                caption_column=caption,
-                separator=separator,
-                svg_size=svg_size,
-            )
-            for one, image, caption in zip(specs, images, captions, strict=True)
-        ]
-        return OneAfterAnother(sources)
+    columns = zip(
+        one_each(image_column, "image_column", specs),
+        one_each(caption_column, "caption_column", specs),
+        strict=True,
+    )
+    sources = [
+        _open_one(one, image_folder, split, svg_size, (*names, separator))
+        for one, names in zip(specs, columns, strict=True)
+    ]
+    return sources[0] if len(sources) == 1 else OneAfterAnother(sources)
+
+
+def _open_one(
+    spec: str,
+    image_folder: Path | None,
+    split: str | None,
+    svg_size: int,
+    columns_and_separator: tuple[str | None, str | None, str | None],
+) -> Samples[Captions]:
     if spec.endswith(".json"):
         return _open_json(Path(spec), image_folder, split)
     if split is not None:
         raise UsageError(f"split {split!r}: only Karpathy's JSON files have splits, not {spec}")
     paths = _files(spec)
     if paths and paths[0].name.endswith(ALL_TABLES):
-        return open_tables(paths, image_folder, image_column, caption_column, separator)
+        return open_tables(paths, image_folder, *columns_and_separator)
     if image_folder is not None:
         raise UsageError(f"image-folder: only a table or a .json file has one, not {spec}")
     if paths and paths[0].suffix == ".tar" and _has_list(paths[0]):
         return ShardCaptions(paths)
-    pairs = open_pairs(
-        spec,
-        image_column=image_column,
-        caption_column=caption_column,
-        separator=separator,
-        svg_size=svg_size,
-    )
-    return CaptionedPairs(pairs)
+    return CaptionedPairs(open_pairs(spec, svg_size=svg_size))
 
 
 def _files(spec: str) -> list[Path]:
