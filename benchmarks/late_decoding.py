@@ -136,7 +136,7 @@ def _taken() -> int:
 
 
 def _write_shard(path: Path, count: int) -> Path:
-    """Soft pictures of 320 x 240 pixels, about 18 kB each."""
+    """Soft pictures of 320 x 240 pixels, about 28 kB each."""
     random = np.random.default_rng(0)
     with tarfile.open(path, "w") as tar:
         for i in range(count):

@@ -70,3 +70,15 @@ def test_exactness(tmp_path: Path) -> None:
     }
     assert worst["megabatch"] < 6e-3
     assert worst["megabatch"] < 2 * worst["dense, careful"]
+
+
+def test_late_decoding_gives_the_same_images(tmp_path: Path) -> None:
+    output = tmp_path / "late.json"
+    words = "--batch-sizes=4", "--undecoded=8", "--micro-batch-size=2", "--workers=1"
+    run("late_decoding.py", *words, f"--output={output}")
+    early, late, undecoded = json.loads(output.read_text())["records"]
+    assert (early["decode"], late["decode"], undecoded["decode"]) == ("early", "late", "late")
+    assert early["sum"] == late["sum"] != 0  # of all images, twice: augmented alike
+    assert (undecoded["b"], undecoded["passes"], undecoded["sum"]) == (8, 0, 0)
+    assert 5_000 < late["file_bytes"] < 100_000
+    assert min(r["peak_bytes"] for r in (early, late, undecoded)) > 0
