@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from megabatch.data.iconify import open_package
+from megabatch.training import TrainConfig
 from tests.benchmarking.test_scripts import SCRIPTS, run
 from tests.data.iconify_set import write_tarball
 
 
 def load(script: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(script, SCRIPTS / f"{script}.py")
+    name = f"benchmarks_{script}"
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{script}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
@@ -52,6 +58,59 @@ def test_ways_of_duplicates_side_by_side(tmp_path: Path) -> None:
     assert negatives["pairs_per_second"] > 0
     # Without a caption that occurs twice there is nothing to change.
     assert negatives["loss"] == pytest.approx(positives["loss"], abs=1e-4)
+
+
+def test_a_budget_decides_on_steps_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    icons, test = load("icons"), tmp_path / "icons" / "test"
+    asked: list[tuple[str, int]] = []
+
+    def measure(config: TrainConfig, given: Path) -> dict[str, Any]:
+        assert given == test
+        asked.append((config.duplicates, config.steps))
+        return {"training_seconds": 0.0, "step_ms": 1_000.0}
+
+    monkeypatch.setattr(icons, "measure", measure)
+    config = TrainConfig()
+
+    def plan(*words: str) -> Any:
+        began = time.perf_counter() - 40
+        return icons.choose_steps(icons._options([*words]), config, tmp_path, began), began
+
+    three, began = plan("--budget-seconds=260", "--least-steps=60")
+    assert asked == [("positives", 8)]
+    assert (three.runs, three.steps) == (3, 69)  # 0.95 of 220 s, a third of them
+    assert not three.late(began, 260)
+    assert three.late(began - 200, 260)
+    two, _ = plan("--budget-seconds=260", "--least-steps=100")
+    assert (two.runs, two.steps) == (2, 104)
+    one, _ = plan("--budget-seconds=260", "--least-steps=1000")
+    assert (one.runs, one.steps) == (1, 208)
+    by_run, began = plan("--seconds-per-run=7.5", "--least-steps=100")
+    assert (by_run.runs, by_run.steps) == (3, 8)
+    assert not by_run.late(began - 1e6, None)
+    given, _ = plan("--steps=5")
+    assert (given.runs, given.steps, given.trial) == (3, 5, None)
+
+
+def test_what_finds_no_time_is_said(tmp_path: Path) -> None:
+    output = tmp_path / "icons.json"
+    write_tarball(tmp_path / "package.tgz")
+    small = "model=glyph-small", "global_batch_size=4", "micro_batch_size=2", "plan=off"
+    load("icons").main(
+        [
+            *(f"--package={tmp_path / 'package.tgz'}", f"--output={output}", "--budget-seconds=1"),
+            *("--workers=0", "--device=cpu", "--duplicates", "positives", "negatives"),
+            *("--set", *small),
+        ]
+    )
+    content = json.loads(output.read_text())
+    assert content["trial"]["steps"] == 8
+    left_out = [
+        {"duplicates": d, "status": "left out: no time"} for d in ("positives", "negatives")
+    ]
+    assert content["records"] == left_out
 
 
 def test_a_smaller_package_has_the_same_short_icons(tmp_path: Path) -> None:

@@ -105,11 +105,13 @@ class ClipLoss(nn.Module):
             ids="paired" if ids is None else (ids, ids),
             positives="paired" if paired else "ids",
             group=self.group,
+            terms="no weights" if weights is None else "weights",
         )
         assert columns is not None
         term = self._paired_losses if paired else self._losses
         losses = term(rows) + term(columns)
-        loss = global_mean(losses, self.group, weights, name="image_features") / 2
+        mean = global_mean(losses, self.group, weights, name="image_features", batch=rows.batch)
+        loss = mean / 2
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)
         return {"contrastive_loss": loss} if output_dict else loss

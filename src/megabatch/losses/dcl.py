@@ -37,7 +37,7 @@ class DCLLoss(TemperatureLoss):
         x, instances = stack_views(views, self.group)
         scale = self._scale(temperature, x)
         rows, _ = split_logsumexp(x, None, scale, ids=instances, sides="rows", group=self.group)
-        return global_mean(decoupled(rows), self.group, name="views")
+        return global_mean(decoupled(rows), self.group, name="views", batch=rows.batch)
 
 
 def decoupled(side: Split) -> Tensor:

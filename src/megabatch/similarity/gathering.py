@@ -75,6 +75,8 @@ def tour(
         by_rank = found.unflatten(parts.dim, (n, m)).movedim(parts.dim, 0).contiguous()
         yield slice(0, m), parts.merge(deal(by_rank, place.group, place.operation))
         return
+    if 0 < own_first < m:
+        found.narrow(parts.dim, first + own_first, m - own_first).zero_()  # comes later
     total, adding = scatter_sum(found, place.group, place.operation)
     if not place.overlap:
         adding.wait()

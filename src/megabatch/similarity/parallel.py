@@ -16,7 +16,12 @@ from megabatch.similarity.operators import operator, ops
 
 
 def global_mean(
-    values: Tensor, group: object, weights: Tensor | None = None, *, name: str = "values"
+    values: Tensor,
+    group: object,
+    weights: Tensor | None = None,
+    *,
+    name: str = "values",
+    batch: Tensor | None = None,
 ) -> Tensor:
     """The mean of one number a row over the rows of all processes, as this process's share of it.
 
@@ -30,11 +35,17 @@ def global_mean(
         weights: (m,), not negative, without a gradient. Where all are zero the result is 0 with
             zero gradients, rows or no rows.
         name: what an error calls the rows.
+        batch: `Split.batch`; without weights the other processes need not be asked then. All must
+            come with weights or none.
 
     Raises:
         ValueError: no process has a row, and no weights are given.
         CommunicationError: another process is gone or did not come in time.
     """
+    if weights is None and batch is not None:
+        if not torch.compiler.is_compiling():
+            _check_count(int(batch), name)
+        return values.sum() * (rank_and_size(group)[1] / batch.to(values.dtype))
     total = values.sum() if weights is None else (weights * values).sum()
     return share_of_mean(total, values.shape[0], group, weights, name=name)
 

@@ -46,7 +46,7 @@ class Parcel(NamedTuple):
 class Parts(NamedTuple):
     """What visits add to the rows they are paid by: one tensor a visit, rows along `dim`."""
 
-    empty: Callable[[int], Tensor]  #: of so many rows, to which nothing was added yet
+    empty: Callable[[int], Tensor]  #: of so many rows, for a visit's to be written
     dim: int = 0
     merge: Callable[[Tensor], Tensor] | None = (
         None  #: (k, ...) -> k of them as one; None: their sum
@@ -60,7 +60,7 @@ class Visit(NamedTuple):
     rows: slice  #: of its owner's shard, or of all shards one after another
     start: int  #: of the first among the rows of all ranks
     cargo: tuple[Tensor | None, ...]
-    part: Tensor | None  #: to be added to where the route carries it
+    part: Tensor | None  #: to be written where the route carries it; holds nothing yet
 
     @property
     def size(self) -> int:

@@ -28,16 +28,47 @@ def kinds_of(diagonal: str, row_ids: Tensor | None) -> int:
 
 def empty_state(size: int, kinds: int, like: Tensor) -> Tensor:
     """The state of `size` rows before any column was seen; kinds: 1 (negatives) or 2."""
-    dtype = accumulator_dtype(like.dtype)
-    state = torch.zeros(2 if kinds == 1 else 6, size, dtype=dtype, device=like.device)
+    return clear(new_state(size, kinds, like))
+
+
+def new_state(size: int, kinds: int, like: Tensor) -> Tensor:
+    """Where the state of `size` rows is to be written."""
+    rows = 2 if kinds == 1 else 6
+    return like.new_empty(rows, size, dtype=accumulator_dtype(like.dtype))
+
+
+def clear(state: Tensor) -> Tensor:
+    """Make it the state before any column was seen."""
+    kinds = 1 if state.shape[0] == 2 else 2
+    state.zero_()
     state[0 : 2 * kinds : 2] = -math.inf
     return state
 
 
-def finish(state: Tensor, unit: float) -> Tensor:
+def new_results(state: Tensor) -> Tensor:
+    """Where `finish` of a state like this one is to be written."""
+    return state.new_empty(1 if state.shape[0] == 2 else 4, state.shape[1])
+
+
+def merge(states: Tensor, unit: float) -> Tensor:
+    """Several states (k, ...) of the same rows as one."""
+    kinds = 1 if states.shape[1] == 2 else 2
+    out = states.new_empty(states.shape[1:])
+    references, sums = states[:, 0 : 2 * kinds : 2], states[:, 1 : 2 * kinds : 2]
+    top = torch.amax(references, 0)
+    # A state without any pair has -inf; -inf - -inf would be NaN.
+    weights = (references - top.clamp(min=torch.finfo(top.dtype).min)).mul_(unit).exp_()
+    out[0 : 2 * kinds : 2] = top
+    torch.sum(weights.mul_(sums), 0, out=out[1 : 2 * kinds : 2])
+    if kinds == 2:
+        torch.sum(states[:, 4:], 0, out=out[4:])
+    return out
+
+
+def finish(state: Tensor, unit: float, out: Tensor | None = None) -> Tensor:
     """(reference, sum relative to it) -> log-sum-exp."""
     kinds = 1 if state.shape[0] == 2 else 2
-    out = state.new_empty(1 if kinds == 1 else 4, state.shape[1])
+    out = new_results(state) if out is None else out
     # Few launches: on a GPU a small batch's time is theirs.
     references, sums = state[0 : 2 * kinds : 2], state[1 : 2 * kinds : 2]
     torch.add(sums.log(), references, alpha=unit, out=out[:kinds])
@@ -46,10 +77,8 @@ def finish(state: Tensor, unit: float) -> Tensor:
     return out
 
 
-def pull_of(values: Tensor, gradient: Tensor | None) -> Tensor | None:
+def pull_of(values: Tensor, gradient: Tensor) -> Tensor:
     """What the backward tiles need of one side: see `tile_torch`."""
-    if gradient is None:
-        return None
     kinds = 1 if values.shape[0] == 1 else 2
     pull = values.new_empty(2 if kinds == 1 else 5, values.shape[1])
     # A side without any pair is -inf; a reference of +inf makes its exponentials 0, not NaN.

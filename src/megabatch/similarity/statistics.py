@@ -35,6 +35,7 @@ class Split(NamedTuple):
     positive: Tensor  #: log-sum-exp over pairs of equal ids; -inf where there is none
     positive_sum: Tensor  #: sum of the logits of the pairs of equal ids
     positive_count: Tensor  #: number of the pairs of equal ids; no gradient
+    batch: Tensor | None = None  #: rows of all processes, () int64 on the CPU; None: of this one
 
 
 def logsumexp(
@@ -69,7 +70,7 @@ def logsumexp(
     x, y = cast_for_autocast(x, y)
     scale = check_scalar("scale", scale, x)
     matrix = (x, y, scale, None, None, None, PLAIN, both)
-    rows, columns = _statistics(matrix, group, "logsumexp")
+    rows, columns, _ = _statistics(matrix, group, "logsumexp")
     return rows[0], columns[0] if both else None
 
 
@@ -83,6 +84,7 @@ def split_logsumexp(
     ceiling: Tensor | None = None,
     sides: str = "both",
     group: object = None,
+    terms: str = "",
 ) -> tuple[Split, Split | None]:
     """Log-sum-exps of scale * x @ y.T split by whether the ids of a pair are equal.
 
@@ -100,6 +102,8 @@ def split_logsumexp(
         sides: "both", or "rows" where the columns' side is not wanted and costs nothing.
         group: as in `logsumexp`. "paired" means row i and column i of the same process; ids are
             compared over all processes.
+        terms: what else all processes must do alike, in words (no comma first); where these differ
+            each is told so.
 
     Returns:
         `(rows, columns)`, a `Split` each, in float32 (float64 for float64 features); columns is
@@ -131,25 +135,29 @@ def split_logsumexp(
         y = x  # these make the matrix asymmetric: the general path, on all tiles
     columns_wanted = both and y is not None
     matrix = (x, y, scale, row_ids, column_ids, ceiling, diagonal, columns_wanted)
-    rows, columns = _statistics(matrix, group, "split_logsumexp")
-    first = _split(rows)
+    call = f"split_logsumexp, {terms}" if terms else "split_logsumexp"
+    rows, columns, sizes = _statistics(matrix, group, call)
+    batch = (None, None) if sizes is None else sizes.sum(1).unbind()
+    first = _split(rows, batch[0])
     if not both:
         return first, None
-    return first, _split(columns) if columns_wanted else first
+    return first, _split(columns, batch[1]) if columns_wanted else first
 
 
-def _statistics(matrix: tuple[Any, ...], group: object, call: str) -> tuple[Tensor, Tensor]:
-    """The operator of one process, or the one of `statistics_ring`."""
+def _statistics(
+    matrix: tuple[Any, ...], group: object, call: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operator of one process, or the one of `statistics_ring` with the ranks' sizes."""
     name = group_name(group)
     x, y, scale, *_ = matrix
     inputs = {"x": x, "y": y, "scale": scale}
     grad = torch.is_grad_enabled()
     wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
     if not name:
-        return ops.statistics(*matrix, bool(wanted))[:2]
-    around_the_ring = ops.ring_statistics
-    group_arguments = (name, call, ", ".join(wanted))
-    return around_the_ring(*matrix, *group_arguments)[:2]
+        rows, columns, _ = ops.statistics(*matrix, bool(wanted))
+        return rows, columns, None
+    rows, columns, sizes = ops.ring_statistics(*matrix, name, call, ", ".join(wanted))
+    return rows, columns, sizes
 
 
 def _both(sides: str) -> bool:
@@ -175,10 +183,10 @@ def _check_ids(ids: Ids, x: Tensor, y: Tensor | None) -> tuple[Tensor | None, Te
     return row_ids, check_integers("ids[1]", ids[1], (x if y is None else y).shape[0], x)
 
 
-def _split(values: Tensor) -> Split:
+def _split(values: Tensor, batch: Tensor | None) -> Split:
     if values.shape[0] == 4:
         negative, positive, positive_sum, positive_count = values.unbind()
-        return Split(negative, positive, positive_sum, positive_count.detach())
+        return Split(negative, positive, positive_sum, positive_count.detach(), batch)
     (negative,) = values.unbind()  # no pair can be positive
     nothing = torch.zeros_like(negative)
-    return Split(negative, torch.full_like(negative, -math.inf), nothing, nothing)
+    return Split(negative, torch.full_like(negative, -math.inf), nothing, nothing, batch)

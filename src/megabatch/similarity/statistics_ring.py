@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,13 +21,14 @@ from megabatch.similarity import exchange, id_order, ring, sweep
 from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
-from megabatch.similarity.states import empty_state, finish, kinds_of, pull_of
+from megabatch.similarity.states import clear, kinds_of, new_results, new_state
 from megabatch.similarity.statistics_local import statistics
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
 
 Blocks: TypeAlias = "sweep.Blocks | FusedBlocks"
+Pull: TypeAlias = Any  # of one side: whatever these blocks make of it
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -48,19 +48,20 @@ def ring_statistics(
     call: str,
     wanted: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `statistics`, over the ranks of a group; also their shards' sizes, on the CPU.
+    """As `statistics`, over the ranks of a group; third how many rows and columns each rank has.
 
-    `call` is the public function's name, `wanted` names the inputs that need gradients.
+    That is (2, ranks), on the CPU. `call` is the public function's name and what else all ranks
+    must do alike, `wanted` names the inputs that need gradients.
     """
     terms = _terms(x, y, row_ids, ceiling, diagonal, columns, group, call, wanted)
-    size = (x if y is None else y).shape[0]
-    sizes = [number for (number,) in exchange.agree(group, terms, [size], x.device)]
+    own = [x.shape[0], (x if y is None else y).shape[0]]
+    sizes = torch.tensor(exchange.agree(group, terms, own, x.device)).T
     with torch.cuda.device_of(x):
-        circle = Ring(group, sizes, call)
+        circle = Ring(group, sizes[1].tolist(), call.split(",", 1)[0])
         shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
         near, far = _forward(shards, scale, kinds_of(diagonal, row_ids), columns)
     far = id_order.restore(far, shards.order.columns, 1) if columns else far
-    return id_order.restore(near, shards.order.rows, 1), far, torch.tensor(sizes)
+    return id_order.restore(near, shards.order.rows, 1), far, sizes
 
 
 def _terms(
@@ -103,7 +104,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     matrix = (x, y, scale, row_ids, column_ids, ceiling, diagonal, columns)
     *results, _ = statistics(*matrix, False)
-    sizes = x.new_empty(exchange.resolve(group).size(), dtype=torch.int64, device="cpu")
+    sizes = x.new_empty(2, exchange.resolve(group).size(), dtype=torch.int64, device="cpu")
     return results[0], results[1], sizes
 
 
@@ -165,40 +166,43 @@ class _Shards:
 
 def _forward(shards: _Shards, scale: Tensor, kinds: int, columns: bool) -> tuple[Tensor, Tensor]:
     """The results of the rows and, where wanted, of the columns."""
-    x, unit, route = shards.x, shards.own.unit, shards.route(columns)
-    row_state = empty_state(x.shape[0], kinds, x)
-    column_state = empty_state(shards.y.shape[0] if columns else 0, kinds, x)
+    x, own, route = shards.x, shards.own, shards.route(columns)
+    begun = _Once()
+
+    def unwritten(size: int) -> Tensor:
+        state = new_state(size, kinds, x)
+        return state if len(x) else clear(state)  # a rank without rows visits nobody
 
     def visit(piece: Visit, blocks: Blocks) -> None:
-        blocks.forward(scale, row_state, piece.part)
+        blocks.forward(scale, row_state, piece.part, (begun.first(), True))
 
     def itself() -> None:
-        shards.own.forward(scale, row_state, None)
+        own.forward(scale, row_state, None, (begun.first(), False))
 
-    merge = partial(_merge, unit=unit)
-    parts = Parts(lambda size: empty_state(size, kinds, x), 1, merge)
-    for home, total in shards.tour(None, visit, itself, route, parts):
+    row_state = unwritten(len(x))
+    far = new_results(new_state(len(shards.y) if columns else 0, kinds, x))
+    for home, total in shards.tour(None, visit, itself, route, Parts(unwritten, 1, own.merged)):
         if shards.symmetric:
-            row_state[:, home] = merge(torch.stack([row_state[:, home], total]))
+            row_state[:, home] = own.merged(torch.stack([row_state[:, home], total]))
         else:
-            column_state[:, home] = total
-    finished = finish(row_state, unit)
-    return finished, finish(column_state, unit) if columns else finished.new_empty(0)
+            own.results(total, far[:, home])
+    if begun.first():  # no rank has a column
+        clear(row_state)
+    near = new_results(row_state)
+    own.results(row_state, near)
+    return near, far if columns else near.new_empty(0)
 
 
-def _merge(states: Tensor, unit: float) -> Tensor:
-    """Several states (k, ...) of the same rows as one; see `states`."""
-    kinds = 1 if states.shape[1] == 2 else 2
-    out = states.new_empty(states.shape[1:])
-    references, sums = states[:, 0 : 2 * kinds : 2], states[:, 1 : 2 * kinds : 2]
-    top = torch.amax(references, 0)
-    # A state without any pair has -inf; -inf - -inf would be NaN.
-    weights = (references - top.clamp(min=torch.finfo(top.dtype).min)).mul_(unit).exp_()
-    out[0 : 2 * kinds : 2] = top
-    torch.sum(weights.mul_(sums), 0, out=out[1 : 2 * kinds : 2])
-    if kinds == 2:
-        torch.sum(states[:, 4:], 0, out=out[4:])
-    return out
+class _Once:
+    """Whether something is the first of its kind."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def first(self) -> bool:
+        """True when asked for the first time."""
+        before, self._asked = self._asked, True
+        return not before
 
 
 # --- backward -------------------------------------------------------------------------------------
@@ -228,11 +232,11 @@ def ring_statistics_backward(
 
     As `parallel.replicated` makes it, without operators of its own.
     """
-    circle = Ring(group, sizes.tolist(), f"{call}, backward")
+    circle = Ring(group, sizes[1].tolist(), f"{call.split(',', 1)[0]}, backward")
     with torch.cuda.device_of(x):
         shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
-        near = _pull(rows, row_gradient, shards.order.rows)
-        far = _pull(columns, column_gradient, shards.order.columns)
+        near = _pull(shards.own, rows, row_gradient, shards.order.rows)
+        far = _pull(shards.own, columns, column_gradient, shards.order.columns)
         size = _common_size(shards, near, far)
         factor = scale if size is None else scale * size
         dx, dy, dscale = _gradients(
@@ -247,18 +251,25 @@ def ring_statistics_backward(
     return dx, dy, dscale
 
 
-def _pull(values: Tensor, gradient: Tensor | None, order: Tensor | None) -> Tensor | None:
+def _pull(
+    own: Blocks, values: Tensor, gradient: Tensor | None, order: Tensor | None
+) -> Pull | None:
     if gradient is None:
         return None
-    return pull_of(id_order.sort(values, order, 1), id_order.sort(gradient, order, 1))
+    return own.pull(id_order.sort(values, order, 1), id_order.sort(gradient, order, 1))
+
+
+def _numbers(pull: Pull | None) -> Tensor | None:
+    """What of a pull travels; `side` makes a pull of it."""
+    return pull if pull is None or isinstance(pull, Tensor) else pull.pull
 
 
 def _gradients(
     shards: _Shards,
     scale: Tensor,
     factor: Tensor,
-    near: Tensor | None,
-    far: Tensor | None,
+    near: Pull | None,
+    far: Pull | None,
     need_x: bool,
     need_y: bool,
     need_scale: bool,
@@ -266,57 +277,52 @@ def _gradients(
     """`near` and `far` are the pulls of this rank's rows and columns."""
     own, (x, y), route = shards.own, shards.features, shards.route(need_y)
     # The scale's gradient comes with dx, or with dy where x is frozen.
-    total = own.accumulator(len(x)) if need_x or not need_y else None
+    total = own.buffer(len(x)) if need_x or not need_y else None
     dy = torch.empty_like(y) if need_y else y.new_empty(0)
-    dscale = torch.zeros_like(scale)
+    inners: list[Tensor] = []  # parts of the scale's gradient
+    begun = _Once()
 
-    def visit(piece: Visit, blocks: Blocks) -> None:
-        _sweep(blocks, len(x), scale, near, piece.cargo[2], total, piece.part)
+    def visit(piece: Visit, blocks: Any) -> None:
+        far, first = blocks.side(piece.cargo[2]), begun.first()
+        for i in blocks.strips():
+            dx = None if total is None else total[i]
+            blocks.backward(i, scale, near, far, dx, piece.part, (first, i.start == 0))
 
     def itself() -> None:
-        _sweep(own, len(x), scale, near, near, total, total)
+        begun.first()
+        assert total is not None
+        for i in own.strips():
+            first = i.start == 0
+            own.backward(i, scale, near, near, total[i], total, (first, first))
 
-    for home, arrived in shards.tour(far, visit, itself, route, Parts(own.accumulator)):
+    for home, arrived in shards.tour(_numbers(far), visit, itself, route, Parts(own.buffer)):
         if shards.symmetric:
             assert total is not None
             total[home] += arrived
             continue
         inner = own.finish(arrived, "y", home, factor, need_scale and total is None, dy[home])
-        dscale = dscale if inner is None else dscale + inner
-    if total is None:
-        return x.new_empty(0), dy, dscale
+        inners += [] if inner is None else [inner]
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
-    rows = slice(0, len(x))
-    inner = own.finish(total, "x", rows, factor, need_scale, dx if need_x else None)
-    if inner is not None:  # x against itself meets each pair as (i, j) and as (j, i)
-        dscale = dscale + (inner / 2 if shards.symmetric else inner)
-    return dx, dy, dscale
+    if total is not None:
+        if begun.first():  # no rank has a column
+            total.zero_()
+        rows = slice(0, len(x))
+        inner = own.finish(total, "x", rows, factor, need_scale, dx if need_x else None)
+        if inner is not None:  # x against itself meets each pair as (i, j) and as (j, i)
+            inners.append(inner / 2 if shards.symmetric else inner)
+    # One launch less where there is one part.
+    return dx, dy, inners[0] if len(inners) == 1 else sum(inners, torch.zeros_like(scale))
 
 
-def _sweep(
-    blocks: Blocks,
-    rows: int,
-    scale: Tensor,
-    near: Tensor | None,
-    far: Tensor | None,
-    dx: Tensor | None,
-    dy: Tensor | None,
-) -> None:
-    """Add the gradients of all rows."""
-    for i in sweep.strips(rows, blocks.rows):
-        blocks.backward(i, scale, near, far, None if dx is None else dx[i], dy)
-
-
-def _common_size(shards: _Shards, near: Tensor | None, far: Tensor | None) -> Tensor | None:
+def _common_size(shards: _Shards, near: Pull | None, far: Pull | None) -> Tensor | None:
     """`Blocks.prepare` with one factor for all ranks, since their gradients are added up."""
-    filled = (None if pull is None or pull.shape[1] == 0 else pull for pull in (near, far))
-    size = shards.own.prepare(*filled)
+    size = shards.own.prepare(near, far)
     if shards.x.dtype != torch.float16:  # the only type whose range asks for one
         return size
     largest = shards.x.new_zeros((), dtype=torch.float32) if size is None else size.clone()
     exchange.all_reduce(largest, shards.ring.name, shards.ring.operation, dist.ReduceOp.MAX)
     largest = torch.where(largest == 0, 1.0, largest)
-    for pull in (near, far):
+    for pull in map(_numbers, (near, far)):
         if pull is not None and size is not None:
             pull[1::2] *= size / largest
             pull[4:] *= size / largest

@@ -13,7 +13,7 @@ from megabatch.similarity import tile_torch
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.states import empty_state, finish, pull_of
+from megabatch.similarity.states import clear, finish, merge, new_state, pull_of
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
@@ -145,11 +145,21 @@ class Blocks:
         self._buffers = x.new_empty(2, size, dtype=accumulator_dtype(x.dtype))
         self._kept = {} if kept is None else self._places(kept)
 
-    def forward(self, scale: Tensor, rows: Tensor, columns: Tensor | None) -> None:
+    def forward(
+        self,
+        scale: Tensor,
+        rows: Tensor,
+        columns: Tensor | None,
+        fresh: tuple[bool, bool] = (False, False),
+    ) -> None:
         """Merge all blocks into the states of the rows and, unless None, of the columns.
 
-        With `symmetric` the columns' state is the rows'.
+        With `symmetric` the columns' state is the rows'. `fresh`: the rows', the columns' state
+        holds nothing yet.
         """
+        for state, new in zip((rows, columns), fresh, strict=True):
+            if new and state is not None:
+                clear(state)
         for i in strips(self.x.shape[0], self.rows):
             for j in self._columns_of(i):
                 mirrored = self.symmetric and i != j
@@ -167,15 +177,27 @@ class Blocks:
 
     def values(self, scale: Tensor, kinds: int, columns: bool) -> tuple[Tensor, Tensor | None]:
         """What the public functions return of the rows and, if wanted, of the columns."""
-        row_state = empty_state(self.x.shape[0], kinds, self.x)
-        column_state = empty_state(self.y.shape[0], kinds, self.x) if columns else None
-        self.forward(scale, row_state, column_state)
+        row_state = new_state(self.x.shape[0], kinds, self.x)
+        column_state = new_state(self.y.shape[0], kinds, self.x) if columns else None
+        self.forward(scale, row_state, column_state, (True, True))
         finished = finish(row_state, self.unit)
         return finished, None if column_state is None else finish(column_state, self.unit)
 
-    def pull(self, values: Tensor, gradient: Tensor) -> Tensor | None:
+    def merged(self, states: Tensor) -> Tensor:
+        """Several states (k, ...) of the same rows as one."""
+        return merge(states, self.unit)
+
+    def results(self, state: Tensor, out: Tensor) -> None:
+        """out = what the public functions return of a state."""
+        finish(state, self.unit, out)
+
+    def pull(self, values: Tensor, gradient: Tensor) -> Tensor:
         """What `backward` takes of a side whose `values` got this upstream gradient."""
         return pull_of(values, gradient)
+
+    def side(self, pull: Tensor | None) -> Tensor | None:
+        """The same of a side whose pull came from elsewhere."""
+        return pull
 
     def strips(self) -> Iterator[slice]:
         """The rows in parts, each for one call of `backward`."""

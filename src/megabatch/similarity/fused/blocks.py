@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megabatch.similarity.fused import backward, forward
+from megabatch.similarity.fused import backward, forward, merge
 from megabatch.similarity.fused.configs import backward_config, forward_config
 from megabatch.similarity.fused.cuts import (
     TILE,
@@ -27,7 +27,7 @@ from megabatch.similarity.fused.cuts import (
 )
 from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
-from megabatch.similarity.states import empty_state, finish
+from megabatch.similarity.states import clear, empty_state, finish
 from megabatch.similarity.tile_torch import add_product
 
 #: Largest difference of log2 log-sum-exps that share one exponential's reference.
@@ -72,16 +72,38 @@ class FusedBlocks:
             return next(nothing), next(nothing) if columns else None
         near = self._empty(2 if kinds == 1 else 6, m)
         far = self._empty(len(near), n) if columns else None
-        self._sweep(scale, near, far, whole=True)
+        self._sweep(scale, near, far, (True, True), last=True)
         results = 1 if kinds == 1 else 4
         return near[:results], None if far is None else far[:results]
 
-    def forward(self, scale: Tensor, rows: Tensor, columns: Tensor | None) -> None:
-        """Merge all blocks into the states of the rows and, unless None, of the columns."""
-        self._sweep(scale, rows, columns, whole=False)
+    def forward(
+        self,
+        scale: Tensor,
+        rows: Tensor,
+        columns: Tensor | None,
+        fresh: tuple[bool, bool] = (False, False),
+    ) -> None:
+        """Merge all blocks into the states of the rows and, unless None, of the columns.
 
-    def _sweep(self, scale: Tensor, rows: Tensor, columns: Tensor | None, whole: bool) -> None:
-        """With `whole` this is all there is: states begin empty and end as results."""
+        `fresh`: the rows', the columns' state holds nothing yet. (What has no columns, or no rows,
+        is cleared: nothing else would be written.)
+        """
+        if len(self.x) and len(self.y):
+            self._sweep(scale, rows, columns, fresh, last=False)
+            return
+        for state, new in zip((rows, columns), fresh, strict=True):
+            if new and state is not None:
+                clear(state)
+
+    def _sweep(
+        self,
+        scale: Tensor,
+        rows: Tensor,
+        columns: Tensor | None,
+        fresh: tuple[bool, bool],
+        last: bool,
+    ) -> None:
+        """With `last` states end as results."""
         m, n = len(self.x), len(self.y)
         # The forward's workspace is one sum a tile and row: larger blocks fit.
         step = self.rows if self.symmetric else 2 * self.rows
@@ -93,8 +115,9 @@ class FusedBlocks:
                 # Above the diagonal, a block's columns are rows further down.
                 mirrored = self.symmetric and i != j
                 other = rows if mirrored else columns
-                start = whole and j.start == 0, whole and i.start == 0
-                end = whole and j.stop == n, whole and not mirrored and i.stop == m
+                new = fresh[0 if self.symmetric else 1]
+                start = fresh[0] and j.start == 0, new and i.start == 0
+                end = last and j.stop == n, last and not mirrored and i.stop == m
                 near = rows[:, i], start[0], end[0]
                 far = None if other is None else (other[:, j], start[1], end[1])
                 self._forward_block(i, j, scale, near, far)
@@ -144,7 +167,19 @@ class FusedBlocks:
             num_warps=8, num_stages=config.stages,
         )  # fmt: skip
 
+    def merged(self, states: Tensor) -> Tensor:
+        """Several states (k, ...) of the same rows as one."""
+        return merge.merged(states)
+
+    def results(self, state: Tensor, out: Tensor) -> None:
+        """out = what the public functions return of a state."""
+        merge.results(state, out)
+
     # --- backward ---------------------------------------------------------------------------
+
+    def side(self, pull: Tensor | None) -> Side:
+        """What `backward` takes of a side whose pull came from elsewhere."""
+        return Side.of(pull, self.x)
 
     def pull(self, values: Tensor, gradient: Tensor) -> Side:
         """What `backward` takes of a side whose `values` got this upstream gradient."""
