@@ -88,7 +88,12 @@ def start(config: TrainConfig) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", PROGRAM, *options]
     return subprocess.Popen(
-        command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -168,6 +173,34 @@ def test_after_a_signal_it_saves_and_continues_bit_for_bit(
     assert [[r[k] for k in keys] for r in logged(config.output)] == [
         [r[k] for k in keys] for r in logged(straight.output)
     ]
+
+
+@pytest.mark.parametrize("decode", ["early", "late"])
+def test_a_signal_to_all_its_processes_leaves_the_workers_until_it_has_saved(
+    make_config: MakeConfig, tmp_path: Path, decode: str
+) -> None:
+    config = make_config(tmp_path / "run", steps=400, workers=2, decode=decode)
+    process = start(config)
+    wait_for_steps(process, config.output, 3)
+    os.killpg(process.pid, signal.SIGUSR1)  # as timeout and schedulers do
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    done = len(logged(config.output))
+    assert f"interrupted after step {done} of 400" in out
+    assert checkpoints(config.output)[-1] == f"step-{done:08d}"
+    deadline = time.monotonic() + 20
+    while is_there(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_second_ctrl_c_ends_at_once(

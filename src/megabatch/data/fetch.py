@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -199,6 +201,21 @@ def _joined(parts: list[Any]) -> torch.Tensor | list[Any]:
     return [image for part in parts for image in part]
 
 
-def leave_interrupts_to_the_parent(worker: int) -> None:
-    """On Ctrl-C the parent may finish its step and save: it still needs the workers for that."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def leave_signals_to_the_parent(worker: int) -> None:
+    """Begin a worker that ends when its parent says so.
+
+    A signal that asks for an orderly end lets the parent finish its step and save, for which it
+    still needs the workers. Terminals, `timeout` and schedulers send theirs to whole groups of
+    processes; a SIGTERM of the parent's own, which comes when it is done, is to be told from those.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_told(by: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != by:
+        pass
+    os._exit(0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megabatch.data.fetch import (
-    leave_interrupts_to_the_parent,
+    leave_signals_to_the_parent,
     random_state_kept,
     seed_everything,
 )
@@ -115,7 +115,7 @@ class Decoder:
             persistent_workers=True,
             prefetch_factor=max(2, -(-2 * micro_batch_size // (piece * workers))),
             timeout=timeout,
-            worker_init_fn=leave_interrupts_to_the_parent,
+            worker_init_fn=leave_signals_to_the_parent,
             generator=torch.Generator(),  # its own, not the trainer's
         )
 
