@@ -7,8 +7,10 @@ pairs of the same caption: as negatives (no ids: the control), ignored, as posit
 same seed, same batches. After each run: retrieval on the held-out sets, both ways. The record is
 written anew after each, so a run that is cut short leaves what it has.
 
-Steps are as many as --seconds-per-run is enough for, measured in a few beforehand, or --steps.
-Nothing is fetched. A smaller package to carry: icons_package.py.
+Steps are --steps, or as many as there is time for, the same in each run, by a trial of a few
+beforehand: --seconds-per-run of training, or --budget-seconds for everything from the start on.
+Where the budget is not enough for --least-steps in each run, the last ones of --duplicates are left
+out. Nothing is fetched. A smaller package to carry: icons_package.py.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megabatch.benchmarking.records import command_line, machine, versions
-from megabatch.data.grey import GreyPairs
+from megabatch.data.grey import IMAGES, GreyPairs
 from megabatch.data.iconify import open_package
 from megabatch.data.icons import write_icons
 from megabatch.evaluation.embed import Encoder
@@ -61,17 +64,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "records": [],
         }
         config = configure(options, folder / "icons")
-        steps = options.steps or _affordable(config, folder / "trial", options.seconds_per_run)
-        for duplicates in options.duplicates:
-            run = config_of(config, folder / duplicates, steps, duplicates)
-            try:
-                record = measure(run, folder / "icons" / "test")
-            except TrainingStopped as error:  # diverged, say: the others are worth having
-                record = {"duplicates": duplicates, "status": str(error)}
+        plan = choose_steps(options, config, folder, began)
+        content["trial"] = plan.trial
+        for number, duplicates in enumerate(options.duplicates):
+            if number < plan.runs and not plan.late(began, options.budget_seconds):
+                run = config_of(config, folder / duplicates, plan.steps, duplicates)
+                record = attempt(run, folder / "icons" / "test")
+            else:
+                record = {"duplicates": duplicates, "status": "left out: no time"}
             content["records"].append(record)
             content["seconds"] = round(time.perf_counter() - began, 1)
             _write(options.output, content)
             print(json.dumps(content["records"][-1]), flush=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many runs there is time for, of how many steps; run_seconds: what each is to take."""
+
+    runs: int
+    steps: int
+    run_seconds: float = 0.0
+    trial: dict[str, Any] | None = None
+
+    def late(self, began: float, budget: float | None) -> bool:
+        """Whether another run would not end within the budget."""
+        return budget is not None and time.perf_counter() - began + self.run_seconds > budget
 
 
 def prepare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -146,7 +164,7 @@ def measure(config: TrainConfig, test: Path) -> dict[str, Any]:
         "b": config.global_batch_size,
         "micro_batch_size": config.micro_batch_size,
         "steps": config.steps,
-        "epochs": round(log[-1]["epoch"] + 1, 1),
+        "epochs": round(config.steps * config.global_batch_size / _count(config.train_data), 1),
         "lr": config.lr,
         "seed": config.seed,
         "seconds": round(seconds, 1),
@@ -177,17 +195,47 @@ def evaluate(run: Path, test: Path, device: str) -> dict[str, Any]:
     }
 
 
-def _affordable(config: TrainConfig, folder: Path, seconds: float) -> int:
-    """How many steps fit into so many seconds, as a short run shows."""
+def choose_steps(
+    options: argparse.Namespace, config: TrainConfig, folder: Path, began: float
+) -> Plan:
+    """How long the runs may be, as a short one shows; what is beside its steps counts too."""
+    wanted = len(options.duplicates)
+    if options.steps:
+        return Plan(wanted, options.steps)
     # A rate that only begins to rise: nothing of it is to be learnt, and nothing must diverge.
-    trial = replace(config_of(config, folder, TRIAL_STEPS, "positives"), warmup=TRIAL_STEPS)
-    if code := train(trial):
-        raise SystemExit(code)
-    steady = _log(folder)[WARMING_STEPS:]
-    step = statistics.median(config.global_batch_size / line["pairs_per_second"] for line in steady)
-    steps = max(TRIAL_STEPS, int(seconds / step))
-    print(f"{step:.3f} s a step: {steps} steps in each run", flush=True)
-    return steps
+    trial = replace(
+        config_of(config, folder / "trial", TRIAL_STEPS, "positives"), warmup=TRIAL_STEPS
+    )
+    started = time.perf_counter()
+    found = measure(trial, folder / "icons" / "test")
+    beside = time.perf_counter() - started - found["training_seconds"]
+    step = found["step_ms"] / 1e3
+    shown = {"steps": TRIAL_STEPS, "step_ms": found["step_ms"], "seconds_beside": round(beside, 1)}
+
+    def within(runs: int) -> int:
+        if options.budget_seconds is None:
+            return int(options.seconds_per_run / step)
+        left = 0.95 * (options.budget_seconds - (time.perf_counter() - began))
+        return int((left / runs - beside) / step)
+
+    runs = next((n for n in range(wanted, 1, -1) if within(n) >= options.least_steps), 1)
+    if options.budget_seconds is None:
+        runs = wanted
+    steps = max(TRIAL_STEPS, within(runs))
+    print(f"{step:.3f} s a step, {beside:.1f} s beside: {runs} runs of {steps} steps", flush=True)
+    return Plan(runs, steps, beside + steps * step, shown)
+
+
+def attempt(config: TrainConfig, test: Path) -> dict[str, Any]:
+    """Train and evaluate, or say why it ended before."""
+    try:
+        return measure(config, test)
+    except TrainingStopped as error:  # diverged, say: the others are worth having
+        return {"duplicates": config.duplicates, "status": str(error)}
+
+
+def _count(icons: str) -> int:
+    return len(np.load(Path(icons) / IMAGES, mmap_mode="r"))
 
 
 def _log(run: Path) -> list[dict[str, float]]:
@@ -218,7 +266,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of the config")
     parser.add_argument("--duplicates", nargs="+", choices=DUPLICATES, default=list(DUPLICATES))
     parser.add_argument("--steps", type=int, help="of each run, instead of --seconds-per-run")
-    parser.add_argument("--seconds-per-run", type=float, default=100.0)
+    parser.add_argument("--seconds-per-run", type=float, default=100.0, help="of training alone")
+    parser.add_argument("--budget-seconds", type=float, help="of everything; instead of the former")
+    parser.add_argument("--least-steps", type=int, default=66, help="worth a run, with a budget")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
