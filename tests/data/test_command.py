@@ -33,6 +33,18 @@ def test_inspect(tmp_path: Path, capsys):
     assert "a.tar:0: 4 x 3 RGB: first caption" in out
 
 
+def test_inspect_takes_columns_as_training_does(tmp_path: Path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"asked": "one", "said": "two"}\n')
+    (tmp_path / "b.csv").write_text("query,other\nthree,four\n")
+    spec = f"{tmp_path / 'a.jsonl'}::{tmp_path / 'b.csv'}"
+    columns = ["--csv-query-key", "asked::query", "--csv-caption-key", "said::other"]
+    assert main(["data", "inspect", spec, *columns]) == 0
+    out = capsys.readouterr().out
+    assert "2 samples" in out
+    assert "a.jsonl:row 1: one: two" in out
+    assert "b.csv:row 1: three: four" in out
+
+
 def test_inspect_reads_a_part(capsys):
     assert main(["data", "inspect", "glyphs", "--split", "faces", "--limit", "20"]) == 0
     assert "5,804 samples, 20 of them read, 0 unusable" in capsys.readouterr().out

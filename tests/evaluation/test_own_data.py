@@ -209,6 +209,8 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
         evaluate_run(run, val_data="coco.json")
     with pytest.raises(UsageError, match="takes texts with texts, but glyphs has images"):
         evaluate_run(run, val_data="glyphs")
+    with pytest.raises(UsageError, match=r"takes texts: give held-out pairs by --val-data$"):
+        evaluate_run(run)
     given = []
     monkeypatch.setattr(
         "megabatch.evaluation.val_data.open_pairs",

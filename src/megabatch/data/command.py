@@ -73,13 +73,13 @@ class Inspect:
     """Part of the glyph set."""
     limit: int = 1_000
     """Read at most so many samples, spread evenly; 0: all."""
-    image_column: str | None = None
-    """Column of image paths in a table."""
-    query_column: str | None = None
+    csv_img_key: str | None = None
+    """Column of image paths or bytes in a table; this and those below as for training."""
+    csv_query_key: str | None = None
     """Column of first texts in a table, for pairs of texts."""
-    caption_column: str | None = None
+    csv_caption_key: str | None = None
     """Column of captions or second texts in a table."""
-    separator: str | None = None
+    csv_separator: str | None = None
     """Field separator of a text table."""
 
 
@@ -150,10 +150,10 @@ def inspect(options: Inspect) -> int:
     dataset = open_pairs(
         options.data,
         split=options.split,
-        image_column=options.image_column,
-        query_column=options.query_column,
-        caption_column=options.caption_column,
-        separator=options.separator,
+        image_column=options.csv_img_key,
+        query_column=options.csv_query_key,
+        caption_column=options.csv_caption_key,
+        separator=options.csv_separator,
     )
     pairs, bad, read = _read_some(dataset, options.limit)
     print(f"{len(dataset):,} samples, {read:,} of them read, {sum(bad.values()):,} unusable")

@@ -25,7 +25,9 @@ def main(argv: list[str]) -> int:
     print_evaluation(evaluation, console)
     folder = config.output or config.run
     assert folder is not None  # the evaluation would have refused that
-    pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} images/s"
+    of_texts = any(task["first"] == "text" for task in evaluation["retrieval"].values())
+    what = "first texts" if of_texts else "images"
+    pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} {what}/s"
     # A path that is broken over two lines cannot be opened.
     console.print(f"{pace}; report: {folder / 'report.html'}", soft_wrap=True)
     return 0

@@ -177,6 +177,8 @@ def _retrieval_tasks(config: EvalConfig, opened: Opened) -> tuple[GlyphSet | Non
     train_data = opened.config.get("train_data")
     val_data = config.val_data
     if val_data is None and config.class_data is None:
+        if opened.towers.first == "text":
+            raise UsageError(f"{opened.towers.name} takes texts: give held-out pairs by --val-data")
         if train_data != "glyphs":
             raise UsageError(
                 f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "

@@ -197,8 +197,8 @@ class TrainConfig:
     """Evaluate at the end, on val_data, as `megabatch eval` does: on all processes where each can
     read the output folder, else on the first alone."""
     val_data: str | None = None
-    """Held-out pairs to evaluate on: what `megabatch eval --val-data` takes. Default, with the
-    glyphs as training data: glyphs that were held out."""
+    """Held-out pairs to evaluate on: what `megabatch eval --val-data` takes, with the columns of
+    train_data. Default, with the glyphs as training data: glyphs that were held out."""
 
 
 def problems(config: TrainConfig) -> list[str]:
