@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megabatch.data.json_lines import json_names, read_json
+from megabatch.data.tables import TablePairs
 from megabatch.errors import UsageError
 
 ROWS = [
@@ -100,6 +101,14 @@ def test_files_of_another_kind(tmp_path: Path, name: str, data: bytes, why: str)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UsageError, match=rf"cannot read .*{name}: .*{why}"):
         json_names(tmp_path / name)
+
+
+def test_where_no_line_is_usable_it_says_why(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"query": "a", "text": ["b", "c"]}\n' * 3)
+    why = r"no rows in .*a\.jsonl; .* 3 lines left out, the first is line 1: 'text' holds a list"
+    with pytest.raises(UsageError, match=why):
+        TablePairs([path])
 
 
 def test_a_folder_in_its_place(tmp_path: Path):

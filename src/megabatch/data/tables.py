@@ -91,7 +91,9 @@ class TablePairs:
         # Where each table's rows end in the numbering over all of them.
         self._ends = np.cumsum([len(table.captions) for table in self._tables])
         if len(self) == 0:
-            raise UsageError(f"no rows in {', '.join(map(str, paths[:3]))}")
+            raise UsageError(
+                "; ".join([f"no rows in {', '.join(map(str, paths[:3]))}", *self.damage])
+            )
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -85,7 +85,7 @@ def open_tables(
         images += _joined(rows, path, image_folder or path.parent)
         damage += left_out
     if not images:
-        raise UsageError(f"no rows in {', '.join(map(str, paths[:3]))}")
+        raise UsageError("; ".join([f"no rows in {', '.join(map(str, paths[:3]))}", *damage]))
     return ListedImages(images, damage)
 
 
