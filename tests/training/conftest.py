@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megabatch.training import TrainConfig
+from megabatch.training import TrainConfig, train
 
 
 class MakeConfig(Protocol):
@@ -66,3 +66,25 @@ def make_config(pictures: Path) -> MakeConfig:
         return replace(short, **changes)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> TrainConfig:
+    """A run of 12 steps that nothing disturbed."""
+    from tests.models.tiny import TINY
+
+    torch.set_num_threads(1)
+    config = TrainConfig(
+        model=TINY,
+        train_data=str(pictures),
+        output=tmp_path_factory.mktemp("runs") / "straight",
+        global_batch_size=8,
+        micro_batch_size=4,
+        steps=12,
+        warmup=2,
+        precision="fp32",
+        device="cpu",
+        checkpoint_every=3,
+    )
+    assert train(config) == 0
+    return config

@@ -1,0 +1,88 @@
+"""What tests of whole runs ask a run's folder and its process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megabatch.training import TrainConfig, save_config
+from megabatch.training.trainer import Trainer
+
+# As the program, with the tests' own architecture and one thread.
+PROGRAM = """
+import sys, torch, tests.models.tiny
+from megabatch.cli import main
+torch.set_num_threads(1)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model.safetensors").read_bytes()
+
+
+def logged(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def signal_after(patch: pytest.MonkeyPatch, step: int, number: signal.Signals) -> None:
+    """Send this process a signal in the middle of a step."""
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, batch: object) -> dict[str, float]:
+        if self.step == step:
+            os.kill(os.getpid(), number)
+        return original(self, batch)  # type: ignore[arg-type]
+
+    patch.setattr(Trainer, "train_step", train_step)
+
+
+def start(config: TrainConfig) -> subprocess.Popen[str]:
+    options = ["train", "--config", str(config.output.with_suffix(".toml"))]
+    save_config(config, config.output.with_suffix(".toml"))
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", PROGRAM, *options]
+    return subprocess.Popen(
+        command,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(logged_lines(run)) < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def logged_lines(run: Path) -> list[str]:
+    path = run / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in logged(run)]
+
+
+def is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

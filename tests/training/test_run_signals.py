@@ -1,0 +1,144 @@
+"""Runs that are interrupted or killed: continued, they are the uninterrupted one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabatch.cli import main
+from megabatch.training import TrainConfig, save_config, train
+from megabatch.training.trainer import Trainer
+from tests.similarity.distributed.processes import start as start_processes
+from tests.training.conftest import MakeConfig
+from tests.training.runs import (
+    checkpoints,
+    is_there,
+    logged,
+    logged_lines,
+    losses,
+    signal_after,
+    start,
+    wait_for_steps,
+    weights,
+)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_after_a_signal_it_saves_and_continues_bit_for_bit(
+    straight: TrainConfig,
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    config = make_config(tmp_path / "run")
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        signal_after(patch, 7, number)  # in the middle of an epoch
+        assert train(config, resume_command="THE COMMAND") == code
+    assert "after step 8 of 12; continue with: THE COMMAND" in capsys.readouterr().out
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert checkpoints(config.output)[-1] == "step-00000008"
+    assert not (config.output / "model.safetensors").exists()
+    assert train(make_config(tmp_path / "run", resume=True)) == 0
+    assert weights(config.output) == weights(straight.output)
+    keys = ("step", "epoch", "loss", "lr", "logit_scale", "grad_norm")
+    assert [[r[k] for k in keys] for r in logged(config.output)] == [
+        [r[k] for k in keys] for r in logged(straight.output)
+    ]
+
+
+@pytest.mark.parametrize("decode", ["early", "late"])
+def test_a_signal_to_all_its_processes_leaves_the_workers_until_it_has_saved(
+    make_config: MakeConfig, tmp_path: Path, decode: str
+) -> None:
+    config = make_config(tmp_path / "run", steps=400, workers=2, decode=decode)
+    process = start(config)
+    wait_for_steps(process, config.output, 3)
+    os.killpg(process.pid, signal.SIGUSR1)  # as timeout and schedulers do
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    done = len(logged(config.output))
+    assert f"interrupted after step {done} of 400" in out
+    assert checkpoints(config.output)[-1] == f"step-{done:08d}"
+    deadline = time.monotonic() + 20
+    while is_there(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_second_ctrl_c_ends_at_once(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Trainer.train_step
+
+    def twice(self: Trainer, batch: object) -> dict[str, float]:
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "train_step", twice)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(tmp_path / "run"))
+    assert checkpoints(tmp_path / "run") == ["step-00000003"]
+
+
+def test_ctrl_c_of_the_program_is_exit_code_130_and_says_how_to_continue(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", steps=400)
+    process = start(config)
+    wait_for_steps(process, config.output, 4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    done = len(logged(config.output))
+    assert f"interrupted after step {done} of 400" in out
+    assert f"--config {config.output.with_suffix('.toml')} --resume" in out.replace("\n", " ")
+
+
+def killable(rank: int, size: int, port: int, options: list[str]) -> None:
+    torch.set_num_threads(1)
+    main(["train", *options])
+
+
+def test_after_kills_at_random_points_it_is_the_run_that_was_never_stopped(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"model": "glyph-small", "steps": 200, "checkpoint_every": 2}
+    changes["lr_scheduler"] = "const"
+    config = make_config(tmp_path / "run", **changes)
+    save_config(config, tmp_path / "run.toml")
+    moments, last = random.Random(0), 0
+    for _ in range(3):
+        (process,) = start_processes(
+            1, killable, ["--config", str(tmp_path / "run.toml"), "--resume"]
+        )
+        deadline = time.monotonic() + 60
+        while len(logged_lines(config.output)) <= last:
+            assert process.is_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.4))
+        process.kill()
+        process.join()
+        last = len(logged_lines(config.output))
+    assert 3 <= last < 200
+    changes["steps"] = last + 3
+    assert train(make_config(config.output, resume=True, **changes)) == 0
+    assert train(make_config(tmp_path / "whole", **changes)) == 0
+    assert weights(config.output) == weights(tmp_path / "whole")
+    assert [r["step"] for r in logged(config.output)] == list(range(1, last + 4))
+    assert losses(config.output) == losses(tmp_path / "whole")
