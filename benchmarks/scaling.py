@@ -43,14 +43,14 @@ def trials(sizes: list[int]) -> Iterator[Trial]:
     most = sizes[-1]
     for b in (262_144, 65_536, 16_384):
         yield from strong(b, sizes)
-    for n in sizes:
-        yield Trial(case(1_048_576), n, once=True)
+    for b in (65_536, 262_144):
+        yield from strong(b, sizes, "siglip")
+    yield Trial(case(most * MEMORY_ROWS), most, once=True)
     for n in sizes:
         if n > 1:
             yield Trial(case(n * WEAK_ROWS), n)
-    yield Trial(case(most * MEMORY_ROWS), most, once=True)
-    for b in (65_536, 262_144):
-        yield from strong(b, sizes, "siglip")
+    for n in reversed(sizes):
+        yield Trial(case(1_048_576), n, once=True)
     if most > 1:
         yield Trial(case(4_194_304), most, once=True)
         for b in (65_536, 16_384):
@@ -65,6 +65,8 @@ def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
     for n in sizes:
         for name in VARIANTS if n > 1 else VARIANTS[:1]:
             yield Trial(case(b, name, loss), n)
+        if n > 1 and b >= 4 * WEAK_ROWS:
+            yield Trial(case(b, "megabatch-ring", loss), n)
 
 
 def plan(sizes: list[int], smallest: bool) -> list[Trial]:
@@ -92,10 +94,11 @@ def row(record: ScalingRecord) -> str:
     if record.ms is None or record.fraction is None or record.extra_bytes is None:
         return f"{name}  {record.status}: {record.note}"
     host = "" if record.host_ms is None else f"host {record.host_ms:8.2f} ms"
+    host += "" if record.queued_ms is None else f" queued {record.queued_ms:6.2f} ms"
     error = "-" if record.max_row_error is None else f"{record.max_row_error:.1e}"
     return (
         f"{name} {record.ms:11.3f} ms {record.fraction:6.1%} of {record.product_tflops:4.0f} "
-        f"{record.extra_bytes / MIB:7.0f} MiB {host:16} row error {error} "
+        f"{record.extra_bytes / MIB:7.0f} MiB {host:34} row error {error} "
         f"{record.status} {record.note}"
     )
 

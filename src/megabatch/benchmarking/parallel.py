@@ -19,7 +19,7 @@ from torch import Tensor
 from megabatch.benchmarking.contenders import LossFunction
 from megabatch.benchmarking.inputs import PERIOD, Case, features
 from megabatch.benchmarking.ranks import Team
-from megabatch.similarity import gathering, lane, ring
+from megabatch.similarity import gathering, ring
 from megabatch.similarity.exchange import Pending
 
 
@@ -68,13 +68,13 @@ def without_overlap() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_nccl() -> Iterator[None]:
-    """NCCL sends what GPUs would copy to each other."""
-    before = lane.set_peer_copies(False)
+def in_turn() -> Iterator[None]:
+    """Pieces travel the ring, as those of shards that differ in size."""
+    before = ring.set_gather(0)
     try:
         yield
     finally:
-        lane.set_peer_copies(before)
+        ring.set_gather(before)
 
 
 @contextlib.contextmanager
@@ -85,7 +85,6 @@ def without_transfers() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         still = _Still()
-        stack.callback(lane.set_peer_copies, lane.set_peer_copies(False))
         for module, name, other in (
             (ring, "Swap", _StillSwap),
             (gathering, "gather", still.gather),
@@ -201,6 +200,7 @@ def _siglip_kernel(team: Team) -> LossFunction:
 PARALLEL: dict[str, dict[str, Contender]] = {
     "clip": {
         "megabatch": Contender(_clip),
+        "megabatch-ring": Contender(_clip, in_turn),
         "megabatch-no-overlap": Contender(_clip, without_overlap),
         "megabatch-no-transfers": Contender(_clip, without_transfers, checked=False),
         "openclip": Contender(_openclip, needs=("open_clip", "open_clip_torch")),
@@ -209,6 +209,7 @@ PARALLEL: dict[str, dict[str, Contender]] = {
     },
     "siglip": {
         "megabatch": Contender(_siglip),
+        "megabatch-ring": Contender(_siglip, in_turn),
         "megabatch-no-overlap": Contender(_siglip, without_overlap),
         "megabatch-no-transfers": Contender(_siglip, without_transfers, checked=False),
         "openclip": Contender(_openclip_siglip, needs=("open_clip", "open_clip_torch")),

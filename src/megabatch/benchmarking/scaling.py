@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megabatch.benchmarking import group, memory, records, step
-from megabatch.benchmarking.clock import product_rate, timed_calls
+from megabatch.benchmarking.clock import product_rate, queued_ms, timed_calls
 from megabatch.benchmarking.contenders import LOSSES, LossFunction
+from megabatch.benchmarking.group import HOST_MATTERS
 from megabatch.benchmarking.inputs import PERIOD, Case
 from megabatch.benchmarking.measure import Result
 from megabatch.benchmarking.parallel import PARALLEL, Contender, shard
@@ -169,6 +170,9 @@ class _Runner:
         result.product_rates = rates
         if not trial.once:
             result.host_ms = _host_ms(call, case, team)
+            if case.device == "cuda" and result.times_ms[0] < HOST_MATTERS:
+                team.meet()
+                result.queued_ms = max(team.share(queued_ms(call)))
         inputs.forget()
 
     def _rate(self, trial: Trial, team: Team, fresh: bool = True) -> float:

@@ -144,7 +144,7 @@ class _Columns:
             terms = (
                 f"{call}, width {y.shape[1]}, {str(y.dtype).removeprefix('torch.')}, "
                 f"{y.device.type}, ids: {'none' if ids is None else 'given'}, "
-                f"{ring.plan(y, name)}"
+                f"{ring.plan(y)}"
             )
             table = exchange.agree(name, terms, table[0], y.device)
             self.ring = Ring(name, [size for size, *_ in table], call)
@@ -163,7 +163,7 @@ class _Columns:
             use(piece.start, y, ids)
 
         parcels = [Parcel(self.y), Parcel(self.ids)]
-        route = ring.rows_only(self.ring.n)
+        route = ring.ordered(self.ring.n)
         for _ in self.ring.tour(parcels, meet, route, ring.piece_rows(self.y)):
             pass
 

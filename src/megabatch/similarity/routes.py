@@ -14,6 +14,7 @@ class Route(NamedTuple):
     steps: int  #: visits, the first one at home
     carried: range  #: the steps after which what a visit added travels on, and home after the last
     everyone: bool = True  #: every rank visits every other
+    ordered: bool = False  #: a visit's rows are to follow one another among those of all ranks
 
 
 def full(n: int) -> Route:
@@ -24,6 +25,11 @@ def full(n: int) -> Route:
 def rows_only(n: int) -> Route:
     """Every rank is visited; nothing comes home."""
     return Route(n, range(0))
+
+
+def ordered(n: int) -> Route:
+    """As `rows_only`, and each visit is of rows that follow one another."""
+    return Route(n, range(0), ordered=True)
 
 
 def symmetric(n: int) -> Route:
@@ -58,7 +64,8 @@ class Visit(NamedTuple):
 
     owner: int | None  #: whose shard they are of; None: several ranks'
     rows: slice  #: of its owner's shard, or of all shards one after another
-    start: int  #: of the first among the rows of all ranks
+    start: int  #: of the first among the rows of all ranks; if these do not follow one another,
+    #: a place where they would not touch this rank's own
     cargo: tuple[Tensor | None, ...]
     part: Tensor | None  #: to be written where the route carries it; holds nothing yet
 

@@ -132,7 +132,7 @@ def _circle(
         f"{x.device.type}, gradients wanted: {wanted or 'none'}, "
         f"ids: {'given' if row_ids is not None else diagonal}, "
         f"weight: {'none' if weight is None else 'given'}, "
-        f"{kernels} kernels, {ring.plan(y, group)}"
+        f"{kernels} kernels, {ring.plan(y)}"
     )
     sizes = [number for (number,) in exchange.agree(group, terms, [y.shape[0]], x.device)]
     return Ring(group, sizes, "softplus_sum")

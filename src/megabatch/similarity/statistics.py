@@ -156,7 +156,7 @@ def _statistics(
     if not name:
         rows, columns, _ = ops.statistics(*matrix, bool(wanted))
         return rows, columns, None
-    rows, columns, sizes = ops.ring_statistics(*matrix, name, call, ", ".join(wanted))
+    rows, columns, sizes, _ = ops.ring_statistics(*matrix, name, call, ", ".join(wanted))
     return rows, columns, sizes
 
 

@@ -47,13 +47,14 @@ def ring_statistics(
     group: str,
     call: str,
     wanted: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `statistics`, over the ranks of a group; third how many rows and columns each rank has.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `statistics`, over the ranks of a group; then how many rows and columns each rank has.
 
-    That is (2, ranks), on the CPU. `call` is the public function's name and what else all ranks
+    That is (2, ranks), on the CPU. Last what the backward pass may start from: see `_kept_rows`.
+    `call` is the public function's name and what else all ranks
     must do alike, `wanted` names the inputs that need gradients.
     """
-    terms = _terms(x, y, row_ids, ceiling, diagonal, columns, group, call, wanted)
+    terms = _terms(x, y, row_ids, ceiling, diagonal, columns, call, wanted)
     own = [x.shape[0], (x if y is None else y).shape[0]]
     sizes = torch.tensor(exchange.agree(group, terms, own, x.device)).T
     with torch.cuda.device_of(x):
@@ -61,7 +62,19 @@ def ring_statistics(
         shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
         near, far = _forward(shards, scale, kinds_of(diagonal, row_ids), columns)
     far = id_order.restore(far, shards.order.columns, 1) if columns else far
-    return id_order.restore(near, shards.order.rows, 1), far, sizes
+    kept = x.new_empty(0)
+    if y is not None and (rows_kept := _kept_rows(y, circle.n, wanted)):
+        kept = y.new_empty(rows_kept, y.shape[1]) if circle.gathered is None else circle.gathered
+    return id_order.restore(near, shards.order.rows, 1), far, sizes, kept
+
+
+def _kept_rows(y: Tensor, ranks: int, wanted: str) -> int:
+    """How many gathered columns stay for the backward pass; known without the other ranks.
+
+    So they may be there and hold nothing: where shards differ in size, which is not gathered.
+    """
+    whole_lines = y.shape[1] * y.element_size() % 16 == 0  # else what is gathered is wider
+    return ranks * y.shape[0] if wanted and whole_lines and ring.keeps(y, ranks) else 0
 
 
 def _terms(
@@ -71,7 +84,6 @@ def _terms(
     ceiling: Tensor | None,
     diagonal: str,
     columns: bool,
-    group: str,
     call: str,
     wanted: str,
 ) -> str:
@@ -84,7 +96,7 @@ def _terms(
         f"sides: {'both' if columns or y is None else 'rows'}, "
         f"ids: {'given' if row_ids is not None else 'none'}, diagonal: {diagonal}, "
         f"ceiling: {'none' if ceiling is None else 'given'}, "
-        f"{kernels} kernels, {ring.plan(x, group)}"
+        f"{kernels} kernels, {ring.plan(x)}"
     )
 
 
@@ -101,11 +113,15 @@ def _(
     group: str,
     call: str,
     wanted: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     matrix = (x, y, scale, row_ids, column_ids, ceiling, diagonal, columns)
     *results, _ = statistics(*matrix, False)
-    sizes = x.new_empty(2, exchange.resolve(group).size(), dtype=torch.int64, device="cpu")
-    return results[0], results[1], sizes
+    ranks = exchange.resolve(group).size()
+    sizes = x.new_empty(2, ranks, dtype=torch.int64, device="cpu")
+    kept = x.new_empty(0)
+    if y is not None and (rows_kept := _kept_rows(y, ranks, wanted)):
+        kept = y.new_empty(rows_kept, y.shape[1])
+    return results[0], results[1], sizes, kept
 
 
 class _Shards:
@@ -220,6 +236,7 @@ def ring_statistics_backward(
     rows: Tensor,
     columns: Tensor,
     sizes: Tensor,
+    kept: Tensor,
     row_gradient: Tensor | None,
     column_gradient: Tensor | None,
     need_x: bool,
@@ -233,6 +250,8 @@ def ring_statistics_backward(
     As `parallel.replicated` makes it, without operators of its own.
     """
     circle = Ring(group, sizes[1].tolist(), f"{call.split(',', 1)[0]}, backward")
+    if kept.numel() and len(set(circle.sizes)) == 1:
+        circle.gathered = kept
     with torch.cuda.device_of(x):
         shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
         near = _pull(shards.own, rows, row_gradient, shards.order.rows)
@@ -341,6 +360,7 @@ def _(
     rows: Tensor,
     columns: Tensor,
     sizes: Tensor,
+    kept: Tensor,
     row_gradient: Tensor | None,
     column_gradient: Tensor | None,
     need_x: bool,
@@ -361,8 +381,9 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx, row_gradient, column_gradient, _):  # type: ignore[no-untyped-def]
-    x, y, scale, row_ids, column_ids, ceiling, rows, columns, sizes = ctx.saved_tensors
+def _autograd(ctx, row_gradient, column_gradient, *_):  # type: ignore[no-untyped-def]
+    *inputs, rows, columns, sizes, kept = ctx.saved_tensors
+    x, y, scale, row_ids, column_ids, ceiling = inputs
     # Other ranks count on this one's columns, whether or not its own loss used them.
     if ctx.columns and column_gradient is None:
         column_gradient = torch.zeros_like(columns)
@@ -380,6 +401,7 @@ def _autograd(ctx, row_gradient, column_gradient, _):  # type: ignore[no-untyped
         rows,
         columns,
         sizes,
+        kept,
         row_gradient,
         column_gradient if ctx.columns else None,
         need_x,

@@ -8,6 +8,7 @@ import torch
 from megabatch import similarity
 from megabatch.similarity import exchange, gathering, ring, sweep
 from megabatch.similarity.exchange import Swap
+from megabatch.similarity.ring import Parcel, Ring
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.test_statistics_ring import pieces_of
 
@@ -166,6 +167,39 @@ def test_small_shards_of_one_size_are_gathered(world: World) -> None:
         done.clear()
         similarity.topk(x.detach(), y.detach(), 2)
         assert done == ["gather"]
+
+
+@on_processes(2)
+def test_what_was_gathered_serves_the_backward_pass_too(world: World) -> None:
+    x, y = (torch.randn(7, 12, requires_grad=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        done = gathered(patch)
+        rows, columns = similarity.logsumexp(x, y)
+        (rows.sum() + columns.sum()).backward()
+        assert done == ["gather", "deal", "gather", "scatter_sum"]  # the second: what columns pull
+        patch.setattr(ring, "KEPT_GATHER", 0)
+        done.clear()
+        rows, columns = similarity.logsumexp(x, y)
+        (rows.sum() + columns.sum()).backward()
+        assert done == ["gather", "deal", "gather", "gather", "scatter_sum"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps"),
+    [(10**6, [300]), (300, [300]), (299, [256, 44]), (256, [256, 44]), (200, [128, 128, 44])],
+)
+def test_rounds_are_whole_tiles_within_the_bound(limit: int, steps: list[int]) -> None:
+    one = object.__new__(Ring)
+    one.n, one.sizes = 2, [300, 300]
+    features = Parcel(torch.empty(300, 4))
+    before = ring.set_gather(2 * limit * 16)
+    found = one._gatherings(features, ring.full(2))
+    assert [r.size for r in found] == steps
+    assert all(r.whole == (len(steps) == 1) for r in found)
+    assert bool(one._gatherings(features, ring.ordered(2))) == (len(steps) == 1)
+    ring.set_gather(2 * 127 * 16)
+    assert one._gatherings(features, ring.full(2)) == []
+    ring.set_gather(before)
 
 
 @on_processes(3)

@@ -11,7 +11,13 @@ from megabatch import losses
 from megabatch.similarity import softplus_sum
 from tests.similarity.distributed.processes import World, on_processes, shard_sizes
 from tests.similarity.distributed.test_ring import bytes_sent
-from tests.similarity.distributed.test_statistics_ring import PIECES, leaf, pieces_of, some_ids
+from tests.similarity.distributed.test_statistics_ring import (
+    PIECES,
+    leaf,
+    pieces_of,
+    rounds,
+    some_ids,
+)
 
 D = 5
 ALL = (True, True, True, True)
@@ -48,6 +54,16 @@ def compare(
     for a, b in zip(local[2:], whole[2:], strict=True):
         if b.grad is not None:
             torch.testing.assert_close(a.grad, b.grad / world.size, rtol=0, atol=1e-11)
+
+
+@on_processes(2, 4)
+def test_gathering_in_rounds(world: World) -> None:
+    sizes = [7] * world.size
+    ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
+    for hidden in (True, False):
+        with rounds(world, 3, D, hidden):
+            compare(world, sizes, sizes)
+            compare(world, sizes, sizes, ids=ids, needs=(True, False, True, True))
 
 
 @on_processes(2, 3, 4)

@@ -217,6 +217,36 @@ def test_gathering_behind_the_own_shard(world: World) -> None:
             ring.set_overlap(before)
 
 
+@contextmanager
+def rounds(world: World, rows: int, width: int, hidden: bool) -> Iterator[None]:
+    """Shards are gathered so many rows a rank at a time, float64 ones of this width."""
+    before = ring.set_gather(world.size * rows * width * 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "TILE", 2)
+        if hidden:
+            patch.setattr(ring, "HIDDEN_GATHER", 0)
+        yield
+    ring.set_gather(before)
+
+
+@on_processes(2, 3, 4)
+def test_gathering_in_rounds(world: World) -> None:
+    for size in (5, 8):
+        sizes = [size] * world.size
+        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
+        for hidden in (True, False):
+            with rounds(world, 3, D, hidden):
+                compare(world, sizes, sizes)
+                compare(world, sizes, sizes, ids=ids)
+                compare(world, [3] * world.size, sizes, ids=(some_ids(3 * world.size), ids[1]))
+                compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
+                compare(world, sizes, sizes, needs=(False, True, True))
+            before = ring.set_overlap(False)
+            with rounds(world, 4, D, hidden):
+                compare(world, sizes, sizes, ids=ids)
+            ring.set_overlap(before)
+
+
 @on_processes(2, 3)
 def test_upstream_gradients_that_only_one_process_has(world: World) -> None:
     """A process whose loss used one side, or nothing, still serves the others."""
