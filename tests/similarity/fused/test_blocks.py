@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megabatch import similarity
 from megabatch.similarity import dense, sweep
-from megabatch.similarity.fused import cuts
+from megabatch.similarity.fused import blocks
+from megabatch.similarity.fused.tuned import Config
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, careful_dense, float32_noise, truth
 from tests.similarity.test_statistics import some_ids, weighted_sum
@@ -49,7 +50,7 @@ def leaves(*values: Tensor | float, dtype: torch.dtype | None = None) -> list[Te
 
 
 def flat(sides) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    return [part.cpu().double() for side in sides for part in side]
+    return [part.cpu().double() for side in sides for part in side if part is not None]
 
 
 def check(ours, truth, mine: list[Tensor], theirs: list[Tensor]) -> None:  # type: ignore[no-untyped-def]
@@ -151,17 +152,35 @@ def test_self_similarity(maker: str, ids: str) -> None:
     check(ours, truth, mine, theirs)
 
 
-def test_self_similarity_with_diagonal_blocks_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuts, "DIAGONAL", 512)
-    similarity.set_workspace(2 << 20)  # blocks of 1,024
-    m = 2300 if GPU else 1100
-    x, _ = make("clustered", m, 1, 8, torch.float16)
-    mine = leaves(x) + leaves(14.3, dtype=torch.float32)
-    theirs = leaves(x, 14.3, dtype=torch.float64)
-    eye = torch.arange(m, device=DEVICE)
-    ours = similarity.split_logsumexp(mine[0], None, mine[1])
-    truth = dense.split_logsumexp(theirs[0], None, theirs[1], ids=(eye, eye))
-    check(ours, truth, mine, theirs)
+@pytest.mark.parametrize(
+    ("maker", "rows", "split", "workspace"),
+    [  # blocks of 512, or one block
+        ("clustered", 2, 1, 512 << 10),
+        ("random", 1, 2, 512 << 20),
+        ("far", 4, 1, 512 << 20),
+    ],
+)
+def test_half_of_a_block_on_the_diagonal(
+    maker: str, rows: int, split: int, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other half mirrors it: rows' sums are columns' there, and dS is stored twice."""
+    for side in ("forward", "backward"):
+        one = Config(rows=rows, group=2, split=split, stages=2)
+        monkeypatch.setattr(blocks, f"{side}_config", lambda x, one=one: one)
+    similarity.set_workspace(workspace)
+    m = 2300 if GPU else 650
+    x, _ = make("random" if maker == "far" else maker, m, 1, 8, torch.float16)
+    if maker == "far":  # rows whose logits lie far above or below those of others
+        x[::7] *= 30
+        x[300:420] *= 0
+    ids = torch.arange(m, device=DEVICE) // 40
+    for own in ("paired", ids):
+        mine = leaves(x) + leaves(14.3, dtype=torch.float32)
+        theirs = leaves(x, 14.3, dtype=torch.float64)
+        eye = torch.arange(m, device=DEVICE) if isinstance(own, str) else own
+        ours = similarity.split_logsumexp(mine[0], None, mine[1], ids=own)
+        truth = dense.split_logsumexp(theirs[0], None, theirs[1], ids=(eye, eye))
+        check(ours, truth, mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -121,9 +121,17 @@ def tile(
     SPLIT: tl.constexpr,
     COLUMNS: tl.constexpr,
     CEILING: tl.constexpr,
+    TRIANGLE: tl.constexpr,
 ):
-    """dS of R row tiles a program, as if their log-sum-exps lay close; stored in SPLIT pieces."""
+    """dS of R row tiles a program, as if their log-sum-exps lay close; stored in SPLIT pieces.
+
+    TRIANGLE: the block is symmetric. What lies left of a group's first tile on the diagonal comes
+    from the tiles above it, which are stored twice.
+    """
     group, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM * R), tl.cdiv(n, BN), GROUP)
+    if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
+        if tj < group * R:
+            return
     j0 = tj * BN
     j = j0 + tl.arange(0, BN)
     scale_factor = tl.load(scale)
@@ -151,12 +159,21 @@ def tile(
             highest = tl.load(ceiling + i, mask=i < m, other=0.0)
             e = tl.where(acc * scale_factor > highest[:, None], 0.0, e)
         e = e.to(ds.dtype)
-        if SPLIT == 1:
-            ds.store([i0, j0], e)
-        else:
-            left, right = tl.split(tl.permute(tl.reshape(e, (BM, 2, BN // 2)), (0, 2, 1)))
-            ds.store([i0, j0], left)
-            ds.store([i0, j0 + BN // 2], right)
+        _store(ds, i0, j0, e, SPLIT)
+        if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
+            if group * R + r < tj // R * R:
+                _store(ds, j0, i0, tl.trans(e), SPLIT)
+
+
+@triton.jit
+def _store(ds, i0, j0, e, SPLIT: tl.constexpr):
+    if SPLIT == 1:
+        ds.store([i0, j0], e)
+    else:
+        halves = tl.reshape(e, (e.shape[0], 2, e.shape[1] // 2))
+        left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+        ds.store([i0, j0], left)
+        ds.store([i0, j0 + e.shape[1] // 2], right)
 
 
 @triton.jit(

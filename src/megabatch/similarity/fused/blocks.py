@@ -20,7 +20,6 @@ from megabatch.similarity.fused.cuts import (
     TILE,
     block_shape,
     cdiv,
-    cut,
     padded,
     parts,
     product_parts,
@@ -111,22 +110,23 @@ class FusedBlocks:
         for block in pairs:
             if self.symmetric and block[1].start < block[0].start:
                 continue
-            for i, j in cut(*block, self.symmetric):
-                # Above the diagonal, a block's columns are rows further down.
-                mirrored = self.symmetric and i != j
-                other = rows if mirrored else columns
-                new = fresh[0 if self.symmetric else 1]
-                start = fresh[0] and j.start == 0, new and i.start == 0
-                end = last and j.stop == n, last and not mirrored and i.stop == m
-                near = rows[:, i], start[0], end[0]
-                far = None if other is None else (other[:, j], start[1], end[1])
-                self._forward_block(i, j, scale, near, far)
+            i, j = block
+            # Above the diagonal, a block's columns are rows further down.
+            mirrored = self.symmetric and i != j
+            other = rows if mirrored else columns
+            new = fresh[0 if self.symmetric else 1]
+            start = fresh[0] and j.start == 0, new and i.start == 0
+            end = last and j.stop == n, last and not mirrored and i.stop == m
+            near = rows[:, i], start[0], end[0]
+            far = None if other is None else (other[:, j], start[1], end[1])
+            self._forward_block(i, j, scale, near, far)
 
     def _forward_block(
         self, i: slice, j: slice, scale: Tensor, rows: _State, columns: _State | None
     ) -> None:
         m, n = i.stop - i.start, j.stop - j.start
         pairs, config = self.pairs.view(i, j), self.configs[0]
+        triangle = self.symmetric and i == j
         size = config.rows * TILE
         groups, tiles = cdiv(m, size), cdiv(n, TILE)
         references, tops = self._empty(groups * size), self._empty(groups)
@@ -151,8 +151,8 @@ class FusedBlocks:
                 forward.tile[(groups * count,)](
                     xd, yd, scale, references, tops, row_sums, column_sums, *near, *far,
                     pairs.ceiling, *place, first, count, offset,
-                    R=config.rows, GROUP=config.group, COLUMNS=columns is not None, EVEN=even,
-                    DIAGONAL=diagonal != NO_DIAGONAL, **common,
+                    R=config.rows, GROUP=config.group, COLUMNS=triangle or columns is not None,
+                    EVEN=even, TRIANGLE=triangle, DIAGONAL=diagonal != NO_DIAGONAL, **common,
                 )  # fmt: skip
         state, begins, ends = rows
         other, other_begins, other_ends = rows if columns is None else columns
@@ -163,7 +163,7 @@ class FusedBlocks:
             column_sums, tops, groups, other, other.stride(0), int(other_begins), int(other_ends),
             pairs.row_ids, *near, pairs.column_ids, *far, pairs.ceiling, *place, offset,
             SIZE=size, P=64, B=TILE, BK=config.bk, DIAGONAL=diagonal, **kinds,
-            OWN=pairs.diagonal == PAIRED, POSITIVES=len(state) == 6,
+            OWN=pairs.diagonal == PAIRED, POSITIVES=len(state) == 6, TRIANGLE=triangle,
             num_warps=8, num_stages=config.stages,
         )  # fmt: skip
 
@@ -212,16 +212,14 @@ class FusedBlocks:
         `fresh`: dx, dy hold nothing yet (`buffer`).
         """
         near, far = Side.of(rows, scale), Side.of(columns, scale)
-        for whole in product_parts(len(self.y), self.columns):
-            if self.symmetric and whole.start < i.start:
+        for j in product_parts(len(self.y), self.columns):
+            if self.symmetric and j.start < i.start:
                 continue
-            for k, j in cut(i, whole, self.symmetric):
-                ds = self._gradient_block(k, j, scale, near.view(k), far.view(j))
-                if dx is not None:
-                    own = dx[k.start - i.start : k.stop - i.start]
-                    add_product(own, ds, self.y[j], fresh[0] and j.start == 0)
-                if dy is not None and not (self.symmetric and k == j):
-                    add_product(dy[j], ds.T, self.x[k], fresh[1])
+            ds = self._gradient_block(i, j, scale, near.view(i), far.view(j))
+            if dx is not None:
+                add_product(dx, ds, self.y[j], fresh[0] and j.start == 0)
+            if dy is not None and not (self.symmetric and i == j):
+                add_product(dy[j], ds.T, self.x[i], fresh[1])
 
     def _gradient_block(
         self, i: slice, j: slice, scale: Tensor, rows: Side, columns: Side
@@ -241,7 +239,7 @@ class FusedBlocks:
             backward.tile[(cdiv(tiles, config.rows) * column_tiles,)](
                 xd, yd, new_descriptor(ds, TILE // config.split), scale, *pulls, pairs.ceiling,
                 *place, R=config.rows, GROUP=config.group, SPLIT=config.split,
-                num_warps=config.warps, **common,
+                TRIANGLE=self.symmetric and i == j, num_warps=config.warps, **common,
             )  # fmt: skip
         chunk = 64 if rows.wanted else 1
         backward.exact[(cdiv(tiles * column_tiles, chunk),)](

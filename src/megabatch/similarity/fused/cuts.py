@@ -9,9 +9,6 @@ from collections.abc import Iterator
 TILE = 128
 #: A block's side is a multiple, so that only its last tiles may be partly empty.
 GROUP = 4 * TILE
-#: Rows of the largest block on the diagonal of a symmetric matrix, half of which is computed twice.
-DIAGONAL = 8192
-
 #: Bytes a row that the backward pass holds: results, their gradients, pulls, a loss's own terms.
 VECTORS = 80
 
@@ -67,19 +64,3 @@ def product_parts(n: int, step: int) -> Iterator[slice]:
     yield from parts(whole, step)
     if whole < n:
         yield slice(whole, n)
-
-
-def cut(i: slice, j: slice, symmetric: bool) -> Iterator[tuple[slice, slice]]:
-    """A block, in pieces where it lies on the diagonal of a symmetric matrix and is large.
-
-    The piece below the diagonal is left out: at 65,536 rows in blocks of 16,384 that leaves 56% of
-    the tiles instead of 62%. Smaller pieces leave less, but their products are slow.
-    """
-    if not symmetric or i != j or i.stop - i.start <= DIAGONAL:
-        yield i, j
-        return
-    middle = i.start + whole_groups((i.stop - i.start) // 2)
-    first, second = slice(i.start, middle), slice(middle, i.stop)
-    yield first, first
-    yield first, second
-    yield second, second

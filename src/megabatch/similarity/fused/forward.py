@@ -119,14 +119,19 @@ def tile(
     CEILING: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
+    TRIANGLE: tl.constexpr,
 ):
     """row_sums[tile column, i], column_sums[group of R row tiles, j] of 2^(logit - reference).
 
     tops[group] becomes the largest reference of a group. Mixed tiles count nothing. Not EVEN: some
-    of these column_tiles reaches past n.
+    of these column_tiles reaches past n. TRIANGLE: the block is symmetric, and left of a group's
+    first tile on the diagonal nothing is written; `settle` takes columns' sums for it.
     """
     group, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM * R), column_tiles, GROUP)
     tj += first_column_tile
+    if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
+        if tj < group * R:
+            return
     j0 = tj * BN
     factor = tl.load(scale)
     k = factor * LOG2E
@@ -242,22 +247,34 @@ def settle(
     OWN: tl.constexpr,
     CEILING: tl.constexpr,
     POSITIVES: tl.constexpr,
+    TRIANGLE: tl.constexpr,
 ):
     """Add a block to both sides' running states, a tile of B rows or columns a program.
 
     `parts` sums a row are added P at a time; SIZE rows are a group. Where it is a side's `first`
     block the state holds nothing yet; after the `last` it holds what `states.finish` would return.
+    TRIANGLE: rows' sums begin at their group's first tile on the diagonal; for what lies left of it
+    there are the columns' sums of the groups above.
     """
     t = tl.program_id(0)
     tiles = tl.cdiv(m, B)
     if t < tiles:
         i = t * B + tl.arange(0, B)
-        new = _clamped(references, i, tl.load(tops + t * B // SIZE))
+        group = t * B // SIZE
+        new = _clamped(references, i, tl.load(tops + group))
         total = tl.zeros((B,), tl.float32)
-        for start in range(0, row_parts, P):
+        for start in range(group * (SIZE // B) if TRIANGLE else 0, row_parts, P):
             total += tl.sum(_parts(row_sums, start, row_parts, i, m, P), 0)
+        above = tl.full((B,), float("-inf"), tl.float32)
+        above_total = tl.zeros((B,), tl.float32)
+        if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
+            if group > 0:
+                largest = _largest(tops, group, P)
+                above_total = _column_total(column_sums, tops, largest, group, i, m, B, P)
+                above = tl.zeros((B,), tl.float32) + largest
         _settle(
-            x, y, scale, new, total, row_state, row_state_stride, row_first, row_last,
+            x, y, scale, new, total, above, above_total,
+            row_state, row_state_stride, row_first, row_last,
             row_ids, row_ranges, row_range_stride, column_ids, column_ranges, column_range_stride,
             ceiling, row_start, column_start, m, n, d, diagonal_offset, t,
             B, BK, DIAGONAL, IDS, OWN, 1 if CEILING else 0, POSITIVES,
@@ -265,24 +282,37 @@ def settle(
     else:
         t = t - tiles
         j = t * B + tl.arange(0, B)
-        top = tl.full((P,), float("-inf"), tl.float32)
-        for start in range(0, column_parts, P):
-            p = start + tl.arange(0, P)
-            top = tl.maximum(top, tl.load(tops + p, mask=p < column_parts, other=float("-inf")))
-        largest = tl.max(top, 0)
-        total = tl.zeros((B,), tl.float32)
-        for start in range(0, column_parts, P):
-            p = start + tl.arange(0, P)
-            own = tl.load(tops + p, mask=p < column_parts, other=float("-inf"))
-            parts = _parts(column_sums, start, column_parts, j, n, P)
-            total += tl.sum(parts * tl.exp2(own - largest)[:, None], 0)
+        largest = _largest(tops, column_parts, P)
+        total = _column_total(column_sums, tops, largest, column_parts, j, n, B, P)
         new = tl.zeros((B,), tl.float32) + largest
+        above = tl.full((B,), float("-inf"), tl.float32)
         _settle(
-            y, x, scale, new, total, column_state, column_state_stride, column_first, column_last,
+            y, x, scale, new, total, above, tl.zeros((B,), tl.float32),
+            column_state, column_state_stride, column_first, column_last,
             column_ids, column_ranges, column_range_stride, row_ids, row_ranges, row_range_stride,
             ceiling, column_start, row_start, n, m, d, -diagonal_offset, t,
             B, BK, DIAGONAL, IDS, OWN, 2 if CEILING else 0, POSITIVES,
         )  # fmt: skip
+
+
+@triton.jit
+def _largest(tops, parts, P: tl.constexpr):
+    top = tl.full((P,), float("-inf"), tl.float32)
+    for start in range(0, parts, P):
+        p = start + tl.arange(0, P)
+        top = tl.maximum(top, tl.load(tops + p, mask=p < parts, other=float("-inf")))
+    return tl.max(top, 0)
+
+
+@triton.jit
+def _column_total(sums, tops, largest, parts, j, n, B: tl.constexpr, P: tl.constexpr):
+    """The sums of these columns over the first groups of rows, relative to `largest`."""
+    total = tl.zeros((B,), tl.float32)
+    for start in range(0, parts, P):
+        p = start + tl.arange(0, P)
+        own = tl.load(tops + p, mask=p < parts, other=float("-inf"))
+        total += tl.sum(_parts(sums, start, parts, j, n, P) * tl.exp2(own - largest)[:, None], 0)
+    return total
 
 
 @triton.jit
@@ -299,6 +329,8 @@ def _settle(
     scale,
     new,
     new_total,
+    above,
+    above_total,
     state,
     stride,
     is_first,
@@ -342,6 +374,11 @@ def _settle(
         p_count = tl.load(state + 5 * stride + i, mask=begun, other=0.0)
     # A tile of rows any of which left float32's range is done anew, all columns of it.
     bad = inside & ~((new_total >= LOWEST) & (new_total <= HIGHEST))
+    some = above > float("-inf")
+    bad = bad | (inside & some & ~((above_total >= LOWEST) & (above_total <= HIGHEST)))
+    above = tl.where(some, above, new)  # nothing is added, at any reference
+    merged_new, merged_total = _merge(new, new_total, above, above_total)
+    new, new_total = merged_new, merged_total
     flagged = tl.max(bad.to(tl.int32), 0) != 0
     merged, merged_total = _merge(largest, total, new, new_total)
     largest = tl.where(flagged, largest, merged)
