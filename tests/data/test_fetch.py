@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import multiprocessing
+import platform
 import random
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import numpy as np
+import psutil
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch.data import fetch as module
-from megabatch.data.fetch import Fetcher, Request, join, sample_seeds
+from megabatch.data.fetch import Fetcher, Request, begin_worker, join, sample_seeds
 from megabatch.data.glyphs import GlyphSet
 from megabatch.data.pairs import BadSample, Pair
 
@@ -193,3 +199,29 @@ def test_a_draw_past_the_end_is_the_same_sample_with_another_seed():
     assert len(set(chunk.ids.tolist())) == 1
     assert chunk.images is not None
     assert len({image.sum().item() for image in chunk.images}) == 3
+
+
+def grown(begin: Callable[[int], None], answer: Connection) -> None:
+    """Tell how many bytes a process is left with after blocks of 16 MB among small ones."""
+    begin(0)
+    process = psutil.Process()
+    torch.ones(5_000_000)  # freed at once: glibc then takes such blocks from its heap
+    before = process.memory_info().rss
+    blocks, kept = [], []
+    for _ in range(12):
+        blocks.append(torch.ones(4_000_000))
+        kept.append([bytearray(3_000) for _ in range(50)])
+    del blocks
+    answer.send(process.memory_info().rss - before)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's that keeps memory")
+def test_a_worker_gives_memory_back() -> None:
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=grown, args=(begin_worker, send))
+    process.start()
+    assert receive.poll(60)
+    assert receive.recv() < 50e6
+    process.join()
+    assert process.exitcode == 0

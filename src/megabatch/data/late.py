@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megabatch.data.fetch import (
-    leave_signals_to_the_parent,
+    begin_worker,
     random_state_kept,
     seed_everything,
 )
@@ -115,7 +115,7 @@ class Decoder:
             persistent_workers=True,
             prefetch_factor=max(2, -(-2 * micro_batch_size // (piece * workers))),
             timeout=timeout,
-            worker_init_fn=leave_signals_to_the_parent,
+            worker_init_fn=begin_worker,
             generator=torch.Generator(),  # its own, not the trainer's
         )
 

@@ -16,8 +16,8 @@ from megabatch.data.fetch import (
     BadPosition,
     Chunk,
     Fetcher,
+    begin_worker,
     join,
-    leave_signals_to_the_parent,
 )
 from megabatch.data.late import Decoder, LateImages, UndecodedPairs, keep
 from megabatch.data.order import Order, Requests, Share, parts_of
@@ -312,7 +312,7 @@ def _chunks(
         persistent_workers=workers > 0,
         prefetch_factor=pieces if workers else None,
         timeout=timeout,
-        worker_init_fn=leave_signals_to_the_parent,
+        worker_init_fn=begin_worker,
         # Its own: otherwise each epoch would take a number from the trainer's generator.
         generator=torch.Generator(),
     )
