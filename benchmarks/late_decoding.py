@@ -2,9 +2,10 @@
 
     python benchmarks/late_decoding.py --output benchmarks/results/late-decoding.json
 
-Draws pictures, writes them as JPEG files of a shard, takes two batches through the loader as a step
-of gradient caching does (two passes over micro-batches) and measures what the process and its
-workers take at most, shared memory counted once (PSS), above what they took before the first batch.
+Draws pictures, writes them as JPEG files of a shard, takes them through the loader, two batches or
+more, as steps of gradient caching do (two passes over micro-batches), and measures what the process
+and its workers take at most, shared memory counted once (PSS), above what they took before the
+first batch.
 Of larger batches (--undecoded) no row is asked for: what the files take.
 """
 
@@ -72,7 +73,7 @@ def _measure(
     shard: Path, size: int, late: bool, micro: int, workers: int, passes: int = 2
 ) -> dict[str, object]:
     count = len(open_pairs(str(shard)))
-    factor = max(1.0, 2 * size / count)  # two batches, whatever they are of
+    factor = max(1.0, 2 * size / count)  # at least two batches
     dataset = open_pairs(str(shard), upsampling_factors=[factor])
     loader = PairLoader(
         dataset,
