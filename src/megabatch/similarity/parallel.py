@@ -6,6 +6,8 @@ nothing else of ranks.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -147,10 +149,10 @@ def _global_weight(like: Tensor, rows: int, weight: Tensor | None, group: str, n
     looks at the number, and ranks that come with weights while others come without get NaN.
     """
     size = exchange.resolve(group).size()
-    numbers = like.new_full((2,), rows, dtype=torch.float64)  # the sum; how many come with weights
-    numbers[1] = 0 if weight is None else 1
-    if weight is not None:
-        numbers[0] = weight
+    # The sum; how many come with weights.
+    own = like.new_full((), rows) if weight is None else weight
+    given = like.new_full((), 0 if weight is None else 1)
+    numbers = torch.stack([own.double(), given.double()])
     exchange.all_reduce(numbers, group, f"global_mean of {name}")
     weighted = 0 if weight is None else size
     on_host = like.device.type == "cpu"
@@ -160,7 +162,7 @@ def _global_weight(like: Tensor, rows: int, weight: Tensor | None, group: str, n
         )
     if weight is None and (on_host or rows == 0):
         _check_count(int(numbers[0]), name)
-    return torch.where(numbers[1] == weighted, numbers[0], torch.nan).to(like.dtype)
+    return numbers[0].masked_fill(numbers[1] != weighted, math.nan).to(like.dtype)
 
 
 @_global_weight.register_fake

@@ -7,6 +7,7 @@ pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -163,7 +164,7 @@ def _same_on_all_ranks(value: Tensor, group: str) -> Tensor:
     """The value, where all ranks have the same, else NaN; no look at the device."""
     extremes = torch.stack([value, -value])
     exchange.all_reduce(extremes, group, "softplus_sum, backward", dist.ReduceOp.MAX)
-    return torch.where(extremes.sum() == 0, value, torch.nan)
+    return value.masked_fill(extremes.sum() != 0, math.nan)
 
 
 @_same_on_all_ranks.register_fake
