@@ -1,4 +1,4 @@
-"""Compiles the sigmoid loss's kernels for GPUs that need not be here; prints what each takes.
+"""Compiles kernels for GPUs that need not be here; prints what each takes.
 
 A process of its own: where the interpreter runs kernels, they cannot be compiled.
 """
@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.fused import kept, sigmoid
+from megabatch.similarity.fused import backward, forward, kept, merge, sigmoid
 
 POINTERS = {
     "parts": "*fp32",
@@ -27,17 +27,43 @@ POINTERS = {
     "row_ranges": "*i64",
     "column_ranges": "*i64",
     "order": "*i64",
-} | dict.fromkeys(("scale", "bias", "weight", "total", "units", "factor", "inner"), "*fp32")
+} | dict.fromkeys(
+    (
+        "scale",
+        "bias",
+        "weight",
+        "total",
+        "units",
+        "factor",
+        "inner",
+        "references",
+        "tops",
+        "states",
+    ),
+    "*fp32",
+)
+POINTERS |= dict.fromkeys(
+    ("row_sums", "column_sums", "row_state", "column_state", "row_pull", "column_pull"), "*fp32"
+)
 TILE = {"BM": 128, "BN": 128, "BK": 64, "R": 1, "GROUP": 32, "SPLIT": 1, "GRADIENT": True}
 MASKED = {"IDS": True, "WEIGHT": True, "DIAGONAL": 0, "GAIN": 32768.0}
 PLAIN = {"IDS": False, "WEIGHT": False, "DIAGONAL": 0, "GAIN": 1.0}
 ABSENT = dict.fromkeys(("weight", "row_ids", "row_ranges", "column_ids", "column_ranges"))
+SIDES = {"IDS": False, "CEILING": False, "COLUMNS": True, "ceiling": None, "DIAGONAL": 2}
+SETTLE = {"SIZE": 1024, "P": 64, "B": 128, "OWN": False, "POSITIVES": True, "IDS": True}
+WHOLE, HALF = {"TRIANGLE": False}, {"TRIANGLE": True}
 ROWS = {"B": 16, "BD": 128, "ORDER": True, "UNITS": True, "INNER": True, "GAIN": 32768.0}
 #: name -> (kernel, dtype, warps, constants)
 KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "tile": (sigmoid.tile, "bf16", 4, TILE | PLAIN | ABSENT | {"EVEN": True}),
     "tile, masked": (sigmoid.tile, "fp16", 4, TILE | MASKED | {"EVEN": False}),
     "exact": (sigmoid.exact, "bf16", 16, TILE | MASKED | {"CHUNK": 128, "ALL": False}),
+    "clip": (forward.tile, "bf16", 4, TILE | ABSENT | SIDES | WHOLE | {"R": 8, "EVEN": True}),
+    "clip, half": (forward.tile, "bf16", 4, TILE | ABSENT | SIDES | HALF | {"R": 8, "EVEN": False}),
+    "settle, half": (forward.settle, "bf16", 8, TILE | SIDES | SETTLE | HALF),
+    "clip, ds": (backward.tile, "bf16", 4, TILE | ABSENT | SIDES | WHOLE),
+    "clip, ds, half": (backward.tile, "fp16", 4, TILE | ABSENT | SIDES | HALF),
+    "combine": (merge.combine, "bf16", 4, {"KINDS": 2, "FINISH": False, "B": 256}),
     "keep": (kept.keep, "fp16", 4, ROWS),
     "release": (kept.release, "fp16", 4, ROWS),
 }
@@ -49,7 +75,8 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     constants = {key: value for key, value in constants.items() if key in names}
     box = f"tensordesc<{dtype}[128, 64]>"
     features = {"x": box, "y": box, "ds": f"tensordesc<{dtype}[128, 128]>"}
-    features |= dict.fromkeys(("features", "out", "kept"), f"*{dtype}")
+    features |= dict.fromkeys(("features", "kept"), f"*{dtype}")
+    features["out"] = "*fp32" if kernel is merge.combine else f"*{dtype}"
     kinds = features | POINTERS | dict.fromkeys(constants, "constexpr")
     signature = {key: kinds.get(key, "i32") for key in names}
     attributes = {

@@ -13,19 +13,36 @@ import pytest
 pytest.importorskip("triton")
 
 KERNELS = ("tile@90", "tile, masked@90", "exact@90", "keep@90", "release@90", "tile@80")
+SOFTMAX = ("clip@90", "clip, half@90", "clip, ds@90", "clip, ds, half@90", "settle, half@90")
+SOFTMAX += ("combine@90", "clip@80", "clip, half@80", "clip, ds@80", "clip, ds, half@80")
 #: Bytes of shared memory of a multiprocessor (an H100's), and what each program takes beside.
 SHARED, BESIDE = 228 << 10, 1 << 10
 
 
-def test_the_sigmoid_kernels() -> None:
+def compiled(kernels: tuple[str, ...]) -> dict[str, dict[str, int]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "tests.similarity.fused.compiling", *KERNELS]
+    command = [sys.executable, "-m", "tests.similarity.fused.compiling", *kernels]
     ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
-    assert set(found) == set(KERNELS)
+    found: dict[str, dict[str, int]] = json.loads(ended.stdout.splitlines()[-1])
+    assert set(found) == set(kernels)
+    return found
+
+
+def test_the_sigmoid_kernels() -> None:
+    found = compiled(KERNELS)
     for name in ("tile@90", "tile, masked@90"):  # two programs share a multiprocessor
         assert 2 * (found[name]["shared"] + BESIDE) <= SHARED, found
         assert found[name].get("stack", 0) <= 64, found  # bytes of spilled registers
     assert found["exact@90"]["shared"] + BESIDE <= SHARED
+
+
+def test_the_softmax_kernels() -> None:
+    found = compiled(SOFTMAX)
+    for name in SOFTMAX:
+        limit = SHARED if name.endswith("90") else 164 << 10
+        programs = 2 if name.startswith("clip") else 1  # share a multiprocessor
+        assert programs * (found[name]["shared"] + BESIDE) <= limit, found
+        if name.startswith("clip") and name.endswith("90"):
+            assert found[name].get("stack", 0) <= 64, found  # bytes of spilled registers

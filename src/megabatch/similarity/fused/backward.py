@@ -125,12 +125,12 @@ def tile(
 ):
     """dS of R row tiles a program, as if their log-sum-exps lay close; stored in SPLIT pieces.
 
-    TRIANGLE: the block is symmetric. What lies left of a group's first tile on the diagonal comes
-    from the tiles above it, which are stored twice.
+    TRIANGLE, with R = 1: the block is symmetric. What lies below the diagonal comes from the tiles
+    above it, which are stored twice.
     """
     group, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM * R), tl.cdiv(n, BN), GROUP)
     if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
-        if tj < group * R:
+        if tj < group:
             return
     j0 = tj * BN
     j = j0 + tl.arange(0, BN)
@@ -161,7 +161,7 @@ def tile(
         e = e.to(ds.dtype)
         _store(ds, i0, j0, e, SPLIT)
         if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
-            if group * R + r < tj // R * R:
+            if group < tj:
                 _store(ds, j0, i0, tl.trans(e), SPLIT)
 
 

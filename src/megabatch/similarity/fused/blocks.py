@@ -235,11 +235,14 @@ class FusedBlocks:
         near, far = (r.view(s) for r, s in zip(self._ranges, (i, j), strict=True))
         pulls = rows.pull, rows.stride, columns.pull, columns.stride
         place = i.start, j.start, m, n, self.d
+        triangle = self.symmetric and i == j
+        # Triton 3.6 does not compile a loop over several rows of tiles with a store in a branch.
+        size = 1 if triangle else config.rows
         if rows.wanted:
-            backward.tile[(cdiv(tiles, config.rows) * column_tiles,)](
+            backward.tile[(cdiv(tiles, size) * column_tiles,)](
                 xd, yd, new_descriptor(ds, TILE // config.split), scale, *pulls, pairs.ceiling,
-                *place, R=config.rows, GROUP=config.group, SPLIT=config.split,
-                TRIANGLE=self.symmetric and i == j, num_warps=config.warps, **common,
+                *place, R=size, GROUP=config.group, SPLIT=config.split, TRIANGLE=triangle,
+                num_warps=config.warps, **common,
             )  # fmt: skip
         chunk = 64 if rows.wanted else 1
         backward.exact[(cdiv(tiles * column_tiles, chunk),)](

@@ -34,33 +34,33 @@ def _launch(states: Tensor, out: Tensor, finish: bool) -> None:
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride", "stride", "out_stride", "count", "size"])
 def combine(
     states,
     part_stride,
     stride,
     out,
     out_stride,
-    parts,
+    count,
     size,
     KINDS: tl.constexpr,
     FINISH: tl.constexpr,
     B: tl.constexpr,
 ):
-    """out = the `parts` states as one, or what `states.finish` would make of that."""
+    """out = `count` states as one, or what `states.finish` would make of that."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
     part_stride = part_stride.to(tl.int64)
     for kind in tl.static_range(KINDS):
         own = states + 2 * kind * stride + i
         top = tl.full((B,), float("-inf"), tl.float32)
-        for part in range(parts):
+        for part in range(count):
             one = tl.load(own + part * part_stride, mask=inside, other=float("-inf"))
             top = tl.maximum(top, one)
         # A state without any pair has -inf; -inf - -inf would be NaN.
         shift = tl.where(top == float("-inf"), 0.0, top)
         total = tl.zeros((B,), tl.float32)
-        for part in range(parts):
+        for part in range(count):
             one = tl.load(own + part * part_stride, mask=inside, other=float("-inf"))
             of_one = tl.load(own + part * part_stride + stride, mask=inside, other=0.0)
             total += of_one * tl.exp2(one - shift)
@@ -72,7 +72,7 @@ def combine(
     if KINDS == 2:
         for number in tl.static_range(2):
             total = tl.zeros((B,), tl.float32)
-            for part in range(parts):
+            for part in range(count):
                 place = states + part * part_stride + (4 + number) * stride + i
                 total += tl.load(place, mask=inside, other=0.0)
             row = 2 + number if FINISH else 4 + number
