@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megabatch.similarity import exchange, gathering
 from megabatch.similarity.exchange import Swap
-from megabatch.similarity.gathering import Coming, Place, Round
+from megabatch.similarity.gathering import Place
 from megabatch.similarity.routes import (
     Parcel,
     Parts,
@@ -46,10 +46,10 @@ DEFAULT_PIECE = 48 << 20
 UNIT = 16384
 
 #: Bytes of features of all ranks that are gathered at a time: 131,072 rows of 768 bfloat16 numbers.
-#: Their gradients in fp32 take twice as much for as long.
+#: Their gradients in fp32 take twice as much; two rounds are in memory at once.
 DEFAULT_GATHER = 192 << 20
-#: From here on the gathering hides behind the rank's own shard. Below, fewer launches matter more.
-HIDDEN_GATHER = 32 << 20
+#: Rows of a round are a multiple of this, as those of a GPU's tiles.
+TILE = 128
 #: Up to here what was gathered stays for the backward pass.
 KEPT_GATHER = 96 << 20
 
@@ -168,13 +168,10 @@ class Ring:
             yield from self._in_turn(parcels, visit, route, rows, parts)
             return
         place = Place(self.group, self.rank, self.sizes[0], self.operation, _overlap)
-        for one in rounds:
-            pieces = [Parcel(narrow(parcel, one.rows), parcel.dim) for parcel in parcels]
-            coming = [Coming(place, pieces[0], self.gathered)]
-            coming += [Coming(place, piece) for piece in pieces[1:]]
-            yield from gathering.tour(place, one, coming, visit, parts if route.carried else None)
-            if one.whole:
-                self.gathered = coming[0].whole
+        home = parts if route.carried else None
+        self.gathered = yield from gathering.tour(
+            place, rounds, parcels, visit, home, self.gathered
+        )
 
     def _in_turn(
         self,
@@ -226,7 +223,7 @@ class Ring:
         if home is not None:
             yield _arrived(*home)
 
-    def _gatherings(self, features: Parcel, route: Route) -> list[Round]:
+    def _gatherings(self, features: Parcel, route: Route) -> list[slice]:
         """The rounds in which all ranks' columns are gathered; none where they are not.
 
         Alike on all ranks.
@@ -238,14 +235,12 @@ class Ring:
         row = self.n * features.tensor.nbytes // size  # bytes, of all ranks
         most = _gather // row  # rows a rank
         if size <= most:
-            return [Round(slice(0, size), size * row >= HIDDEN_GATHER, True)]
-        tile = gathering.TILE
-        if route.ordered or most < tile:
+            return [slice(0, size)]
+        if route.ordered or most < TILE:
             return []
-        count = -(-size // (most // tile * tile))
-        step = -(-size // (count * tile)) * tile  # even rounds, of whole tiles
-        rows = (slice(i, min(i + step, size)) for i in range(0, size, step))
-        return [Round(one, step * row >= HIDDEN_GATHER, False) for one in rows]
+        count = -(-size // (most // TILE * TILE))
+        step = -(-size // (count * TILE)) * TILE  # even rounds, of whole tiles
+        return [slice(i, min(i + step, size)) for i in range(0, size, step)]
 
     def _rounds(self, rows: int) -> Iterator[list[slice]]:
         """For each round the rows of each rank's piece in its shard, empty where it has no more."""

@@ -119,9 +119,9 @@ def test_transfers_begin_before_the_computation_and_are_waited_for_after_it(worl
 
 
 def noting(events, name, function):  # type: ignore[no-untyped-def]
-    def call(self, *arguments):  # type: ignore[no-untyped-def]
+    def call(self, *arguments, **options):  # type: ignore[no-untyped-def]
         events.append(name)
-        return function(self, *arguments)
+        return function(self, *arguments, **options)
 
     return call
 
@@ -194,11 +194,29 @@ def test_rounds_are_whole_tiles_within_the_bound(limit: int, steps: list[int]) -
     features = Parcel(torch.empty(300, 4))
     before = ring.set_gather(2 * limit * 16)
     found = one._gatherings(features, ring.full(2))
-    assert [r.size for r in found] == steps
-    assert all(r.whole == (len(steps) == 1) for r in found)
+    assert [rows.stop - rows.start for rows in found] == steps
     assert bool(one._gatherings(features, ring.ordered(2))) == (len(steps) == 1)
     ring.set_gather(2 * 127 * 16)
     assert one._gatherings(features, ring.full(2)) == []
+    ring.set_gather(before)
+
+
+@on_processes(2)
+def test_transfers_of_rounds_run_beside_other_rounds_computation(world: World) -> None:
+    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
+    before = ring.set_gather(2 * 2 * 12 * 4)  # three rounds
+    for overlap in (True, False):
+        switched = ring.set_overlap(overlap)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring, "TILE", 2)
+            rows, columns = similarity.logsumexp(x, y)
+            done = gathered(patch)
+            patch.setattr(sweep.Blocks, "backward", noting(done, "compute", sweep.Blocks.backward))
+            (rows.sum() + columns.sum()).backward()
+        ring.set_overlap(switched)
+        steps = [step for i, step in enumerate(done) if i == 0 or step != done[i - 1]]
+        alone = ["gather", "compute", "scatter_sum"]
+        assert steps == ([*alone, *alone, *alone[1:]] if overlap else alone * 3)
     ring.set_gather(before)
 
 

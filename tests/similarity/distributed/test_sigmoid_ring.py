@@ -60,10 +60,9 @@ def compare(
 def test_gathering_in_rounds(world: World) -> None:
     sizes = [7] * world.size
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-    for hidden in (True, False):
-        with rounds(world, 3, D, hidden):
-            compare(world, sizes, sizes)
-            compare(world, sizes, sizes, ids=ids, needs=(True, False, True, True))
+    with rounds(world, 3, D):
+        compare(world, sizes, sizes)
+        compare(world, sizes, sizes, ids=ids, needs=(True, False, True, True))
 
 
 @on_processes(2, 3, 4)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, gathering, ring
+from megabatch.similarity import dense, ring
 from tests.similarity.distributed.processes import World, on_processes, shard_sizes
 
 D = 5
@@ -198,33 +198,12 @@ def test_logsumexp_without_overlap(world: World) -> None:
         torch.testing.assert_close(mine[1], world.shard(columns, sizes), rtol=0, atol=1e-12)
 
 
-@on_processes(2, 3, 4)
-def test_gathering_behind_the_own_shard(world: World) -> None:
-    """As large shards do: own columns in two parts around the others', or first."""
-    for rows in (1, 4, 5):
-        sizes = [rows] * world.size
-        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-        for overlap in (True, False):
-            before = ring.set_overlap(overlap)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ring, "HIDDEN_GATHER", 0)
-                patch.setattr(gathering, "TILE", 2)
-                compare(world, sizes, sizes)
-                compare(world, sizes, sizes, ids=ids)
-                compare(world, sizes, [3] * world.size, ids=(ids[0], some_ids(3 * world.size)))
-                compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
-                compare(world, sizes, sizes, needs=(False, True, True))
-            ring.set_overlap(before)
-
-
 @contextmanager
-def rounds(world: World, rows: int, width: int, hidden: bool) -> Iterator[None]:
+def rounds(world: World, rows: int, width: int) -> Iterator[None]:
     """Shards are gathered so many rows a rank at a time, float64 ones of this width."""
     before = ring.set_gather(world.size * rows * width * 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "TILE", 2)
-        if hidden:
-            patch.setattr(ring, "HIDDEN_GATHER", 0)
+        patch.setattr(ring, "TILE", 2)
         yield
     ring.set_gather(before)
 
@@ -234,16 +213,14 @@ def test_gathering_in_rounds(world: World) -> None:
     for size in (5, 8):
         sizes = [size] * world.size
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-        for hidden in (True, False):
-            with rounds(world, 3, D, hidden):
+        for overlap in (True, False):
+            before = ring.set_overlap(overlap)
+            with rounds(world, 3, D):
                 compare(world, sizes, sizes)
                 compare(world, sizes, sizes, ids=ids)
                 compare(world, [3] * world.size, sizes, ids=(some_ids(3 * world.size), ids[1]))
                 compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
                 compare(world, sizes, sizes, needs=(False, True, True))
-            before = ring.set_overlap(False)
-            with rounds(world, 4, D, hidden):
-                compare(world, sizes, sizes, ids=ids)
             ring.set_overlap(before)
 
 
