@@ -75,14 +75,14 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
         block, side = (_block_on_cpu if device == "cpu" else _block_on_gpu)(x, y, limit)
         block += 0 if device == "cpu" else _padded(x, args[1])
         if kind == "statistics":
-            return (block if device == "cpu" else block // 4) + _travelling(x, ranks)
+            return (block if device == "cpu" else block // 4) + _travelling(*args[:2], ranks)
         row = x.shape[1] * accumulator_dtype(x.dtype).itemsize
         if kind == "softplus_sum":  # accumulators of all columns and a strip; around a ring, of x
             gradients = len(y) + min(side, len(x)) if ranks == 1 else len(x)
-            return block + row * gradients + _travelling(x, ranks)
+            return block + row * gradients + _travelling(*args[:2], ranks)
         if args[1] is None or ranks > 1:  # one accumulator of all rows
             product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
-            return block + row * len(x) + product + _travelling(x, ranks)
+            return block + row * len(x) + product + _travelling(*args[:2], ranks)
         pulls = 0 if device == "cpu" else 20 * (len(x) + len(y))
         # Of all columns, and of a strip of rows.
         return block + row * (len(y) + min(side, len(x))) + pulls
@@ -115,13 +115,17 @@ def _padded(x: Tensor, y: Tensor | None) -> int:
     return (len(x) + (0 if y is None else len(y))) * width * x.element_size()
 
 
-def _travelling(x: Tensor, ranks: int) -> int:
-    """Two pieces of features and three of gradients around the ring."""
+def _travelling(x: Tensor, y: Tensor | None, ranks: int) -> int:
+    """Of other ranks' features and gradients, all shards being of one size."""
     if ranks == 1:
         return 0
-    rows = min(ring.piece_rows(x), len(x))
-    item = accumulator_dtype(x.dtype).itemsize
-    return rows * x.shape[1] * (2 * x.element_size() + 3 * item)
+    width, own, item = x.shape[1], x.element_size(), accumulator_dtype(x.dtype).itemsize
+    if y is None:  # two pieces of features and three of gradients around the ring
+        return min(ring.piece_rows(x), len(x)) * width * (2 * own + 3 * item)
+    # Two rounds, if there are so many, of everyone's features and gradients; sums that come home.
+    most = ring.DEFAULT_GATHER // (ranks * width * own)
+    rows, rounds = min(most, len(x)), 1 if len(x) <= most else 2
+    return rows * width * (rounds * ranks * (own + item) + item)
 
 
 def loss_seconds(config: TrainConfig, width: int, name: str, ranks: int) -> float | None:

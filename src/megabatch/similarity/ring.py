@@ -45,13 +45,11 @@ DEFAULT_PIECE = 48 << 20
 #: A larger piece has a multiple of this many rows, as blocks of a GPU have.
 UNIT = 16384
 
-#: Bytes of features of all ranks that are gathered at a time: 131,072 rows of 768 bfloat16 numbers.
+#: Bytes of features of all ranks that are gathered at a time: 65,536 rows of 768 bfloat16 numbers.
 #: Their gradients in fp32 take twice as much; two rounds are in memory at once.
-DEFAULT_GATHER = 192 << 20
+DEFAULT_GATHER = 96 << 20
 #: Rows of a round are a multiple of this, as those of a GPU's tiles.
 TILE = 128
-#: Up to here what was gathered stays for the backward pass.
-KEPT_GATHER = 96 << 20
 
 _piece = DEFAULT_PIECE
 _gather = DEFAULT_GATHER
@@ -92,7 +90,7 @@ def set_gather(size: int | None) -> int:
 
     Where those of all ranks together take more they go in rounds; where shards differ in size,
     pieces travel the ring instead; 0: always. All ranks must set the same. None is the bound at the
-    start, 192 MiB.
+    start, 96 MiB.
 
     Raises:
         TypeError: `size` is neither None nor an integer.
@@ -123,7 +121,7 @@ def keeps(features: Tensor, ranks: int) -> bool:
 
     That is in one round.
     """
-    return 0 < ranks * features.numel() * features.element_size() <= min(KEPT_GATHER, _gather)
+    return 0 < ranks * features.numel() * features.element_size() <= _gather
 
 
 class Ring:
