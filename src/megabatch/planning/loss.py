@@ -75,14 +75,14 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
         block, side = (_block_on_cpu if device == "cpu" else _block_on_gpu)(x, y, limit)
         block += 0 if device == "cpu" else _padded(x, args[1])
         if kind == "statistics":
-            return (block if device == "cpu" else block // 4) + _travelling(*args[:2], ranks)
+            return (block if device == "cpu" else block // 4) + _travelling(x, args[1], ranks)
         row = x.shape[1] * accumulator_dtype(x.dtype).itemsize
         if kind == "softplus_sum":  # accumulators of all columns and a strip; around a ring, of x
             gradients = len(y) + min(side, len(x)) if ranks == 1 else len(x)
-            return block + row * gradients + _travelling(*args[:2], ranks)
+            return block + row * gradients + _travelling(x, args[1], ranks)
         if args[1] is None or ranks > 1:  # one accumulator of all rows
             product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
-            return block + row * len(x) + product + _travelling(*args[:2], ranks)
+            return block + row * len(x) + product + _travelling(x, args[1], ranks)
         pulls = 0 if device == "cpu" else 20 * (len(x) + len(y))
         # Of all columns, and of a strip of rows.
         return block + row * (len(y) + min(side, len(x))) + pulls
