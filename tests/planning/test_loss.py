@@ -67,7 +67,7 @@ def test_a_locked_tower_and_shards_take_less():
     alone = loss_bytes(TrainConfig(), *sizes, 1)
     assert loss_bytes(TrainConfig(), *sizes, 1, frozenset({"image"})) < alone
     eighth = loss_bytes(TrainConfig(), 65536 // 8, 512, torch.bfloat16, "cuda", 8)
-    assert eighth < alone / 2
+    assert eighth < 0.65 * alone  # blocks of 8,192 rows by all ranks' columns stay
     narrow = replace(TrainConfig(), matryoshka_dims=(64, 128))
     assert loss_bytes(narrow, *sizes, 1) != alone
     assert loss_bytes(replace(TrainConfig(), duplicates="positives"), *sizes, 1) == alone

@@ -72,7 +72,11 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
             return 0
         x: Tensor = args[0]
         y: Tensor = x if args[1] is None else args[1]
-        block, side = (_block_on_cpu if device == "cpu" else _block_on_gpu)(x, y, limit)
+        if device == "cpu":
+            block, side = _block_on_cpu(x, y, limit)
+        else:
+            seen = len(y) if ranks == 1 or args[1] is None else ranks * _round(x, ranks)
+            block, side = _block_on_gpu(x, seen, y is x, limit)
         block += 0 if device == "cpu" else _padded(x, args[1])
         if kind == "statistics":
             return (block if device == "cpu" else block // 4) + _travelling(x, args[1], ranks)
@@ -101,10 +105,11 @@ def _block_on_cpu(x: Tensor, y: Tensor, limit: int) -> tuple[int, int]:
     return item * (6 * rows * columns + copies), rows
 
 
-def _block_on_gpu(x: Tensor, y: Tensor, limit: int) -> tuple[int, int]:
-    item, symmetric = x.element_size(), y is x
-    rows, columns = block_shape(len(x), len(y), x.shape[1], item, symmetric, limit)
-    return item * min(rows, len(x)) * min(columns, len(y)), rows
+def _block_on_gpu(x: Tensor, n: int, symmetric: bool, limit: int) -> tuple[int, int]:
+    """The same for n columns at once."""
+    item = x.element_size()
+    rows, columns = block_shape(len(x), n, x.shape[1], item, symmetric, limit)
+    return item * min(rows, len(x)) * min(columns, n), rows
 
 
 def _padded(x: Tensor, y: Tensor | None) -> int:
@@ -123,9 +128,14 @@ def _travelling(x: Tensor, y: Tensor | None, ranks: int) -> int:
     if y is None:  # two pieces of features and three of gradients around the ring
         return min(ring.piece_rows(x), len(x)) * width * (2 * own + 3 * item)
     # Two rounds, if there are so many, of everyone's features and gradients; sums that come home.
-    most = ring.DEFAULT_GATHER // (ranks * width * own)
-    rows, rounds = min(most, len(x)), 1 if len(x) <= most else 2
+    rows = _round(x, ranks)
+    rounds = 1 if rows == len(x) else 2
     return rows * width * (rounds * ranks * (own + item) + item)
+
+
+def _round(x: Tensor, ranks: int) -> int:
+    """Rows of each rank that are gathered at once."""
+    return min(len(x), ring.DEFAULT_GATHER // (ranks * x.shape[1] * x.element_size()))
 
 
 def loss_seconds(config: TrainConfig, width: int, name: str, ranks: int) -> float | None:
