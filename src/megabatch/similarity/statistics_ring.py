@@ -1,7 +1,7 @@
 """Log-sum-exps of a matrix whose rows and columns lie on several processes: the operators.
 
-What `statistics_local` does on one process, with columns that come around the ring, or all at once
-where they are few (`ring`). For each row of a piece travel, per step forward: its features, its id
+What `statistics_local` does on one process, with columns that come around the ring, or of all ranks
+at once (`ring`). For each row of a piece travel, per step forward: its features, its id
 where there are ids, and 8 bytes of column statistics (24 where pairs can be positive; twice that
 for float64 features); backward: its features, id, what its column pulls (8 or 20 bytes), and its
 gradient so far, 4 d bytes.
@@ -9,9 +9,7 @@ gradient so far, 4 d bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,15 +17,11 @@ from torch import Tensor
 
 from megabatch.similarity import exchange, id_order, ring, sweep
 from megabatch.similarity.operators import operator, ops
-from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
+from megabatch.similarity.ring import Parts, Ring, Visit
+from megabatch.similarity.shards import Blocks, Once, Shards
 from megabatch.similarity.states import clear, kinds_of, new_results, new_state
 from megabatch.similarity.statistics_local import statistics
 
-if TYPE_CHECKING:
-    from megabatch.similarity.fused.blocks import FusedBlocks
-
-Blocks: TypeAlias = "sweep.Blocks | FusedBlocks"
 Pull: TypeAlias = Any  # of one side: whatever these blocks make of it
 
 
@@ -59,7 +53,7 @@ def ring_statistics(
     sizes = torch.tensor(exchange.agree(group, terms, own, x.device)).T
     with torch.cuda.device_of(x):
         circle = Ring(group, sizes[1].tolist(), call.split(",", 1)[0])
-        shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
+        shards = Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
         near, far = _forward(shards, scale, kinds_of(diagonal, row_ids), columns)
     far = id_order.restore(far, shards.order.columns, 1) if columns else far
     kept = x.new_empty(0)
@@ -124,66 +118,10 @@ def _(
     return results[0], results[1], sizes, kept
 
 
-class _Shards:
-    """This rank's rows of the matrix, which stay, and its columns, which travel."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        y: Tensor | None,
-        ids: tuple[Tensor | None, Tensor | None],
-        ceiling: Tensor | None,
-        diagonal: str,
-        circle: Ring,
-    ) -> None:
-        self.ring, self.symmetric = circle, y is None
-        # Each shard in an order of its own: pairs (i, i) of one rank stay on the diagonal.
-        self.order = sweep.ordered(x, y, Pairs(diagonal, *ids, ceiling))
-        self.features = self.order.x, self.order.y
-        start = circle.starts[circle.rank]
-        self.pairs = replace(self.order.pairs, row_start=start, column_start=start)
-        #: the rank's rows against its own columns
-        self.own = sweep.blocks(*self.features, self.pairs, symmetric=y is None)
-        self.x, self.y = self.own.x, self.own.y
-
-    def route(self, carries: bool) -> ring.Route:
-        """How far columns go; whether they bring something home is up to the route or `carries`."""
-        if self.symmetric:
-            return ring.symmetric(self.ring.n)
-        return ring.full(self.ring.n) if carries else ring.rows_only(self.ring.n)
-
-    def tour(
-        self,
-        pull: Tensor | None,
-        visit: Callable[[Visit, Blocks], None],
-        itself: Callable[[], None],
-        route: ring.Route,
-        parts: Parts,
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """`Ring.tour` of the columns with their ids and pull; `visit` gets the blocks as well.
-
-        Where x is held against itself its own part is one sweep of half the blocks: `itself`.
-        """
-
-        def meet(piece: Visit) -> None:
-            if self.symmetric and piece.owner == self.ring.rank:
-                if piece.rows.start == 0:  # the whole shard, in the first round
-                    itself()
-                return
-            features, ids, _ = piece.cargo
-            assert features is not None
-            if len(self.x) and piece.size:
-                pairs = replace(self.pairs, column_ids=ids, column_start=piece.start)
-                visit(piece, sweep.blocks(self.x, features, pairs))
-
-        parcels = [Parcel(self.y), Parcel(self.pairs.column_ids), Parcel(pull, dim=1)]
-        return self.ring.tour(parcels, meet, route, ring.piece_rows(self.y), parts)
-
-
-def _forward(shards: _Shards, scale: Tensor, kinds: int, columns: bool) -> tuple[Tensor, Tensor]:
+def _forward(shards: Shards, scale: Tensor, kinds: int, columns: bool) -> tuple[Tensor, Tensor]:
     """The results of the rows and, where wanted, of the columns."""
     x, own, route = shards.x, shards.own, shards.route(columns)
-    begun = _Once()
+    begun = Once()
 
     def unwritten(size: int) -> Tensor:
         state = new_state(size, kinds, x)
@@ -207,18 +145,6 @@ def _forward(shards: _Shards, scale: Tensor, kinds: int, columns: bool) -> tuple
     near = new_results(row_state)
     own.results(row_state, near)
     return near, far if columns else near.new_empty(0)
-
-
-class _Once:
-    """Whether something is the first of its kind."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def first(self) -> bool:
-        """True when asked for the first time."""
-        before, self._asked = self._asked, True
-        return not before
 
 
 # --- backward -------------------------------------------------------------------------------------
@@ -253,7 +179,7 @@ def ring_statistics_backward(
     if kept.numel() and len(set(circle.sizes)) == 1:
         circle.gathered = kept
     with torch.cuda.device_of(x):
-        shards = _Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
+        shards = Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
         near = _pull(shards.own, rows, row_gradient, shards.order.rows)
         far = _pull(shards.own, columns, column_gradient, shards.order.columns)
         size = _common_size(shards, near, far)
@@ -284,7 +210,7 @@ def _numbers(pull: Pull | None) -> Tensor | None:
 
 
 def _gradients(
-    shards: _Shards,
+    shards: Shards,
     scale: Tensor,
     factor: Tensor,
     near: Pull | None,
@@ -299,7 +225,7 @@ def _gradients(
     total = own.buffer(len(x)) if need_x or not need_y else None
     dy = torch.empty_like(y) if need_y else y.new_empty(0)
     inners: list[Tensor] = []  # parts of the scale's gradient
-    begun = _Once()
+    begun = Once()
 
     def visit(piece: Visit, blocks: Any) -> None:
         far, first = blocks.side(piece.cargo[2]), begun.first()
@@ -333,7 +259,7 @@ def _gradients(
     return dx, dy, inners[0] if len(inners) == 1 else sum(inners, torch.zeros_like(scale))
 
 
-def _common_size(shards: _Shards, near: Pull | None, far: Pull | None) -> Tensor | None:
+def _common_size(shards: Shards, near: Pull | None, far: Pull | None) -> Tensor | None:
     """`Blocks.prepare` with one factor for all ranks, since their gradients are added up."""
     size = shards.own.prepare(near, far)
     if shards.x.dtype != torch.float16:  # the only type whose range asks for one

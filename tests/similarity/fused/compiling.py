@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.fused import backward, forward, kept, merge, sigmoid
+from megabatch.similarity.fused import backward, forward, kept, merge, settle, sigmoid
 
 POINTERS = {
     "parts": "*fp32",
@@ -60,7 +60,7 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "exact": (sigmoid.exact, "bf16", 16, TILE | MASKED | {"CHUNK": 128, "ALL": False}),
     "clip": (forward.tile, "bf16", 4, TILE | ABSENT | SIDES | WHOLE | {"R": 8, "EVEN": True}),
     "clip, half": (forward.tile, "bf16", 4, TILE | ABSENT | SIDES | HALF | {"R": 8, "EVEN": False}),
-    "settle, half": (forward.settle, "bf16", 8, TILE | SIDES | SETTLE | HALF),
+    "settle, half": (settle.settle, "bf16", 8, TILE | SIDES | SETTLE | HALF),
     "clip, ds": (backward.tile, "bf16", 4, TILE | ABSENT | SIDES | WHOLE),
     "clip, ds, half": (backward.tile, "fp16", 4, TILE | ABSENT | SIDES | HALF),
     "combine": (merge.combine, "bf16", 4, {"KINDS": 2, "FINISH": False, "B": 256}),

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,12 +19,13 @@ from megabatch.similarity.fused.cuts import (
     TILE,
     block_shape,
     cdiv,
-    padded,
     parts,
     product_parts,
 )
-from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
-from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
+from megabatch.similarity.fused.settle import settle
+from megabatch.similarity.fused.sides import Side, aligned, diagonal_of, new_descriptor, ranges_of
+from megabatch.similarity.fused.tiles import NO_DIAGONAL
+from megabatch.similarity.pairs import PAIRED, Pairs
 from megabatch.similarity.states import clear, empty_state, finish
 from megabatch.similarity.tile_torch import add_product
 
@@ -46,13 +46,13 @@ class FusedBlocks:
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, symmetric: bool, workspace: int) -> None:
         self.width = x.shape[1]
-        self.x = _aligned(x)
-        self.y = self.x if y is x else _aligned(y)
+        self.x = aligned(x)
+        self.y = self.x if y is x else aligned(y)
         self.pairs, self.symmetric = pairs, symmetric
         self.d = self.x.shape[1]
         self.configs = forward_config(x), backward_config(x)
         self._descriptor_pairs: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
-        self._ranges = _id_ranges(pairs.row_ids), _id_ranges(pairs.column_ids)
+        self._ranges = ranges_of(pairs.row_ids), ranges_of(pairs.column_ids)
         matrix = len(self.x), len(self.y), self.width, x.element_size()
         self.rows, self.columns = block_shape(*matrix, symmetric, workspace)
         self._ds: Tensor | None = None
@@ -157,7 +157,7 @@ class FusedBlocks:
         state, begins, ends = rows
         other, other_begins, other_ends = rows if columns is None else columns
         programs = cdiv(m, TILE) + (0 if columns is None else tiles)
-        forward.settle[(programs,)](
+        settle[(programs,)](
             xd, yd, scale,
             row_sums, references, tiles, state, state.stride(0), int(begins), int(ends),
             column_sums, tops, groups, other, other.stride(0), int(other_begins), int(other_ends),
@@ -325,79 +325,3 @@ class FusedBlocks:
         if out is not None and target is not None and target is not out:
             out.copy_(target)
         return parts.sum() if inner else None
-
-
-class Side(NamedTuple):
-    """One side's pull, and its tiles' smallest and largest log-sum-exps."""
-
-    wanted: bool
-    pull: Tensor
-    extremes: Tensor
-    stride: int = 0
-    tiles: int = 0
-    positives: bool = False
-
-    @classmethod
-    def of(cls, pull: Side | Tensor | None, placeholder: Tensor) -> Side:
-        """None: a side without upstream gradients; the kernels never read the placeholder."""
-        if isinstance(pull, Side):
-            return pull
-        if pull is None:
-            return cls(False, placeholder, placeholder)
-        tiles = cdiv(pull.shape[1], TILE)
-        extremes = pull.new_empty(2, tiles)
-        backward.extremes[(tiles,)](pull, extremes, pull.shape[1], tiles, B=TILE)
-        return cls(True, pull, extremes, pull.stride(0), tiles, len(pull) == 5)
-
-    def view(self, part: slice) -> Side:
-        """These rows or columns, whole tiles but for the last."""
-        if not self.wanted:
-            return self
-        return self._replace(
-            pull=self.pull[:, part], extremes=self.extremes[:, part.start // TILE :]
-        )
-
-
-class _Ranges(NamedTuple):
-    """Smallest and largest ids of one side's tiles, (2, tiles); None where there are no ids."""
-
-    values: Tensor | None
-    stride: int
-
-    def view(self, part: slice) -> _Ranges:
-        """From this row or column on."""
-        if self.values is None:
-            return self
-        return self._replace(values=self.values[:, part.start // TILE :])
-
-
-def _id_ranges(ids: Tensor | None) -> _Ranges:
-    if ids is None:
-        return _Ranges(None, 0)
-    tiles = cdiv(len(ids), TILE)
-    ranges = ids.new_empty(2, tiles)
-    if tiles:
-        id_ranges[(tiles,)](ids, ranges, len(ids), tiles, B=TILE)
-    return _Ranges(ranges, tiles)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """Rows of 16-byte multiples, as a descriptor wants them: else a zero-padded copy."""
-    unit = 16 // x.element_size()
-    if x.shape[1] % unit:
-        return F.pad(x, (0, padded(x.shape[1], x.element_size()) - x.shape[1]))
-    if x.stride(1) != 1 or x.stride(0) % unit or x.data_ptr() % 16:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
-def new_descriptor(x: Tensor, columns: int) -> TensorDescriptor:
-    """Tiles of so many columns of a matrix, for the GPU's copy engine."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [TILE, columns])
-
-
-def diagonal_of(pairs: Pairs) -> int:
-    """What the kernels call the kind of the pairs (i, i)."""
-    if pairs.diagonal == PLAIN:
-        return NO_DIAGONAL
-    return POSITIVE if pairs.diagonal == PAIRED else DROPPED

@@ -10,9 +10,10 @@ from torch import Tensor
 from megabatch.similarity import sweep
 from megabatch.similarity.fused import kept as kernels
 from megabatch.similarity.fused import sigmoid, tuned
-from megabatch.similarity.fused.blocks import FusedBlocks, diagonal_of, new_descriptor
+from megabatch.similarity.fused.blocks import FusedBlocks
 from megabatch.similarity.fused.configs import packaged_backward
 from megabatch.similarity.fused.cuts import TILE, cdiv, product_parts
+from megabatch.similarity.fused.sides import diagonal_of, new_descriptor
 from megabatch.similarity.fused.tiles import NO_DIAGONAL
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.sigmoid_blocks import Kept, Need, Terms
