@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -67,3 +69,13 @@ def test_any_text_gives_tokens_in_range(text: str) -> None:
     assert ((result >= 0) & (result < 16_384)).all()
     filled = (result[0] > 0).tolist()
     assert filled == sorted(filled, reverse=True)  # padding comes last
+
+
+@given(
+    st.lists(st.text(st.sampled_from("ab é-1,²İß\U0001f600 \n"), max_size=60)), st.integers(1, 80)
+)
+def test_tokens_are_the_features_hashes(texts: list[str], length: int) -> None:
+    found = HashingTokenizer(1000, length)(texts)
+    for text, row in zip(texts, found.tolist(), strict=True):
+        hashes = [zlib.crc32(feature.encode()) % 999 + 1 for feature in features(text)][:length]
+        assert row == hashes + [0] * (length - len(hashes))

@@ -27,7 +27,8 @@ from megabatch.data.pairs import (
 
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 _MAPPED_FROM = 2**20  # bytes
-_REMEMBERED_CAPTIONS = 100_000  # 60 MB at 77 tokens each
+REMEMBERED = 2**26  # bytes of tokens that each of several workers keeps: 100,000 texts of 77
+REMEMBERED_BY_ONE = 2**29  # where one process does it all: 800,000
 
 
 BadPosition = tuple[int, str, str]  # of one bad sample: position in the order, reason, key
@@ -49,14 +50,14 @@ class Request(NamedTuple):
 class Chunk:
     """Fetched samples, in the order asked for, without the bad ones.
 
-    images: (n, ...), or a list of n where they are decoded late, and texts: (n, context) int64,
-    None where n is 0; indices, positions and ids of
-    the captions: int64 (n,) numpy (a tensor would cost a file descriptor on its way from a worker);
+    images: (n, ...), or a list of n where they are decoded late, None where n is 0; texts: (n,
+    context) int64, None where n is 0, indices, positions and ids of the captions: int64 (n,), all
+    numpy (a tensor would cost a file descriptor on its way from a worker, which took 2 ms);
     bad: position, reason and key of each bad sample.
     """
 
     images: torch.Tensor | list[Any] | None
-    texts: torch.Tensor | None
+    texts: np.ndarray | None
     indices: np.ndarray
     positions: np.ndarray
     ids: np.ndarray
@@ -75,14 +76,15 @@ class Fetcher:
         transform: Callable[[Any], Any],
         tokenizer: Callable[[list[str]], torch.Tensor],
         seed: int,
+        remembered: int = REMEMBERED,
     ) -> None:
         self.dataset = dataset
         self.transform = transform
         self.seed = seed
-        self._tokens = _RememberedTokens(tokenizer)
+        self._tokens = _RememberedTokens(tokenizer, remembered)
         self._firsts: Callable[[list[Any]], torch.Tensor] | None = None
         if isinstance(transform, TextTransform) and getattr(dataset, "first", "image") == "text":
-            self._firsts = _RememberedTokens(transform.texts)
+            self._firsts = _RememberedTokens(transform.texts, remembered)
 
     def __getitem__(self, request: Request) -> Chunk:
         # Of the draw: a sample that comes twice in an epoch is not augmented alike.
@@ -94,7 +96,7 @@ class Fetcher:
             positions = request.start + np.arange(len(captions))
             own = getattr(self.dataset, "ids", None)
             ids = caption_ids(captions) if own is None else own(indices)
-            return Chunk(images, self._tokens(captions), indices, positions, ids)
+            return Chunk(images, self._tokens(captions).numpy(), indices, positions, ids)
         return self._one_by_one(request.start, indices, seeds)
 
     def _one_by_one(self, start: int, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
@@ -117,7 +119,7 @@ class Fetcher:
                 good.append(offset)
         return Chunk(
             (self._firsts or _stacked)(images) if images else None,
-            self._tokens(captions) if captions else None,
+            self._tokens(captions).numpy() if captions else None,
             indices[good],
             start + np.array(good, dtype=np.int64),
             np.array(ids, dtype=np.int64),
@@ -130,21 +132,54 @@ def caption_ids(captions: Sequence[str]) -> np.ndarray:
     return np.array([caption_id(caption) for caption in captions], dtype=np.int64)
 
 
+def only_copied(dataset: PairDataset, transform: Callable[[Any], Any]) -> bool:
+    """Whether samples are rows of arrays that the transform leaves as they are.
+
+    Then all there is to do is to copy them once; a process elsewhere would have to send the copy.
+    """
+    if not (isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform)):
+        return False
+    row = torch.from_numpy(dataset.arrays(np.zeros(1, np.int64))[0])
+    return transform.batch(row, torch.zeros(1, dtype=torch.int64)) is row
+
+
 class _RememberedTokens:
-    """A tokenizer that works out each caption once; pairs come back every epoch."""
+    """A tokenizer that works out each text once, as far as memory goes; pairs come every epoch.
 
-    def __init__(self, tokenizer: Callable[[list[str]], torch.Tensor]) -> None:
+    limit: bytes of tokens; what the texts themselves take comes on top.
+    """
+
+    def __init__(self, tokenizer: Callable[[list[str]], torch.Tensor], limit: int) -> None:
         self.tokenizer = tokenizer
-        self._known: dict[str, torch.Tensor] = {}
+        self.limit = limit
+        self._rows: dict[str, int] = {}  # of _table
+        self._table: torch.Tensor | None = None
 
-    def __call__(self, captions: list[str]) -> torch.Tensor:
-        new = [caption for caption in dict.fromkeys(captions) if caption not in self._known]
-        if len(self._known) + len(new) > _REMEMBERED_CAPTIONS:
-            return self.tokenizer(captions)
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        new = [text for text in dict.fromkeys(texts) if text not in self._rows]
+        tokens = self.tokenizer(new) if new else None
+        if tokens is not None:
+            new = self._remember(new, tokens)  # what there is no room for
+        assert self._table is not None
+        found = self._table[torch.tensor([self._rows.get(text, -1) for text in texts])]
         if new:
-            # A copy of each row: a view would keep the whole batch's tensor alive.
-            self._known.update(zip(new, map(torch.clone, self.tokenizer(new)), strict=True))
-        return torch.stack([self._known[caption] for caption in captions])
+            assert tokens is not None
+            row_of = {text: row for row, text in enumerate(new, len(tokens) - len(new))}
+            others = [at for at, text in enumerate(texts) if text in row_of]
+            found[others] = tokens[[row_of[texts[at]] for at in others]]
+        return found
+
+    def _remember(self, texts: list[str], tokens: torch.Tensor) -> list[str]:
+        """Keep what there is room for; returns the last texts, for which there is none."""
+        if self._table is None:
+            # At its full size: the system gives memory for what is written only.
+            room = max(1, self.limit // max(1, tokens[0].nbytes))
+            self._table = tokens.new_empty((room, *tokens.shape[1:]))
+        known = len(self._rows)
+        kept = min(len(texts), len(self._table) - known)
+        self._table[known : known + kept] = tokens[:kept]
+        self._rows.update(zip(texts[:kept], range(known, known + kept), strict=True))
+        return texts[kept:]
 
 
 def sample_seeds(seed: int, epoch: int, draws: np.ndarray) -> np.ndarray:
@@ -187,7 +222,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
         return full[0]
     return Chunk(
         _joined([c.images for c in full if c.images is not None]) if full else None,
-        torch.cat([c.texts for c in full if c.texts is not None]) if full else None,
+        np.concatenate([c.texts for c in full if c.texts is not None]) if full else None,
         np.concatenate([c.indices for c in full]) if full else np.empty(0, dtype=np.int64),
         np.concatenate([c.positions for c in full]) if full else np.empty(0, dtype=np.int64),
         np.concatenate([c.ids for c in full]) if full else np.empty(0, dtype=np.int64),

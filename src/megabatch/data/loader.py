@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,24 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from megabatch.ahead import one_ahead
 from megabatch.data.fetch import (
+    REMEMBERED,
+    REMEMBERED_BY_ONE,
     BadPosition,
     Chunk,
     Fetcher,
+    Request,
     begin_worker,
     join,
+    only_copied,
 )
 from megabatch.data.late import Decoder, LateImages, UndecodedPairs, keep
 from megabatch.data.order import Order, Requests, Share, parts_of
 from megabatch.data.pairs import PairDataset
 from megabatch.errors import UsageError
+
+_PIECES = 64  # of a batch, of all workers that are not more
 
 
 @dataclass
@@ -57,14 +64,16 @@ class PairLoader:
     own, and all have the same number of batches.
 
     Args:
-        dataset: the pairs; where it has `arrays` and the transform `batch`, those are used.
+        dataset: the pairs; where it has `arrays` and the transform `batch`, those are used. Where
+            that changes no row of them, there is nothing to do but to copy: a thread does it.
         batch_size: pairs in a batch of all ranks together.
         transform: image (or first text) to tensor, all of one shape. Whatever it draws from torch,
             `random` or numpy is seeded for each sample by (seed, epoch, index), and anew each time
             that the sample comes in an epoch.
         tokenizer: list of captions to (n, context) int64; each distinct caption is tokenised once.
         seed: of the orders and the transform's randomness.
-        workers: processes that fetch; 0: none, in this process.
+        workers: processes that fetch; 0: none, in this process. Where samples are only copied, any
+            number stands for one thread, and no process is started.
         drop_last: leave out the samples at the end of an epoch that fill no whole batch; with
             several ranks always, since some might get no row of it.
         shuffle: False: in the data set's order.
@@ -73,9 +82,10 @@ class PairLoader:
         late: rows that are asked of a batch's images at a time. Images are then `LateImages`, which
             as many processes as there are workers decode when their rows are asked for; at least 1.
         timeout: seconds without a sample from the workers after which iterating is an error; 0:
-            wait for good. Without workers there is nobody to notice.
+            wait for good. Without processes there is nobody to notice.
 
     Attributes:
+        processes: how many fetch; as many again decode late.
         skipped: reason to number of skips, over all epochs so far.
         skipped_first: reason to the key of the first such sample.
 
@@ -126,16 +136,23 @@ class PairLoader:
         self.skipped: Counter[str] = Counter()
         self.skipped_first: dict[str, str] = {}
         self._decoder: Decoder | None = None
+        by_thread = workers > 0 and late is None and only_copied(dataset, transform)
+        self.processes = 0 if by_thread else workers
         if late is None:
-            fetcher = Fetcher(dataset, transform, tokenizer, seed)
+            remembered = REMEMBERED if self.processes else REMEMBERED_BY_ONE
+            fetcher = Fetcher(dataset, transform, tokenizer, seed, remembered)
         else:
             self._decoder = Decoder(transform, workers, late, timeout)
             fetcher = Fetcher(UndecodedPairs(dataset), keep, tokenizer, seed)
-        self._timeout = timeout if workers else 0
-        self._new_chunks = functools.partial(
+        self._timeout = timeout if self.processes else 0
+        self._new_chunks: Callable[[], Iterable[Chunk]] = functools.partial(
             _chunks, fetcher, self._order, self._share, workers, self._timeout
         )
-        self._chunks = self._new_chunks()
+        if by_thread:
+            self._new_chunks = functools.partial(
+                _Copied, fetcher, self._order, self._share, drop_last
+            )
+        self._chunks: Iterable[Chunk] = self._new_chunks()
 
     @property
     def epoch(self) -> int:
@@ -261,12 +278,12 @@ class PairLoader:
         images, texts = chunk.images, chunk.texts
         assert images is not None
         assert texts is not None
-        arrays = (chunk.indices, chunk.ids)
-        indices, ids = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+        arrays = (texts, chunk.indices, chunk.ids)
+        rest = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
         if isinstance(images, torch.Tensor):
-            return Batch(images, texts, indices, ids)
+            return Batch(images, *rest)
         assert self._decoder is not None
-        return Batch(LateImages(images, self._decoder), texts, indices, ids)
+        return Batch(LateImages(images, self._decoder), *rest)
 
     def count_damaged(self, images: torch.Tensor | LateImages) -> None:
         """Count the images of a batch that turned out to be damaged when they were decoded."""
@@ -298,8 +315,8 @@ def _chunks(
 ) -> DataLoader:
     """Return what gives the chunks that are left of the epoch, at each iter() anew."""
     # With workers a batch comes in pieces, so that all of them work on the next one. Pieces
-    # waiting add up to one batch, and each costs a file descriptor or two.
-    pieces = 4
+    # waiting add up to one batch, and each costs this process a file descriptor and 2 to 3 ms.
+    pieces = max(1, min(4, _PIECES // max(1, workers)))
     piece = rows = -(-share.batch_size // share.world_size)
     if workers:
         piece = min(rows, max(32, -(-rows // (pieces * workers))))
@@ -316,6 +333,24 @@ def _chunks(
         # Its own: otherwise each epoch would take a number from the trainer's generator.
         generator=torch.Generator(),
     )
+
+
+@dataclass
+class _Copied:
+    """The batches that are left of the epoch, at each iter() anew; a thread is one ahead."""
+
+    fetcher: Fetcher
+    order: Order
+    share: Share
+    drop_last: bool
+
+    def __iter__(self) -> Iterator[Chunk]:
+        own = self.share.of(self.share.batch_size)
+        rows = own.stop - own.start
+        requests: Iterable[Request] = Requests(self.order, rows, self.share)
+        if self.drop_last:  # none is bad, so the rest of an epoch fills no batch up
+            requests = (request for request in requests if len(request.draws) == rows)
+        return one_ahead(self.fetcher.__getitem__, requests, "megabatch-data")
 
 
 def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:

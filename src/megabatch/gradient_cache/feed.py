@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import queue
-import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from megabatch.ahead import one_ahead
 from megabatch.gradient_cache.batches import (
     PLACEHOLDER_ROWS,
     leaves,
@@ -24,7 +22,7 @@ from megabatch.gradient_cache.batches import (
 
 Parts: TypeAlias = "tuple[Any, ...]"  # of each batch, the rows of one micro-batch
 
-T = TypeVar("T")
+_THREAD = "megabatch-feed"
 
 
 class Feed:
@@ -60,7 +58,7 @@ class Feed:
         assert self.device is not None
         if self.device.type == "cuda":
             return _on_cuda(load, len(micro_batches), self.device)
-        return _one_ahead(load, len(micro_batches))
+        return one_ahead(load, range(len(micro_batches)), _THREAD)
 
     def encoded(self, rows: slice) -> int:
         """How many rows an encoder gets for the micro-batch `rows`; an idle one has none itself.
@@ -96,27 +94,10 @@ def _gains_by_a_thread(batches: Parts, device: torch.device) -> bool:
     return made or (device.type == "cuda" and any(t.device.type == "cpu" for t in tensors))
 
 
-def _one_ahead(load: Callable[[int], T], count: int) -> Generator[T, None, None]:
-    """load(0), load(1), ...; a thread is at the next one while the caller works with one."""
-    if not count:
-        return
-    worker = _Worker()
-    try:
-        coming = worker.submit(load, 0)
-        for i in range(count):
-            value = coming.result()
-            if i + 1 < count:
-                coming = worker.submit(load, i + 1)
-            yield value
-            del value  # before the next one is waited for
-    finally:
-        worker.stop()
-
-
 def _on_cuda(
     load: Callable[[int], Parts], count: int, device: torch.device
 ) -> Generator[Parts, None, None]:
-    """As `_one_ahead`; what is done on the GPU meanwhile goes on a stream of its own."""
+    """As `one_ahead`; what is done on the GPU meanwhile goes on a stream of its own."""
     stream = _stream(device)
     # What the batches hold on the GPU may still be in the making.
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -130,7 +111,7 @@ def _on_cuda(
         with torch.cuda.device(device), torch.cuda.stream(stream):
             return load(i), stream.record_event()
 
-    with contextlib.closing(_one_ahead(load_on_stream, count)) as loaded:
+    with contextlib.closing(one_ahead(load_on_stream, range(count), _THREAD)) as loaded:
         for parts, ready in loaded:
             current = torch.cuda.current_stream(device)
             current.wait_event(ready)
@@ -146,36 +127,3 @@ def _on_cuda(
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """One for each device: each new one would have memory of its own in the allocator."""
     return torch.cuda.Stream(device)
-
-
-class _Worker:
-    """One thread that does one thing after another.
-
-    A daemon, unlike those of concurrent.futures: one that hangs does not keep the process alive.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="megabatch-feed", daemon=True)
-        self._thread.start()
-
-    def submit(self, function: Callable[[int], T], i: int) -> Future[T]:
-        future: Future[T] = Future()
-        self._jobs.put(lambda: _fulfil(future, function, i))
-        return future
-
-    def stop(self) -> None:
-        """Wait for what is being done, and end."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-
-def _fulfil(future: Future[T], function: Callable[[int], T], i: int) -> None:
-    try:
-        future.set_result(function(i))
-    except BaseException as error:  # whatever it is, the caller waits for it
-        future.set_exception(error)

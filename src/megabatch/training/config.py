@@ -180,7 +180,8 @@ class TrainConfig:
     seed: int = 0
     """Of the weights, the order of the data, augmentation and dropout."""
     workers: int = 0
-    """Processes that read and transform data; 0: none beside the trainer. Changes no result."""
+    """Processes that read and transform data; 0: none beside the trainer. Changes no result.
+    Images that are only to be copied (grey icons, glyphs) take one thread for any number."""
     decode: Literal["early", "late"] = "early"
     """early: images wait for their step on the host as the numbers that the towers take. late: they
     wait as files, which workers (as many again) decode a micro-batch ahead, once a pass and so

@@ -246,6 +246,11 @@ class Run:
             f"{config.train_data}: {trainer.total_steps} steps of {config.global_batch_size:,} "
             f"pairs, {config.micro_batch_size:,} at a time, {config.precision} on {self._where()}"
         )
+        if config.workers and not self.loader.processes:
+            self.console.print(
+                f"  these images are only copied, which one thread does; of --workers "
+                f"{config.workers} none is started"
+            )
         for line in getattr(self.loader.dataset, "shares", []):
             self.console.print(f"  {line}")
         if warning := explanation(trainer.module, config, self.world):
