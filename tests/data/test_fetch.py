@@ -200,6 +200,7 @@ def test_a_draw_past_the_end_is_the_same_sample_with_another_seed():
 
 def grown(begin: Callable[[int], None], answer: Connection) -> None:
     """Tell how many bytes a process is left with after blocks of 16 MB among small ones."""
+    torch.set_num_threads(1)  # as DataLoader does: OpenMP's threads do not outlive a fork
     begin(0)
     process = psutil.Process()
     torch.ones(5_000_000)  # freed at once: glibc then takes such blocks from its heap
