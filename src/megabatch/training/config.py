@@ -163,7 +163,8 @@ class TrainConfig:
     """Seconds after which processes give up on one that does not come; more than a checkpoint
     takes."""
     grad_checkpointing: bool = False
-    """Keep no activations inside the towers' blocks but compute them again: less memory, slower."""
+    """Keep no activations inside the towers' blocks but compute them again: less memory, slower.
+    Without repeated blocks (glyph-small) a tower is one block, and hardly anything is saved."""
     torchcompile: bool = False
     """Translate the towers' blocks by torch.compile."""
 
