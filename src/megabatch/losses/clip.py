@@ -15,9 +15,10 @@ from megabatch.losses.arguments import (
     own_ids,
 )
 from megabatch.losses.terms import cross_entropy, minus_log_probability
-from megabatch.similarity import Split, split_logsumexp
+from megabatch.similarity import Split
 from megabatch.similarity.arguments import cast_for_autocast, check_scalar
 from megabatch.similarity.parallel import global_mean, mean_row, replicated
+from megabatch.similarity.statistics import split_and_count
 
 
 class ClipLoss(nn.Module):
@@ -98,7 +99,7 @@ class ClipLoss(nn.Module):
             ids = own_ids(ids, x, self.group)
         # One positive a row, its own pair, unless ids make positives of others.
         paired = ids is None or self.duplicates == "ignored"
-        rows, columns = split_logsumexp(
+        rows, columns, batch = split_and_count(
             x,
             y,
             scale,
@@ -110,7 +111,7 @@ class ClipLoss(nn.Module):
         assert columns is not None
         term = self._paired_losses if paired else self._losses
         losses = term(rows) + term(columns)
-        mean = global_mean(losses, self.group, weights, name="image_features", batch=rows.batch)
+        mean = global_mean(losses, self.group, weights, name="image_features", batch=batch)
         loss = mean / 2
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from megabatch.losses.arguments import TemperatureLoss, stack_views
-from megabatch.similarity import Split, split_logsumexp
+from megabatch.similarity import Split
 from megabatch.similarity.parallel import global_mean
+from megabatch.similarity.statistics import split_and_count
 
 
 class DCLLoss(TemperatureLoss):
@@ -36,8 +37,10 @@ class DCLLoss(TemperatureLoss):
         """
         x, instances = stack_views(views, self.group)
         scale = self._scale(temperature, x)
-        rows, _ = split_logsumexp(x, None, scale, ids=instances, sides="rows", group=self.group)
-        return global_mean(decoupled(rows), self.group, name="views", batch=rows.batch)
+        rows, _, batch = split_and_count(
+            x, None, scale, ids=instances, sides="rows", group=self.group
+        )
+        return global_mean(decoupled(rows), self.group, name="views", batch=batch)
 
 
 def decoupled(side: Split) -> Tensor:

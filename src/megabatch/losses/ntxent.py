@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megabatch.losses.arguments import TemperatureLoss, stack_views
 from megabatch.losses.terms import cross_entropy
-from megabatch.similarity import split_logsumexp
 from megabatch.similarity.parallel import global_mean
+from megabatch.similarity.statistics import split_and_count
 
 
 class NTXentLoss(TemperatureLoss):
@@ -34,5 +34,7 @@ class NTXentLoss(TemperatureLoss):
         """
         x, instances = stack_views(views, self.group)
         scale = self._scale(temperature, x)
-        rows, _ = split_logsumexp(x, None, scale, ids=instances, sides="rows", group=self.group)
-        return global_mean(cross_entropy(rows), self.group, name="views", batch=rows.batch)
+        rows, _, batch = split_and_count(
+            x, None, scale, ids=instances, sides="rows", group=self.group
+        )
+        return global_mean(cross_entropy(rows), self.group, name="views", batch=batch)

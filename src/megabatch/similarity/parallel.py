@@ -37,8 +37,8 @@ def global_mean(
         weights: (m,), not negative, without a gradient. Where all are zero the result is 0 with
             zero gradients, rows or no rows.
         name: what an error calls the rows.
-        batch: `Split.batch`; without weights the other processes need not be asked then. All must
-            come with weights or none.
+        batch: as `statistics.split_and_count` has it: without weights the other processes need not
+            be asked then. All must come with weights or none.
 
     Raises:
         ValueError: no process has a row, and no weights are given.

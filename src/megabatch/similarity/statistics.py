@@ -35,7 +35,6 @@ class Split(NamedTuple):
     positive: Tensor  #: log-sum-exp over pairs of equal ids; -inf where there is none
     positive_sum: Tensor  #: sum of the logits of the pairs of equal ids
     positive_count: Tensor  #: number of the pairs of equal ids; no gradient
-    batch: Tensor | None = None  #: rows of all processes, () int64 on the CPU; None: of this one
 
 
 def logsumexp(
@@ -84,7 +83,6 @@ def split_logsumexp(
     ceiling: Tensor | None = None,
     sides: str = "both",
     group: object = None,
-    terms: str = "",
 ) -> tuple[Split, Split | None]:
     """Log-sum-exps of scale * x @ y.T split by whether the ids of a pair are equal.
 
@@ -102,8 +100,6 @@ def split_logsumexp(
         sides: "both", or "rows" where the columns' side is not wanted and costs nothing.
         group: as in `logsumexp`. "paired" means row i and column i of the same process; ids are
             compared over all processes.
-        terms: what else all processes must do alike, in words (no comma first); where these differ
-            each is told so.
 
     Returns:
         `(rows, columns)`, a `Split` each, in float32 (float64 for float64 features); columns is
@@ -111,6 +107,28 @@ def split_logsumexp(
 
     Raises:
         TypeError, ValueError, CommunicationError: as `logsumexp`.
+    """
+    return split_and_count(
+        x, y, scale, ids=ids, positives=positives, ceiling=ceiling, sides=sides, group=group
+    )[:2]
+
+
+def split_and_count(
+    x: Tensor,
+    y: Tensor | None,
+    scale: float | Tensor,
+    *,
+    ids: Ids = "paired",
+    positives: str = "ids",
+    ceiling: Tensor | None = None,
+    sides: str = "both",
+    group: object = None,
+    terms: str = "",
+) -> tuple[Split, Split | None, Tensor | None]:
+    """`split_logsumexp`, and the number of rows of all processes.
+
+    That is () int64 on the CPU, known from the handshake; None where this process is alone.
+    `terms`: what else all processes must do alike, in words; where these differ each is told so.
     """
     both = _both(sides)
     if y is None:
@@ -137,11 +155,11 @@ def split_logsumexp(
     matrix = (x, y, scale, row_ids, column_ids, ceiling, diagonal, columns_wanted)
     call = f"split_logsumexp, {terms}" if terms else "split_logsumexp"
     rows, columns, sizes = _statistics(matrix, group, call)
-    batch = (None, None) if sizes is None else sizes.sum(1).unbind()
-    first = _split(rows, batch[0])
+    batch = None if sizes is None else sizes[0].sum()
+    first = _split(rows)
     if not both:
-        return first, None
-    return first, _split(columns, batch[1]) if columns_wanted else first
+        return first, None, batch
+    return first, _split(columns) if columns_wanted else first, batch
 
 
 def _statistics(
@@ -183,10 +201,10 @@ def _check_ids(ids: Ids, x: Tensor, y: Tensor | None) -> tuple[Tensor | None, Te
     return row_ids, check_integers("ids[1]", ids[1], (x if y is None else y).shape[0], x)
 
 
-def _split(values: Tensor, batch: Tensor | None) -> Split:
+def _split(values: Tensor) -> Split:
     if values.shape[0] == 4:
         negative, positive, positive_sum, positive_count = values.unbind()
-        return Split(negative, positive, positive_sum, positive_count.detach(), batch)
+        return Split(negative, positive, positive_sum, positive_count.detach())
     (negative,) = values.unbind()  # no pair can be positive
     nothing = torch.zeros_like(negative)
-    return Split(negative, torch.full_like(negative, -math.inf), nothing, nothing, batch)
+    return Split(negative, torch.full_like(negative, -math.inf), nothing, nothing)

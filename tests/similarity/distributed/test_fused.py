@@ -59,7 +59,7 @@ def test_fused_kernels(world: World) -> None:
             value(truth, weights).backward()
             value(mine, weights.split(sizes, dim=1)[world.rank]).backward()
         for got, want in zip(mine, truth, strict=True):
-            for a, b in zip(got[:4], want[:4], strict=True):
+            for a, b in zip(got, want, strict=True):
                 torch.testing.assert_close(a, world.shard(b, sizes), rtol=2e-6, atol=2e-5)
         for a, b in zip(local, whole, strict=True):
             if b.grad is not None:

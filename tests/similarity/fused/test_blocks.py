@@ -50,7 +50,7 @@ def leaves(*values: Tensor | float, dtype: torch.dtype | None = None) -> list[Te
 
 
 def flat(sides) -> list[Tensor]:  # type: ignore[no-untyped-def]
-    return [part.cpu().double() for side in sides for part in side if part is not None]
+    return [part.cpu().double() for side in sides for part in side]
 
 
 def check(ours, truth, mine: list[Tensor], theirs: list[Tensor]) -> None:  # type: ignore[no-untyped-def]
