@@ -12,6 +12,9 @@ from megabatch.similarity import states
 pytest.importorskip("triton")
 from megabatch.similarity.fused import merge
 
+# The logarithm of an empty sum is meant; the interpreter's NumPy remarks on it.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNIT = math.log(2)
 
