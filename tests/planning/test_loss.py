@@ -34,6 +34,27 @@ def test_memory_of_the_loss_on_an_h200(shape):
     assert abs(planned / measured(*shape)["extra_bytes"] - 1) < 0.03  # found: 0.2% to 1.1%
 
 
+SCALING = json.loads((RESULTS.parent / "scaling.json").read_text())["records"]
+OURS = [r for r in SCALING if r["contender"] == "megabatch" and r["status"] == "ok"]
+#: Up to here all is gathered in one round, as in the record.
+ONE_ROUND = [r for r in OURS if r["n_devices"] == 1 or r["b"] <= 65536]
+
+
+@pytest.mark.parametrize(
+    "record", ONE_ROUND, ids=lambda r: f"{r['loss']}-{r['b']}-{r['n_devices']}"
+)
+def test_memory_of_the_loss_on_several_h200s(record):
+    rows, ranks = record["b"] // record["n_devices"], record["n_devices"]
+    config = replace(TrainConfig(), loss=record["loss"])
+    planned = loss_bytes(config, rows, 768, torch.bfloat16, "cuda", ranks) - 2 * 2 * rows * 768
+    # Found: 0.3% on one, 5% too little to 10% too much on several.
+    assert abs(planned / record["extra_bytes"] - 1) < (0.01 if ranks == 1 else 0.12)
+
+
+def test_there_are_such_records():
+    assert len(ONE_ROUND) >= 10
+
+
 def test_time_of_the_loss_on_an_h200():
     config = replace(TrainConfig(), global_batch_size=65536)
     seconds = loss_seconds(config, 768, "NVIDIA H200", 1)

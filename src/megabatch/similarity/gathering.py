@@ -9,7 +9,8 @@ columns arrive and the gradients of the one before are added up.
 
 A round's own transfers do not hide behind parts of its computation. They did: own columns in two
 parts around the others'. Smaller products cost more than that gained (262,144 x 768 on 4 H200s:
-186.4 ms, and 182.7 with every transfer waited for; 65,536 on 2: 23.2 and 23.0).
+186.4 ms, and 182.7 with every transfer waited for; 65,536 on 2: 23.2 and 23.0;
+benchmarks/results/scaling.json and transfers-4gpu.json).
 """
 
 from __future__ import annotations
@@ -95,11 +96,11 @@ def tour(
 ) -> Generator[tuple[slice, Tensor], None, Tensor | None]:
     """As `Ring.tour`, in these rounds; parts None: nothing comes home.
 
-    `here`: the first parcel's columns of all ranks, if they are here and there is one round.
-    Returns the same in the end.
+    `here`: the first parcel's columns of all ranks, if they are here; of use to a single round,
+    which returns the same in the end.
     """
     one = None
-    coming = [Round(place, rounds[0], parcels, here)]
+    coming = [Round(place, rounds[0], parcels, here if len(rounds) == 1 else None)]
     adding: tuple[slice, Tensor, Pending] | None = None
     for k, rows in enumerate(rounds):
         one = coming.pop()

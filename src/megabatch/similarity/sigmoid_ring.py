@@ -20,6 +20,7 @@ from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
+from megabatch.similarity.shards import Once
 from megabatch.similarity.sigmoid import AnyBlocks, _softplus_sum, results, total_of
 from megabatch.similarity.sigmoid_blocks import (
     Kept,
@@ -61,8 +62,8 @@ def _ring_softplus_sum(
         own_weight = weight if weight is None else id_order.sort(weight, matrix.rows, 0)
         terms = Terms(scale, bias, own_weight, _common_unit(x, weight, circle))
         own = blocks(matrix.x, matrix.y, pairs, terms, need)
-        total = own.accumulator(len(x)).zero_() if need_x else None
-        sums = [own.sums()]
+        total = own.accumulator(len(x)) if need_x else None
+        sums, begun = [own.sums()], Once()
 
         def visit(piece: Visit) -> None:
             features, ids = piece.cargo
@@ -70,11 +71,14 @@ def _ring_softplus_sum(
             if len(x) == 0 or piece.size == 0:
                 return
             columns = replace(pairs, column_ids=ids, column_start=piece.start)
-            visited = blocks(own.x, features, columns, terms, need)
+            visited, first = blocks(own.x, features, columns, terms, need), begun.first()
             for i in visited.strips():
-                visited.add(i, None if total is None else total[i], piece.part)
+                dx = None if total is None else total[i]
+                visited.add(i, dx, piece.part, (first, i.start == 0))
             sums.append(visited.sums())
 
+        if total is not None and not any(circle.sizes):
+            total.zero_()  # nobody will visit
         dx, dy, inner = _gradients(circle, own, need, matrix, visit, total)
         return results(torch.stack(sums).sum(0), inner, dx, dy)
 
@@ -93,7 +97,12 @@ def _gradients(
     factor = own.factor(divisor(x))
     parcels = [Parcel(own.y), Parcel(own.pairs.column_ids)]
     route = ring.full(circle.n) if need.y else ring.rows_only(circle.n)
-    parts = Parts(lambda size: own.accumulator(size).zero_())
+
+    def unwritten(size: int) -> Tensor:
+        part = own.accumulator(size)
+        return part if len(x) else part.zero_()  # a rank without rows visits nobody
+
+    parts = Parts(unwritten)
     products = []
     for home, arrived in circle.tour(parcels, visit, route, ring.piece_rows(own.y), parts):
         rows = home if matrix.columns is None else matrix.columns[home]

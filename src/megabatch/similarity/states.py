@@ -45,6 +45,13 @@ def clear(state: Tensor) -> Tensor:
     return state
 
 
+def clear_fresh(rows: Tensor, columns: Tensor | None, fresh: tuple[bool, bool]) -> None:
+    """Clear the state of the rows, of the columns, where it holds nothing yet."""
+    for state, new in zip((rows, columns), fresh, strict=True):
+        if new and state is not None:
+            clear(state)
+
+
 def new_results(state: Tensor) -> Tensor:
     """Where `finish` of a state like this one is to be written."""
     return state.new_empty(1 if state.shape[0] == 2 else 4, state.shape[1])

@@ -13,7 +13,7 @@ from megabatch.similarity import tile_torch
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.states import clear, finish, merge, new_state, pull_of
+from megabatch.similarity.states import clear_fresh, finish, merge, new_state, pull_of
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
@@ -157,9 +157,7 @@ class Blocks:
         With `symmetric` the columns' state is the rows'. `fresh`: the rows', the columns' state
         holds nothing yet.
         """
-        for state, new in zip((rows, columns), fresh, strict=True):
-            if new and state is not None:
-                clear(state)
+        clear_fresh(rows, columns, fresh)
         for i in strips(self.x.shape[0], self.rows):
             for j in self._columns_of(i):
                 mirrored = self.symmetric and i != j

@@ -179,6 +179,23 @@ def test_what_was_gathered_serves_the_backward_pass_too(world: World) -> None:
         assert done == ["gather", "deal", "gather", "scatter_sum"]  # the second: what columns pull
 
 
+@on_processes(2)
+def test_what_was_gathered_does_not_serve_smaller_rounds(world: World) -> None:
+    """The bound may change in between."""
+    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
+    found = []
+    for bound in (None, 2 * 2 * 12 * 4, 0):
+        rows, columns = similarity.logsumexp(x, y)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring, "TILE", 2)
+            before = ring.set_gather(bound)
+            found.append(torch.autograd.grad(rows.sum() + columns.sum(), (x, y)))
+            ring.set_gather(before)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize(
     ("limit", "steps"),
     [(10**6, [300]), (300, [300]), (299, [256, 44]), (256, [256, 44]), (200, [128, 128, 44])],

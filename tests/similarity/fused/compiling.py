@@ -88,7 +88,10 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     made = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": warps, "num_stages": 3 if capability == 90 else 2},
+        # As `configs` has it for a generation.
+        options={"num_warps": warps, "num_stages": 3}
+        if capability == 90
+        else {"num_warps": max(warps, 8), "num_stages": 2},
     )
     return {"shared": made.metadata.shared} | registers(made.asm["cubin"])
 

@@ -44,5 +44,5 @@ def test_the_softmax_kernels() -> None:
         limit = SHARED if name.endswith("90") else 164 << 10
         programs = 2 if name.startswith("clip") else 1  # share a multiprocessor
         assert programs * (found[name]["shared"] + BESIDE) <= limit, found
-        if name.startswith("clip") and name.endswith("90"):
-            assert found[name].get("stack", 0) <= 64, found  # bytes of spilled registers
+        if name.startswith("clip"):  # bytes of spilled registers; 4 warps on sm_80: 544 to 912
+            assert found[name].get("stack", 0) <= (64 if name.endswith("90") else 256), found

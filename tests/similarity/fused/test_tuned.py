@@ -110,3 +110,11 @@ def test_the_file_is_json_with_all_that_a_launch_is_for() -> None:
     (entry,) = json.loads(tuned.path().read_text())["kernels"]
     assert entry.pop("config") == vars(BEST)
     assert entry == vars(KEY)
+
+
+@pytest.mark.parametrize(("generation", "warps"), [(8, 8), (9, 4), (10, 4)])
+def test_warps_by_generation(generation: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `compiling` assumes of GPUs before sm_90, where 4 warps spill."""
+    monkeypatch.setattr(configs, "_generation", lambda x: generation)
+    x = torch.empty(4, 768, dtype=torch.bfloat16)
+    assert configs.packaged_forward(x).warps == configs.packaged_backward(x).warps == warps

@@ -15,18 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.fused import backward, forward, merge
 from megabatch.similarity.fused.configs import backward_config, forward_config
-from megabatch.similarity.fused.cuts import (
-    TILE,
-    block_shape,
-    cdiv,
-    parts,
-    product_parts,
-)
+from megabatch.similarity.fused.cuts import TILE, block_shape, cdiv, parts, product_parts
 from megabatch.similarity.fused.settle import settle
 from megabatch.similarity.fused.sides import Side, aligned, diagonal_of, new_descriptor, ranges_of
 from megabatch.similarity.fused.tiles import NO_DIAGONAL
 from megabatch.similarity.pairs import PAIRED, Pairs
-from megabatch.similarity.states import clear, empty_state, finish
+from megabatch.similarity.states import clear_fresh, empty_state, finish
 from megabatch.similarity.tile_torch import add_product
 
 #: Largest difference of log2 log-sum-exps that share one exponential's reference.
@@ -89,10 +83,8 @@ class FusedBlocks:
         """
         if len(self.x) and len(self.y):
             self._sweep(scale, rows, columns, fresh, last=False)
-            return
-        for state, new in zip((rows, columns), fresh, strict=True):
-            if new and state is not None:
-                clear(state)
+        else:
+            clear_fresh(rows, columns, fresh)
 
     def _sweep(
         self,
@@ -106,11 +98,9 @@ class FusedBlocks:
         m, n = len(self.x), len(self.y)
         # The forward's workspace is one sum a tile and row: larger blocks fit.
         step = self.rows if self.symmetric else 2 * self.rows
-        pairs = ((i, j) for i in parts(m, step) for j in parts(n, step))
-        for block in pairs:
-            if self.symmetric and block[1].start < block[0].start:
+        for i, j in ((i, j) for i in parts(m, step) for j in parts(n, step)):
+            if self.symmetric and j.start < i.start:
                 continue
-            i, j = block
             # Above the diagonal, a block's columns are rows further down.
             mirrored = self.symmetric and i != j
             other = rows if mirrored else columns
