@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabatch.gradient_cache import GradientCache
+from megabatch.training.world import leave
 
 WORLD, WIDTH, DIMS = 2, 6, 4
 MICRO_BATCH_SIZE = 2
@@ -250,7 +251,7 @@ def worker(rank, folder):
         for name, sizes in SHARDS.items()
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megabatch.training.world import leave
+
 Check = Callable[["World"], None]
 
 #: by number of processes, the checks of all files that were imported
@@ -128,7 +130,7 @@ def _run_checks(
         (folder / f"{rank}.json").write_text(json.dumps(outcome))
         if outcome[_name(check)]:
             os._exit(1)
-    dist.destroy_process_group()
+    leave()
 
 
 def free_port() -> int:
