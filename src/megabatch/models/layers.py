@@ -14,7 +14,7 @@ _SHARED = ("logit_scale", "logit_bias")
 # A layer with its number, in the words of open_clip (layer1 is a ResNet's) and of transformers.
 _NUMBERED = re.compile(r"(?:^|\.)(?:resblocks|blocks|layers?|block|h)\.?(\d+)\.")
 # Of what lies outside numbered layers, what comes before them; the rest comes after.
-_BEFORE = re.compile(r"embed|conv1|conv2|conv3|bn[123]\b|ln_pre|norm_pre|wte|wpe|cls")
+_BEFORE = re.compile(r"embed|conv1|conv2|conv3|bn[123]\b|ln_pre|norm_pre|pre_layrnorm|wte|wpe|cls")
 
 
 def tower_parameters(module: nn.Module) -> dict[Tower, dict[str, nn.Parameter]]:

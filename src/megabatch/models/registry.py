@@ -30,8 +30,9 @@ def create(
 
     Args:
         name: one of `available()`; "local-dir:PATH", a folder that open_clip saved for the hub
-            (open_clip_config.json and weights); or "hf:PATH", a folder with a Hugging Face text
-            encoder and its tokenizer, for pairs of texts.
+            (open_clip_config.json and weights); or "hf:PATH", a folder that transformers saved: a
+            model of images and texts with tokenizer and image processor, or a text encoder and its
+            tokenizer, for pairs of texts.
         pretrained: the model's weights: a .safetensors file such as the `model.safetensors` of a
             run or what open_clip publishes; a .pt file of OpenCLIP's trainer or of torch; or a
             folder that open_clip or a run wrote.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megabatch.errors import UsageError
 
@@ -36,7 +36,7 @@ def find(path: Path) -> Path:
         if (path / "config.json").is_file() and not (path / "open_clip_config.json").is_file():
             raise UsageError(
                 f"pretrained: {path} is a folder of Hugging Face transformers, whose names of "
-                "weights are not open_clip's (as a pair of text encoders: --model hf:PATH)"
+                "weights are not open_clip's (expected as --model hf:PATH)"
             )
         return found[0]
     if path.suffix not in (".safetensors", *_TORCH):
@@ -87,6 +87,18 @@ def load(path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not any(isinstance(v, Tensor) for v in state.values()):
         raise UsageError(f"pretrained: {path} has no tensors by name, nor under 'state_dict'")
     return {_plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def load_into(module: nn.Module, path: Path, name: str) -> None:
+    """Give a module all of its weights; `name` is the model's, for errors.
+
+    Raises:
+        UsageError: the file holds another model's weights.
+    """
+    try:
+        module.load_state_dict(load(path))
+    except RuntimeError as error:
+        raise UsageError(f"pretrained: {path} does not hold the weights of {name}") from error
 
 
 def _plain(name: str) -> str:

@@ -20,7 +20,8 @@ class TrainConfig:
 
     model: str = "glyph-small"
     """glyph-small; the name of an open_clip architecture such as ViT-B-32; local-dir:PATH, a folder
-    that open_clip saved for the hub; or hf:PATH, a Hugging Face text encoder for pairs of texts."""
+    that open_clip saved for the hub; or hf:PATH, a folder that transformers saved: a model of
+    images and texts (CLIP, SigLIP), or a text encoder for pairs of texts."""
     pretrained: Path | None = None
     """Weights to start from: a local .safetensors file, a .pt file of OpenCLIP's trainer, or a
     folder that open_clip or a run wrote."""

@@ -1,0 +1,156 @@
+"""Pairs of texts: Hugging Face encoders out of a folder, with their own tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch.errors import UsageError
+from megabatch.models import weights as files
+from megabatch.models.hf_folder import FolderTokenizer, read_model, read_tokenizer
+from megabatch.models.layers import layer_ids
+from megabatch.models.options import ModelOptions, Pooling
+from megabatch.models.towers import Towers, outputs
+
+
+def create(
+    name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
+) -> Towers:
+    """Build a pair of text encoders; see `huggingface.create`, which reads the config."""
+    if given := options.given("force_patch_dropout", "force_image_size"):
+        raise UsageError(f"{', '.join(given)}: {name} has no images")
+    encoder = read_model(folder, config, unused="pooler.")
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None  # BERT's, of another task: no feature here comes from it
+    if not hasattr(config, "hidden_size"):
+        raise UsageError(f"model: {folder} is no text encoder: its config has no hidden_size")
+    start = options.init_logit_scale
+    scale = math.log(1 / 0.05) if start is None else start  # usual for sentence encoders
+    tokenizer = read_tokenizer(folder, config, options.force_context_length)
+    module = TextPair(
+        encoder,
+        pad=tokenizer.pad,
+        pooling=options.hf_pooling,
+        share=options.hf_share,
+        init_logit_scale=scale,
+        init_logit_bias=options.init_logit_bias,
+    )
+    if weights is not None:
+        files.load_into(module, weights, name)
+    first = FirstText(tokenizer)
+    width = int(config.hidden_size)
+    return Towers(name, module.train(), first, first, tokenizer, width, first="text")
+
+
+class TextEncoder(nn.Module):
+    """A transformer whose last hidden states are pooled to one feature a text.
+
+    pad: the token that fills texts up: nothing attends to it, and it is in no feature.
+    """
+
+    def __init__(self, encoder: Any, *, pad: int, pooling: Pooling) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.pad = pad
+        self.pooling = pooling
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Features (n, hidden size), not normalised, of tokens, int64 (n, context_length)."""
+        mask = text != self.pad
+        states: Tensor = self.encoder(input_ids=text, attention_mask=mask.long()).last_hidden_state
+        if self.pooling == "cls":
+            return states[:, 0]
+        if self.pooling == "last":  # wherever the padding is
+            places = torch.arange(text.shape[1], device=text.device)
+            last = torch.where(mask, places, 0).amax(dim=1)
+            return states[torch.arange(len(text), device=text.device), last]
+        some = mask.unsqueeze(-1).to(states.dtype)
+        return (states * some).sum(1) / some.sum(1).clamp(min=1)
+
+
+class TextPair(nn.Module):
+    """Two texts by one encoder or two; the first stands where other models have the image.
+
+    With `share` both sides are one module, and `second` is no child of its own.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        *,
+        pad: int,
+        pooling: Pooling,
+        share: bool,
+        init_logit_scale: float,
+        init_logit_bias: float | None,
+    ) -> None:
+        super().__init__()
+        self.first = TextEncoder(encoder, pad=pad, pooling=pooling)
+        if not share:
+            self.second = TextEncoder(copy.deepcopy(encoder), pad=pad, pooling=pooling)
+        self.share = share
+        self.logit_scale = nn.Parameter(torch.tensor(init_logit_scale))
+        bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(init_logit_bias))
+        self.logit_bias: nn.Parameter | None
+        self.register_parameter("logit_bias", bias)
+
+    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
+        """Features (n, hidden size) of the first texts' tokens, int64 (n, context_length)."""
+        features = self.first(image)
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        """Features (n, hidden size) of the second texts' tokens, int64 (n, context_length)."""
+        features = self.first(text) if self.share else self.second(text)
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def forward(
+        self, image: Tensor | None = None, text: Tensor | None = None
+    ) -> dict[str, Tensor | None]:
+        """Normalised features of both, and the scale; see `Towers`."""
+        return outputs(self, image, text)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute activations in the backward pass, as open_clip's models have it."""
+        for side in [self.first] if self.share else [self.first, self.second]:
+            verb = "enable" if enable else "disable"
+            # The second name goes in transformers 6, the first came in 5.
+            names = [f"{kind}_checkpointing_{verb}" for kind in ("activation", "gradient")]
+            getattr(side.encoder, next(n for n in names if hasattr(side.encoder, n)))()
+
+    def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
+        """Lock the first texts' encoder but for its last layers; as open_clip's models have it."""
+        self._lock("first", unlocked_groups)
+
+    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
+        """Lock the second texts' encoder but for its last layers."""
+        self._lock("second", unlocked_layers)
+
+    def _lock(self, side: str, unlocked: int) -> None:
+        if self.share:
+            raise ValueError("one encoder serves both sides; expected two (hf_share = false)")
+        for name, (layer, last) in layer_ids(self).items():
+            if name.startswith(f"{side}.") and layer <= last - unlocked:
+                self.get_parameter(name).requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class FirstText:
+    """The first text of a pair in the place of an image's transform: one text to its tokens."""
+
+    tokenizer: FolderTokenizer
+
+    def __call__(self, text: str) -> Tensor:
+        """Tokens, int64 (context_length,)."""
+        return self.tokenizer(text)[0]
+
+    def texts(self, texts: list[str]) -> Tensor:
+        """Tokens of many texts, int64 (n, context_length)."""
+        return self.tokenizer(texts)

@@ -1,0 +1,179 @@
+"""Hugging Face models of images and texts, CLIP's and SigLIP's kinds, out of a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch.errors import UsageError
+from megabatch.models import weights as files
+from megabatch.models.hf_folder import has_weights, one_line, read_model, read_tokenizer
+from megabatch.models.layers import layer_ids
+from megabatch.models.options import ModelOptions
+from megabatch.models.towers import Towers, outputs
+
+#: The kinds whose features are the towers' pooled outputs, projected where there is a projection;
+#: and whether padding is hidden from the text tower. CLIP's reads no further than the first end of
+#: a text, and SigLIP's was trained with its padding.
+KINDS = {"clip": False, "metaclip_2": False, "siglip": False, "vision-text-dual-encoder": True}
+
+#: Of PIL's filters, as processors number them, those that open_clip's transforms know.
+_FILTERS = {2: "bilinear", 3: "bicubic"}
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+def create(
+    name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
+) -> Towers:
+    """Build a two-tower model; see `huggingface.create`, which reads the config.
+
+    Images are prepared by open_clip's transforms, with the size, mean, deviation, filter and shape
+    (cut to a square, or squashed) of the folder's own image processor.
+    """
+    if config.model_type not in KINDS:
+        raise UsageError(
+            f"model: {folder} is of the kind {config.model_type!r}, expected one of "
+            f"{', '.join(KINDS)}, or a text encoder"
+        )
+    if given := options.given("hf_pooling", "hf_share"):
+        raise UsageError(f"{', '.join(given)}: of pairs of texts, and {name} has images")
+    if given := options.given("force_patch_dropout", "force_image_size"):
+        raise UsageError(
+            f"{', '.join(given)}: Hugging Face's {config.model_type} has no such choice"
+        )
+    tokenizer = read_tokenizer(folder, config.text_config, options.force_context_length)
+    pad = tokenizer.pad if KINDS[config.model_type] else None
+    model = read_model(folder, config)
+    _start(model, options, fresh=not has_weights(folder))
+    module = HuggingFaceTwoTowers(model, pad)
+    if weights is not None:
+        files.load_into(module, weights, name)
+    projection = getattr(model, "visual_projection", None)
+    width = config.vision_config.hidden_size if projection is None else projection.out_features
+    train, evaluation = (_transform(folder, config.vision_config, one) for one in (True, False))
+    return Towers(name, module.train(), train, evaluation, tokenizer, int(width))
+
+
+class ImageTower(nn.Module):
+    """The parts of a model that make an image's feature, under the names they had there."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.vision_model = model.vision_model
+        self.visual_projection = getattr(model, "visual_projection", None)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Features (n, d), not normalised, of images (n, 3, size, size)."""
+        pooled: Tensor = self.vision_model(pixel_values=image).pooler_output
+        return pooled if self.visual_projection is None else self.visual_projection(pooled)
+
+
+class TextTower(nn.Module):
+    """The parts of a model that make a text's feature, under the names they had there.
+
+    pad: the token of padding, to which then nothing attends; None: it is a token like others.
+    """
+
+    def __init__(self, model: Any, pad: int | None) -> None:
+        super().__init__()
+        self.text_model = model.text_model
+        self.text_projection = getattr(model, "text_projection", None)
+        self.pad = pad
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Features (n, d), not normalised, of tokens, int64 (n, context_length)."""
+        mask = None if self.pad is None else (text != self.pad).long()
+        pooled: Tensor = self.text_model(input_ids=text, attention_mask=mask).pooler_output
+        return pooled if self.text_projection is None else self.text_projection(pooled)
+
+
+class HuggingFaceTwoTowers(nn.Module):
+    """A model's towers as `Towers.module` wants them.
+
+    The names of its weights without "visual." and "text." in front are transformers' own.
+    """
+
+    def __init__(self, model: Any, pad: int | None) -> None:
+        super().__init__()
+        self.visual = ImageTower(model)
+        self.text = TextTower(model, pad)
+        self.logit_scale: nn.Parameter = model.logit_scale
+        self.logit_bias: nn.Parameter | None
+        self.register_parameter("logit_bias", getattr(model, "logit_bias", None))
+
+    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
+        """Features (n, d) of images, as the transform makes them."""
+        features: Tensor = self.visual(image)
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        """Features (n, d) of tokens, int64 (n, context_length)."""
+        features: Tensor = self.text(text)
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def forward(
+        self, image: Tensor | None = None, text: Tensor | None = None
+    ) -> dict[str, Tensor | None]:
+        """Normalised features of both, and the scale; see `Towers`."""
+        return outputs(self, image, text)
+
+    def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
+        """Lock the image tower but for its last layers, as open_clip's models have it."""
+        self._lock("visual", unlocked_groups)
+
+    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
+        """Lock the text tower but for its last layers."""
+        self._lock("text", unlocked_layers)
+
+    def _lock(self, side: str, unlocked: int) -> None:
+        for name, (layer, last) in layer_ids(self).items():
+            if name.startswith(f"{side}.") and layer <= last - unlocked:
+                self.get_parameter(name).requires_grad_(False)
+
+
+def _start(model: Any, options: ModelOptions, fresh: bool) -> None:
+    """Where scale and bias start if the folder's weights do not say; a bias is added if asked."""
+    if fresh and options.init_logit_scale is not None:
+        nn.init.constant_(model.logit_scale, options.init_logit_scale)
+    if options.init_logit_bias is not None and (fresh or not hasattr(model, "logit_bias")):
+        model.logit_bias = nn.Parameter(torch.full_like(model.logit_scale, options.init_logit_bias))
+
+
+def _transform(folder: Path, vision: Any, train: bool) -> Any:
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    read = _processor(folder)
+    try:
+        filter_name = _FILTERS[read.get("resample", 3)]
+        mean, std = tuple(read["image_mean"]), tuple(read["image_std"])
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"model: the image processor of {folder}: expected image_mean, image_std and resample "
+            f"2 or 3, got {', '.join(f'{k} {read.get(k)}' for k in _KEYS)}"
+        ) from error
+    shape = "shortest" if read.get("do_center_crop") else "squash"
+    size = int(vision.image_size)
+    config = PreprocessCfg(size, "RGB", mean, std, filter_name, shape)
+    return image_transform_v2(config, is_train=train)
+
+
+_KEYS = ("image_mean", "image_std", "resample")
+
+
+def _processor(folder: Path) -> dict[str, Any]:
+    """What a folder says of its images; newer folders have it among what all processors say."""
+    path = next((folder / name for name in _PROCESSORS if (folder / name).is_file()), None)
+    if path is None:
+        raise UsageError(f"model: {folder} has no image processor: no {_PROCESSORS[0]}")
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        processor: dict[str, Any] = read.get("image_processor", read)
+        processor.get("image_mean")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"model: {path} cannot be used: {one_line(error)}") from error
+    return processor

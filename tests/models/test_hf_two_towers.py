@@ -1,0 +1,226 @@
+"""Hugging Face models of images and texts: transformers' own features, weights and training."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megabatch.errors import UsageError
+from megabatch.gradient_cache import GradientCache
+from megabatch.losses import ClipLoss
+from megabatch.models import ModelOptions, Towers, create
+from megabatch.models.hf_two_towers import KINDS
+from megabatch.models.layers import layer_ids
+from megabatch.models.locking import lock, locked_towers
+from megabatch.training.parallel import units
+from tests.models.tiny_clip import save_tiny_clip
+
+TEXTS = ["a b c", "d", "e f g h a"]
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_clip(tmp_path_factory.mktemp("clip"), request.param)
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    return save_tiny_clip(tmp_path, "clip")
+
+
+def made(folder: Path, **options: object) -> Towers:
+    towers = create(f"hf:{folder}", options=ModelOptions(**options))  # type: ignore[arg-type]
+    towers.module.eval()  # no dropout
+    return towers
+
+
+def theirs(output: object) -> Tensor:
+    """Features as transformers 4 or 5 returns them."""
+    return output if isinstance(output, Tensor) else output.pooler_output  # type: ignore[attr-defined,no-any-return]
+
+
+def pictures(count: int) -> Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+
+
+def test_features_scale_and_bias_are_transformers_own(folder: Path) -> None:
+    import transformers
+
+    towers = made(folder)
+    whole = transformers.AutoModel.from_pretrained(folder).eval()
+    images, tokens = pictures(3), towers.tokenizer(TEXTS)
+    asked = {"input_ids": tokens}
+    if KINDS[whole.config.model_type]:
+        asked["attention_mask"] = (tokens != 0).long()
+    text, image = whole.get_text_features(**asked), whole.get_image_features(pixel_values=images)
+    torch.testing.assert_close(towers.module.encode_text(tokens), theirs(text))
+    torch.testing.assert_close(towers.module.encode_image(images), theirs(image))
+    outputs = towers.module(images, tokens)
+    torch.testing.assert_close(outputs["logit_scale"], whole.logit_scale.exp())
+    assert ("logit_bias" in outputs) == (whole.config.model_type == "siglip")
+    assert outputs["text_features"].shape == (3, towers.embed_dim)
+    torch.testing.assert_close(outputs["image_features"].norm(dim=-1), torch.ones(3))
+    for part in (towers.train_transform, towers.eval_transform, towers.tokenizer):
+        pickle.loads(pickle.dumps(part))
+
+
+def test_a_longer_padding_changes_no_feature_but_siglips(folder: Path) -> None:
+    towers, short = made(folder), made(folder, force_context_length=8)
+    assert short.tokenizer(TEXTS).shape == (3, 8)
+    features = [t.module.encode_text(t.tokenizer(TEXTS)) for t in (towers, short)]
+    same = torch.allclose(*features, atol=1e-6)
+    assert same == (made(folder).module.logit_bias is None)
+
+
+def test_images_are_prepared_as_the_processor_does(folder: Path) -> None:
+    import transformers
+
+    noise = np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise).resize((72, 48), Image.Resampling.BICUBIC)
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    expected = processor(picture, return_tensors="pt")["pixel_values"][0]
+    towers = made(folder)
+    # Two libraries' bicubic filters, and rounding to 8 bits between their steps.
+    torch.testing.assert_close(towers.eval_transform(picture), expected, atol=0.05, rtol=0)
+    assert towers.train_transform(picture).shape == (3, 32, 32)
+
+
+def test_the_trained_weights_go_back_into_transformers(folder: Path, tmp_path: Path) -> None:
+    import transformers
+
+    module = made(folder).module
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.01)
+    save_file(dict(module.state_dict()), tmp_path / "model.safetensors")
+    again = create(f"hf:{folder}", pretrained=tmp_path / "model.safetensors").module
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, module.state_dict()[name]), name
+    stored = load_file(tmp_path / "model.safetensors")
+    names = {name.removeprefix("visual.").removeprefix("text."): v for name, v in stored.items()}
+    whole = transformers.AutoModel.from_pretrained(folder)
+    whole.load_state_dict(names)  # strict: all of them, no others
+    tokens = made(folder).tokenizer(TEXTS)
+    asked = {"attention_mask": (tokens != 0).long()} if KINDS[whole.config.model_type] else {}
+    features = theirs(whole.eval().get_text_features(input_ids=tokens, **asked))
+    torch.testing.assert_close(module.encode_text(tokens), features)
+
+
+def test_every_parameter_gets_the_gradient_of_the_whole_batch(folder: Path) -> None:
+    towers = made(folder)
+    module, images, tokens = towers.module.double(), pictures(3).double(), towers.tokenizer(TEXTS)
+    ClipLoss()(**module(images, tokens)).backward()
+    # In a softmax SigLIP's bias cancels; the trainer does not train it then.
+    expected = {n: p.grad for n, p in module.named_parameters() if n != "logit_bias"}
+    assert all(gradient is not None for gradient in expected.values())
+    module.zero_grad()
+    GradientCache(module, ClipLoss(), 2)(images, tokens)
+    for name, gradient in expected.items():
+        found = module.get_parameter(name).grad
+        torch.testing.assert_close(found, gradient, atol=1e-9, rtol=1e-9, msg=name)
+
+
+def test_layers_are_found_for_decay_locks_and_shards(folder: Path) -> None:
+    module = made(folder).module
+    layers = layer_ids(module)
+    assert layers.keys() == dict(module.named_parameters()).keys() - {"logit_scale", "logit_bias"}
+    for name, (layer, last) in layers.items():
+        assert last == 3
+        if "embeddings" in name or "pre_layrnorm" in name:
+            assert layer == 0
+        if ".1." in name:
+            assert layer == 2
+        if "_projection" in name or "head" in name:
+            assert layer == 3
+    assert len(units(module)) == 4
+    lock(module, "image", unlocked=2)
+    left = {n for n, p in module.named_parameters() if p.requires_grad and n.startswith("visual.")}
+    assert left == {n for n in layers if n.startswith("visual.") and layers[n][0] >= 2}
+    lock(module, "image")
+    lock(module, "text")
+    assert locked_towers(module) == {"image", "text"}
+
+
+def test_without_weights_it_starts_at_random_where_told(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    module = made(tmp_path, init_logit_scale=math.log(10), init_logit_bias=-10.0).module
+    assert module.logit_scale.item() == pytest.approx(math.log(10))
+    assert module.logit_bias.item() == -10
+    stored = made(folder, init_logit_scale=math.log(10)).module.logit_scale.item()
+    assert stored != pytest.approx(math.log(10))  # what weights say wins
+
+
+def test_a_bias_is_added_for_a_sigmoid_loss(clip: Path) -> None:
+    options = ModelOptions.of({"loss": "siglip"})
+    module = create(f"hf:{clip}", options=options).module
+    assert module.logit_bias.item() == -10
+    assert module.logit_scale.item() != pytest.approx(math.log(10))
+
+
+def test_weights_that_are_missing_are_told(clip: Path) -> None:
+    stored = load_file(clip / "model.safetensors")
+    del stored["text_projection.weight"]
+    save_file(stored, clip / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"lacks 1 tensors of its model, such as text_projection"):
+        made(clip)
+
+
+def test_other_kinds_are_named(clip: Path) -> None:
+    config = json.loads((clip / "config.json").read_text())
+    (clip / "config.json").write_text(json.dumps(config | {"model_type": "clipseg"}))
+    with pytest.raises(UsageError, match=r"of the kind 'clipseg', expected one of clip, .*siglip"):
+        made(clip)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hf_pooling": "cls"}, "hf_pooling: of pairs of texts"),
+        ({"force_image_size": 64}, "force_image_size: Hugging Face's clip has no such choice"),
+        ({"force_patch_dropout": 0.5}, "force_patch_dropout: Hugging Face's clip"),
+        ({"force_context_length": 13}, "force_context_length: 13, but .* has positions for 12"),
+    ],
+)
+def test_options_it_has_not_are_refused(
+    clip: Path, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        made(clip, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has no image processor: no preprocessor_config.json"),
+        ("[]", "cannot be used"),
+        ("{", "cannot be used"),
+        ('{"image_mean": [0, 0, 0], "image_std": [1, 1, 1], "resample": 0}', "got .*resample 0"),
+        ('{"image_std": [1, 1, 1]}', "expected image_mean"),
+    ],
+)
+def test_a_broken_image_processor_is_told(clip: Path, text: str | None, message: str) -> None:
+    path = clip / "preprocessor_config.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        made(clip)
+
+
+def test_newer_folders_keep_it_with_the_other_processors(clip: Path) -> None:
+    path = clip / "preprocessor_config.json"
+    other = clip / "processor_config.json"
+    other.write_text(json.dumps({"image_processor": json.loads(path.read_text())}))
+    picture = Image.new("RGB", (40, 50), (3, 200, 90))
+    expected = made(clip).eval_transform(picture)
+    path.unlink()
+    assert torch.equal(made(clip).eval_transform(picture), expected)
