@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from megabatch.data.glyphs import GlyphSet
-from megabatch.data.late import DecodingStopped, LateImages, mean_bytes
+from megabatch.data.late import Decoder, DecodingStopped, LateImages, mean_bytes
 from megabatch.data.loader import Batch, PairLoader
 from megabatch.data.pairs import EncodedImage, undecoded
 from megabatch.data.shards import ShardPairs
@@ -87,6 +87,24 @@ def test_ranks_have_their_rows(tmp_path: Path) -> None:
     for rank in range(2):
         share = next(iter(loader(dataset, late=2, rank=rank, world_size=2)))
         assert torch.equal(parts(share, 2), whole.images[4 * rank : 4 * rank + 4])
+
+
+@pytest.mark.parametrize(("size", "started"), [(8, 1), (4, 2)])
+def test_a_batch_asked_for_whole_is_not_decoded_for_a_second_pass(
+    tmp_path: Path, size: int, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[int] = []
+    begin = Decoder.start
+
+    def start(self: Decoder, images: Any, first: int) -> Any:
+        starts.append(first)
+        return begin(self, images, first)
+
+    monkeypatch.setattr(Decoder, "start", start)
+    batch = next(iter(loader(shard(tmp_path), late=4)))
+    once = parts(batch, size)
+    assert starts == [0] * started
+    assert torch.equal(parts(batch, 8), once)  # it can be had all the same
 
 
 def test_rows_out_of_turn(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megabatch.gradient_cache import GradientCache
 from megabatch.training.world import leave
 
 WORLD, WIDTH, DIMS = 2, 6, 4
-MICRO_BATCH_SIZE = 2
+MICRO_BATCH_SIZES = (2, 8)  # 8: every shard is one micro-batch
 SHARDS = {"equal": (4, 4), "unequal": (5, 1), "reversed": (3, 6), "empty": (0, 5), "last": (3, 0)}
 
 
@@ -208,13 +208,13 @@ def reference_gradients(setup, whole, steps):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def run_case(setup, sizes, rank, steps=2):
+def run_case(setup, sizes, micro_batch_size, rank, steps=2):
     """Largest errors of loss and gradients, and reductions per step, of one setup on this rank."""
     shard, whole = batches(sizes, rank)
     expected_loss, expected = reference_gradients(setup, whole, steps)
     model, counts = fresh_model(), []
     encoders, loss = setup(model, counts)
-    step = GradientCache(encoders, loss, MICRO_BATCH_SIZE)
+    step = GradientCache(encoders, loss, micro_batch_size)
     with CountReduceScatter() as scattered:
         values = [step(*shard, sizes=sizes) for _ in range(steps)]
     dist.all_reduce(values[-1], dist.ReduceOp.SUM)
@@ -246,9 +246,10 @@ def worker(rank, folder):
         timeout=timedelta(seconds=60),
     )
     results = {
-        f"{setup.__name__} {name}": run_case(setup, sizes, rank)
+        f"{setup.__name__} {name} {size}": run_case(setup, sizes, size, rank)
         for setup in SETUPS
         for name, sizes in SHARDS.items()
+        for size in MICRO_BATCH_SIZES
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     leave()
@@ -277,6 +278,19 @@ def test_a_static_graph_is_refused():
 
 
 @pytest.mark.usefixtures("_one_process")
+def test_an_encoder_that_the_loss_does_not_use_stops_no_later_step():
+    encoders = tuple(DistributedDataParallel(Tower()) for _ in range(2))
+    x, unused = torch.randn(4, WIDTH), encoders[1].module
+    for loss in (lambda x, y: x.square().sum(), lambda x, y: (x * y).sum()):
+        GradientCache(encoders, loss, 4)(x, x)
+    gradients = torch.autograd.grad(
+        (encoders[0].module(x) * unused(x)).sum(), list(unused.parameters())
+    )
+    for parameter, gradient in zip(unused.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.usefixtures("_one_process")
 @pytest.mark.parametrize("group", [None, "local", "world"])
 def test_any_group_with_one_process(group):
     tower, x = Tower(), torch.randn(5, WIDTH)
@@ -290,11 +304,12 @@ def test_any_group_with_one_process(group):
     torch.testing.assert_close(value, clip_loss(tower(x), tower(2 * x), 3.0).detach())
 
 
+@pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.__name__)
-def test_two_processes_give_the_gradients_of_one(results, setup, shards):
+def test_two_processes_give_the_gradients_of_one(results, setup, shards, micro_batch_size):
     for rank in range(WORLD):
-        case = results[rank][f"{setup.__name__} {shards}"]
+        case = results[rank][f"{setup.__name__} {shards} {micro_batch_size}"]
         assert case["gradient_error"] < 1e-9
         assert case["loss_error"] < 1e-9
         if SETUPS[setup] is not None:

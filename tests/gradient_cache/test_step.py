@@ -59,6 +59,35 @@ def test_one_model_that_returns_scale_and_bias(form, scale_shape, micro_batch_si
     assert model.logit_scale.grad.abs().item() > 1e-6
 
 
+@pytest.mark.parametrize(("micro_batch_size", "calls"), [(5, 1), (64, 1), (3, 4)])
+def test_a_batch_of_one_micro_batch_is_encoded_once(micro_batch_size, calls):
+    seen = []
+    model = TwoTowers()
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    GradientCache(model, biased_loss, micro_batch_size)(*pairs(5))
+    assert len(seen) == calls
+    assert seen[-1]
+
+
+def test_a_batch_of_one_micro_batch_is_an_ordinary_step():
+    """Bit for bit, with dropout and batch normalisation."""
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
+    reference = copy.deepcopy(model)
+    images, texts = pairs(6)
+    torch.manual_seed(5)
+    expected = clip_loss(reference(images), reference(texts))
+    expected.backward()
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    value = GradientCache((model, model), clip_loss, 6)(images, texts)
+    assert torch.equal(value, expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    for mine, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_a_second_step_adds_to_the_gradients():
     model, reference = (TwoTowers() for _ in range(2))
     reference.load_state_dict(model.state_dict())

@@ -176,7 +176,7 @@ class LateImages:
         self._at = stop
         if stop == len(self):
             self._passes += 1
-            if self._passes == 1:  # gradient caching comes twice
+            if self._passes == 1 and start:  # gradient caching comes twice, but for a whole batch
                 self._go_to(0)
         return torch.cat(parts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class Encoding:
 
     After `forward`, `cached` holds the outputs of the whole batch as leaves of the loss's graph,
     and `per_sample` the names of those that have a row per sample. After `backward`, `activations`
-    is the most that a micro-batch's graph took of the GPUs' memory, in bytes.
+    is the most that a micro-batch's graph took of the GPUs' memory, in bytes. `graph` holds the
+    outputs of the only micro-batch where its graph was kept.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Encoding:
         self.cached: Outputs = {}
         self.gradients: Outputs = {}
         self.activations = 0
+        self.graph: Outputs | None = None
         self.per_sample: set[Any] = set()
         self.by_keyword = False
 
@@ -71,6 +74,22 @@ class Encoding:
             raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
         for key in pieces[0]:
             self._cache(key, [piece[key] for piece in pieces], micro_batches)
+
+    def forward_once(self, micro_batch: slice) -> None:
+        """Encode the only micro-batch, keeping its graph for `backward`.
+
+        Wrappers prepare here for the gradients that they will reduce over ranks.
+        """
+        before = allocated(self.devices)
+        with contextlib.closing(self.feed([micro_batch])) as fed:
+            (parts,) = fed
+            with self._statistics_of(micro_batch):
+                self.graph = self._encode(parts)
+        self.activations = allocated(self.devices) - before
+        tensors = [output for output in self.graph.values() if output is not None]
+        self.requires_grad |= any(output.requires_grad for output in tensors)
+        for key, output in self.graph.items():
+            self._cache(key, [None if output is None else self._kept(output)], [micro_batch])
 
     def large_gradients(self) -> list[Tensor]:
         """The gradients of outputs that grow with the batch."""
@@ -92,6 +111,19 @@ class Encoding:
     def has_gradients(self) -> bool:
         """Whether the loss sent a gradient to any output, so that `backward` has work to do."""
         return any(gradient is not None for gradient in self.gradients.values())
+
+    def backward_once(self, micro_batch: slice) -> None:
+        """Send the gradients through the graph of the only micro-batch, which is gone then."""
+        graph, self.graph = self.graph, None
+        assert graph is not None
+        if self.wrappers and not self.has_gradients():
+            # They wait for each of their gradients, and would refuse the next step.
+            self.gradients = {
+                key: None if output is None else torch.zeros_like(output)
+                for key, output in graph.items()
+            }
+        self._send(graph, micro_batch, last=True)
+        self.gradients = {}
 
     def backward(self, micro_batches: list[slice], synchronise: bool) -> None:
         """Encode all micro-batches again, with a graph, and send the cached gradients through it.
@@ -129,16 +161,20 @@ class Encoding:
 
     def _forward_one(self, i: int, rows: slice, parts: Parts) -> Outputs:
         self.random_states.append(get_random_state(self.devices))
-        idle = rows.start == rows.stop
-        statistics = keep_running_statistics(self.modules) if idle else contextlib.nullcontext()
         # Whether a frozen module, or a callable that is no module, leads back to a parameter is
         # seen from its outputs; a graph is recorded until one does, that is none or only one.
         graph = not self.requires_grad or (i == 0 and bool(self.frozen))
-        with statistics, torch.set_grad_enabled(graph), self.frozen.first_pass(i):
+        first_pass = self.frozen.first_pass(i)
+        with self._statistics_of(rows), torch.set_grad_enabled(graph), first_pass:
             outputs = self._encode(parts)
         tensors = [output for output in outputs.values() if output is not None]
         self.requires_grad |= any(output.requires_grad for output in tensors)
         return {key: None if out is None else self._kept(out) for key, out in outputs.items()}
+
+    def _statistics_of(self, rows: slice) -> AbstractContextManager[None]:
+        """What an idle micro-batch has in it is nobody's data."""
+        idle = rows.start == rows.stop
+        return keep_running_statistics(self.modules) if idle else contextlib.nullcontext()
 
     def _kept(self, output: Tensor) -> Tensor:
         output = output.detach()
@@ -147,9 +183,14 @@ class Encoding:
 
     def _backward_one(self, i: int, rows: slice, parts: Parts, last: bool) -> None:
         before = allocated(self.devices)
-        outputs, upstream = [], []
         with self.frozen.second_pass(i):
             encoded = self._encode(parts)
+        self.activations = max(self.activations, allocated(self.devices) - before)
+        self._send(encoded, rows, last)
+
+    def _send(self, encoded: Outputs, rows: slice, last: bool) -> None:
+        """Send the gradients of one micro-batch's outputs through its graph."""
+        outputs, upstream = [], []
         for key, output in encoded.items():
             gradient = self.gradients[key]
             if output is None or gradient is None or not output.requires_grad:
@@ -161,8 +202,6 @@ class Encoding:
             else:  # once; but every micro-batch reaches the same parameters, as DDP expects
                 outputs.append(output)
                 upstream.append(gradient if last else torch.zeros_like(gradient))
-        del encoded
-        self.activations = max(self.activations, allocated(self.devices) - before)
         if outputs:
             torch.autograd.backward(outputs, upstream)
 

@@ -52,6 +52,9 @@ class GradientCache:
     and its gradient is sent back in one micro-batch, the last. Anything else is an error. Where all
     micro-batches have one row, shape (1,) counts as shared.
 
+    **A batch of one micro-batch**, on every rank, goes through the encoders once, as in a step
+    without gradient caching: its graph waits for the loss.
+
     **Frozen encoders** run once: where no output requires a gradient there is no second pass. A
     module with trainable parameters is known to need one; for anything else (a locked tower, a
     method, a function) the first pass records a graph until an output requires a gradient. So does
@@ -175,6 +178,8 @@ class GradientCache:
         rows = batch_size(batches)
         micro_batches = self._micro_batches(rows)
         encodings = self._encodings(batches, rows)
+        if len(micro_batches) == 1 and _distinct(encodings):
+            return self._undivided(encodings, micro_batches[0], loss_kwargs)
 
         for encoding in encodings:
             encoding.forward(micro_batches)
@@ -194,6 +199,20 @@ class GradientCache:
                 self._room.measured(encoding.activations)
         finally:
             set_random_state(random_state)
+        return loss
+
+    def _undivided(
+        self, encodings: list[Encoding], rows: slice, loss_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """A step whose only micro-batch is the whole batch: its graph can wait for the loss."""
+        for encoding in encodings:
+            encoding.forward_once(rows)
+        torch.clear_autocast_cache()
+        loss = self._loss_and_feature_gradients(encodings, loss_kwargs)
+        for encoding in encodings:
+            encoding.take_gradients(lambda gradient: gradient)
+        for encoding in encodings:
+            encoding.backward_once(rows)
         return loss
 
     def _encodings(self, batches: tuple[Any, ...], rows: int) -> list[Encoding]:
@@ -249,3 +268,9 @@ class GradientCache:
             raise ValueError("loss: the value returned depends on nothing that requires a gradient")
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach().reshape(())
+
+
+def _distinct(encodings: list[Encoding]) -> bool:
+    """Whether no wrapper would see a second forward pass before the backward pass of the first."""
+    wrappers = [wrapper for encoding in encodings for wrapper in encoding.wrappers]
+    return len(set(wrappers)) == len(wrappers)

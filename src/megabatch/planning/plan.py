@@ -144,13 +144,10 @@ class _Planner:
         on_gpu = machine.device == "cuda"
         parts = [*self._state(machine), *self._features(config, machine, rows)]
         micro = micro or self.micro_batch(size)
-        inputs = 2 * size * self.sample.nbytes if on_gpu else 0
-        passes = {"encode": micro.forward, "second pass": micro.peak}
         kept = f"{_mega(micro.kept)} in the graph of {size:,} pairs"
-        parts.append(Part("activations", passes, kept))
+        parts.append(Part("activations", _passes(micro, once=size == rows), kept))
         if on_gpu:
-            moved = {"encode": inputs, "second pass": inputs}
-            parts.append(Part("inputs", moved, "two micro-batches"))
+            parts.append(_moved(size * self.sample.nbytes, once=size == rows))
         notes = (COMPILED,) if config.torchcompile else ()
         plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
         if on_gpu and plan.total("second pass") > machine.limit:
@@ -327,6 +324,21 @@ def _on_the_line(first: MicroBatch, second: MicroBatch, share: float) -> MicroBa
         line(first.peak, second.peak),
         first.feature_dtype,
     )
+
+
+def _passes(micro: MicroBatch, once: bool) -> dict[str, int]:
+    """What activations take; of a batch in one micro-batch the graph waits for the loss."""
+    if once:
+        return {"encode": micro.peak, "loss": micro.kept, "second pass": micro.peak}
+    return {"encode": micro.forward, "second pass": micro.peak}
+
+
+def _moved(nbytes: int, once: bool) -> Part:
+    """A micro-batch's inputs on the GPU, and while it is computed on the next one's."""
+    if once:
+        return Part("inputs", dict.fromkeys(PHASES[:3], nbytes), "one micro-batch")
+    moved = {"encode": 2 * nbytes, "second pass": 2 * nbytes}
+    return Part("inputs", moved, "two micro-batches")
 
 
 @contextmanager

@@ -89,7 +89,8 @@ class TrainConfig:
     """Pairs that are contrasted with each other in one step, over all processes."""
     micro_batch_size: int = 512
     """Pairs that go through the towers at a time, on each process: bounds memory and changes no
-    gradient (models with batch normalisation excepted)."""
+    gradient (models with batch normalisation excepted). Towers run twice a step, once where a
+    process's pairs are no more than this."""
     epochs: int = 16
     """Passes over the data."""
     steps: int | None = None
