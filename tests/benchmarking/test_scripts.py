@@ -82,3 +82,18 @@ def test_late_decoding_gives_the_same_images(tmp_path: Path) -> None:
     assert (undecoded["b"], undecoded["passes"], undecoded["sum"]) == (8, 0, 0)
     assert 5_000 < late["file_bytes"] < 100_000
     assert min(r["peak_bytes"] for r in (early, late, undecoded)) > 0
+
+
+def test_throughput_beside_openclip(tmp_path: Path) -> None:
+    output = tmp_path / "t.json"
+    model = SCRIPTS.parent / "tests/models/megabatch-test-tiny.json"
+    words = f"--model-config={model}", f"--model={model.stem}", "--device=cpu", "--steps=1"
+    run("throughput.py", *words, "--batch-sizes", "8", "24", f"--output={output}")
+    records = json.loads(output.read_text())["records"]
+    assert [(r["contender"], r["b"]) for r in records] == [
+        (name, size) for size in (8, 24) for name in ("megabatch", "openclip")
+    ]
+    for mine, theirs in zip(records[::2], records[1::2], strict=True):
+        # Of the same weights; but the model drops patches at random.
+        assert abs(mine["first_loss"] - theirs["first_loss"]) < 1
+        assert min(mine["pairs_a_second"], theirs["pairs_a_second"]) > 0
