@@ -207,7 +207,6 @@ class GradientCache:
         """A step whose only micro-batch is the whole batch: its graph can wait for the loss."""
         for encoding in encodings:
             encoding.forward_once(rows)
-        torch.clear_autocast_cache()
         loss = self._loss_and_feature_gradients(encodings, loss_kwargs)
         for encoding in encodings:
             encoding.take_gradients(lambda gradient: gradient)

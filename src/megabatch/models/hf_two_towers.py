@@ -24,6 +24,7 @@ KINDS = {"clip": False, "metaclip_2": False, "siglip": False, "vision-text-dual-
 
 #: Of PIL's filters, as processors number them, those that open_clip's transforms know.
 _FILTERS = {2: "bilinear", 3: "bicubic"}
+_NEEDED = ("image_mean", "image_std", "resample")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -154,15 +155,12 @@ def _transform(folder: Path, vision: Any, train: bool) -> Any:
     except (KeyError, TypeError) as error:
         raise UsageError(
             f"model: the image processor of {folder}: expected image_mean, image_std and resample "
-            f"2 or 3, got {', '.join(f'{k} {read.get(k)}' for k in _KEYS)}"
+            f"2 or 3, got {', '.join(f'{k} {read.get(k)}' for k in _NEEDED)}"
         ) from error
     shape = "shortest" if read.get("do_center_crop") else "squash"
     size = int(vision.image_size)
     config = PreprocessCfg(size, "RGB", mean, std, filter_name, shape)
     return image_transform_v2(config, is_train=train)
-
-
-_KEYS = ("image_mean", "image_std", "resample")
 
 
 def _processor(folder: Path) -> dict[str, Any]:
