@@ -78,7 +78,7 @@ def test_a_longer_padding_changes_no_feature_but_siglips(folder: Path) -> None:
     assert short.tokenizer(TEXTS).shape == (3, 8)
     features = [t.module.encode_text(t.tokenizer(TEXTS)) for t in (towers, short)]
     same = torch.allclose(*features, atol=1e-6)
-    assert same == (made(folder).module.logit_bias is None)
+    assert same == (towers.module.logit_bias is None)
 
 
 def test_images_are_prepared_as_the_processor_does(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -53,7 +54,6 @@ class Encoding:
         self.requires_grad = isinstance(encoder, nn.Module) and any(
             parameter.requires_grad for parameter in encoder.parameters()
         )
-        self.frozen = FrozenParts(self.modules, self.devices)
         self.random_states: list[dict[torch.device, Tensor]] = []
         self.cached: Outputs = {}
         self.gradients: Outputs = {}
@@ -61,6 +61,11 @@ class Encoding:
         self.graph: Outputs | None = None
         self.per_sample: set[Any] = set()
         self.by_keyword = False
+
+    @functools.cached_property
+    def frozen(self) -> FrozenParts:
+        """What need not run in the second pass; not looked for where there is none."""
+        return FrozenParts(self.modules, self.devices)
 
     def forward(self, micro_batches: list[slice]) -> None:
         """Encode all micro-batches without a graph, remembering the random state before each."""

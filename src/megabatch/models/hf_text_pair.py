@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megabatch.errors import UsageError
 from megabatch.models import weights as files
 from megabatch.models.hf_folder import FolderTokenizer, read_model, read_tokenizer
-from megabatch.models.layers import layer_ids
+from megabatch.models.layers import lock_layers
 from megabatch.models.options import ModelOptions, Pooling
 from megabatch.models.towers import Towers, outputs
 
@@ -26,11 +26,11 @@ def create(
     """Build a pair of text encoders; see `huggingface.create`, which reads the config."""
     if given := options.given("force_patch_dropout", "force_image_size"):
         raise UsageError(f"{', '.join(given)}: {name} has no images")
+    if not hasattr(config, "hidden_size"):
+        raise UsageError(f"model: {folder} is no text encoder: its config has no hidden_size")
     encoder = read_model(folder, config, unused="pooler.")
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # BERT's, of another task: no feature here comes from it
-    if not hasattr(config, "hidden_size"):
-        raise UsageError(f"model: {folder} is no text encoder: its config has no hidden_size")
     start = options.init_logit_scale
     scale = math.log(1 / 0.05) if start is None else start  # usual for sentence encoders
     tokenizer = read_tokenizer(folder, config, options.force_context_length)
@@ -43,7 +43,7 @@ def create(
         init_logit_bias=options.init_logit_bias,
     )
     if weights is not None:
-        files.load_into(module, weights, name)
+        files.fill(module, files.load(weights), weights, name)
     first = FirstText(tokenizer)
     width = int(config.hidden_size)
     return Towers(name, module.train(), first, first, tokenizer, width, first="text")
@@ -136,9 +136,7 @@ class TextPair(nn.Module):
     def _lock(self, side: str, unlocked: int) -> None:
         if self.share:
             raise ValueError("one encoder serves both sides; expected two (hf_share = false)")
-        for name, (layer, last) in layer_ids(self).items():
-            if name.startswith(f"{side}.") and layer <= last - unlocked:
-                self.get_parameter(name).requires_grad_(False)
+        lock_layers(self, f"{side}.", unlocked)
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError
-from megabatch.models import weights as files
 from megabatch.models.hf_folder import has_weights, one_line, read_model, read_tokenizer
-from megabatch.models.layers import layer_ids
+from megabatch.models.layers import lock_layers
 from megabatch.models.options import ModelOptions
-from megabatch.models.towers import Towers, outputs
+from megabatch.models.towers import Towers
+from megabatch.models.two_towers import TwoTowers, load
 
 #: The kinds whose features are the towers' pooled outputs, projected where there is a projection;
 #: and whether padding is hidden from the text tower. CLIP's reads no further than the first end of
@@ -53,7 +52,7 @@ def create(
     _start(model, options, fresh=not has_weights(folder))
     module = HuggingFaceTwoTowers(model, pad)
     if weights is not None:
-        files.load_into(module, weights, name)
+        load(module, weights, name)
     projection = getattr(model, "visual_projection", None)
     width = config.vision_config.hidden_size if projection is None else projection.out_features
     train, evaluation = (_transform(folder, config.vision_config, one) for one in (True, False))
@@ -93,48 +92,24 @@ class TextTower(nn.Module):
         return pooled if self.text_projection is None else self.text_projection(pooled)
 
 
-class HuggingFaceTwoTowers(nn.Module):
-    """A model's towers as `Towers.module` wants them.
+class HuggingFaceTwoTowers(TwoTowers):
+    """A model's towers, scale and bias.
 
     The names of its weights without "visual." and "text." in front are transformers' own.
     """
 
     def __init__(self, model: Any, pad: int | None) -> None:
-        super().__init__()
-        self.visual = ImageTower(model)
-        self.text = TextTower(model, pad)
-        self.logit_scale: nn.Parameter = model.logit_scale
-        self.logit_bias: nn.Parameter | None
-        self.register_parameter("logit_bias", getattr(model, "logit_bias", None))
-
-    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """Features (n, d) of images, as the transform makes them."""
-        features: Tensor = self.visual(image)
-        return F.normalize(features, dim=-1) if normalize else features
-
-    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """Features (n, d) of tokens, int64 (n, context_length)."""
-        features: Tensor = self.text(text)
-        return F.normalize(features, dim=-1) if normalize else features
-
-    def forward(
-        self, image: Tensor | None = None, text: Tensor | None = None
-    ) -> dict[str, Tensor | None]:
-        """Normalised features of both, and the scale; see `Towers`."""
-        return outputs(self, image, text)
+        super().__init__(ImageTower(model), TextTower(model, pad))
+        self.logit_scale = model.logit_scale
+        self.logit_bias = getattr(model, "logit_bias", None)
 
     def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
         """Lock the image tower but for its last layers, as open_clip's models have it."""
-        self._lock("visual", unlocked_groups)
+        lock_layers(self, "visual.", unlocked_groups)
 
     def lock_text_tower(self, unlocked_layers: int = 0) -> None:
         """Lock the text tower but for its last layers."""
-        self._lock("text", unlocked_layers)
-
-    def _lock(self, side: str, unlocked: int) -> None:
-        for name, (layer, last) in layer_ids(self).items():
-            if name.startswith(f"{side}.") and layer <= last - unlocked:
-                self.get_parameter(name).requires_grad_(False)
+        lock_layers(self, "text.", unlocked_layers)
 
 
 def _start(model: Any, options: ModelOptions, fresh: bool) -> None:

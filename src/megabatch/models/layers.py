@@ -45,6 +45,13 @@ def layer_ids(module: nn.Module) -> dict[str, tuple[int, int]]:
     return found
 
 
+def lock_layers(module: nn.Module, prefix: str, unlocked: int) -> None:
+    """Freeze the parameters whose names begin so, but for those of the last `unlocked` layers."""
+    for name, (layer, last) in layer_ids(module).items():
+        if name.startswith(prefix) and layer <= last - unlocked:
+            module.get_parameter(name).requires_grad_(False)
+
+
 def _numbered_ids(names: list[str]) -> dict[str, tuple[int, int]]:
     numbers = {name: int(m.group(1)) for name in names if (m := _NUMBERED.search(name))}
     if not numbers:

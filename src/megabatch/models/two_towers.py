@@ -1,4 +1,4 @@
-"""What our own small models share: two towers, a scale, perhaps a bias."""
+"""What models that open_clip does not make share: two towers, a scale, perhaps a bias."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.errors import UsageError
 from megabatch.models import weights as files
 from megabatch.models.options import ModelOptions
 from megabatch.models.towers import outputs
@@ -84,7 +83,4 @@ def load(module: TwoTowers, weights: Path, name: str) -> None:
         module.logit_bias = nn.Parameter(torch.zeros(()))
     if "logit_bias" not in state and module.logit_bias is not None:
         state["logit_bias"] = module.logit_bias.detach()
-    try:
-        module.load_state_dict(state)
-    except RuntimeError as error:
-        raise UsageError(f"pretrained: {weights} does not hold the weights of {name}") from error
+    files.fill(module, state, weights, name)

@@ -89,14 +89,14 @@ def load(path: Path) -> dict[str, Tensor]:
     return {_plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def load_into(module: nn.Module, path: Path, name: str) -> None:
-    """Give a module all of its weights; `name` is the model's, for errors.
+def fill(module: nn.Module, state: dict[str, Tensor], path: Path, name: str) -> None:
+    """Give a module all of its weights; the file's path and the model's name are for errors.
 
     Raises:
-        UsageError: the file holds another model's weights.
+        UsageError: these are another model's weights.
     """
     try:
-        module.load_state_dict(load(path))
+        module.load_state_dict(state)
     except RuntimeError as error:
         raise UsageError(f"pretrained: {path} does not hold the weights of {name}") from error
 
