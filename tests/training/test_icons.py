@@ -42,6 +42,7 @@ def test_the_configuration_trains_and_its_run_is_evaluated_on_held_out_sets(
         warmup=1,
         workers=0,
         device="cpu",
+        torchcompile=False,  # needs a compiler; tests/training/test_gpu.py has it
     )
     assert train(config) == 0
     evaluation = evaluate_run(tmp_path / "run", val_data=str(icons / "test"))

@@ -32,6 +32,10 @@ EXPECTED = 4e14
 FRESH = 3.0
 #: Calls timed by the host's clock alone.
 HOST_CALLS = 5
+#: How long calls go on before those that are timed, in units of a trial's seconds. After a pause a
+#: GPU at its power limit swings for a second: of calls that take 364 ms on 2 H200s the second takes
+#: 385, which as many calls on fewer GPUs, or more, would have at another place.
+WARM = 1.5
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Trial:
         work = LOSSES[self.case.loss].work * self.case.b**2 * self.case.d
         calls = 1 if self.once else 3
         call = 0.0 if self.case.device == "cpu" else work / self.n / EXPECTED
-        return calls * call + max(call if not self.once else 0.0, self.seconds) + 3 * self.seconds
+        return calls * call + max(call if not self.once else 0.0, self.seconds) + 5 * self.seconds
 
 
 @dataclass
@@ -262,11 +266,11 @@ def _worst(errors: Sequence[float | None]) -> float | None:
 
 def _times(call: Callable[[], Tensor], trial: Trial, team: Team, once_ms: float) -> list[float]:
     """As `clock.times`, with as many calls on each rank; a call takes as long as on the slowest."""
-    count = max(2, math.ceil(1e3 * trial.seconds / max(team.share(once_ms))))
+    calls = 1e3 * trial.seconds / max(team.share(once_ms))
+    first, count = team.tell((max(1, math.ceil(WARM * calls)), max(2, math.ceil(calls))))
     team.meet()
-    timed_calls([call], trial.case.device)
-    taken = team.share(timed_calls([call] * team.tell(count), trial.case.device))
-    return [max(each) for each in zip(*taken, strict=True)]
+    taken = team.share(timed_calls([call] * (first + count), trial.case.device))
+    return [max(each) for each in zip(*taken, strict=True)][first:]
 
 
 def _host_ms(call: Callable[[], Tensor], case: Case, team: Team) -> float:
