@@ -66,7 +66,8 @@ def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
         for name in VARIANTS if n > 1 else VARIANTS[:1]:
             yield Trial(case(b, name, loss), n)
         if n > 1 and b >= 4 * WEAK_ROWS:
-            yield Trial(case(b, "megabatch-ring", loss), n)
+            for name in ("megabatch-rounds", "megabatch-ring"):
+                yield Trial(case(b, name, loss), n)
 
 
 def plan(sizes: list[int], smallest: bool) -> list[Trial]:

@@ -7,6 +7,7 @@ mean loss, and so is, after the averaging that DDP does, every gradient.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -68,13 +69,18 @@ def without_overlap() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_turn() -> Iterator[None]:
-    """Pieces travel the ring, as those of shards that differ in size."""
-    before = ring.set_gather(0)
+def gathering_up_to(size: int) -> Iterator[None]:
+    """So many bytes of features are gathered; 0: pieces travel the ring, as of unequal shards."""
+    before = ring.set_gather(size)
     try:
         yield
     finally:
         ring.set_gather(before)
+
+
+in_turn = functools.partial(gathering_up_to, 0)
+#: Of 96 MiB, two of which are in memory at once.
+in_rounds = functools.partial(gathering_up_to, 192 << 20)
 
 
 @contextlib.contextmanager
@@ -201,6 +207,7 @@ PARALLEL: dict[str, dict[str, Contender]] = {
     "clip": {
         "megabatch": Contender(_clip),
         "megabatch-ring": Contender(_clip, in_turn),
+        "megabatch-rounds": Contender(_clip, in_rounds),
         "megabatch-no-overlap": Contender(_clip, without_overlap),
         "megabatch-no-transfers": Contender(_clip, without_transfers, checked=False),
         "openclip": Contender(_openclip, needs=("open_clip", "open_clip_torch")),
@@ -210,6 +217,7 @@ PARALLEL: dict[str, dict[str, Contender]] = {
     "siglip": {
         "megabatch": Contender(_siglip),
         "megabatch-ring": Contender(_siglip, in_turn),
+        "megabatch-rounds": Contender(_siglip, in_rounds),
         "megabatch-no-overlap": Contender(_siglip, without_overlap),
         "megabatch-no-transfers": Contender(_siglip, without_transfers, checked=False),
         "openclip": Contender(_openclip_siglip, needs=("open_clip", "open_clip_torch")),

@@ -265,12 +265,16 @@ def _worst(errors: Sequence[float | None]) -> float | None:
 
 
 def _times(call: Callable[[], Tensor], trial: Trial, team: Team, once_ms: float) -> list[float]:
-    """As `clock.times`, with as many calls on each rank; a call takes as long as on the slowest."""
+    """As `clock.times`, with as many calls on each rank: those of the rank that took the longest.
+
+    Not each call's longest: ranks begin and end a call at different moments, so these would add up
+    to more than has passed.
+    """
     calls = 1e3 * trial.seconds / max(team.share(once_ms))
     first, count = team.tell((max(1, math.ceil(WARM * calls)), max(2, math.ceil(calls))))
     team.meet()
     taken = team.share(timed_calls([call] * (first + count), trial.case.device))
-    return [max(each) for each in zip(*taken, strict=True)][first:]
+    return max((each[first:] for each in taken), key=sum)
 
 
 def _host_ms(call: Callable[[], Tensor], case: Case, team: Team) -> float:

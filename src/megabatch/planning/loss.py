@@ -78,15 +78,16 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
             seen = len(y) if ranks == 1 or args[1] is None else ranks * _round(x, ranks)
             block, side = _block_on_gpu(x, seen, y is x, limit)
         block += 0 if device == "cpu" else _padded(x, args[1])
+        travelling = _travelling(x, args[1], ranks, kept=kind != "softplus_sum")
         if kind == "statistics":
-            return (block if device == "cpu" else block // 4) + _travelling(x, args[1], ranks)
+            return (block if device == "cpu" else block // 4) + travelling
         row = x.shape[1] * accumulator_dtype(x.dtype).itemsize
         if kind == "softplus_sum":  # accumulators of all columns and a strip; around a ring, of x
             gradients = len(y) + min(side, len(x)) if ranks == 1 else len(x)
-            return block + row * gradients + _travelling(x, args[1], ranks)
+            return block + row * gradients + travelling
         if args[1] is None or ranks > 1:  # one accumulator of all rows
             product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
-            return block + row * len(x) + product + _travelling(x, args[1], ranks)
+            return block + row * len(x) + product + travelling
         pulls = 0 if device == "cpu" else 20 * (len(x) + len(y))
         # Of all columns, and of a strip of rows.
         return block + row * (len(y) + min(side, len(x))) + pulls
@@ -120,7 +121,7 @@ def _padded(x: Tensor, y: Tensor | None) -> int:
     return (len(x) + (0 if y is None else len(y))) * width * x.element_size()
 
 
-def _travelling(x: Tensor, y: Tensor | None, ranks: int) -> int:
+def _travelling(x: Tensor, y: Tensor | None, ranks: int, *, kept: bool) -> int:
     """Of other ranks' features and gradients, all shards being of one size."""
     if ranks == 1:
         return 0
@@ -129,13 +130,16 @@ def _travelling(x: Tensor, y: Tensor | None, ranks: int) -> int:
         return min(ring.piece_rows(x), len(x)) * width * (2 * own + 3 * item)
     # Two rounds, if there are so many, of everyone's features and gradients; sums that come home.
     rows = _round(x, ranks)
-    rounds = 1 if rows == len(x) else 2
-    return rows * width * (rounds * ranks * (own + item) + item)
+    # In one round features stay for the backward pass, and take the place that the gradients of
+    # both sides, made last, are counted for.
+    if rows == len(x):
+        return rows * width * (ranks * (item + (0 if kept else own)) + item)
+    return rows * width * (2 * ranks * (own + item) + item)
 
 
 def _round(x: Tensor, ranks: int) -> int:
     """Rows of each rank that are gathered at once."""
-    return min(len(x), ring.DEFAULT_GATHER // (ranks * x.shape[1] * x.element_size()))
+    return ring.round_rows(len(x), ranks * x.shape[1] * x.element_size())
 
 
 def loss_seconds(config: TrainConfig, width: int, name: str, ranks: int) -> float | None:

@@ -46,9 +46,11 @@ DEFAULT_PIECE = 48 << 20
 #: A larger piece has a multiple of this many rows, as blocks of a GPU have.
 UNIT = 16384
 
-#: Bytes of features of all ranks that are gathered at a time: 65,536 rows of 768 bfloat16 numbers.
-#: Their gradients in fp32 take twice as much; two rounds are in memory at once.
-DEFAULT_GATHER = 96 << 20
+#: Bytes of gathered features that are in memory at once: 262,144 rows of 768 bfloat16 numbers, all
+#: in one round (on 2 and 4 H200s 98.5% and 97.2% of ideal in one run, 97.4% and 98.4% in another;
+#: in rounds of 96 MiB 95.5% to 98.6% in three: benchmarks/results/gathering-4gpu.json). Their
+#: gradients in fp32 take twice as much.
+DEFAULT_GATHER = 384 << 20
 #: Rows of a round are a multiple of this, as those of a GPU's tiles.
 TILE = 128
 
@@ -87,11 +89,11 @@ def set_piece(size: int | None) -> int:
 
 
 def set_gather(size: int | None) -> int:
-    """Bound the features that all ranks gather at once, in bytes; returns the bound before.
+    """Bound the gathered features that are in memory at once, in bytes; returns the bound before.
 
-    Where those of all ranks together take more they go in rounds; where shards differ in size,
-    pieces travel the ring instead; 0: always. All ranks must set the same. None is the bound at the
-    start, 96 MiB.
+    Where those of all ranks together take more they go in rounds of half that, of which two are in
+    memory; where shards differ in size, pieces travel the ring instead; 0: always. All ranks must
+    set the same. None is the bound at the start, 384 MiB.
 
     Raises:
         TypeError: `size` is neither None nor an integer.
@@ -115,6 +117,20 @@ def piece_rows(features: Tensor) -> int:
     """Rows of a piece of features like these (n, d)."""
     rows = max(1, _piece // (features.shape[1] * features.element_size()))
     return rows if rows < UNIT else rows // UNIT * UNIT
+
+
+def round_rows(size: int, row: int) -> int:
+    """Rows of each rank's shard of `size` that are gathered at a time; 0: they travel the ring.
+
+    row: bytes of features of one row of each rank.
+    """
+    if size * row <= _gather:
+        return size
+    most = _gather // 2 // row // TILE * TILE  # two rounds are in memory at once
+    if most == 0:
+        return 0
+    rounds = -(-size // most)
+    return -(-size // (rounds * TILE)) * TILE  # even rounds, of whole tiles
 
 
 def keeps(features: Tensor, ranks: int) -> bool:
@@ -231,14 +247,9 @@ class Ring:
         if not route.everyone or size == 0 or len(set(self.sizes)) > 1:
             return []
         assert features.tensor is not None
-        row = self.n * features.tensor.nbytes // size  # bytes, of all ranks
-        most = _gather // row  # rows a rank
-        if size <= most:
-            return [slice(0, size)]
-        if route.ordered or most < TILE:
+        step = round_rows(size, self.n * features.tensor.nbytes // size)
+        if step == 0 or (route.ordered and step < size):
             return []
-        count = -(-size // (most // TILE * TILE))
-        step = -(-size // (count * TILE)) * TILE  # even rounds, of whole tiles
         return [slice(i, min(i + step, size)) for i in range(0, size, step)]
 
     def _rounds(self, rows: int) -> Iterator[list[slice]]:
