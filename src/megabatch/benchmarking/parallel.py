@@ -79,8 +79,8 @@ def gathering_up_to(size: int) -> Iterator[None]:
 
 
 in_turn = functools.partial(gathering_up_to, 0)
-#: Of 96 MiB, two of which are in memory at once.
-in_rounds = functools.partial(gathering_up_to, 192 << 20)
+#: What would just fit into one round goes in five.
+in_rounds = functools.partial(gathering_up_to, ring.DEFAULT_GATHER - 1)
 
 
 @contextlib.contextmanager

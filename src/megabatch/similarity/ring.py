@@ -46,11 +46,14 @@ DEFAULT_PIECE = 48 << 20
 #: A larger piece has a multiple of this many rows, as blocks of a GPU have.
 UNIT = 16384
 
-#: Bytes of gathered features that are in memory at once: 262,144 rows of 768 bfloat16 numbers, all
-#: in one round (on 2 and 4 H200s 98.5% and 97.2% of ideal in one run, 97.4% and 98.4% in another;
-#: in rounds of 96 MiB 95.5% to 98.6% in three: benchmarks/results/gathering-4gpu.json). Their
+#: Bytes of features of all ranks that are gathered in one round: 262,144 rows of 768 bfloat16
+#: numbers (on 2 and 4 H200s 98.5% and 97.2% of ideal in one run, 97.4% and 98.4% in another; in
+#: rounds of 96 MiB 95.5% to 98.6% in three: benchmarks/results/gathering-4gpu.json). Their
 #: gradients in fp32 take twice as much.
 DEFAULT_GATHER = 384 << 20
+#: Where they take more, a round has this part of it: two are in memory at once, and where there are
+#: many rounds smaller ones are as fast (99.4% at 1,048,576 rows on 4 H200s; scaling.json).
+ROUND = 4
 #: Rows of a round are a multiple of this, as those of a GPU's tiles.
 TILE = 128
 
@@ -89,11 +92,11 @@ def set_piece(size: int | None) -> int:
 
 
 def set_gather(size: int | None) -> int:
-    """Bound the gathered features that are in memory at once, in bytes; returns the bound before.
+    """Bound the features that all ranks gather at once, in bytes; returns the bound before.
 
-    Where those of all ranks together take more they go in rounds of half that, of which two are in
-    memory; where shards differ in size, pieces travel the ring instead; 0: always. All ranks must
-    set the same. None is the bound at the start, 384 MiB.
+    Where those of all ranks together take more they go in rounds of a quarter of that; where shards
+    differ in size, pieces travel the ring instead; 0: always. All ranks must set the same. None is
+    the bound at the start, 384 MiB.
 
     Raises:
         TypeError: `size` is neither None nor an integer.
@@ -126,7 +129,7 @@ def round_rows(size: int, row: int) -> int:
     """
     if size * row <= _gather:
         return size
-    most = _gather // 2 // row // TILE * TILE  # two rounds are in memory at once
+    most = _gather // ROUND // row // TILE * TILE
     if most == 0:
         return 0
     rounds = -(-size // most)

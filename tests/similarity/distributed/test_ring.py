@@ -184,10 +184,11 @@ def test_what_was_gathered_does_not_serve_smaller_rounds(world: World) -> None:
     """The bound may change in between."""
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     found = []
-    for bound in (None, 2 * 2 * 2 * 12 * 4, 0):
+    for bound in (None, 2 * 2 * 12 * 4, 0):
         rows, columns = similarity.logsumexp(x, y)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ring, "TILE", 2)
+            patch.setattr(ring, "ROUND", 1)
             before = ring.set_gather(bound)
             found.append(torch.autograd.grad(rows.sum() + columns.sum(), (x, y)))
             ring.set_gather(before)
@@ -198,38 +199,39 @@ def test_what_was_gathered_does_not_serve_smaller_rounds(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("limit", "steps"),
-    [(10**6, [300]), (300, [300]), (299, [128, 128, 44]), (256, [128, 128, 44])],
+    [(10**6, [900]), (900, [900]), (899, [128] * 7 + [4]), (512, [128] * 7 + [4])],
 )
 def test_rounds_are_whole_tiles_within_the_bound(limit: int, steps: list[int]) -> None:
     one = object.__new__(Ring)
-    one.n, one.sizes = 2, [300, 300]
-    features = Parcel(torch.empty(300, 4))
+    one.n, one.sizes = 2, [900, 900]
+    features = Parcel(torch.empty(900, 4))
     before = ring.set_gather(2 * limit * 16)
     found = one._gatherings(features, ring.full(2))
     assert [rows.stop - rows.start for rows in found] == steps
     assert bool(one._gatherings(features, ring.ordered(2))) == (len(steps) == 1)
-    ring.set_gather(2 * 255 * 16)  # half of it is less than a tile
+    ring.set_gather(2 * 511 * 16)  # a quarter of it is less than a tile
     assert one._gatherings(features, ring.full(2)) == []
     ring.set_gather(before)
 
 
 def test_rounds_are_even() -> None:
-    before = ring.set_gather(16 * 600)
-    assert ring.round_rows(600, 16) == 600
-    assert ring.round_rows(1000, 16) == 256  # of the 300 that half the bound allows
-    assert ring.round_rows(1100, 16) == 256
-    assert ring.round_rows(650, 16) == 256  # three: 256, 256, 138
+    before = ring.set_gather(16 * 4 * 300)
+    assert ring.round_rows(1200, 16) == 1200
+    assert ring.round_rows(1300, 16) == 256  # six of up to 256, of the 300 that are allowed
+    ring.set_gather(16 * 4 * 1000)
+    assert ring.round_rows(4100, 16) == 896  # five of up to 896: not four and a small one
     ring.set_gather(before)
 
 
 @on_processes(2)
 def test_transfers_of_rounds_run_beside_other_rounds_computation(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
-    before = ring.set_gather(2 * 2 * 2 * 12 * 4)  # three rounds, two of them at once
+    before = ring.set_gather(2 * 2 * 12 * 4)  # three rounds
     for overlap in (True, False):
         switched = ring.set_overlap(overlap)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ring, "TILE", 2)
+            patch.setattr(ring, "ROUND", 1)
             rows, columns = similarity.logsumexp(x, y)
             done = gathered(patch)
             patch.setattr(sweep.Blocks, "backward", noting(done, "compute", sweep.Blocks.backward))
