@@ -5,12 +5,14 @@
 Both train the same open_clip model from the same weights on the same pairs, which lie in the host's
 memory as data loaders give them, with AdamW and bfloat16 autocast, micro-batch by micro-batch:
 `megabatch` by `Trainer.train_step`, `openclip` by `open_clip_train.train.train_one_epoch` with
-`accum_freq`, its own gradient caching. The first step's loss must agree.
+`accum_freq`, its own gradient caching. The first step's loss must agree. `megabatch-on-device` has the
+images of a micro-batch on the device already: the difference is their way there.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import time
@@ -62,7 +64,7 @@ def main() -> None:
     }
     for size in chosen.batch_sizes:
         micro = min(size, chosen.micro_batch_size)
-        for name, contender in (("megabatch", megabatch_steps), ("openclip", openclip_steps)):
+        for name, contender in CONTENDERS.items():
             found = measure(contender, chosen.model, size, micro, chosen.steps, device)
             record["records"].append({"contender": name, "b": size, **found})
             print(record["records"][-1], flush=True)
@@ -135,14 +137,15 @@ def pairs(module: Any, size: int, micro: int) -> tuple[Tensor, Tensor]:
 
 
 def megabatch_steps(
-    model: str, size: int, micro: int, steps: int, device: torch.device
+    model: str, size: int, micro: int, steps: int, device: torch.device, *, moved: bool = False
 ) -> Iterator[float]:
-    """Losses of the trainer's steps."""
+    """Losses of the trainer's steps; `moved`: images are on the device from the start."""
     config = TrainConfig(
         model=model, global_batch_size=size, micro_batch_size=micro, lr=LR, warmup=0
     )
     module = create(model).module
     images, texts = pairs(module, size, micro)
+    images = images.to(device) if moved else images
     trainer = Trainer(config, module, device, steps)
     batch = Batch(Repeated(images, size), texts, torch.arange(size))  # type: ignore[arg-type]
     for _ in range(steps):
@@ -170,6 +173,13 @@ def openclip_steps(
         data = {"train": SimpleNamespace(set_epoch=lambda _: None, dataloader=loader)}
         train_one_epoch(module, data, loss, step, optimizer, None, None, None, args)
         yield loss.first()
+
+
+CONTENDERS: dict[str, Callable[..., Iterator[float]]] = {
+    "megabatch": megabatch_steps,
+    "megabatch-on-device": functools.partial(megabatch_steps, moved=True),
+    "openclip": openclip_steps,
+}
 
 
 class Loader(list[Any]):

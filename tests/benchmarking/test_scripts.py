@@ -91,9 +91,12 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
     run("throughput.py", *words, "--batch-sizes", "8", "24", f"--output={output}")
     records = json.loads(output.read_text())["records"]
     assert [(r["contender"], r["b"]) for r in records] == [
-        (name, size) for size in (8, 24) for name in ("megabatch", "openclip")
+        (name, size)
+        for size in (8, 24)
+        for name in ("megabatch", "megabatch-on-device", "openclip")
     ]
-    for mine, theirs in zip(records[::2], records[1::2], strict=True):
+    for mine, moved, theirs in zip(records[::3], records[1::3], records[2::3], strict=True):
+        assert abs(mine["first_loss"] - moved["first_loss"]) < 1
         # Of the same weights; but the model drops patches at random.
         assert abs(mine["first_loss"] - theirs["first_loss"]) < 1
         assert min(mine["pairs_a_second"], theirs["pairs_a_second"]) > 0
