@@ -5,8 +5,8 @@
 Both train the same open_clip model from the same weights on the same pairs, which lie in the host's
 memory as data loaders give them, with AdamW and bfloat16 autocast, micro-batch by micro-batch:
 `megabatch` by `Trainer.train_step`, `openclip` by `open_clip_train.train.train_one_epoch` with
-`accum_freq`, its own gradient caching. The first step's loss must agree. `megabatch-on-device` has the
-images of a micro-batch on the device already: the difference is their way there.
+`accum_freq`, its own gradient caching. The first step's loss must agree. `megabatch-on-device` has
+a micro-batch's images on the device already: the difference is their way there.
 """
 
 from __future__ import annotations

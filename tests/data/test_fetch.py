@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megabatch.data.fetch import (
     Fetcher,
     Request,
-    _RememberedTokens,
     begin_worker,
     join,
     sample_seeds,
@@ -223,25 +222,3 @@ def test_a_worker_gives_memory_back() -> None:
     assert receive.recv() < 50e6
     process.join()
     assert process.exitcode == 0
-
-
-@pytest.mark.parametrize("room", [0, 3, 100])
-def test_each_text_is_tokenised_once_where_there_is_room(room: int) -> None:
-    asked: list[str] = []
-
-    def tokenizer(texts: list[str]) -> torch.Tensor:
-        asked.extend(texts)
-        return torch.tensor([[int(text), 2**40] for text in texts])
-
-    tokens = _RememberedTokens(tokenizer, limit=16 * room)
-    for texts in (
-        ["5", "2", "5"],
-        ["7", "2", "8", "9", "8"],
-        ["9", "5", "8", "8", "2"],
-        ["2", "5"],
-    ):
-        assert tokens(texts).tolist() == [[int(text), 2**40] for text in texts]
-    if room == 100:
-        assert asked == ["5", "2", "7", "8", "9"]
-    if room == 3:
-        assert asked == ["5", "2", "7", "8", "9", "9", "8"]

@@ -91,7 +91,7 @@ def test_unknown_split(glyphs: GlyphSet):
 
 def test_pairs(glyphs: GlyphSet):
     part = glyphs.split("faces")
-    images, captions = part.arrays([3, 100, 3])
+    images, captions = part.arrays([3, 100, 3]), part.texts([3, 100, 3])
     assert images.shape == (3, 1, 32, 32)
     for row, index in enumerate([3, 100, 3]):
         pair = part[index]

@@ -34,7 +34,7 @@ def test_pairs_come_back(tmp_path: Path):
     assert len(pairs) == 12
     assert (pairs[11].caption, pairs[11].key, pairs[11].image.mode) == ("é 5", "k11", "L")
     assert pairs[11].id == 2**40 + 5
-    images, captions = pairs.arrays([3, 10])
+    images, captions = pairs.arrays([3, 10]), pairs.texts([3, 10])
     assert images.shape == (2, 1, 4, 4)
     assert images.dtype == np.uint8
     assert images[:, 0, 0, 0].tolist() == [3, 10]

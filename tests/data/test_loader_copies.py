@@ -39,9 +39,11 @@ class Turned(AsTheyAre):
 class Rows(Numbers):
     """Arrays of one number each."""
 
-    def arrays(self, indices: Any) -> tuple[np.ndarray, list[str]]:
-        images = np.asarray(indices, np.uint8)[:, None, None, None].repeat(2, 2).repeat(2, 3)
-        return images, [self[int(i)].caption for i in indices]
+    def arrays(self, indices: Any) -> np.ndarray:
+        return np.asarray(indices, np.uint8)[:, None, None, None].repeat(2, 2).repeat(2, 3)
+
+    def texts(self, indices: Any) -> list[str]:
+        return [self[int(i)].caption for i in indices]
 
 
 def copied(**options: Any) -> PairLoader:

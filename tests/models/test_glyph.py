@@ -66,8 +66,8 @@ def test_an_images_features_depend_on_no_other_image(towers: Towers, pairs: Glyp
 def test_single_and_batched_transforms_give_the_same(pairs: GlyphPairs) -> None:
     transform = GlyphTransform()
     indices = np.arange(5)
-    arrays, _ = pairs.arrays(indices)
-    batched = transform.batch(torch.from_numpy(arrays), torch.zeros(5, dtype=torch.int64))
+    arrays = torch.from_numpy(pairs.arrays(indices))
+    batched = transform.batch(arrays, torch.zeros(5, dtype=torch.int64))
     single = torch.stack([transform(pairs[i].image) for i in indices])
     assert batched.dtype == torch.uint8
     assert torch.equal(batched, single)

@@ -24,6 +24,7 @@ from megabatch.data.pairs import (
     TextTransform,
     caption_id,
 )
+from megabatch.data.remembered import CaptionsByIndex, RememberedTokens
 
 _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 _MAPPED_FROM = 2**20  # bytes
@@ -81,22 +82,24 @@ class Fetcher:
         self.dataset = dataset
         self.transform = transform
         self.seed = seed
-        self._tokens = _RememberedTokens(tokenizer, remembered)
+        self._tokens = RememberedTokens(tokenizer, remembered)
+        self._captions: CaptionsByIndex | None = None
         self._firsts: Callable[[list[Any]], torch.Tensor] | None = None
         if isinstance(transform, TextTransform) and getattr(dataset, "first", "image") == "text":
-            self._firsts = _RememberedTokens(transform.texts, remembered)
+            self._firsts = RememberedTokens(transform.texts, remembered)
 
     def __getitem__(self, request: Request) -> Chunk:
         # Of the draw: a sample that comes twice in an epoch is not augmented alike.
         seeds = sample_seeds(self.seed, request.epoch, request.draws)
         indices = request.draws % len(self.dataset)
         if isinstance(self.dataset, ArrayDataset) and isinstance(self.transform, BatchTransform):
-            arrays, captions = self.dataset.arrays(indices)
-            images = self.transform.batch(torch.from_numpy(arrays), torch.from_numpy(seeds))
-            positions = request.start + np.arange(len(captions))
-            own = getattr(self.dataset, "ids", None)
-            ids = caption_ids(captions) if own is None else own(indices)
-            return Chunk(images, self._tokens(captions).numpy(), indices, positions, ids)
+            arrays = torch.from_numpy(self.dataset.arrays(indices))
+            images = self.transform.batch(arrays, torch.from_numpy(seeds))
+            if self._captions is None:
+                self._captions = CaptionsByIndex(self.dataset, self._tokens)
+            texts, ids = self._captions(indices)
+            positions = request.start + np.arange(len(indices))
+            return Chunk(images, texts.numpy(), indices, positions, ids)
         return self._one_by_one(request.start, indices, seeds)
 
     def _one_by_one(self, start: int, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
@@ -127,11 +130,6 @@ class Fetcher:
         )
 
 
-def caption_ids(captions: Sequence[str]) -> np.ndarray:
-    """int64 (n,) from 0 to 2**62, equal for equal captions, in every process and every run."""
-    return np.array([caption_id(caption) for caption in captions], dtype=np.int64)
-
-
 def only_copied(dataset: PairDataset, transform: Callable[[Any], Any]) -> bool:
     """Whether samples are rows of arrays that the transform leaves as they are.
 
@@ -139,47 +137,8 @@ def only_copied(dataset: PairDataset, transform: Callable[[Any], Any]) -> bool:
     """
     if not (isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform)):
         return False
-    row = torch.from_numpy(dataset.arrays(np.zeros(1, np.int64))[0])
+    row = torch.from_numpy(dataset.arrays(np.zeros(1, np.int64)))
     return transform.batch(row, torch.zeros(1, dtype=torch.int64)) is row
-
-
-class _RememberedTokens:
-    """A tokenizer that works out each text once, as far as memory goes; pairs come every epoch.
-
-    limit: bytes of tokens; what the texts themselves take comes on top.
-    """
-
-    def __init__(self, tokenizer: Callable[[list[str]], torch.Tensor], limit: int) -> None:
-        self.tokenizer = tokenizer
-        self.limit = limit
-        self._rows: dict[str, int] = {}  # of _table
-        self._table: torch.Tensor | None = None
-
-    def __call__(self, texts: list[str]) -> torch.Tensor:
-        new = [text for text in dict.fromkeys(texts) if text not in self._rows]
-        tokens = self.tokenizer(new) if new else None
-        if tokens is not None:
-            new = self._remember(new, tokens)  # what there is no room for
-        assert self._table is not None
-        found = self._table[torch.tensor([self._rows.get(text, -1) for text in texts])]
-        if new:
-            assert tokens is not None
-            row_of = {text: row for row, text in enumerate(new, len(tokens) - len(new))}
-            others = [at for at, text in enumerate(texts) if text in row_of]
-            found[others] = tokens[[row_of[texts[at]] for at in others]]
-        return found
-
-    def _remember(self, texts: list[str], tokens: torch.Tensor) -> list[str]:
-        """Keep what there is room for; returns the last texts, for which there is none."""
-        if self._table is None:
-            # At its full size: the system gives memory for what is written only.
-            room = max(1, self.limit // max(1, tokens[0].nbytes))
-            self._table = tokens.new_empty((room, *tokens.shape[1:]))
-        known = len(self._rows)
-        kept = min(len(texts), len(self._table) - known)
-        self._table[known : known + kept] = tokens[:kept]
-        self._rows.update(zip(texts[:kept], range(known, known + kept), strict=True))
-        return texts[kept:]
 
 
 def sample_seeds(seed: int, epoch: int, draws: np.ndarray) -> np.ndarray:

@@ -113,11 +113,14 @@ class GlyphPairs:
             key=f"{face}_u{glyphs.characters[at]:04x}",
         )
 
-    def arrays(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, list[str]]:
-        """Return images, uint8 (b, 1, 32, 32), and captions of many samples at once."""
+    def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return images, uint8 (b, 1, 32, 32), of many samples at once."""
+        return self.glyphs.images[self.indices[np.asarray(indices)], None]
+
+    def texts(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Return their captions."""
         at = self.indices[np.asarray(indices)]
-        names = self.glyphs.names
-        return self.glyphs.images[at, None], [names[i] for i in self.glyphs.name_ids[at]]
+        return [self.glyphs.names[i] for i in self.glyphs.name_ids[at]]
 
     @property
     def images(self) -> np.ndarray:

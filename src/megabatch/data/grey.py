@@ -57,10 +57,13 @@ class GreyPairs:
         caption, key = self._captions[index].decode(), self._keys[index].decode()
         return Pair(picture, caption, key, int(self._ids[index]))
 
-    def arrays(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, list[str]]:
-        """Return images, uint8 (b, 1, side, side), and captions of many samples at once."""
-        at = np.asarray(indices)
-        return self.images[at], [caption.decode() for caption in self._captions[at]]
+    def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return images, uint8 (b, 1, side, side), of many samples at once."""
+        return self.images[np.asarray(indices)]
+
+    def texts(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Return their captions."""
+        return [caption.decode() for caption in self._captions[np.asarray(indices)]]
 
     def ids(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the samples' ids, int64 (b,), equal for pairs that are no negatives."""

@@ -87,18 +87,24 @@ class MixedPairs:
 class MixedArrays(MixedPairs):
     """A mixture that hands out many images at once, as each of its sources does."""
 
-    def arrays(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, list[str]]:
-        """Return images, uint8 (b, channels, height, width), and captions."""
-        images: list[np.ndarray] = []
-        captions: list[str] = []
-        places: list[np.ndarray] = []
+    def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return images, uint8 (b, channels, height, width)."""
+        found: np.ndarray | None = None
         for source, rows, own in self._by_source(indices):
-            found, said = source.arrays(own)
-            images.append(found)
-            captions += said
-            places.append(rows)
-        order = np.argsort(np.concatenate(places))
-        return np.concatenate(images)[order], [captions[at] for at in order]
+            images = source.arrays(own)
+            if found is None:
+                found = np.empty((len(indices), *images.shape[1:]), images.dtype)
+            found[rows] = images
+        assert found is not None
+        return found
+
+    def texts(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Return their captions."""
+        found = [""] * len(indices)
+        for source, rows, own in self._by_source(indices):
+            for row, caption in zip(rows, source.texts(own), strict=True):
+                found[row] = caption
+        return found
 
     def _by_source(
         self, indices: Sequence[int] | np.ndarray
@@ -129,7 +135,7 @@ def mix(
     """Return the mixture of sources, with `arrays` where all have these, of one shape."""
     kind = MixedPairs
     if all(isinstance(source, ArrayDataset) for source in sources):
-        shapes = {source.arrays([0])[0].shape for source in sources}  # type: ignore[attr-defined]
+        shapes = {source.arrays([0]).shape for source in sources}  # type: ignore[attr-defined]
         with_ids = [hasattr(source, "ids") for source in sources]
         if len(shapes) == 1 and (all(with_ids) or not any(with_ids)):
             kind = MixedArraysWithIds if with_ids[0] else MixedArrays

@@ -85,8 +85,12 @@ class ArrayDataset(PairDataset, Protocol):
     faster for small images. It may also have `ids(indices)`, the pairs' ids, int64 (b,).
     """
 
-    def arrays(self, indices: Sequence[int] | np.ndarray, /) -> tuple[np.ndarray, list[str]]:
-        """Return images, uint8 (b, channels, height, width), and captions."""
+    def arrays(self, indices: Sequence[int] | np.ndarray, /) -> np.ndarray:
+        """Return images, uint8 (b, channels, height, width)."""
+        ...
+
+    def texts(self, indices: Sequence[int] | np.ndarray, /) -> list[str]:
+        """Return their captions, the same each time."""
         ...
 
 
