@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from megabatch.similarity.arguments import accumulator_dtype, check_integers, ch
 from megabatch.similarity.exchange import group_name
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Ring, Visit
+
+if TYPE_CHECKING:
+    from megabatch.similarity.fused.ranking import FusedScores
 
 
 @torch.no_grad()
@@ -54,21 +58,13 @@ def ranks(
     above = x.new_zeros(x.shape[0], dtype=torch.int64)
     equal = torch.zeros_like(above)
     score = x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
-    rows, step = sweep.block_shape(x)
+    scores = _scores_of(x, row_ids)
 
     def find(start: int, y: Tensor, _: Tensor | None) -> None:
-        for i in sweep.strips(x.shape[0], rows):
-            _target_scores(x[i], y, target[i] - start, step, score[i])
+        scores.find(y, target - start, score)
 
     def count(start: int, y: Tensor, column_ids: Tensor | None) -> None:
-        pairs = Pairs(row_ids=row_ids, column_ids=column_ids)
-        for i in sweep.strips(x.shape[0], rows):
-            for j, s in _scores(x[i], y, step):
-                here = target[i] - start - j.start
-                own = torch.arange(s.shape[1], device=x.device) == here[:, None]
-                skip = own if row_ids is None else own | _same(pairs.view(i, j), s)
-                above[i] += _count(~(s <= score[i, None]) & ~skip)
-                equal[i] += _count((s == score[i, None]) & ~skip)
+        scores.count(y, target - start, score, column_ids, above, equal)
 
     columns.visit(find)
     columns.visit(count)
@@ -166,6 +162,45 @@ class _Columns:
         route = ring.ordered(self.ring.n)
         for _ in self.ring.tour(parcels, meet, route, ring.piece_rows(self.y)):
             pass
+
+
+class Scores:
+    """The scores of x (m, d), with ids (m,) or None, against columns as they come."""
+
+    def __init__(self, x: Tensor, ids: Tensor | None) -> None:
+        self.x, self.ids = x, ids
+        self.rows, self.step = sweep.block_shape(x)
+
+    def find(self, y: Tensor, target: Tensor, score: Tensor) -> None:
+        """score[i] = row i's with its target, where `target` (m,) is one of these columns."""
+        for i in sweep.strips(len(self.x), self.rows):
+            _target_scores(self.x[i], y, target[i], self.step, score[i])
+
+    def count(
+        self,
+        y: Tensor,
+        target: Tensor,
+        score: Tensor,
+        ids: Tensor | None,
+        above: Tensor,
+        equal: Tensor,
+    ) -> None:
+        """Add to `above` and `equal`, int64 (m,), how many columns score so; see `ranks`."""
+        pairs = Pairs(row_ids=self.ids, column_ids=ids)
+        for i in sweep.strips(len(self.x), self.rows):
+            for j, s in _scores(self.x[i], y, self.step):
+                own = torch.arange(j.start, j.stop, device=s.device) == target[i, None]
+                skip = own if ids is None else own | _same(pairs.view(i, j), s)
+                above[i] += _count(~(s <= score[i, None]) & ~skip)
+                equal[i] += _count((s == score[i, None]) & ~skip)
+
+
+def _scores_of(x: Tensor, ids: Tensor | None) -> Scores | FusedScores:
+    if not sweep.fused_available(x):
+        return Scores(x, ids)
+    from megabatch.similarity.fused.ranking import FusedScores  # Triton, where it is needed
+
+    return FusedScores(x, ids)
 
 
 def _check_targets(columns: _Columns) -> None:

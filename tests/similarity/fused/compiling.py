@@ -17,13 +17,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.fused import backward, forward, kept, merge, settle, sigmoid
+from megabatch.similarity.fused import (
+    backward,
+    forward,
+    kept,
+    merge,
+    ranking,
+    ranks,
+    settle,
+    sigmoid,
+)
 
 POINTERS = {
     "parts": "*fp32",
     "sums": "*fp64",
     "row_ids": "*i64",
     "column_ids": "*i64",
+    "target": "*i64",
+    "above": "*i64",
+    "equal": "*i64",
     "row_ranges": "*i64",
     "column_ranges": "*i64",
     "order": "*i64",
@@ -39,6 +51,7 @@ POINTERS = {
         "references",
         "tops",
         "states",
+        "score",
     ),
     "*fp32",
 )
@@ -52,6 +65,9 @@ ABSENT = dict.fromkeys(("weight", "row_ids", "row_ranges", "column_ids", "column
 SIDES = {"IDS": False, "CEILING": False, "COLUMNS": True, "ceiling": None, "DIAGONAL": 2}
 SETTLE = {"SIZE": 1024, "P": 64, "B": 128, "OWN": False, "POSITIVES": True, "IDS": True}
 WHOLE, HALF = {"TRIANGLE": False}, {"TRIANGLE": True}
+RANKS = {"PART": ranking.PART, "GROUP": ranking.GROUP}
+FIND = RANKS | {"FIND": True, "IDS": False} | dict.fromkeys(("above", "equal"))
+COUNT = RANKS | {"FIND": False}
 ROWS = {"B": 16, "BD": 128, "ORDER": True, "UNITS": True, "INNER": True, "GAIN": 32768.0}
 #: name -> (kernel, dtype, warps, constants)
 KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
@@ -63,6 +79,9 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "settle, half": (settle.settle, "bf16", 8, TILE | SIDES | SETTLE | HALF),
     "clip, ds": (backward.tile, "bf16", 4, TILE | ABSENT | SIDES | WHOLE),
     "clip, ds, half": (backward.tile, "fp16", 4, TILE | ABSENT | SIDES | HALF),
+    "find": (ranks.ranks, "bf16", 4, TILE | ABSENT | FIND),
+    "count": (ranks.ranks, "bf16", 4, TILE | ABSENT | COUNT | {"IDS": False}),
+    "count, ids": (ranks.ranks, "fp16", 8, TILE | COUNT | {"IDS": True}),
     "combine": (merge.combine, "bf16", 4, {"KINDS": 2, "FINISH": False, "B": 256}),
     "keep": (kept.keep, "fp16", 4, ROWS),
     "release": (kept.release, "fp16", 4, ROWS),
