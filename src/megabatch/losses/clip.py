@@ -14,11 +14,12 @@ from megabatch.losses.arguments import (
     check_weights,
     own_ids,
 )
-from megabatch.losses.terms import cross_entropy, minus_log_probability
+from megabatch.losses.paired import paired_losses
+from megabatch.losses.terms import cross_entropy
 from megabatch.similarity import Split
 from megabatch.similarity.arguments import cast_for_autocast, check_scalar
 from megabatch.similarity.parallel import global_mean, mean_row, replicated
-from megabatch.similarity.statistics import split_and_count
+from megabatch.similarity.statistics import split_of, stacks_and_count
 
 
 class ClipLoss(nn.Module):
@@ -99,7 +100,7 @@ class ClipLoss(nn.Module):
             ids = own_ids(ids, x, self.group)
         # One positive a row, its own pair, unless ids make positives of others.
         paired = ids is None or self.duplicates == "ignored"
-        rows, columns, batch = split_and_count(
+        rows, columns, batch = stacks_and_count(
             x,
             y,
             scale,
@@ -109,18 +110,15 @@ class ClipLoss(nn.Module):
             terms="no weights" if weights is None else "weights",
         )
         assert columns is not None
-        term = self._paired_losses if paired else self._losses
-        losses = term(rows) + term(columns)
+        if paired and not self.label_smoothing:
+            losses = paired_losses(rows, columns)
+        else:
+            losses = self._losses(split_of(rows)) + self._losses(split_of(columns))
         mean = global_mean(losses, self.group, weights, name="image_features", batch=batch)
         loss = mean / 2
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)
         return {"contrastive_loss": loss} if output_dict else loss
-
-    def _paired_losses(self, side: Split) -> Tensor:
-        """As `_losses` where each pair's one positive is its own, in a third of the launches."""
-        losses = minus_log_probability(side.positive_sum, side.negative)
-        return losses + self.label_smoothing * side.positive_sum if self.label_smoothing else losses
 
     def _losses(self, side: Split) -> Tensor:
         """One direction's loss of each pair, but for the smoothed target's part on all columns."""

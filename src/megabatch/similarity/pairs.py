@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ class Pairs:
 
     def view(self, rows: slice, columns: slice) -> Pairs:
         """The kinds of a block of this block."""
-        return replace(
-            self,
-            row_ids=None if self.row_ids is None else self.row_ids[rows],
-            column_ids=None if self.column_ids is None else self.column_ids[columns],
-            ceiling=None if self.ceiling is None else self.ceiling[rows],
-            row_start=self.row_start + rows.start,
-            column_start=self.column_start + columns.start,
+        return Pairs(
+            self.diagonal,
+            None if self.row_ids is None else self.row_ids[rows],
+            None if self.column_ids is None else self.column_ids[columns],
+            None if self.ceiling is None else self.ceiling[rows],
+            self.row_start + rows.start,
+            self.column_start + columns.start,
         )
 
     def crosses_diagonal(self, m: int, n: int) -> bool:

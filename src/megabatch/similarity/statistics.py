@@ -114,6 +114,17 @@ def split_logsumexp(
 
 
 def split_and_count(
+    x: Tensor, y: Tensor | None, scale: float | Tensor, **options: Any
+) -> tuple[Split, Split | None, Tensor | None]:
+    """`split_logsumexp`, and the number of rows of all processes: see `stacks_and_count`."""
+    rows, columns, batch = stacks_and_count(x, y, scale, **options)
+    first = split_of(rows)
+    if columns is None or columns is rows:
+        return first, None if columns is None else first, batch
+    return first, split_of(columns), batch
+
+
+def stacks_and_count(
     x: Tensor,
     y: Tensor | None,
     scale: float | Tensor,
@@ -124,8 +135,8 @@ def split_and_count(
     sides: str = "both",
     group: object = None,
     terms: str = "",
-) -> tuple[Split, Split | None, Tensor | None]:
-    """`split_logsumexp`, and the number of rows of all processes.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Each side as `split_of` takes it, and the number of rows of all processes.
 
     That is () int64 on the CPU, known from the handshake; None where this process is alone.
     `terms`: what else all processes must do alike, in words; where these differ each is told so.
@@ -156,10 +167,7 @@ def split_and_count(
     call = f"split_logsumexp, {terms}" if terms else "split_logsumexp"
     rows, columns, sizes = _statistics(matrix, group, call)
     batch = None if sizes is None else sizes[0].sum()
-    first = _split(rows)
-    if not both:
-        return first, None, batch
-    return first, _split(columns) if columns_wanted else first, batch
+    return rows, (columns if columns_wanted else rows) if both else None, batch
 
 
 def _statistics(
@@ -201,7 +209,8 @@ def _check_ids(ids: Ids, x: Tensor, y: Tensor | None) -> tuple[Tensor | None, Te
     return row_ids, check_integers("ids[1]", ids[1], (x if y is None else y).shape[0], x)
 
 
-def _split(values: Tensor) -> Split:
+def split_of(values: Tensor) -> Split:
+    """Of what the operators return: (4, rows), or (1, rows) where no pair can be positive."""
     if values.shape[0] == 4:
         negative, positive, positive_sum, positive_count = values.unbind()
         return Split(negative, positive, positive_sum, positive_count.detach())

@@ -110,14 +110,19 @@ def ordered(x: Tensor, y: Tensor | None, pairs: Pairs) -> IdOrder:
     return IdOrder.of(x, other, pairs) if fused_available(x) else IdOrder(x, other, pairs)
 
 
+def kernels_available(x: Tensor) -> bool:
+    """Whether Triton's kernels run where x is."""
+    if not x.is_cuda or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
 def fused_available(x: Tensor) -> bool:
     """Whether fused kernels take features like x.
 
     They multiply float32 in TF32, so they take it where torch would do so too.
     """
-    if not x.is_cuda or importlib.util.find_spec("triton") is None:
-        return False
-    if torch.cuda.get_device_capability(x.device) < (8, 0):
+    if not kernels_available(x):
         return False
     exact = torch.get_float32_matmul_precision() == "highest"
     return x.element_size() == 2 or (x.dtype == torch.float32 and not exact)

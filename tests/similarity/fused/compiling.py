@@ -26,6 +26,7 @@ from megabatch.similarity.fused import (
     ranks,
     settle,
     sigmoid,
+    softplus,
 )
 
 POINTERS = {
@@ -58,6 +59,7 @@ POINTERS = {
 POINTERS |= dict.fromkeys(
     ("row_sums", "column_sums", "row_state", "column_state", "row_pull", "column_pull"), "*fp32"
 )
+STACKS = dict.fromkeys(("rows", "columns", "gradient", "drows", "dcolumns", "out"), "*fp32")
 TILE = {"BM": 128, "BN": 128, "BK": 64, "R": 1, "GROUP": 32, "SPLIT": 1, "GRADIENT": True}
 MASKED = {"IDS": True, "WEIGHT": True, "DIAGONAL": 0, "GAIN": 32768.0}
 PLAIN = {"IDS": False, "WEIGHT": False, "DIAGONAL": 0, "GAIN": 1.0}
@@ -83,6 +85,8 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "count": (ranks.ranks, "bf16", 4, TILE | ABSENT | COUNT | {"IDS": False}),
     "count, ids": (ranks.ranks, "fp16", 8, TILE | COUNT | {"IDS": True}),
     "combine": (merge.combine, "bf16", 4, {"KINDS": 2, "FINISH": False, "B": 256}),
+    "pairs": (softplus.losses, "bf16", 4, {"B": 256}),
+    "pairs, gradients": (softplus.gradients, "bf16", 4, {"B": 256}),
     "keep": (kept.keep, "fp16", 4, ROWS),
     "release": (kept.release, "fp16", 4, ROWS),
 }
@@ -96,7 +100,8 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     features = {"x": box, "y": box, "ds": f"tensordesc<{dtype}[128, 128]>"}
     features |= dict.fromkeys(("features", "kept"), f"*{dtype}")
     features["out"] = "*fp32" if kernel is merge.combine else f"*{dtype}"
-    kinds = features | POINTERS | dict.fromkeys(constants, "constexpr")
+    kinds = features | POINTERS | (STACKS if name.startswith("pairs") else {})
+    kinds |= dict.fromkeys(constants, "constexpr")
     signature = {key: kinds.get(key, "i32") for key in names}
     attributes = {
         (i,): [["tt.divisibility", 16]]

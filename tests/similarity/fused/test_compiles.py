@@ -14,7 +14,15 @@ pytest.importorskip("triton")
 
 KERNELS = ("tile@90", "tile, masked@90", "exact@90", "keep@90", "release@90", "tile@80")
 SOFTMAX = ("clip@90", "clip, half@90", "clip, ds@90", "clip, ds, half@90", "settle, half@90")
-SOFTMAX += ("combine@90", "clip@80", "clip, half@80", "clip, ds@80", "clip, ds, half@80")
+SOFTMAX += (
+    "combine@90",
+    "pairs@90",
+    "pairs, gradients@90",
+    "clip@80",
+    "clip, half@80",
+    "clip, ds@80",
+    "clip, ds, half@80",
+)
 #: Bytes of shared memory of a multiprocessor (an H100's), and what each program takes beside.
 SHARED, BESIDE = 228 << 10, 1 << 10
 

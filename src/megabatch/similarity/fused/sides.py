@@ -39,7 +39,7 @@ class Side(NamedTuple):
 
     def view(self, part: slice) -> Side:
         """These rows or columns, whole tiles but for the last."""
-        if not self.wanted:
+        if not self.wanted or part.stop - part.start == self.pull.shape[1]:
             return self
         return self._replace(
             pull=self.pull[:, part], extremes=self.extremes[:, part.start // TILE :]

@@ -1,0 +1,80 @@
+"""CLIP's loss of each pair from both sides' log-sum-exps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megabatch.losses.terms import minus_log_probability
+from megabatch.similarity import sweep
+from megabatch.similarity.operators import operator, ops
+
+
+def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
+    """Sum of -log p of each pair along its row and along its column, (m,).
+
+    Args:
+        rows, columns: (4, m), what `Split` has of either side; a pair's one positive is its own.
+    """
+    if torch.compiler.is_compiling():  # which makes one kernel of it by itself
+        return _expression(rows, columns)
+    return ops.paired_losses(rows, columns)
+
+
+def _expression(rows: Tensor, columns: Tensor) -> Tensor:
+    near = minus_log_probability(rows[2], rows[0])
+    return near + minus_log_probability(columns[2], columns[0])
+
+
+@operator("paired_losses")
+def _paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
+    """In torch's operations it would be 5 launches, and 10 for the gradient; so it is one each."""
+    if not _by_kernel(rows):
+        return _expression(rows, columns)
+    from megabatch.similarity.fused import paired  # Triton, where it is needed
+
+    out = rows.new_empty(rows.shape[1])
+    paired.paired_losses(rows, columns, out)
+    return out
+
+
+@_paired_losses.register_fake
+def _(rows: Tensor, columns: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[1])
+
+
+@operator("paired_losses_backward")
+def _paired_losses_backward(
+    rows: Tensor, columns: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    drows, dcolumns = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
+    if _by_kernel(rows):
+        from megabatch.similarity.fused import paired
+
+        paired.paired_gradients(rows, columns, gradient, drows, dcolumns)
+        return drows, dcolumns
+    for out, stack in ((drows, rows), (dcolumns, columns)):
+        torch.mul(gradient, torch.sigmoid(stack[0] - stack[2]), out=out[0])
+        torch.neg(out[0], out=out[2])
+        out[1::2] = 0
+    return drows, dcolumns
+
+
+@_paired_losses_backward.register_fake
+def _(rows: Tensor, columns: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), columns.new_empty(columns.shape)
+
+
+def _by_kernel(rows: Tensor) -> bool:
+    return rows.dtype == torch.float32 and rows.shape[1] > 0 and sweep.kernels_available(rows)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    return ops.paired_losses_backward(*ctx.saved_tensors, gradient)
+
+
+_paired_losses.register_autograd(_backward, setup_context=_setup_context)
