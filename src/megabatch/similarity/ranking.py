@@ -17,6 +17,9 @@ from megabatch.similarity.ring import Parcel, Ring, Visit
 if TYPE_CHECKING:
     from megabatch.similarity.fused.ranking import FusedScores
 
+#: Columns of which `best` takes the largest first.
+CHUNK = 128
+
 
 @torch.no_grad()
 def ranks(
@@ -111,13 +114,33 @@ def topk(
             for j, s in _scores(x[i], y, step):
                 if row_ids is not None:
                     s.masked_fill_(_same(pairs.view(i, j), s), -torch.inf)
-                value, column = s.topk(min(k, s.shape[1]), dim=1)
+                value, column = best(s, min(k, s.shape[1]), s.is_cuda)
                 scores[i], order = torch.cat([scores[i], value], dim=1).topk(k, dim=1)
                 column += start + j.start
                 indices[i] = torch.cat([indices[i], column], dim=1).gather(1, order)
 
     columns.visit(keep_best)
     return scores, indices.masked_fill_(scores == -torch.inf, -1)
+
+
+def best(s: Tensor, k: int, by_chunks: bool) -> tuple[Tensor, Tensor]:
+    """`s.topk(k, dim=1)`, reading most of s (m, n) only once.
+
+    With `by_chunks`: a row's k best are in k of its chunks, those whose largest are. For a GPU,
+    where torch's selection goes over all of s several times and the product is quick; on the CPU
+    the product takes ten times as long as either.
+    """
+    n = s.shape[1]
+    if not by_chunks or n < 4 * k * CHUNK:
+        value, column = s.topk(k, dim=1)
+        return value, column
+    whole = n // CHUNK * CHUNK
+    chunks = s[:, :whole].unflatten(1, (-1, CHUNK))
+    tops = chunks.amax(2).topk(k, dim=1).indices
+    kept = chunks.gather(1, tops[:, :, None].expand(-1, -1, CHUNK)).flatten(1)
+    value, at = torch.cat([kept, s[:, whole:]], dim=1).topk(k, dim=1)
+    inside = tops.gather(1, (at // CHUNK).clamp(max=k - 1)) * CHUNK + at % CHUNK
+    return value, torch.where(at < k * CHUNK, inside, at - k * CHUNK + whole)
 
 
 class _Columns:
