@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,17 @@ def test_every_reason_comes_at_once_and_nothing_is_written(
         "  - model",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_compiler_for_torch_compile(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++ -O1")
+    with pytest.raises(UsageError, match=r"torchcompile: .* no /nowhere/c\+\+ \(CXX names"):
+        prepare(make_config(tmp_path / "run", torchcompile=True))
+    prepare(make_config(tmp_path / "run"))
+    monkeypatch.setenv("CXX", f"{sys.executable} --flag")  # any program will do
+    prepare(make_config(tmp_path / "run", torchcompile=True))
 
 
 def test_a_batch_larger_than_the_data(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,7 +58,7 @@ def prepare(config: TrainConfig, world: World | None = None) -> Setup:
 
 
 def _prepare(config: TrainConfig, world: World) -> Setup:
-    reasons = problems(config)
+    reasons = problems(config) + compiler_problems(config, world.device)
     if not reasons and world.main:
         reasons += folder_problems(config)
     dataset = _attempt(reasons, lambda: open_data(config))
@@ -115,6 +118,21 @@ def folder_problems(config: TrainConfig) -> list[str]:
     if begun and "config.toml" not in begun:
         return [f"resume: {folder} has {begun[0]} but no config.toml"]
     return _differences(config) if begun else []
+
+
+def compiler_problems(config: TrainConfig, device: torch.device) -> list[str]:
+    """Why torch.compile, which is to be used, would fail at the first step."""
+    if not config.torchcompile:
+        return []
+    on_gpu = device.type == "cuda"
+    variable, usual = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
+    wanted = tuple(shlex.split(os.environ.get(variable, ""))[:1]) or usual
+    if any(map(shutil.which, wanted)):
+        return []
+    return [
+        f"torchcompile: torch.compile needs a compiler, and there is no {' or '.join(wanted)}"
+        f" ({variable} names another one)"
+    ]
 
 
 def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
