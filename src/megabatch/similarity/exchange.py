@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megabatch.errors import CommunicationError
+from megabatch.similarity import hosts
 
 LOCAL = "local"
 
@@ -21,8 +21,6 @@ c10d: Any = distributed_c10d  # its annotations differ from one torch to the nex
 
 #: Bytes of a rank's terms in a handshake.
 TERMS = 1024
-
-_controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 def group_name(group: object) -> str:
@@ -85,11 +83,8 @@ def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -
     group = resolve(name)
     head = struct.Struct(f"{len(numbers)}q")
     text = terms.encode()[:TERMS].ljust(TERMS)
-    mine = torch.frombuffer(bytearray(text + head.pack(*numbers).ljust(64)), dtype=torch.uint8)
-    table = [torch.empty_like(mine) for _ in range(group.size())]
     with _failures_of(f"{_operation(terms)}: before the first transfer, rank {dist.get_rank()}"):
-        _control(group, device).allgather([table], [mine]).wait()
-    shown = [bytes(row.numpy()) for row in table]
+        shown = hosts.line(group, device).gather(text + head.pack(*numbers).ljust(64))
     if any(row[:TERMS] != text for row in shown):
         raise ValueError(_disagreement(group, [row[:TERMS].decode().strip() for row in shown]))
     return [list(head.unpack_from(row, TERMS)) for row in shown]
@@ -205,24 +200,6 @@ def _failures_of(what: str) -> Iterator[None]:
 
 def _operation(terms: str) -> str:
     return terms.split(",", 1)[0]
-
-
-def _control(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What connects the group's hosts: its own backend for the CPU, else one made once.
-
-    With it a handshake need not wait for what the device has queued. It bypasses `new_group`,
-    whose counter of groups must be the same on all ranks of the world, members or not.
-    """
-    if group not in _controls:
-        cpu = torch.device("cpu")
-        if cpu in group._device_types:
-            _controls[group] = group._get_backend(cpu)
-        else:
-            options = getattr(group._get_backend(device), "options", None)
-            timeout = getattr(options, "_timeout", c10d.default_pg_timeout)
-            store = dist.PrefixStore("megabatch", c10d._get_process_group_store(group))
-            _controls[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
-    return _controls[group]
 
 
 def _disagreement(group: dist.ProcessGroup, shown: list[str]) -> str:

@@ -111,28 +111,3 @@ def test_processes_that_disagree_are_told_before_any_transfer(world: World) -> N
         assert words[1] not in before
     # and the group is as usable as before
     similarity.logsumexp(x(), x())
-
-
-@on_processes(3)
-def test_a_group_without_a_backend_for_the_cpu_gets_one(world: World) -> None:
-    whole = dist.group.WORLD
-    cpu = torch.device("cpu")
-
-    class Accelerated:
-        """Looks like an NCCL group of the same processes."""
-
-        _device_types = (torch.device("cuda"),)
-        rank, size = whole.rank, whole.size
-        _get_backend = staticmethod(lambda device: whole._get_backend(cpu))
-
-    group, device = Accelerated(), torch.device("cuda")
-    with pytest.MonkeyPatch.context() as patch:
-        store = exchange.c10d._get_process_group_store(whole)
-        patch.setattr(exchange.c10d, "_get_process_group_store", lambda group: store)
-        control = exchange._control(group, device)
-        assert exchange._control(group, device) is control
-    assert control is not whole._get_backend(cpu)
-    assert control.options._timeout == whole._get_backend(cpu).options._timeout
-    rows = [torch.empty(1) for _ in range(3)]
-    control.allgather([rows], [torch.tensor([float(world.rank)])]).wait()
-    assert torch.cat(rows).tolist() == [0, 1, 2]
