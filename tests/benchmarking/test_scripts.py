@@ -84,6 +84,16 @@ def test_late_decoding_gives_the_same_images(tmp_path: Path) -> None:
     assert min(r["peak_bytes"] for r in (early, late, undecoded)) > 0
 
 
+def test_handshakes_by_sockets_and_by_gloo(tmp_path: Path) -> None:
+    output = tmp_path / "h.json"
+    run("handshake.py", "--calls=20", f"--output={output}")
+    content = json.loads(output.read_text())
+    assert content["kinds"] == {"sockets": "SocketLine", "gloo": "GlooLine"}
+    assert content["processes"] == 2
+    times = content["microseconds"]
+    assert all(0 < t["min"] <= t["median"] <= t["max"] for t in times.values())
+
+
 def test_throughput_beside_openclip(tmp_path: Path) -> None:
     output = tmp_path / "t.json"
     model = SCRIPTS.parent / "tests/models/megabatch-test-tiny.json"

@@ -63,8 +63,8 @@ class RememberedTokens:
 class CaptionsByIndex:
     """Tokens and ids of a data set's captions, by index once they are known.
 
-    Looked up by text, 32,768 captions took 60 ms of Python, which threads that give the GPU its
-    work wait for; so they take 3 ms.
+    Looked up by text in each epoch they would take as long as the images take to be copied, all of
+    it in Python, which the threads that give the GPU its work would wait for.
     """
 
     def __init__(self, dataset: ArrayDataset, tokens: RememberedTokens) -> None:

@@ -110,8 +110,10 @@ class ClipLoss(nn.Module):
             terms="no weights" if weights is None else "weights",
         )
         assert columns is not None
-        if paired and not self.label_smoothing:
+        if paired:
             losses = paired_losses(rows, columns)
+            if self.label_smoothing:  # as in `_losses`, of one positive
+                losses = losses + self.label_smoothing * (rows[2] + columns[2])
         else:
             losses = self._losses(split_of(rows)) + self._losses(split_of(columns))
         mean = global_mean(losses, self.group, weights, name="image_features", batch=batch)

@@ -75,7 +75,9 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
         if device == "cpu":
             block, side = _block_on_cpu(x, y, limit)
         else:
-            seen = len(y) if ranks == 1 or args[1] is None else ranks * _round(x, ranks)
+            seen = len(y)  # columns at once
+            if ranks > 1 and args[1] is not None:
+                seen = ranks * _round(x, ranks) or min(ring.piece_rows(x), len(x))
             block, side = _block_on_gpu(x, seen, y is x, limit)
         block += 0 if device == "cpu" else _padded(x, args[1])
         travelling = _travelling(x, args[1], ranks, kept=kind != "softplus_sum")
@@ -126,10 +128,10 @@ def _travelling(x: Tensor, y: Tensor | None, ranks: int, *, kept: bool) -> int:
     if ranks == 1:
         return 0
     width, own, item = x.shape[1], x.element_size(), accumulator_dtype(x.dtype).itemsize
-    if y is None:  # two pieces of features and three of gradients around the ring
+    rows = _round(x, ranks)
+    if y is None or rows == 0:  # two pieces of features and three of gradients around the ring
         return min(ring.piece_rows(x), len(x)) * width * (2 * own + 3 * item)
     # Two rounds, if there are so many, of everyone's features and gradients; sums that come home.
-    rows = _round(x, ranks)
     # In one round features stay for the backward pass, and take the place that the gradients of
     # both sides, made last, are counted for.
     if rows == len(x):
@@ -138,7 +140,7 @@ def _travelling(x: Tensor, y: Tensor | None, ranks: int, *, kept: bool) -> int:
 
 
 def _round(x: Tensor, ranks: int) -> int:
-    """Rows of each rank that are gathered at once."""
+    """Rows of each rank that are gathered at once; 0 where they travel the ring."""
     return ring.round_rows(len(x), ranks * x.shape[1] * x.element_size())
 
 

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from megabatch.errors import CommunicationError
 from megabatch.similarity import hosts
+from megabatch.similarity.hosts import c10d
 
 LOCAL = "local"
-
-c10d: Any = distributed_c10d  # its annotations differ from one torch to the next
 
 #: Bytes of a rank's terms in a handshake.
 TERMS = 1024

@@ -22,11 +22,11 @@ from megabatch.similarity.fused import (
     forward,
     kept,
     merge,
+    paired,
     ranking,
     ranks,
     settle,
     sigmoid,
-    softplus,
 )
 
 POINTERS = {
@@ -85,8 +85,8 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "count": (ranks.ranks, "bf16", 4, TILE | ABSENT | COUNT | {"IDS": False}),
     "count, ids": (ranks.ranks, "fp16", 8, TILE | COUNT | {"IDS": True}),
     "combine": (merge.combine, "bf16", 4, {"KINDS": 2, "FINISH": False, "B": 256}),
-    "pairs": (softplus.losses, "bf16", 4, {"B": 256}),
-    "pairs, gradients": (softplus.gradients, "bf16", 4, {"B": 256}),
+    "pairs": (paired.losses, "bf16", 4, {"B": 256}),
+    "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "keep": (kept.keep, "fp16", 4, ROWS),
     "release": (kept.release, "fp16", 4, ROWS),
 }

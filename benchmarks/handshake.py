@@ -1,0 +1,77 @@
+"""How long the hosts of several processes take to tell each other a few bytes: sockets, Gloo.
+
+    python benchmarks/handshake.py --output benchmarks/results/handshake.json
+
+Before its first transfer a loss over several processes does this once: see
+`megabatch.similarity.hosts`. Processes of one machine, Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megabatch.benchmarking import ranks, records
+from megabatch.similarity import hosts
+
+SIZE = 1088  # bytes, a loss's
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--calls", type=int, default=500, help="of each of five series")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        ranks.start_others(options.processes, [sys.executable, *sys.argv])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=ranks.TIMEOUT)
+    group = dist.group.WORLD
+    assert group is not None
+    cpu = torch.device("cpu")
+    lines: dict[str, hosts.Line] = {
+        "sockets": hosts.line(group, cpu),
+        "gloo": hosts.GlooLine(group._get_backend(cpu), group.size()),
+    }
+    found = {name: microseconds(line, options.calls) for name, line in lines.items()}
+    if group.rank() == 0:
+        content = {
+            "command": records.command_line(options.output) if options.output else "",
+            "machine": records.machine(),
+            "versions": records.versions(),
+            "processes": group.size(),
+            "bytes": SIZE,
+            "kinds": {name: type(line).__name__ for name, line in lines.items()},
+            "microseconds": found,
+        }
+        print(json.dumps(found))
+        if options.output:
+            options.output.write_text(json.dumps(content, indent=1) + "\n")
+    dist.barrier()
+    ranks.leave()
+
+
+def microseconds(line: hosts.Line, calls: int) -> dict[str, float]:
+    """Of one call: the median of five series, and the quickest and slowest of them."""
+    taken = []
+    for _ in range(5):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(calls):
+            line.gather(bytes(SIZE))
+        taken.append(1e6 * (time.perf_counter() - began) / calls)
+    low, middle, high = min(taken), statistics.median(taken), max(taken)
+    return {"median": round(middle, 1), "min": round(low, 1), "max": round(high, 1)}
+
+
+if __name__ == "__main__":
+    main()
