@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch import similarity
-from megabatch.similarity import dense, ranking, sweep
+from megabatch.similarity import dense, sweep
 from tests.similarity.features import MAKERS
 
 
@@ -74,19 +74,6 @@ def test_topk_equals_the_dense_one(m: int, n: int, share: float, block: tuple[in
     torch.testing.assert_close(scores, truth.values, rtol=0, atol=1e-12)
     torch.testing.assert_close((x @ y.T).gather(1, indices), truth.values, rtol=0, atol=1e-12)
     assert all(len(set(row)) == k for row in indices.tolist())
-
-
-@settings(deadline=None, max_examples=60)
-@given(m=st.integers(1, 9), n=st.integers(1, 4000), k=st.integers(1, 6), levels=st.integers(1, 9))
-def test_the_best_by_chunks_are_the_best(m: int, n: int, k: int, levels: int) -> None:
-    k = min(k, n)
-    s = torch.randint(-levels, levels, (m, n)).float()
-    s[torch.rand(m, n) < 0.5] = -torch.inf
-    s[0, torch.randint(n, (2,))] = torch.nan
-    value, column = ranking.best(s, k, True)
-    torch.testing.assert_close(value, s.topk(k, dim=1).values, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(s.gather(1, column), value, rtol=0, atol=0, equal_nan=True)
-    assert all(len(set(row)) == k for row in column.tolist())
 
 
 def test_topk_leaves_out_equal_ids() -> None:

@@ -17,9 +17,6 @@ from megabatch.similarity.ring import Parcel, Ring, Visit
 if TYPE_CHECKING:
     from megabatch.similarity.fused.ranking import FusedScores
 
-#: Columns of which `best` takes the largest first.
-CHUNK = 128
-
 
 @torch.no_grad()
 def ranks(
@@ -104,43 +101,17 @@ def topk(
     columns = _Columns(y, column_ids, group, f"topk, k {k}")
     if not 1 <= k <= columns.number:
         raise ValueError(f"k: expected 1 to {columns.number}, the number of columns, got {k}")
-    rows, step = sweep.block_shape(x)
     scores = x.new_full((x.shape[0], k), -torch.inf, dtype=accumulator_dtype(x.dtype))
     indices = torch.full_like(scores, -1, dtype=torch.int64)
+    blocks = _scores_of(x, row_ids)
 
     def keep_best(start: int, y: Tensor, column_ids: Tensor | None) -> None:
-        pairs = Pairs(row_ids=row_ids, column_ids=column_ids)
-        for i in sweep.strips(x.shape[0], rows):
-            for j, s in _scores(x[i], y, step):
-                if row_ids is not None:
-                    s.masked_fill_(_same(pairs.view(i, j), s), -torch.inf)
-                value, column = best(s, min(k, s.shape[1]), s.is_cuda)
-                scores[i], order = torch.cat([scores[i], value], dim=1).topk(k, dim=1)
-                column += start + j.start
-                indices[i] = torch.cat([indices[i], column], dim=1).gather(1, order)
+        for i, value, column in blocks.best(y, column_ids, k):
+            scores[i], order = torch.cat([scores[i], value], dim=1).topk(k, dim=1)
+            indices[i] = torch.cat([indices[i], column + start], dim=1).gather(1, order)
 
     columns.visit(keep_best)
     return scores, indices.masked_fill_(scores == -torch.inf, -1)
-
-
-def best(s: Tensor, k: int, by_chunks: bool) -> tuple[Tensor, Tensor]:
-    """`s.topk(k, dim=1)`, reading most of s (m, n) only once.
-
-    With `by_chunks`: a row's k best are in k of its chunks, those whose largest are. For a GPU,
-    where torch's selection goes over all of s several times and the product is quick; on the CPU
-    the product takes ten times as long as either.
-    """
-    n = s.shape[1]
-    if not by_chunks or n < 4 * k * CHUNK:
-        value, column = s.topk(k, dim=1)
-        return value, column
-    whole = n // CHUNK * CHUNK
-    chunks = s[:, :whole].unflatten(1, (-1, CHUNK))
-    tops = chunks.amax(2).topk(k, dim=1).indices
-    kept = chunks.gather(1, tops[:, :, None].expand(-1, -1, CHUNK)).flatten(1)
-    value, at = torch.cat([kept, s[:, whole:]], dim=1).topk(k, dim=1)
-    inside = tops.gather(1, (at // CHUNK).clamp(max=k - 1)) * CHUNK + at % CHUNK
-    return value, torch.where(at < k * CHUNK, inside, at - k * CHUNK + whole)
 
 
 class _Columns:
@@ -216,6 +187,20 @@ class Scores:
                 skip = own if ids is None else own | _same(pairs.view(i, j), s)
                 above[i] += _count(~(s <= score[i, None]) & ~skip)
                 equal[i] += _count((s == score[i, None]) & ~skip)
+
+    def best(self, y: Tensor, ids: Tensor | None, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Part after part: its rows, the best scores (rows, k or fewer), and whose they are.
+
+        A part need not hold all columns: the same rows may come again. A pair of equal ids scores
+        -inf, which may belong to no column.
+        """
+        pairs = Pairs(row_ids=self.ids, column_ids=ids)
+        for i in sweep.strips(len(self.x), self.rows):
+            for j, s in _scores(self.x[i], y, self.step):
+                if self.ids is not None:
+                    s.masked_fill_(_same(pairs.view(i, j), s), -torch.inf)
+                value, column = s.topk(min(k, s.shape[1]), dim=1)
+                yield i, value, column + j.start
 
 
 def _scores_of(x: Tensor, ids: Tensor | None) -> Scores | FusedScores:

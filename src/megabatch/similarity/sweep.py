@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -112,9 +113,20 @@ def ordered(x: Tensor, y: Tensor | None, pairs: Pairs) -> IdOrder:
 
 def kernels_available(x: Tensor) -> bool:
     """Whether Triton's kernels run where x is."""
-    if not x.is_cuda or importlib.util.find_spec("triton") is None:
+    if not x.is_cuda or not _triton_installed():
         return False
-    return torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return capability(x.device) >= (8, 0)
+
+
+@functools.cache  # asked several times a step
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache  # torch asks the driver each time: 10 us, ten times a step
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 def fused_available(x: Tensor) -> bool:

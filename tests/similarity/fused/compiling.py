@@ -83,6 +83,8 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "clip, ds, half": (backward.tile, "fp16", 4, TILE | ABSENT | SIDES | HALF),
     "find": (ranks.ranks, "bf16", 4, TILE | ABSENT | FIND),
     "count": (ranks.ranks, "bf16", 4, TILE | ABSENT | COUNT | {"IDS": False}),
+    "scores": (ranks.scores, "bf16", 8, TILE | ABSENT | {"GROUP": ranking.GROUP, "IDS": False}),
+    "scores, ids": (ranks.scores, "fp16", 8, TILE | {"GROUP": ranking.GROUP, "IDS": True}),
     "count, ids": (ranks.ranks, "fp16", 8, TILE | COUNT | {"IDS": True}),
     "combine": (merge.combine, "bf16", 4, {"KINDS": 2, "FINISH": False, "B": 256}),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
@@ -99,7 +101,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     box = f"tensordesc<{dtype}[128, 64]>"
     features = {"x": box, "y": box, "ds": f"tensordesc<{dtype}[128, 128]>"}
     features |= dict.fromkeys(("features", "kept"), f"*{dtype}")
-    features["out"] = "*fp32" if kernel is merge.combine else f"*{dtype}"
+    features["out"] = "*fp32" if kernel in (merge.combine, ranks.scores) else f"*{dtype}"
     kinds = features | POINTERS | (STACKS if name.startswith("pairs") else {})
     kinds |= dict.fromkeys(constants, "constexpr")
     signature = {key: kinds.get(key, "i32") for key in names}

@@ -47,7 +47,7 @@ def test_the_sigmoid_kernels() -> None:
 
 
 def test_the_ranks_kernel() -> None:
-    found = compiled(("find@90", "count@90", "count, ids@90", "count@80"))
+    found = compiled(("find@90", "count@90", "count, ids@90", "count@80", "scores@90", "scores@80"))
     for name, taken in found.items():
         assert 2 * (taken["shared"] + BESIDE) <= (SHARED if name.endswith("90") else 164 << 10)
         assert taken.get("stack", 0) <= (64 if name.endswith("90") else 512), found

@@ -34,7 +34,11 @@ def assert_equal(ours: list[Tensor], truth: list[Tensor], tolerance: float = 0.0
 def test_a_compiled_step_has_no_graph_break_and_the_same_gradients() -> None:
     loss, inputs = mb.ClipLoss(), make()
     compiled = torch.compile(lambda *a: loss(*a), fullgraph=True)
-    assert_equal(gradients(compiled, inputs), gradients(loss, inputs), 1e-5)
+    ours, truth = gradients(compiled, inputs), gradients(loss, inputs)
+    assert_equal(ours[::3], truth[::3], 1e-5)  # the loss, the scale's gradient: float32
+    # What torch.compile makes of the pairs' losses differs in float32's last bits: a feature's
+    # gradient may be rounded to the neighbour in bfloat16.
+    assert_equal(ours[1:3], truth[1:3], 2**-7)
 
 
 def test_operators_are_registered_in_full() -> None:

@@ -1,9 +1,11 @@
-"""Ranks by the fused kernel: on a GPU, else in Triton's interpreter."""
+"""Ranks and the best columns by fused kernels: on a GPU, else in Triton's interpreter."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
@@ -11,6 +13,7 @@ from megabatch.similarity import dense, sweep
 from tests.similarity.features import MAKERS
 
 pytest.importorskip("triton")
+from megabatch.similarity.fused import ranking
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
@@ -93,3 +96,60 @@ def test_nobody_ranks_among_no_rows() -> None:
     x, y = whole_numbers("random", 3, 5, 8, torch.float16)
     above, equal = similarity.ranks(x[:0], y, torch.zeros(0, dtype=torch.int64, device=DEVICE))
     assert above.shape == equal.shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "d", "k", "widest", "rows"),
+    [(130, 300, 64, 3, 65_536, 4096), (300, 1300, 20, 1, 1024, 128), (1, 1, 8, 1, 1024, 128),
+     (140, 257, 7, 257, 128, 128), (5, 1500, 16, 2, 1024, 128)],
+)  # fmt: skip
+def test_topk_equals_the_dense_one(
+    m: int,
+    n: int,
+    d: int,
+    k: int,
+    widest: int,
+    rows: int,
+    with_ids: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranking, "WIDEST", widest)
+    monkeypatch.setattr(sweep, "workspace", lambda like: rows * min(widest, 1408) * 4 * 4 // 3)
+    x, y = whole_numbers("random", m, n, d, dtype)
+    ids = (torch.randint(-1, 3, (m,)), torch.randint(-1, 3, (n,))) if with_ids else None
+    ids = ids and (ids[0].to(DEVICE), ids[1].to(DEVICE))
+    scores, indices = similarity.topk(x, y, k, ids=ids)
+    truth = x.float() @ y.float().T
+    if ids is not None:
+        same = (ids[0][:, None] == ids[1][None, :]) & (ids[0] >= 0)[:, None]
+        truth = truth.masked_fill(same, -torch.inf)
+    assert torch.equal(scores, truth.topk(k, dim=1).values)
+    missing = scores == -torch.inf
+    assert torch.equal(indices == -1, missing)
+    assert torch.equal(truth.gather(1, indices.clamp(min=0))[~missing], scores[~missing])
+    for row in indices.tolist():
+        present = [i for i in row if i >= 0]
+        assert len(set(present)) == len(present)
+
+
+def test_topk_loses_no_nan() -> None:
+    x, y = whole_numbers("random", 4, 1500, 16, torch.float16)
+    y[700] = torch.nan
+    scores, indices = similarity.topk(x, y, 2)
+    assert scores[:, 0].isnan().all()
+    assert (indices[:, 0] == 700).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(m=st.integers(1, 9), tiles=st.integers(1, 32), k=st.integers(1, 6), levels=st.integers(1, 9))
+def test_the_best_by_chunks_are_the_best(m: int, tiles: int, k: int, levels: int) -> None:
+    s = torch.randint(-levels, levels, (m, tiles * 128)).float()
+    s[torch.rand(s.shape) < 0.5] = -torch.inf
+    tops = s.unflatten(1, (-1, 128)).amax(2)
+    value, column = ranking._best(s, tops, k)
+    assert torch.equal(value, s.topk(k, dim=1).values)
+    assert torch.equal(s.gather(1, column), value)
+    assert all(len(set(row)) == k for row in column.tolist())

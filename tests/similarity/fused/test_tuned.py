@@ -42,7 +42,7 @@ class Features:
 def _on_some_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuned, "_gpu_name", lambda index: "Some GPU")
     monkeypatch.setattr(tuned, "_triton_version", lambda: "3.6.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(configs, "capability", lambda device: (9, 0))
 
 
 @pytest.mark.usefixtures("_on_some_gpu")

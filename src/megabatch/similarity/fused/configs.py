@@ -12,6 +12,7 @@ import torch
 
 from megabatch.similarity.fused import tuned
 from megabatch.similarity.fused.tuned import Config
+from megabatch.similarity.sweep import capability
 
 
 def forward_config(x: torch.Tensor) -> Config:
@@ -49,7 +50,7 @@ def _elsewhere(config: Config, x: torch.Tensor) -> Config:
 
 
 def _generation(x: torch.Tensor) -> int:
-    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
+    return capability(x.device)[0] if x.is_cuda else 0
 
 
 def _narrow(config: Config, x: torch.Tensor) -> Config:

@@ -1,16 +1,27 @@
-"""Ranks on one GPU: each row's target is found, and the others held against it, in tiles."""
+"""Ranks and the best columns on one GPU, in tiles.
+
+Ranks: each row's target is found, and the others held against it. The best: a block of scores is
+written with the largest of each 128 columns, and only the k chunks that have the largest of those
+are selected from. torch's selection goes over all that it is given several times.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
+from megabatch.similarity import sweep
 from megabatch.similarity.fused.configs import forward_config
-from megabatch.similarity.fused.cuts import TILE, cdiv
-from megabatch.similarity.fused.ranks import ranks
+from megabatch.similarity.fused.cuts import TILE, cdiv, parts
+from megabatch.similarity.fused.ranks import ranks, scores
 from megabatch.similarity.fused.sides import aligned, new_descriptor
 
 #: Tiles of columns that a program goes through, and tiles of rows whose programs run together.
 PART, GROUP = 8, 16
+#: Columns of a block of scores: the more, the smaller the share of them that is selected from.
+WIDEST = 65_536
 
 
 class FusedScores:
@@ -58,3 +69,45 @@ class FusedScores:
             BM=TILE, BN=TILE, BK=config.bk, PART=PART, GROUP=GROUP, FIND=above is None,
             IDS=ids is not None, num_warps=self.warps, num_stages=config.stages,
         )  # fmt: skip
+
+    def best(self, y: Tensor, ids: Tensor | None, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Part after part: its rows, the best scores and whose they are; see `ranking.Scores`."""
+        y, config = aligned(y), self.config
+        ids = None if ids is None else ids.contiguous()
+        (m, d), n = self.x.shape, len(y)
+        if m == 0 or n == 0:
+            return
+        out = self.x.new_empty(_block(m, n, sweep.workspace(self.x)), dtype=torch.float32)
+        tops = out.new_empty(len(out), out.shape[1] // TILE)
+        descriptors = new_descriptor(self.x, config.bk), new_descriptor(y, config.bk)
+        for i in parts(m, len(out)):
+            for j in parts(n, out.shape[1]):
+                rows, columns = i.stop - i.start, j.stop - j.start
+                tiles = cdiv(columns, TILE)
+                scores[(cdiv(rows, TILE) * tiles,)](
+                    *descriptors, out, tops, None if ids is None else self.ids, ids,
+                    i.start, j.start, rows, columns, d, out.stride(0), tops.stride(0),
+                    BM=TILE, BN=TILE, BK=config.bk, GROUP=GROUP, IDS=ids is not None,
+                    num_warps=8, num_stages=config.stages,  # 4 spill 1.4 kB a thread
+                )  # fmt: skip
+                block = out[:rows, : tiles * TILE], tops[:rows, :tiles]
+                value, column = _best(*block, min(k, columns))
+                yield i, value, column + j.start
+
+
+def _block(m: int, n: int, workspace: int) -> tuple[int, int]:
+    """Rows and columns of a block of scores; a quarter of the workspace is the selection's."""
+    columns = min(cdiv(n, TILE) * TILE, WIDEST)
+    rows = workspace * 3 // 4 // (4 * columns * TILE) * TILE
+    return min(max(TILE, rows), m), columns
+
+
+def _best(s: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`s.topk(k, dim=1)` of scores (m, n) whose tiles' largest are `tops` (m, n / TILE)."""
+    if 4 * k * TILE > s.shape[1]:
+        value, column = s.topk(k, dim=1)
+        return value, column
+    chunks = tops.topk(k, dim=1).indices
+    kept = s.unflatten(1, (-1, TILE)).gather(1, chunks[:, :, None].expand(-1, -1, TILE)).flatten(1)
+    value, at = kept.topk(k, dim=1)
+    return value, chunks.gather(1, at // TILE) * TILE + at % TILE

@@ -1,4 +1,4 @@
-"""The kernel of `ranking`."""
+"""The kernels of `ranking`: `ranks` counts scores, `scores` writes them for a selection."""
 
 from __future__ import annotations
 
@@ -69,3 +69,45 @@ def ranks(
     if not FIND:
         tl.atomic_add(above + i, higher.to(tl.int64), mask=i < m, sem="relaxed")
         tl.atomic_add(equal + i, alike.to(tl.int64), mask=i < m, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["row_start", "column_start", "m", "n"])
+def scores(
+    x,
+    y,
+    out,
+    tops,
+    row_ids,
+    column_ids,
+    row_start,
+    column_start,
+    m,
+    n,
+    d,
+    out_stride,
+    tops_stride,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    """out = x @ y.T of a block of m rows and n columns; tops[i, tile] = largest of row i there.
+
+    -inf where ids are equal and past n, up to a whole tile. A NaN counts as inf in `tops`, so that
+    no selection by them passes over it.
+    """
+    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
+    i = ti * BM + tl.arange(0, BM)
+    j = tj * BN + tl.arange(0, BN)
+    s = logits_tile(x, y, row_start + ti * BM, column_start + tj * BN, d, BM, BN, BK)
+    wanted = (i < m)[:, None] & (j < n)[None, :]
+    if IDS:
+        own = tl.load(row_ids + row_start + i, mask=i < m, other=-1)
+        others = tl.load(column_ids + column_start + j, mask=j < n, other=-1)
+        wanted = wanted & ~((own[:, None] == others[None, :]) & (own >= 0)[:, None])
+    s = tl.where(wanted, s, float("-inf"))
+    rows = i.to(tl.int64)
+    tl.store(out + (rows * out_stride)[:, None] + j[None, :], s, mask=(i < m)[:, None])
+    largest = tl.max(tl.where(s != s, float("inf"), s), 1)
+    tl.store(tops + rows * tops_stride + tj, largest, mask=i < m)
