@@ -33,9 +33,11 @@ STYLES = {
     "megabatch": ("#d62728", "o"),
     "megabatch-compiled": ("#ff9896", "o"),
     "megabatch-graph": ("#e377c2", "o"),
+    "megabatch-captured": ("#7b4173", "o"),
     "dense": ("#1f77b4", "s"),
     "dense-compiled": ("#17becf", "s"),
     "dense-graph": ("#1f3b73", "s"),
+    "dense-captured": ("#393b79", "s"),
     "openclip": ("#7f7f7f", "D"),
     "liger": ("#2ca02c", "^"),
     "memeff": ("#9467bd", "v"),
@@ -44,7 +46,7 @@ STYLES = {
     "siglip-kernel": ("#e8a000", "P"),
     "general": ("#ff9896", "o"),
 }
-LINES = {"-compiled": "--", "-graph": ":"}
+LINES = {"-compiled": "--", "-graph": ":", "-captured": "-."}
 TITLES = {"clip": "CLIP's loss", "siglip": "SigLIP's loss"}
 FIGURES = {
     "time": ("ms", 1.0, "forward + backward, ms"),

@@ -32,7 +32,7 @@ CLIP_PEERS = (
     *("liger", "memeff", "cut-cross-entropy", "inf-cl"),
 )
 #: Where the host's launches take longer than the GPU's work.
-GRAPHS = ("megabatch-graph", "dense-graph")
+GRAPHS = ("megabatch-graph", "dense-graph", "megabatch-captured", "dense-captured")
 SIGLIP_PEERS = ("megabatch", "dense", "dense-compiled", "siglip-kernel")
 
 

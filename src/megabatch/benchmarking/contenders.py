@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -141,6 +142,28 @@ def _graph(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
     return lambda: torch.compile(load(), dynamic=False, mode="reduce-overhead")
 
 
+def captured(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
+    """Forward and backward each as one CUDA graph, by torch.cuda.make_graphed_callables."""
+
+    def made() -> LossFunction:
+        loss = load()
+        graphs: dict[object, LossFunction] = {}
+
+        def call(*inputs: Tensor) -> Tensor:
+            key = tuple((t.shape, t.dtype, t.requires_grad) for t in inputs)
+            if key not in graphs:
+                samples = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
+                dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+                with torch.autocast("cuda", dtype, enabled, cache_enabled=False):  # or it refuses
+                    graph: Any = torch.cuda.make_graphed_callables(lambda *a: loss(*a), samples)
+                graphs[key] = graph
+            return graphs[key](*inputs)
+
+        return call
+
+    return made
+
+
 def _by_name(*contenders: Contender) -> dict[str, Contender]:
     return {contender.name: contender for contender in contenders}
 
@@ -152,9 +175,18 @@ CLIP = Loss(
         Contender("megabatch-keeping", "with a workspace of 1.125 GiB", _megabatch_keeping),
         Contender("megabatch-compiled", "under torch.compile", _compiled(_megabatch), cuda=True),
         Contender("megabatch-graph", "compiled to CUDA graphs", _graph(_megabatch), cuda=True),
+        Contender(
+            "megabatch-captured", "in a CUDA graph each way", captured(_megabatch), cuda=True
+        ),
         Contender("dense", "one matrix, two cross-entropies", _dense),
         Contender("dense-compiled", "under torch.compile", _compiled(_dense), cuda=True),
         Contender("dense-graph", "compiled to CUDA graphs", _graph(_dense), cuda=True),
+        Contender(
+            "dense-captured",
+            "compiled, in a CUDA graph each way",
+            captured(_compiled(_dense)),
+            cuda=True,
+        ),
         Contender("two-products", "as OpenCLIP writes it: two matrices", lambda: two_products),
         Contender(
             "openclip", "open_clip.ClipLoss", peers.openclip, ("open_clip", "open_clip_torch")

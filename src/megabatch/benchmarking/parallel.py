@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.benchmarking.contenders import LossFunction
+from megabatch.benchmarking.contenders import LossFunction, captured
 from megabatch.benchmarking.inputs import PERIOD, Case, features
 from megabatch.benchmarking.ranks import Team
 from megabatch.similarity import gathering, ring
@@ -141,6 +141,10 @@ def _clip(team: Team) -> LossFunction:
     return ClipLoss(group=team.group)
 
 
+def _clip_captured(team: Team) -> LossFunction:
+    return captured(functools.partial(_clip, team))()
+
+
 def _siglip(team: Team) -> LossFunction:
     from megabatch import SigLipLoss
 
@@ -206,6 +210,7 @@ def _siglip_kernel(team: Team) -> LossFunction:
 PARALLEL: dict[str, dict[str, Contender]] = {
     "clip": {
         "megabatch": Contender(_clip),
+        "megabatch-captured": Contender(_clip_captured, cuda=True),
         "megabatch-ring": Contender(_clip, in_turn),
         "megabatch-rounds": Contender(_clip, in_rounds),
         "megabatch-no-overlap": Contender(_clip, without_overlap),
