@@ -63,9 +63,10 @@ def trials(sizes: list[int]) -> Iterator[Trial]:
 
 def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
     for n in sizes:
-        for name in VARIANTS if n > 1 else VARIANTS[:1]:
+        in_full = n > 1 and (loss == "clip" or n == sizes[-1])
+        for name in VARIANTS if in_full else VARIANTS[:1]:
             yield Trial(case(b, name, loss), n)
-        if n > 1 and b >= 4 * WEAK_ROWS:
+        if loss == "clip" and n > 1 and b >= 4 * WEAK_ROWS:
             for name in ("megabatch-rounds", "megabatch-ring"):
                 yield Trial(case(b, name, loss), n)
         if b < WEAK_ROWS:  # where the host's launches take longer than the GPUs' work

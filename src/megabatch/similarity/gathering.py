@@ -7,11 +7,10 @@ and merged, gradients are reduced and scattered. Large shards go in rounds, a pi
 that what is in flight is bounded whatever their size: while one round is computed the next one's
 columns arrive and the gradients of the one before are added up.
 
-The columns of a single round do not hide their arrival behind this rank's own, which were visited
-in two parts around the others': smaller products cost more than that gained (262,144 x 768 on 4
-H200s: 186.4 ms, and 182.7 with every transfer waited for; 65,536 on 2: 23.2 and 23.0;
-benchmarks/results/transfers-4gpu.json). Its gradients come home in two parts, of which the first
-hides behind the computation of the second.
+A round's own transfers do not hide behind parts of its computation. They did: own columns in two
+parts around the others'. Smaller products cost more than that gained (262,144 x 768 on 4 H200s:
+186.4 ms, and 182.7 with every transfer waited for; 65,536 on 2: 23.2 and 23.0;
+benchmarks/results/scaling.json and transfers-4gpu.json).
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ from torch import Tensor
 
 from megabatch.similarity.exchange import Pending, deal, gather, scatter_sum
 from megabatch.similarity.routes import Parcel, Parts, Visit, narrow
-
-#: Of a single round's rows the last so many: their gradients' way home hides behind nothing.
-LAST = 16_384
 
 
 class Place(NamedTuple):
@@ -65,34 +61,29 @@ class Round:
             self.columns[k] = whole.movedim(0, dim).flatten(dim, dim + 1)
         self._pending = {}
 
-    def visits(self, part: slice, found: Tensor | None, parts: Parts | None) -> Iterator[Visit]:
-        """Everyone's columns of a part of these rows, in as few pieces as follow one another."""
-        rank, size, ranks = self.place.rank, self.place.size, self.place.group.size()
-        m = part.stop - part.start
+    def visits(self, found: Tensor | None, parts: Parts | None) -> Iterator[Visit]:
+        """All columns: at once where their rows follow one another, else first this rank's own."""
+        m, rank, size = self.size, self.place.rank, self.place.size
+        home, end = rank * m, self.place.group.size() * m  # places among the columns of this round
         if m == size:
-            yield self._visit(0, ranks * m, 0, _share(found, parts, 0, ranks * m))
-        elif m < self.size:
-            for owner in range(ranks):
-                a, home = owner * self.size + part.start, owner * m
-                start = owner * size + self.rows.start + part.start
-                yield self._visit(a, a + m, start, _share(found, parts, home, home + m))
-        else:
-            home, end = rank * m, ranks * m  # places among the columns of this round
-            own = tuple(piece.tensor for piece in self.pieces)
-            start = rank * size + self.rows.start
-            yield Visit(rank, self.rows, start, own, _share(found, parts, home, home + m))
-            # Rows of several ranks do not follow one another: they begin somewhere before this
-            # rank's rows, or behind them.
-            yield self._visit(0, home, rank * size - home, _share(found, parts, 0, home))
-            after = (rank + 1) * size
-            yield self._visit(home + m, end, after, _share(found, parts, home + m, end))
+            yield self._visit(0, end, 0, found, parts)
+            return
+        own = tuple(piece.tensor for piece in self.pieces)
+        start = rank * size + self.rows.start
+        yield Visit(rank, self.rows, start, own, _share(found, parts, home, home + m))
+        # Rows of several ranks do not follow one another: they begin somewhere before this rank's
+        # rows, or behind them.
+        yield self._visit(0, home, rank * size - home, found, parts)
+        yield self._visit(home + m, end, (rank + 1) * size, found, parts)
 
-    def _visit(self, a: int, b: int, start: int, found: Tensor | None) -> Visit:
+    def _visit(
+        self, a: int, b: int, start: int, found: Tensor | None, parts: Parts | None
+    ) -> Visit:
         cargo = tuple(
             None if whole is None else whole.narrow(piece.dim, a, b - a)
             for whole, piece in zip(self.columns, self.pieces, strict=True)
         )
-        return Visit(None, slice(a, b), start, cargo, found)
+        return Visit(None, slice(a, b), start, cargo, _share(found, parts, a, b))
 
 
 def tour(
@@ -116,21 +107,18 @@ def tour(
         if place.overlap and k + 1 < len(rounds):
             coming.append(Round(place, rounds[k + 1], parcels, None))
         one.wait()
-        for part in _portions(one, parts):
-            size = part.stop - part.start
-            found = None if parts is None else parts.empty(place.group.size() * size)
-            for stop in one.visits(part, found, parts):
-                if stop.size:
-                    visit(stop)
-            if adding is not None:
-                yield _added(*adding)
-                adding = None
-            if parts is not None and found is not None:
-                if parts.merge is not None:
-                    yield rows, parts.merge(_dealt(found, one, parts))
-                else:
-                    home = slice(rows.start + part.start, rows.start + part.stop)
-                    adding = (home, *scatter_sum(found, place.group, place.operation))
+        found = None if parts is None else parts.empty(place.group.size() * one.size)
+        for stop in one.visits(found, parts):
+            if stop.size:
+                visit(stop)
+        if adding is not None:
+            yield _added(*adding)
+            adding = None
+        if parts is not None and found is not None:
+            if parts.merge is not None:
+                yield rows, parts.merge(_dealt(found, one, parts))
+            else:
+                adding = (rows, *scatter_sum(found, place.group, place.operation))
         if not place.overlap:
             if adding is not None:
                 yield _added(*adding)
@@ -139,15 +127,6 @@ def tour(
     if adding is not None:
         yield _added(*adding)
     return one.columns[0] if one is not None and len(rounds) == 1 else None
-
-
-def _portions(one: Round, parts: Parts | None) -> list[slice]:
-    """Rows of a round whose gradients come home while those of the next are computed."""
-    last = (one.size - 1) // LAST * LAST
-    whole = parts is None or parts.merge is not None or one.size < one.place.size
-    if whole or last == 0 or not one.place.overlap:
-        return [slice(0, one.size)]
-    return [slice(0, last), slice(last, one.size)]
 
 
 def _share(found: Tensor | None, parts: Parts | None, a: int, b: int) -> Tensor | None:

@@ -243,22 +243,6 @@ def test_transfers_of_rounds_run_beside_other_rounds_computation(world: World) -
     ring.set_gather(before)
 
 
-@on_processes(2)
-def test_the_last_rows_gradients_are_computed_while_the_others_come_home(world: World) -> None:
-    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
-    for overlap in (True, False):
-        switched = ring.set_overlap(overlap)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gathering, "LAST", 4)
-            rows, columns = similarity.logsumexp(x, y)
-            done = gathered(patch)
-            patch.setattr(sweep.Blocks, "backward", noting(done, "compute", sweep.Blocks.backward))
-            (rows.sum() + columns.sum()).backward()
-        ring.set_overlap(switched)
-        steps = [step for i, step in enumerate(done) if i == 0 or step != done[i - 1]]
-        assert steps == ["gather", *["compute", "scatter_sum"] * (2 if overlap else 1)]
-
-
 @on_processes(3)
 def test_large_unequal_and_symmetric_shards_go_around_the_ring(world: World) -> None:
     x = torch.randn(7, 10)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import ClipLoss, similarity
-from megabatch.similarity import dense, gathering, ring
+from megabatch.similarity import dense, ring
 from megabatch.similarity.statistics import split_and_count
 from tests.similarity.distributed.processes import World, on_processes, shard_sizes
 
@@ -223,20 +223,6 @@ def test_gathering_in_rounds(world: World) -> None:
                 compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
                 compare(world, sizes, sizes, needs=(False, True, True))
             ring.set_overlap(before)
-
-
-@on_processes(2, 4)
-def test_gradients_that_come_home_in_two_parts(world: World) -> None:
-    for size in (5, 8):
-        sizes = [size] * world.size
-        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-        for last in (3, 4):  # the last part may be smaller
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gathering, "LAST", last)
-                compare(world, sizes, sizes)
-                compare(world, sizes, sizes, ids=ids)
-                compare(world, [3] * world.size, sizes, ids=(some_ids(3 * world.size), ids[1]))
-                compare(world, sizes, sizes, needs=(False, True, True))
 
 
 @on_processes(2, 3)

@@ -59,6 +59,14 @@ def test_activation_checkpointing() -> None:
     assert_equal(again, gradients(loss, inputs))
 
 
+def test_graphed_callables_compute_the_same() -> None:
+    loss, sample = mb.ClipLoss(), [t.detach().requires_grad_() for t in make()]
+    graphed = torch.cuda.make_graphed_callables(lambda *a: loss(*a), tuple(sample))
+    for _ in range(2):
+        inputs = make()
+        assert_equal(gradients(graphed, inputs), gradients(loss, inputs))
+
+
 def test_a_cuda_graph_replays_forward_and_backward() -> None:
     loss, inputs = mb.ClipLoss(), make()
     static = [t.detach().clone().requires_grad_() for t in inputs]
