@@ -32,6 +32,9 @@ MIB = 2**20
 VARIANTS = ("megabatch", "megabatch-no-overlap", "megabatch-no-transfers")
 #: Rows of one GPU: weak scaling; the paper's 4M pairs on 8 GPUs.
 WEAK_ROWS, MEMORY_ROWS = 65_536, 524_288
+#: Seconds that calls of 0.2 to 0.7 s are repeated for: over less, they are at different moments of
+#: a GPU's swing around its power limit (4 H200s: 179 to 191 ms from one call to the next).
+LONG = 3.0
 
 
 def case(b: int, contender: str = "megabatch", loss: str = "clip") -> Case:
@@ -64,8 +67,9 @@ def trials(sizes: list[int]) -> Iterator[Trial]:
 def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
     for n in sizes:
         in_full = n > 1 and (loss == "clip" or n == sizes[-1])
+        seconds = LONG if loss == "clip" and b >= 4 * WEAK_ROWS else 1.0
         for name in VARIANTS if in_full else VARIANTS[:1]:
-            yield Trial(case(b, name, loss), n)
+            yield Trial(case(b, name, loss), n, seconds)
         if loss == "clip" and n > 1 and b >= 4 * WEAK_ROWS:
             for name in ("megabatch-rounds", "megabatch-ring"):
                 yield Trial(case(b, name, loss), n)

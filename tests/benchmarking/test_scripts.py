@@ -94,6 +94,17 @@ def test_handshakes_by_sockets_and_by_gloo(tmp_path: Path) -> None:
     assert all(0 < t["min"] <= t["median"] <= t["max"] for t in times.values())
 
 
+def test_ranking_both_ways(tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    words = "--rows", "250", "20", "--width=8", "--device=cpu"
+    run("ranking.py", *words, f"--output={output}")
+    made = json.loads(output.read_text())["records"]
+    names = ["ranks", "ranks, ids", "topk 1", "topk 10", "topk 50", "topk 200", "topk 10, ids"]
+    assert [r["function"] for r in made if r["rows"] == 250] == names
+    assert {"topk 50", "topk 200"}.isdisjoint(r["function"] for r in made if r["rows"] == 20)
+    assert all(r["different"] == 0 and r["ms"] > 0 and r["blocks_ms"] > 0 for r in made)
+
+
 def test_throughput_beside_openclip(tmp_path: Path) -> None:
     output = tmp_path / "t.json"
     model = SCRIPTS.parent / "tests/models/megabatch-test-tiny.json"

@@ -89,7 +89,10 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
             return block + row * gradients + travelling
         if args[1] is None or ranks > 1:  # one accumulator of all rows
             product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
-            return block + row * len(x) + product + travelling
+            passing = block + product + travelling
+            if device != "cpu" and args[1] is not None and _round(x, ranks) < len(x):
+                passing = max(0, passing - x.nbytes)  # x's gradient is made when these are gone
+            return row * len(x) + passing
         pulls = 0 if device == "cpu" else 20 * (len(x) + len(y))
         # Of all columns, and of a strip of rows.
         return block + row * (len(y) + min(side, len(x))) + pulls
