@@ -70,7 +70,7 @@ def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
         seconds = LONG if loss == "clip" and b >= 4 * WEAK_ROWS else 1.0
         for name in VARIANTS if in_full else VARIANTS[:1]:
             yield Trial(case(b, name, loss), n, seconds)
-        if loss == "clip" and n > 1 and b >= 4 * WEAK_ROWS:
+        if in_full and b >= 4 * WEAK_ROWS:
             for name in ("megabatch-rounds", "megabatch-ring"):
                 yield Trial(case(b, name, loss), n)
         if b < WEAK_ROWS:  # where the host's launches take longer than the GPUs' work
