@@ -7,10 +7,10 @@ and merged, gradients are reduced and scattered. Large shards go in rounds, a pi
 that what is in flight is bounded whatever their size: while one round is computed the next one's
 columns arrive and the gradients of the one before are added up.
 
-A round's own transfers do not hide behind parts of its computation. They did: own columns in two
-parts around the others'. Smaller products cost more than that gained (262,144 x 768 on 4 H200s:
-186.4 ms, and 182.7 with every transfer waited for; 65,536 on 2: 23.2 and 23.0;
-benchmarks/results/scaling.json and transfers-4gpu.json).
+A round's own transfers do not hide behind parts of its computation. Own columns in two parts around
+the others', and gradients that come home in two parts, took as long as with every transfer waited
+for (benchmarks/results/transfers-4gpu.json, scaling-two-parts.json): NCCL's kernels take from the
+computation what they hide.
 """
 
 from __future__ import annotations
