@@ -113,11 +113,10 @@ class ClipLoss(nn.Module):
         if paired:
             losses = paired_losses(rows, columns)
             if self.label_smoothing:  # as in `_losses`, of one positive
-                losses = losses + self.label_smoothing * (rows[2] + columns[2])
+                losses = losses + self.label_smoothing * (rows[2] + columns[2]) / 2
         else:
-            losses = self._losses(split_of(rows)) + self._losses(split_of(columns))
-        mean = global_mean(losses, self.group, weights, name="image_features", batch=batch)
-        loss = mean / 2
+            losses = (self._losses(split_of(rows)) + self._losses(split_of(columns))) / 2
+        loss = global_mean(losses, self.group, weights, name="image_features", batch=batch)
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)
         return {"contrastive_loss": loss} if output_dict else loss

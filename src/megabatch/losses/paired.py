@@ -11,7 +11,7 @@ from megabatch.similarity.operators import operator, ops
 
 
 def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
-    """Sum of -log p of each pair along its row and along its column, (m,).
+    """Mean of -log p of each pair along its row and along its column, (m,).
 
     Args:
         rows, columns: (4, m), what `Split` has of either side; a pair's one positive is its own.
@@ -23,7 +23,7 @@ def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
 
 def _expression(rows: Tensor, columns: Tensor) -> Tensor:
     near = minus_log_probability(rows[2], rows[0])
-    return near + minus_log_probability(columns[2], columns[0])
+    return (near + minus_log_probability(columns[2], columns[0])) / 2
 
 
 @operator("paired_losses")
@@ -34,7 +34,8 @@ def _paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
     from megabatch.similarity.fused import paired  # Triton, where it is needed
 
     out = rows.new_empty(rows.shape[1])
-    paired.paired_losses(rows, columns, out)
+    with torch.cuda.device_of(rows):
+        paired.paired_losses(rows, columns, out)
     return out
 
 
@@ -51,10 +52,11 @@ def _paired_losses_backward(
     if _by_kernel(rows):
         from megabatch.similarity.fused import paired
 
-        paired.paired_gradients(rows, columns, gradient, drows, dcolumns)
+        with torch.cuda.device_of(rows):
+            paired.paired_gradients(rows, columns, gradient, drows, dcolumns)
         return drows, dcolumns
     for out, stack in ((drows, rows), (dcolumns, columns)):
-        torch.mul(gradient, torch.sigmoid(stack[0] - stack[2]), out=out[0])
+        torch.mul(gradient / 2, torch.sigmoid(stack[0] - stack[2]), out=out[0])
         torch.neg(out[0], out=out[2])
         out[1::2] = 0
     return drows, dcolumns

@@ -48,6 +48,9 @@ def global_mean(
         if not torch.compiler.is_compiling():
             _check_count(int(batch), name)
         return values.sum() * (rank_and_size(group)[1] / batch.to(values.dtype))
+    if weights is None and not group_name(group):
+        _check_count(values.shape[0], name)
+        return values.mean()
     total = values.sum() if weights is None else (weights * values).sum()
     return share_of_mean(total, values.shape[0], group, weights, name=name)
 

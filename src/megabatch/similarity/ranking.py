@@ -66,8 +66,9 @@ def ranks(
     def count(start: int, y: Tensor, column_ids: Tensor | None) -> None:
         scores.count(y, target - start, score, column_ids, above, equal)
 
-    columns.visit(find)
-    columns.visit(count)
+    with torch.cuda.device_of(x):
+        columns.visit(find)
+        columns.visit(count)
     return above, equal
 
 
@@ -110,7 +111,8 @@ def topk(
             scores[i], order = torch.cat([scores[i], value], dim=1).topk(k, dim=1)
             indices[i] = torch.cat([indices[i], column + start], dim=1).gather(1, order)
 
-    columns.visit(keep_best)
+    with torch.cuda.device_of(x):
+        columns.visit(keep_best)
     return scores, indices.masked_fill_(scores == -torch.inf, -1)
 
 

@@ -92,6 +92,21 @@ def test_a_cuda_graph_replays_forward_and_backward() -> None:
     assert_equal([value.detach(), *(t.grad for t in static)], gradients(loss, fresh))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one() -> None:
+    x, y, scale = make()
+    away = [t.detach().to("cuda:1") for t in (x, y, scale)]
+    for loss in (mb.ClipLoss(), lambda *a: mb.SigLipLoss()(*a, -10.0)):
+        here = gradients(loss, [x, y, scale])
+        assert_equal([t.cpu() for t in gradients(loss, away)], [t.cpu() for t in here])
+    target = torch.arange(len(x), device="cuda")
+    for name, more in (("ranks", target), ("topk", 5)):
+        function = getattr(similarity, name)
+        there = function(*away[:2], more if name == "topk" else target.to("cuda:1"))
+        for a, b in zip(there, function(x, y, more), strict=True):
+            assert torch.equal(a.cpu(), b.cpu())
+
+
 def test_another_stream() -> None:
     loss, inputs = mb.ClipLoss(), make()
     truth = gradients(loss, inputs)

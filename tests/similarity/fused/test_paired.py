@@ -38,13 +38,13 @@ def test_losses_and_gradients(m: int, stride: int) -> None:
     paired.paired_losses(*sides, out)
     exact = [side.double() for side in sides]
     z = [side[0] - side[2] for side in exact]
-    truth = sum(part.clamp(min=0) + torch.log1p((-part.abs()).exp()) for part in z)
+    truth = sum(part.clamp(min=0) + torch.log1p((-part.abs()).exp()) for part in z) / 2
     # Relative, however small the loss: 1e-18 at -40.
     torch.testing.assert_close(out.double(), truth, rtol=4e-6, atol=0)
     found = [torch.full((4, m), torch.nan, device=DEVICE) for _ in sides]
     paired.paired_gradients(*sides, upstream, *found)
     for gradient, part in zip(found, z, strict=True):
-        expected = upstream.double() * part.sigmoid()
+        expected = upstream.double() * part.sigmoid() / 2
         torch.testing.assert_close(gradient[0].double(), expected, rtol=4e-6, atol=0)
         assert torch.equal(gradient[2], -gradient[0])
         assert (gradient[1::2] == 0).all()
@@ -60,6 +60,6 @@ def test_what_is_not_finite() -> None:
     assert out[2].isnan()
     near, far = torch.empty(4, 3, device=DEVICE), torch.empty(4, 3, device=DEVICE)
     paired.paired_gradients(side, other, torch.ones(3, device=DEVICE), near, far)
-    assert near[0, :2].tolist() == [0, 1]
+    assert near[0, :2].tolist() == [0, 0.5]
     assert near[0, 2].isnan()
     assert (far[0] == 0).all()

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megabatch.similarity.fused import backward, forward, merge
 from megabatch.similarity.fused.configs import backward_config, forward_config
 from megabatch.similarity.fused.cuts import TILE, block_shape, cdiv, parts, product_parts
+from megabatch.similarity.fused.launch import launch
 from megabatch.similarity.fused.settle import settle
 from megabatch.similarity.fused.sides import Side, aligned, diagonal_of, new_descriptor, ranges_of
 from megabatch.similarity.fused.tiles import NO_DIAGONAL
@@ -129,7 +130,7 @@ class FusedBlocks:
         kinds = {"IDS": pairs.row_ids is not None, "CEILING": pairs.ceiling is not None}
         common: dict[str, int | bool] = {"BM": TILE, "BN": TILE, "BK": config.bk, **kinds}
         common |= {"num_warps": config.warps, "num_stages": config.stages}
-        forward.reference[(groups * config.rows,)](
+        launch(forward.reference, groups * config.rows,
             xd, self.y, self.y.stride(0), scale, references,
             pairs.row_ids, pairs.column_ids, pairs.ceiling, *place, offset,
             DIAGONAL=diagonal != NO_DIAGONAL, **common,
@@ -138,7 +139,7 @@ class FusedBlocks:
         whole = n // TILE
         for first, count, even in ((0, whole, True), (whole, tiles - whole, False)):
             if count:
-                forward.tile[(groups * count,)](
+                launch(forward.tile, groups * count,
                     xd, yd, scale, references, tops, row_sums, column_sums, *near, *far,
                     pairs.ceiling, *place, first, count, offset,
                     R=config.rows, GROUP=config.group, COLUMNS=triangle or columns is not None,
@@ -147,7 +148,7 @@ class FusedBlocks:
         state, begins, ends = rows
         other, other_begins, other_ends = rows if columns is None else columns
         programs = cdiv(m, TILE) + (0 if columns is None else tiles)
-        settle[(programs,)](
+        launch(settle, programs,
             xd, yd, scale,
             row_sums, references, tiles, state, state.stride(0), int(begins), int(ends),
             column_sums, tops, groups, other, other.stride(0), int(other_begins), int(other_ends),
@@ -180,7 +181,7 @@ class FusedBlocks:
         extremes = values.new_empty(2, cdiv(size, TILE))
         tiles = extremes.shape[1]
         if tiles:
-            backward.pull[(tiles,)](
+            launch(backward.pull, tiles,
                 values, values.stride(0), gradient, gradient.stride(0), pull, extremes, size,
                 tiles, B=TILE, KINDS=kinds,
             )  # fmt: skip
@@ -228,15 +229,17 @@ class FusedBlocks:
         triangle = self.symmetric and i == j
         # Triton 3.6 does not compile a loop over several rows of tiles with a store in a branch.
         size = 1 if triangle else config.rows
+        whole = new_descriptor(ds, TILE)
         if rows.wanted:
-            backward.tile[(cdiv(tiles, size) * column_tiles,)](
-                xd, yd, new_descriptor(ds, TILE // config.split), scale, *pulls, pairs.ceiling,
+            pieces = whole if config.split == 1 else new_descriptor(ds, TILE // config.split)
+            launch(backward.tile, cdiv(tiles, size) * column_tiles,
+                xd, yd, pieces, scale, *pulls, pairs.ceiling,
                 *place, R=size, GROUP=config.group, SPLIT=config.split, TRIANGLE=triangle,
                 num_warps=config.warps, **common,
             )  # fmt: skip
         chunk = 64 if rows.wanted else 1
-        backward.exact[(cdiv(tiles * column_tiles, chunk),)](
-            xd, yd, new_descriptor(ds, TILE), scale, *pulls,
+        launch(backward.exact, cdiv(tiles * column_tiles, chunk),
+            xd, yd, whole, scale, *pulls,
             rows.extremes, rows.tiles, columns.extremes, columns.tiles,
             pairs.row_ids, *near, pairs.column_ids, *far, pairs.ceiling,
             *place, pairs.column_start - pairs.row_start,
@@ -307,7 +310,7 @@ class FusedBlocks:
         target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
         parts = total.new_empty(cdiv(size, block))
         if size:
-            backward.finish[(cdiv(size, block),)](
+            launch(backward.finish, cdiv(size, block),
                 total, features, total if target is None else target, factor, parts, size, d,
                 total.stride(0), features.stride(0), 0 if target is None else target.stride(0),
                 B=block, BD=128, INNER=inner, OUT=out is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -29,6 +30,7 @@ def padded(width: int, item: int) -> int:
     return cdiv(width, unit) * unit
 
 
+@functools.lru_cache(1024)
 def block_shape(
     m: int, n: int, width: int, item: int, symmetric: bool, workspace: int
 ) -> tuple[int, int]:

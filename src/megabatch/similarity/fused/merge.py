@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity.fused.cuts import cdiv
+from megabatch.similarity.fused.launch import launch
 from megabatch.similarity.fused.tiles import LN2
 
 #: Rows a program.
@@ -28,7 +29,7 @@ def results(state: Tensor, out: Tensor) -> None:
 def _launch(states: Tensor, out: Tensor, finish: bool) -> None:
     count, rows, size = states.shape
     if size:
-        combine[(cdiv(size, BLOCK),)](
+        launch(combine, cdiv(size, BLOCK),
             states, states.stride(0), states.stride(1), out, out.stride(0), count, size,
             KINDS=1 if rows == 2 else 2, FINISH=finish, B=BLOCK,
         )  # fmt: skip

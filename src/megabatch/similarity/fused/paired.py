@@ -10,15 +10,24 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity.fused.cuts import cdiv
+from megabatch.similarity.fused.launch import launch
 
 #: Pairs a program.
 BLOCK = 256
 
 
 def paired_losses(rows: Tensor, columns: Tensor, out: Tensor) -> None:
-    """out (m,) = both sides' losses of their stacks (4, m)."""
-    losses[(cdiv(len(out), BLOCK),)](
-        rows, rows.stride(0), columns, columns.stride(0), out, len(out), B=BLOCK
+    """out (m,) = the mean of both sides' losses of their stacks (4, m)."""
+    launch(
+        losses,
+        cdiv(len(out), BLOCK),
+        rows,
+        rows.stride(0),
+        columns,
+        columns.stride(0),
+        out,
+        len(out),
+        B=BLOCK,
     )
 
 
@@ -27,7 +36,7 @@ def paired_gradients(
 ) -> None:
     """Gradients of the stacks (4, m), contiguous, for that of the losses, (m,) of any stride."""
     size = rows.shape[1]
-    gradients[(cdiv(size, BLOCK),)](
+    launch(gradients, cdiv(size, BLOCK),
         rows, rows.stride(0), columns, columns.stride(0), gradient, gradient.stride(0),
         drows, dcolumns, size, B=BLOCK,
     )  # fmt: skip
@@ -35,12 +44,12 @@ def paired_gradients(
 
 @triton.jit(do_not_specialize=["row_stride", "column_stride", "size"])
 def losses(rows, row_stride, columns, column_stride, out, size, B: tl.constexpr):
-    """out = softplus(negative - positive_sum) of the rows, and the same of the columns, added."""
+    """out = softplus(negative - positive_sum) of the rows, and of the columns; their mean."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
     near = _softplus(_margin(rows, row_stride, i, inside))
     far = _softplus(_margin(columns, column_stride, i, inside))
-    tl.store(out + i, near + far, mask=inside)
+    tl.store(out + i, 0.5 * (near + far), mask=inside)
 
 
 @triton.jit(do_not_specialize=["row_stride", "column_stride", "gradient_stride", "size"])
@@ -59,7 +68,7 @@ def gradients(
     """Gradients of both stacks, whose rows follow one another at `size`."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
-    g = tl.load(gradient + i.to(tl.int64) * gradient_stride, mask=inside, other=0.0)
+    g = 0.5 * tl.load(gradient + i.to(tl.int64) * gradient_stride, mask=inside, other=0.0)
     _store(drows, size, i, inside, g * _sigmoid(_margin(rows, row_stride, i, inside)))
     _store(dcolumns, size, i, inside, g * _sigmoid(_margin(columns, column_stride, i, inside)))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from megabatch.similarity import sweep
 from megabatch.similarity.fused.configs import forward_config
 from megabatch.similarity.fused.cuts import TILE, cdiv, parts
+from megabatch.similarity.fused.launch import launch
 from megabatch.similarity.fused.ranks import ranks, scores
 from megabatch.similarity.fused.sides import aligned, new_descriptor
 
@@ -63,7 +64,7 @@ class FusedScores:
         (m, d), n = self.x.shape, len(y)
         if m == 0 or n == 0:
             return
-        ranks[(cdiv(m, TILE) * cdiv(n, TILE * PART),)](
+        launch(ranks, cdiv(m, TILE) * cdiv(n, TILE * PART),
             new_descriptor(self.x, config.bk), new_descriptor(y, config.bk), target, score,
             above, equal, None if ids is None else self.ids, ids, m, n, d,
             BM=TILE, BN=TILE, BK=config.bk, PART=PART, GROUP=GROUP, FIND=above is None,
@@ -84,7 +85,7 @@ class FusedScores:
             for j in parts(n, out.shape[1]):
                 rows, columns = i.stop - i.start, j.stop - j.start
                 tiles = cdiv(columns, TILE)
-                scores[(cdiv(rows, TILE) * tiles,)](
+                launch(scores, cdiv(rows, TILE) * tiles,
                     *descriptors, out, tops, None if ids is None else self.ids, ids,
                     i.start, j.start, rows, columns, d, out.stride(0), tops.stride(0),
                     BM=TILE, BN=TILE, BK=config.bk, GROUP=GROUP, IDS=ids is not None,

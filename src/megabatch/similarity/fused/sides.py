@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.fused import backward
 from megabatch.similarity.fused.cuts import TILE, cdiv, padded
+from megabatch.similarity.fused.launch import launch
 from megabatch.similarity.fused.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
 
@@ -34,7 +35,7 @@ class Side(NamedTuple):
             return cls(False, placeholder, placeholder)
         tiles = cdiv(pull.shape[1], TILE)
         extremes = pull.new_empty(2, tiles)
-        backward.extremes[(tiles,)](pull, extremes, pull.shape[1], tiles, B=TILE)
+        launch(backward.extremes, tiles, pull, extremes, pull.shape[1], tiles, B=TILE)
         return cls(True, pull, extremes, pull.stride(0), tiles, len(pull) == 5)
 
     def view(self, part: slice) -> Side:
@@ -66,7 +67,7 @@ def ranges_of(ids: Tensor | None) -> Ranges:
     tiles = cdiv(len(ids), TILE)
     ranges = ids.new_empty(2, tiles)
     if tiles:
-        id_ranges[(tiles,)](ids, ranges, len(ids), tiles, B=TILE)
+        launch(id_ranges, tiles, ids, ranges, len(ids), tiles, B=TILE)
     return Ranges(ranges, tiles)
 
 

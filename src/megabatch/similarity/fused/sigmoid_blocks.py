@@ -13,6 +13,7 @@ from megabatch.similarity.fused import sigmoid, tuned
 from megabatch.similarity.fused.blocks import FusedBlocks
 from megabatch.similarity.fused.configs import packaged_backward
 from megabatch.similarity.fused.cuts import TILE, cdiv, product_parts
+from megabatch.similarity.fused.launch import launch
 from megabatch.similarity.fused.sides import diagonal_of, new_descriptor
 from megabatch.similarity.fused.tiles import NO_DIAGONAL
 from megabatch.similarity.pairs import Pairs
@@ -106,7 +107,7 @@ class SigmoidBlocks(FusedBlocks):
         whole = n // TILE
         for first, count, even in ((0, whole, True), (whole, columns - whole, False)):
             if count and not slow:
-                sigmoid.tile[(groups * count,)](
+                launch(sigmoid.tile, groups * count,
                     xd, yd, out, self._parts, *numbers, *near, *far, *place, first, count, offset,
                     GROUP=config.group, SPLIT=config.split, EVEN=even, num_warps=config.warps,
                     **common,
@@ -114,7 +115,7 @@ class SigmoidBlocks(FusedBlocks):
         if config.split != 1:
             out = None if ds is None else new_descriptor(ds, TILE)
         chunk = CHUNKS[0] if tiles * columns >= LARGE else CHUNKS[1]
-        sigmoid.exact[(cdiv(tiles * columns, chunk),)](
+        launch(sigmoid.exact, cdiv(tiles * columns, chunk),
             xd, yd, out, self._parts, self._sums, self._sums.stride(0), *numbers,
             pairs.row_ids, *near, pairs.column_ids, *far, *place, offset,
             CHUNK=chunk, ALL=slow, num_warps=16, **common,
@@ -153,7 +154,7 @@ class SigmoidBlocks(FusedBlocks):
         else:
             order = rows
         if programs:
-            kernels.keep[(programs,)](
+            launch(kernels.keep, programs,
                 total, features, order, values, units, factor, products, size, d,
                 total.stride(0), features.stride(0), values.stride(0), B=ROWS, BD=COLUMNS,
                 ORDER=order is not None, UNITS=len(kept.units) > 0, INNER=inner, GAIN=self.gain,
@@ -167,7 +168,7 @@ class SigmoidBlocks(FusedBlocks):
 def release(kept: Kept, out: Tensor, factor: Tensor, times: int) -> None:
     """out = kept * factor * times, each row times its unit."""
     size, d = out.shape
-    kernels.release[(cdiv(size, ROWS),)](
+    launch(kernels.release, cdiv(size, ROWS),
         kept.values, kept.units, out, factor, times, size, d,
         kept.values.stride(0), out.stride(0), B=ROWS, BD=COLUMNS, UNITS=len(kept.units) > 0,
     )  # fmt: skip
