@@ -45,7 +45,7 @@ class FusedBlocks:
         self.y = self.x if y is x else aligned(y)
         self.pairs, self.symmetric = pairs, symmetric
         self.d = self.x.shape[1]
-        self.configs = forward_config(x), backward_config(x)
+        self.features = x  #: as they came
         self._descriptor_pairs: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
         self._ranges = ranges_of(pairs.row_ids), ranges_of(pairs.column_ids)
         matrix = len(self.x), len(self.y), self.width, x.element_size()
@@ -116,7 +116,7 @@ class FusedBlocks:
         self, i: slice, j: slice, scale: Tensor, rows: _State, columns: _State | None
     ) -> None:
         m, n = i.stop - i.start, j.stop - j.start
-        pairs, config = self.pairs.view(i, j), self.configs[0]
+        pairs, config = self.pairs.view(i, j), forward_config(self.features)
         triangle = self.symmetric and i == j
         size = config.rows * TILE
         groups, tiles = cdiv(m, size), cdiv(n, TILE)
@@ -217,7 +217,7 @@ class FusedBlocks:
     ) -> Tensor:
         """dS (m, n) of one block, in the features' dtype, in the workspace."""
         m, n = i.stop - i.start, j.stop - j.start
-        pairs, config = self.pairs.view(i, j), self.configs[1]
+        pairs, config = self.pairs.view(i, j), backward_config(self.features)
         ds = self._workspace(m, n)
         tiles, column_tiles = cdiv(m, TILE), cdiv(n, TILE)
         common = {"BM": TILE, "BN": TILE, "BK": config.bk, "COLUMNS": columns.wanted}

@@ -18,17 +18,9 @@ BLOCK = 256
 
 def paired_losses(rows: Tensor, columns: Tensor, out: Tensor) -> None:
     """out (m,) = the mean of both sides' losses of their stacks (4, m)."""
-    launch(
-        losses,
-        cdiv(len(out), BLOCK),
-        rows,
-        rows.stride(0),
-        columns,
-        columns.stride(0),
-        out,
-        len(out),
-        B=BLOCK,
-    )
+    launch(losses, cdiv(len(out), BLOCK),
+        rows, rows.stride(0), columns, columns.stride(0), out, len(out), B=BLOCK,
+    )  # fmt: skip
 
 
 def paired_gradients(
