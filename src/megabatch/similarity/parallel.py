@@ -45,9 +45,11 @@ def global_mean(
         CommunicationError: another process is gone or did not come in time.
     """
     if weights is None and batch is not None:
-        if not torch.compiler.is_compiling():
-            _check_count(int(batch), name)
-        return values.sum() * (rank_and_size(group)[1] / batch.to(values.dtype))
+        size = rank_and_size(group)[1]
+        if torch.compiler.is_compiling():
+            return values.sum() * (size / batch.to(values.dtype))
+        _check_count(int(batch), name)
+        return values.sum() * (size / int(batch))
     if weights is None and not group_name(group):
         _check_count(values.shape[0], name)
         return values.mean()
