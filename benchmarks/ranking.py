@@ -59,10 +59,7 @@ def main() -> None:
 
 
 def measured(rows: int, d: int, device: str) -> Iterator[Row]:
-    x, y = (
-        F.normalize(torch.randn(rows, d, device=device), dim=1).bfloat16().contiguous()
-        for _ in range(2)
-    )
+    x, y = (F.normalize(torch.randn(rows, d, device=device), dim=1).bfloat16() for _ in range(2))
     target = torch.arange(rows, device=device)
     ids = (target // 2, target // 2)
     calls: dict[str, Callable[[], Results]] = {

@@ -86,6 +86,8 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
         row = x.shape[1] * accumulator_dtype(x.dtype).itemsize
         if kind == "softplus_sum":  # accumulators of all columns and a strip; around a ring, of x
             gradients = len(y) + min(side, len(x)) if ranks == 1 else len(x)
+            if _round(x, ranks) == len(x) and ranks > 1:
+                block = max(block, row * len(x))  # the sum that comes home, when blocks are gone
             return block + row * gradients + travelling
         if args[1] is None or ranks > 1:  # one accumulator of all rows
             product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
@@ -136,9 +138,9 @@ def _travelling(x: Tensor, y: Tensor | None, ranks: int, *, kept: bool) -> int:
         return min(ring.piece_rows(x), len(x)) * width * (2 * own + 3 * item)
     # Two rounds, if there are so many, of everyone's features and gradients; sums that come home.
     # In one round features stay for the backward pass, and take the place that the gradients of
-    # both sides, made last, are counted for.
+    # both sides, made last, are counted for; or they are not `kept`.
     if rows == len(x):
-        return rows * width * (ranks * (item + (0 if kept else own)) + item)
+        return rows * width * (ranks * item + item if kept else ranks * (item + own))
     return rows * width * (2 * ranks * (own + item) + item)
 
 

@@ -123,7 +123,7 @@ def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@functools.cache  # torch asks the driver each time: 10 us, ten times a step
+@functools.cache  # torch asks the driver each time, and a step asks ten times
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)

@@ -30,7 +30,7 @@ def padded(width: int, item: int) -> int:
     return cdiv(width, unit) * unit
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(1024)  # a step asks for the same few
 def block_shape(
     m: int, n: int, width: int, item: int, symmetric: bool, workspace: int
 ) -> tuple[int, int]:

@@ -28,12 +28,13 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
         kernel[(programs,)](*arguments, **constants)
         return
     key = (id(kernel), torch.cuda.current_device(), tuple(constants.items()), *kinds(arguments))
-    if key not in _known:
+    known = _known.get(key)
+    if known is None:
         compiled = kernel[(programs,)](*arguments, **constants)
         _known[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        return
-    compiled, rest = _known[key]
-    compiled[(programs, 1, 1)](*arguments, *rest)
+    else:
+        compiled, rest = known
+        compiled[(programs, 1, 1)](*arguments, *rest)
 
 
 def kinds(arguments: tuple[Any, ...]) -> list[Any]:

@@ -31,26 +31,14 @@ class FusedScores:
     def __init__(self, x: Tensor, ids: Tensor | None) -> None:
         self.x, self.ids = aligned(x), None if ids is None else ids.contiguous()
         self.config = forward_config(x)
-        # Masks of a tile's ids spill from 4 warps' registers (sm_90: 168 bytes a thread).
+        # Masks of a tile's ids spill from 4 warps' registers (sm_90: 150 bytes a thread).
         self.warps = self.config.warps if ids is None else 8
 
     def find(self, y: Tensor, target: Tensor, score: Tensor) -> None:
         """score[i] = row i's with its target, where `target` (m,) is one of these columns."""
-        self._run(y, target, score, None, None, None)
+        self.count(y, target, score, None, None, None)
 
     def count(
-        self,
-        y: Tensor,
-        target: Tensor,
-        score: Tensor,
-        ids: Tensor | None,
-        above: Tensor,
-        equal: Tensor,
-    ) -> None:
-        """Add to `above` and `equal`, int64 (m,), how many columns score so; see `ranks`."""
-        self._run(y, target, score, ids, above, equal)
-
-    def _run(
         self,
         y: Tensor,
         target: Tensor,
@@ -59,6 +47,10 @@ class FusedScores:
         above: Tensor | None,
         equal: Tensor | None,
     ) -> None:
+        """Add to `above` and `equal`, int64 (m,), how many columns score so; see `ranks`.
+
+        Both None: `find`, by the same kernel.
+        """
         y, config = aligned(y), self.config
         target, ids = target.contiguous(), None if ids is None else ids.contiguous()
         (m, d), n = self.x.shape, len(y)
@@ -89,7 +81,7 @@ class FusedScores:
                     *descriptors, out, tops, None if ids is None else self.ids, ids,
                     i.start, j.start, rows, columns, d, out.stride(0), tops.stride(0),
                     BM=TILE, BN=TILE, BK=config.bk, GROUP=GROUP, IDS=ids is not None,
-                    num_warps=8, num_stages=config.stages,  # 4 spill 1.4 kB a thread
+                    num_warps=8, num_stages=config.stages,  # 4 spill 1.4 kB by Triton 3.6
                 )  # fmt: skip
                 block = out[:rows, : tiles * TILE], tops[:rows, :tiles]
                 value, column = _best(*block, min(k, columns))
