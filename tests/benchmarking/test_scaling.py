@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabatch.benchmarking import scaling
+from megabatch.benchmarking import scaling, scaling_records
 from megabatch.benchmarking.inputs import Case, features
 from megabatch.benchmarking.parallel import PARALLEL, shard, without_transfers
 from megabatch.benchmarking.ranks import Team
-from megabatch.benchmarking.scaling import ScalingRecord, ScalingResult, Trial
+from megabatch.benchmarking.scaling import ScalingResult, Trial
+from megabatch.benchmarking.scaling_records import ScalingRecord
 from megabatch.similarity import gathering, ring
 from tests.benchmarking.test_scripts import run
 
@@ -23,7 +24,7 @@ CASE = Case("clip", "megabatch", "cpu", "float32", b=1000, d=10, scale=14.3)
 
 def made(n: int, ms: float, rate: float = 1e12, b: int = 1000) -> ScalingRecord:
     result = ScalingResult("ok", "", (ms,), (rate,), 100, 0.1, host_ms=1.0)
-    return scaling.record(Trial(Case(**{**vars(CASE), "b": b}), n), result)
+    return scaling_records.record(Trial(Case(**{**vars(CASE), "b": b}), n), result)
 
 
 def test_a_record_of_several_devices_shares_the_work() -> None:
@@ -34,7 +35,9 @@ def test_a_record_of_several_devices_shares_the_work() -> None:
 
 def test_fractions_of_ideal() -> None:
     # On two devices in 60% of the time, each 10% slower than the one alone.
-    found = scaling.compare([made(1, 10.0), made(2, 6.0, rate=0.9e12), made(2, 21.0, b=2000)])
+    found = scaling_records.compare(
+        [made(1, 10.0), made(2, 6.0, rate=0.9e12), made(2, 21.0, b=2000)]
+    )
     assert found[0].of_ideal == 1
     assert found[1].of_ideal == pytest.approx(10 / 12)
     assert found[1].of_ideal_at_rate == pytest.approx(10 / 12 / 0.9)
@@ -42,6 +45,25 @@ def test_fractions_of_ideal() -> None:
     # Twice the rows on twice the devices: four times the work, twice the time would be ideal.
     assert found[2].of_ideal is None
     assert found[2].of_ideal_weak == pytest.approx(20 / 21)
+
+
+def test_one_device_is_all_of_them_each_alone_at_their_mean_rate() -> None:
+    def result(*times: float) -> ScalingResult:
+        mean = sum(times) / len(times)
+        rates, more = (1e12,), {"queued_ms": mean / 2, "host_ms": mean / 4}
+        return ScalingResult("ok", "", times, rates, int(mean), device_ms=(mean,), **more)
+
+    fast, slow = result(10.0, 14.0), result(30.0, 42.0, 36.0)  # 36: one call more in its time
+    found = scaling.alone([fast, slow])
+    assert list(found.times_ms) == pytest.approx([15, 21])
+    assert found.device_ms == (12, 36)
+    assert found.extra_bytes == 36
+    assert found.queued_ms == pytest.approx(9)
+    assert found.host_ms == 9
+    assert list(found.product_rates) == [1e12, 1e12]
+    failed = ScalingResult("failed", "out of luck")
+    assert scaling.alone([fast, failed]) == failed
+    assert scaling.alone([fast]) == fast
 
 
 def test_shards_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +119,7 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     assert ours["max_row_error"] < 1e-2
     assert ours["scale_gradient_error"] < 1e-2
     assert ours["host_ms"] > 0
+    assert [len(r["device_ms"]) for r in (alone, ours)] == [2, 2]
     assert by["clip", "megabatch-no-overlap", 2]["status"] == "ok"
     assert by["clip", "megabatch-no-transfers", 2]["ms"] > 0
     assert by["clip", "openclip", 2]["status"] == "ok"

@@ -63,7 +63,7 @@ def _end_with_rank_0() -> None:
 
 @dataclass(frozen=True)
 class Team:
-    """The first `size` ranks, one of which this process is."""
+    """The first `size` ranks, one of which this process is; or this process alone, as rank 0."""
 
     rank: int
     size: int
@@ -95,7 +95,7 @@ def join(device: str, sizes: Sequence[int]) -> dict[int, Team]:
     """Make this process the rank that its environment names; its teams by their size.
 
     A larger team contains a smaller one: so one start of the processes serves all sizes. Every rank
-    is in the team of all ranks.
+    is in the team of all ranks, and has one of its own if size 1 is asked for.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank:
@@ -111,8 +111,7 @@ def join(device: str, sizes: Sequence[int]) -> dict[int, Team]:
     teams: dict[int, Team] = {}
     for n in sorted({*sizes, size}):
         if n == 1:
-            if rank == 0:
-                teams[n] = Team(rank, n, "local", None)
+            teams[n] = Team(0, n, "local", None)
             continue
         members = list(range(n))
         # All ranks make all groups, in one order.

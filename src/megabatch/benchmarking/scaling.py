@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.benchmarking import group, memory, records, step
+from megabatch.benchmarking import group, memory, step
 from megabatch.benchmarking.clock import product_rate, queued_ms, timed_calls
 from megabatch.benchmarking.contenders import LOSSES, LossFunction
 from megabatch.benchmarking.group import HOST_MATTERS
@@ -68,17 +69,7 @@ class ScalingResult(Result):
 
     host_ms: float | None = None  #: that the host takes to give out a step's work
     error_b: int | None = None  #: global batch at which the errors were found
-
-
-@dataclass(frozen=True)
-class ScalingRecord(records.Record):
-    """A record with the fields that only several devices have."""
-
-    host_ms: float | None  #: that the host takes to give out a step's work
-    error_b: int | None  #: global batch at which the errors were found
-    of_ideal: float | None  #: time on one device / (n_devices * this time), same b
-    of_ideal_at_rate: float | None  #: the same, each time in units of its devices' product rate
-    of_ideal_weak: float | None  #: n_devices * time on one device with as many rows / this time
+    device_ms: tuple[float, ...] = ()  #: of each device, a call's mean
 
 
 def work(
@@ -104,9 +95,35 @@ def work(
         if not late:
             result = runner.run(trial) if trial.n in teams else None
             everyone.meet()
+        if trial.n == 1:
+            result = alone(everyone.share(result))
         if everyone.rank == 0:
             assert result is not None
             say({"case": i, "result": asdict(result)})
+
+
+def alone(results: Sequence[ScalingResult]) -> ScalingResult:
+    """One result of devices that each did all of the work, at the same time: at their mean rate.
+
+    Devices of one host differ by some per cent, so what one of them takes says little of what
+    several could reach together.
+    """
+    bad = next((r for r in results if r.status != "ok"), None)
+    if bad is not None or len(results) == 1:
+        return bad or results[0]
+    queued = [r.queued_ms for r in results if r.queued_ms is not None]
+    return replace(
+        results[0],
+        # Each chose how often for itself.
+        times_ms=[
+            statistics.harmonic_mean(t) for t in zip(*(r.times_ms for r in results), strict=False)
+        ],
+        device_ms=tuple(ms for r in results for ms in r.device_ms),
+        product_rates=[rate for r in results for rate in r.product_rates],
+        extra_bytes=max(r.extra_bytes or 0 for r in results),
+        queued_ms=statistics.harmonic_mean(queued) if queued else None,
+        host_ms=max((r.host_ms for r in results if r.host_ms is not None), default=None),
+    )
 
 
 class _Runner:
@@ -166,10 +183,14 @@ class _Runner:
             _judge(case, team, inputs, values[0], exact, result)
         inputs.forget()
         if trial.once:
-            result.times_ms = (max(team.share(taken[0])),)
+            each = team.share(taken)
         else:
             rates.append(self._rate(trial, team, fresh=False))
-            result.times_ms = _times(call, trial, team, taken[0])
+            each = _times(call, trial, team, taken[0])
+        # Not each call's longest: ranks begin and end a call at different moments, so these would
+        # add up to more than has passed.
+        result.times_ms = max(each, key=sum)
+        result.device_ms = tuple(statistics.fmean(times) for times in each)
         rates.append(self._rate(trial, team))
         result.product_rates = rates
         if not trial.once:
@@ -264,17 +285,15 @@ def _worst(errors: Sequence[float | None]) -> float | None:
     return max(numbers, default=None)
 
 
-def _times(call: Callable[[], Tensor], trial: Trial, team: Team, once_ms: float) -> list[float]:
-    """As `clock.times`, with as many calls on each rank: those of the rank that took the longest.
-
-    Not each call's longest: ranks begin and end a call at different moments, so these would add up
-    to more than has passed.
-    """
+def _times(
+    call: Callable[[], Tensor], trial: Trial, team: Team, once_ms: float
+) -> list[list[float]]:
+    """Every rank's as `clock.times`, with as many calls on each."""
     calls = 1e3 * trial.seconds / max(team.share(once_ms))
     first, count = team.tell((max(1, math.ceil(WARM * calls)), max(2, math.ceil(calls))))
     team.meet()
     taken = team.share(timed_calls([call] * (first + count), trial.case.device))
-    return max((each[first:] for each in taken), key=sum)
+    return [each[first:] for each in taken]
 
 
 def _host_ms(call: Callable[[], Tensor], case: Case, team: Team) -> float:
@@ -297,40 +316,6 @@ def _failure(error: Exception, case: Case) -> tuple[str, str]:
 
 def _allocated(case: Case) -> int:
     return torch.cuda.memory_allocated() if case.device == "cuda" else 0
-
-
-def record(trial: Trial, result: ScalingResult) -> ScalingRecord:
-    """The record of one trial; what compares it with others comes with `compare`."""
-    one = records.combine(trial.case, [result], LOSSES[trial.case.loss].work, trial.n)
-    return ScalingRecord(
-        **asdict(one),
-        host_ms=result.host_ms,
-        error_b=result.error_b,
-        of_ideal=None,
-        of_ideal_at_rate=None,
-        of_ideal_weak=None,
-    )
-
-
-def compare(found: Sequence[ScalingRecord]) -> list[ScalingRecord]:
-    """Each held against one device in the same run; itself where there is no such record."""
-    alone = {(r.loss, r.b): r for r in found if r.n_devices == 1 and r.contender == "megabatch"}
-    return [_compared(r, alone) for r in found]
-
-
-def _compared(r: ScalingRecord, alone: dict[tuple[str, int], ScalingRecord]) -> ScalingRecord:
-    if r.ms is None or not r.contender.startswith("megabatch"):
-        return r
-    ms = r.ms
-    changes: dict[str, Any] = {}
-    strong, weak = alone.get((r.loss, r.b)), alone.get((r.loss, r.b // r.n_devices))
-    if strong is not None and strong.ms is not None:
-        changes["of_ideal"] = strong.ms / (r.n_devices * ms)
-        if strong.fraction and r.fraction:
-            changes["of_ideal_at_rate"] = r.fraction / strong.fraction
-    if weak is not None and weak.ms is not None:
-        changes["of_ideal_weak"] = r.n_devices * weak.ms / ms
-    return replace(r, **changes)
 
 
 def speaker(rank: int) -> Callable[[dict[str, Any]], None]:
