@@ -35,7 +35,7 @@ VARIANTS = ("megabatch", "megabatch-no-overlap", "megabatch-no-transfers")
 WEAK_ROWS, MEMORY_ROWS = 65_536, 524_288
 #: Seconds that calls of 0.2 to 0.7 s are repeated for: over less, they are at different moments of
 #: a GPU's swing around its power limit (4 H200s: 179 to 191 ms from one call to the next).
-LONG = 3.0
+LONG = 2.5
 
 
 def case(b: int, contender: str = "megabatch", loss: str = "clip") -> Case:
@@ -52,7 +52,7 @@ def trials(sizes: list[int]) -> Iterator[Trial]:
     yield Trial(case(most * MEMORY_ROWS), most, once=True)
     for n in sizes:
         if n > 1:
-            yield Trial(case(n * WEAK_ROWS), n)
+            yield Trial(case(n * WEAK_ROWS), n, duration(n * WEAK_ROWS))
     for n in reversed(sizes):
         yield Trial(case(1_048_576), n, once=True)
     if most > 1:
@@ -65,13 +65,16 @@ def trials(sizes: list[int]) -> Iterator[Trial]:
                 yield Trial(case(b, peer, loss), most)
 
 
+def duration(b: int, loss: str = "clip") -> float:
+    return LONG if loss == "clip" and b >= 4 * WEAK_ROWS else 1.0
+
+
 def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
     for n in sizes:
         in_full = n > 1 and (loss == "clip" or n == sizes[-1])
-        seconds = LONG if loss == "clip" and b >= 4 * WEAK_ROWS else 1.0
         for name in VARIANTS if in_full else VARIANTS[:1]:
-            yield Trial(case(b, name, loss), n, seconds)
-        if in_full and b >= 4 * WEAK_ROWS:
+            yield Trial(case(b, name, loss), n, duration(b, loss))
+        if in_full and n == sizes[-1] and b >= 4 * WEAK_ROWS:
             for name in ("megabatch-rounds", "megabatch-ring"):
                 yield Trial(case(b, name, loss), n)
         if b < WEAK_ROWS:  # where the host's launches take longer than the GPUs' work

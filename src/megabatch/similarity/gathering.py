@@ -24,6 +24,10 @@ from torch import Tensor
 from megabatch.similarity.exchange import Pending, deal, gather, scatter_sum
 from megabatch.similarity.routes import Parcel, Parts, Visit, narrow
 
+#: Rows of a shard from which on this rank's own columns come first, while the others' arrive. Of
+#: fewer the host's launches count.
+OWN_FIRST = 16_384
+
 
 class Place(NamedTuple):
     """This rank among the others, and how they go about it."""
@@ -62,15 +66,20 @@ class Round:
         self._pending = {}
 
     def visits(self, found: Tensor | None, parts: Parts | None) -> Iterator[Visit]:
-        """All columns: at once where their rows follow one another, else first this rank's own."""
+        """This rank's own columns, then the others', which arrive meanwhile; or all at once.
+
+        At once where their rows follow one another, and they are here or soon will be.
+        """
         m, rank, size = self.size, self.place.rank, self.place.size
         home, end = rank * m, self.place.group.size() * m  # places among the columns of this round
-        if m == size:
+        if m == size and not (0 in self._pending and m >= OWN_FIRST):
+            self.wait()
             yield self._visit(0, end, 0, found, parts)
             return
         own = tuple(piece.tensor for piece in self.pieces)
         start = rank * size + self.rows.start
         yield Visit(rank, self.rows, start, own, _share(found, parts, home, home + m))
+        self.wait()
         # Rows of several ranks do not follow one another: they begin somewhere before this rank's
         # rows, or behind them.
         yield self._visit(0, home, rank * size - home, found, parts)
@@ -106,7 +115,8 @@ def tour(
         one = coming.pop()
         if place.overlap and k + 1 < len(rounds):
             coming.append(Round(place, rounds[k + 1], parcels, None))
-        one.wait()
+        if not place.overlap:
+            one.wait()
         found = None if parts is None else parts.empty(place.group.size() * one.size)
         for stop in one.visits(found, parts):
             if stop.size:
@@ -119,6 +129,8 @@ def tour(
                 yield rows, parts.merge(_dealt(found, one, parts))
             else:
                 adding = (rows, *scatter_sum(found, place.group, place.operation))
+                if place.overlap and parts.meanwhile is not None:
+                    parts.meanwhile()
         if not place.overlap:
             if adding is not None:
                 yield _added(*adding)

@@ -57,6 +57,7 @@ class Parts(NamedTuple):
     merge: Callable[[Tensor], Tensor] | None = (
         None  #: (k, ...) -> k of them as one; None: their sum
     )
+    meanwhile: Callable[[], None] | None = None  #: called where what was added is on its way home
 
 
 class Visit(NamedTuple):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import sweep
+from megabatch.similarity import gathering, sweep
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.test_statistics_ring import leaf, pieces_of
 
@@ -35,11 +35,12 @@ def test_fused_kernels(world: World) -> None:
     ids = torch.randint(-1, 20, (200,))
     weights = torch.rand(6, 200) * 1e-3
     weights[:, 70:] /= 100
-    for sizes, self_similar, numbers, piece in (
-        ([100, 100], False, None, None),  # gathered
-        ([70, 130], False, None, None),
-        ([70, 130], False, ids, 60 * 24 * 2),
-        ([70, 130], True, ids, 60 * 24 * 2),
+    for sizes, self_similar, numbers, piece, own_first in (
+        ([100, 100], False, None, None, 101),  # gathered
+        ([100, 100], False, ids, None, 100),
+        ([70, 130], False, None, None, 1),
+        ([70, 130], False, ids, 60 * 24 * 2, 1),
+        ([70, 130], True, ids, 60 * 24 * 2, 1),
     ):
         whole, local = [leaf(x), leaf(y)], [leaf(world.shard(t, sizes)) for t in (x, y)]
         scales = [leaf(torch.tensor(10.0)) for _ in range(2)]
@@ -50,6 +51,7 @@ def test_fused_kernels(world: World) -> None:
             own = shard if self_similar else (shard, shard)
         with pytest.MonkeyPatch.context() as patch, pieces_of(piece):
             patch.setattr(sweep, "fused_available", lambda x: True)
+            patch.setattr(gathering, "OWN_FIRST", own_first)
             truth = similarity.split_logsumexp(
                 whole[0], None if self_similar else whole[1], scales[0], ids=pairs, group="local"
             )

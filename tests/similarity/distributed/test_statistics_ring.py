@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import ClipLoss, similarity
-from megabatch.similarity import dense, ring
+from megabatch.similarity import dense, gathering, ring
 from megabatch.similarity.statistics import split_and_count
 from tests.similarity.distributed.processes import World, on_processes, shard_sizes
 
@@ -223,6 +223,18 @@ def test_gathering_in_rounds(world: World) -> None:
                 compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
                 compare(world, sizes, sizes, needs=(False, True, True))
             ring.set_overlap(before)
+
+
+@on_processes(2, 3)
+def test_own_columns_before_the_others_arrive(world: World) -> None:
+    sizes, rows = [5] * world.size, [4] * world.size
+    ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "OWN_FIRST", 5)
+        compare(world, sizes, sizes)
+        compare(world, sizes, sizes, ids=ids, needs=(True, False, True))
+        compare(world, rows, sizes, ids=(some_ids(sum(rows)), ids[1]))
+        compare(world, sizes, sizes, sides="rows")
 
 
 @on_processes(2, 3)
