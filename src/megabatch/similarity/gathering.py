@@ -130,7 +130,7 @@ def tour(
             else:
                 adding = (rows, *scatter_sum(found, place.group, place.operation))
                 if place.overlap and parts.meanwhile is not None:
-                    parts.meanwhile()
+                    parts.meanwhile(k + 1 == len(rounds))
         if not place.overlap:
             if adding is not None:
                 yield _added(*adding)
