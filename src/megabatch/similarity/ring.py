@@ -47,9 +47,8 @@ DEFAULT_PIECE = 48 << 20
 UNIT = 16384
 
 #: Bytes of features of all ranks that are gathered in one round: 262,144 rows of 768 bfloat16
-#: numbers (on 2 and 4 H200s 98.5% and 97.2% of ideal in one run, 97.4% and 98.4% in another; in
-#: rounds of 96 MiB 95.5% to 98.6% in three: benchmarks/results/gathering-4gpu.json). Their
-#: gradients in fp32 take twice as much.
+#: numbers (on 4 H200s 183.1 ms, 183.6 in two rounds, 184.1 in four, 185.8 in eight:
+#: benchmarks/results/hiding-4gpu.json). Their gradients in fp32 take twice as much.
 DEFAULT_GATHER = 384 << 20
 #: Where they take more, a round has this part of it: two are in memory at once, and where there are
 #: many rounds smaller ones are as fast (98.7% at 1,048,576 rows on 4 H200s; scaling.json).

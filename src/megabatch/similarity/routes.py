@@ -57,8 +57,6 @@ class Parts(NamedTuple):
     merge: Callable[[Tensor], Tensor] | None = (
         None  #: (k, ...) -> k of them as one; None: their sum
     )
-    #: called where what was added is on its way home; with whether that is all
-    meanwhile: Callable[[bool], None] | None = None
 
 
 class Visit(NamedTuple):

@@ -9,7 +9,6 @@ gradient so far, 4 d bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -226,36 +225,13 @@ def _gradients(
     total = own.buffer(len(x)) if need_x or not need_y else None
     dy = torch.empty_like(y) if need_y else y.new_empty(0)
     inners: list[Tensor] = []  # parts of the scale's gradient
-    dx: list[Tensor] = []
     begun = Once()
-    later: list[Callable[[], None]] = []  # the last product of x's gradient
-
-    def catch_up() -> None:
-        while later:
-            later.pop()()
-
-    def finish_rows(all_there: bool = True) -> None:
-        catch_up()
-        if not all_there or dx:
-            return
-        dx.append(torch.empty_like(x) if need_x else x.new_empty(0))
-        if total is None:
-            return
-        if begun.first():  # no rank has a column
-            total.zero_()
-        rows = slice(0, len(x))
-        inner = own.finish(total, "x", rows, factor, need_scale, dx[0] if need_x else None)
-        if inner is not None:  # x against itself meets each pair as (i, j) and as (j, i)
-            inners.append(inner / 2 if shards.symmetric else inner)
 
     def visit(piece: Visit, blocks: Any) -> None:
-        catch_up()
         far, first = blocks.side(piece.cargo[2]), begun.first()
         for i in blocks.strips():
-            strip = None if total is None else total[i]
-            fresh = first, i.start == 0
-            last = later if i.stop == len(x) else None
-            blocks.backward(i, scale, near, far, strip, piece.part, fresh, last)
+            dx = None if total is None else total[i]
+            blocks.backward(i, scale, near, far, dx, piece.part, (first, i.start == 0))
 
     def itself() -> None:
         begun.first()
@@ -264,17 +240,23 @@ def _gradients(
             first = i.start == 0
             own.backward(i, scale, near, near, total[i], total, (first, first))
 
-    parts = Parts(own.buffer, meanwhile=finish_rows)
-    for home, arrived in shards.tour(_numbers(far), visit, itself, route, parts):
+    for home, arrived in shards.tour(_numbers(far), visit, itself, route, Parts(own.buffer)):
         if shards.symmetric:
             assert total is not None
             total[home] += arrived
             continue
         inner = own.finish(arrived, "y", home, factor, need_scale and total is None, dy[home])
         inners += [] if inner is None else [inner]
-    finish_rows()
+    dx = torch.empty_like(x) if need_x else x.new_empty(0)
+    if total is not None:
+        if begun.first():  # no rank has a column
+            total.zero_()
+        rows = slice(0, len(x))
+        inner = own.finish(total, "x", rows, factor, need_scale, dx if need_x else None)
+        if inner is not None:  # x against itself meets each pair as (i, j) and as (j, i)
+            inners.append(inner / 2 if shards.symmetric else inner)
     # One launch less where there is one part.
-    return dx[0], dy, inners[0] if len(inners) == 1 else sum(inners, torch.zeros_like(scale))
+    return dx, dy, inners[0] if len(inners) == 1 else sum(inners, torch.zeros_like(scale))
 
 
 def _common_size(shards: Shards, near: Pull | None, far: Pull | None) -> Tensor | None:

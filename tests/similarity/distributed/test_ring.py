@@ -118,9 +118,6 @@ def test_transfers_begin_before_the_computation_and_are_waited_for_after_it(worl
         assert events == expected * 2
 
 
-start = Swap.start
-
-
 def noting(events, name, function):  # type: ignore[no-untyped-def]
     def call(self, *arguments, **options):  # type: ignore[no-untyped-def]
         events.append(name)
@@ -260,41 +257,6 @@ def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
             ring.set_overlap(switched)
         hidden = ["compute", "wait", "compute"]
         assert events == (hidden if own_first == 6 and overlap else ["wait", "compute"])
-
-
-@on_processes(2)
-def test_what_may_wait_is_done_while_gradients_come_home(world: World) -> None:
-    """`later` of one visit: after the transfer has begun, before the next visit."""
-    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
-    backward = sweep.Blocks.backward
-    for bound, piece in ((None, None), (2 * 2 * 12 * 4, None), (0, 2 * 12 * 4)):
-        before = ring.set_gather(bound), ring.set_piece(piece)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ring, "TILE", 2)
-            patch.setattr(ring, "ROUND", 1)
-            rows, columns = similarity.logsumexp(x, y)
-            done = gathered(patch)
-            patch.setattr(Swap, "start", start)
-
-            def compute(self, *arguments, done=done):  # type: ignore[no-untyped-def]
-                later = arguments[7]
-                backward(self, *arguments)
-                done.append("compute")
-                assert later == []
-                later.append(lambda: done.append("later"))
-
-            patch.setattr(sweep.Blocks, "backward", compute)
-            (rows.sum() + columns.sum()).backward()
-        ring.set_gather(before[0])
-        ring.set_piece(before[1])
-        work = [step for step in done if step in ("compute", "later")]
-        assert work == ["compute", "later"] * (len(work) // 2)
-        if bound is None:
-            assert done == ["gather", "compute", "scatter_sum", "later"]
-        elif bound:
-            assert done.count("scatter_sum") == 3
-            for i, step in enumerate(done):
-                assert step != "scatter_sum" or done[i - 1 : i + 2] == ["compute", step, "later"]
 
 
 @on_processes(3)
