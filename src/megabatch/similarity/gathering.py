@@ -7,10 +7,10 @@ and merged, gradients are reduced and scattered. Large shards go in rounds, a pi
 that what is in flight is bounded whatever their size: while one round is computed the next one's
 columns arrive and the gradients of the one before are added up.
 
-In the first round own columns come first, while the others' arrive (262,144 rows on 4 H200s: 181.6 ms
-instead of 182.1, 65,536: 12.07 instead of 12.21). Beyond that a round's own transfers do not hide
-behind parts of its computation: NCCL's kernels take multiprocessors from products that count on all
-of them (benchmarks/results/hiding-4gpu.json, scaling-two-parts.json).
+In the first round own columns come first, while the others' arrive (262,144 rows on 4 H200s: 181.6
+ms instead of 182.1, 65,536: 12.07 instead of 12.21). Beyond that a round's own transfers do not
+hide behind parts of its computation: NCCL's kernels take multiprocessors from products that count
+on all of them (benchmarks/results/hiding-4gpu.json, scaling-two-parts.json).
 """
 
 from __future__ import annotations
