@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from megabatch.benchmarking.ranks import Team
 from megabatch.benchmarking.scaling import ScalingResult, Trial
 from megabatch.benchmarking.scaling_records import ScalingRecord
 from megabatch.similarity import gathering, ring
-from tests.benchmarking.test_scripts import run
+from tests.benchmarking.test_scripts import SCRIPTS, run
 
 CASE = Case("clip", "megabatch", "cpu", "float32", b=1000, d=10, scale=14.3)
 
@@ -127,6 +128,29 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     assert "of ideal" in shown
     run("plots.py", str(output), "--width=16")
     assert (tmp_path / "s.png").exists()
+
+
+def test_contenders_take_turns(tmp_path: Path) -> None:
+    output = tmp_path / "t.json"
+    shown = run("turns.py", "--smallest", "--turns=2", f"--output={output}")
+    made = {r["contender"]: r for r in json.loads(output.read_text())["records"]}
+    assert list(made) == ["alone", *(f"megabatch{w}" for w in ("", "-no-overlap", "-no-transfers"))]
+    alone, ours = made["alone"], made["megabatch"]
+    assert (alone["n_devices"], alone["of_ideal"], ours["n_devices"]) == (1, None, 2)
+    assert ours["of_ideal"] == pytest.approx(alone["ms"] / 2 / ours["ms"])
+    assert all(len(r["turns_ms"]) == 2 and r["ms"] == r["turns_ms"][1] for r in made.values())
+    assert len(shown.splitlines()) == 4
+
+
+def test_turns_names_what_it_cannot_take() -> None:
+    for words, message in (
+        ("--contenders=mine", "--contenders: expected some of alone, inf-cl, .*, got mine"),
+        ("--batch-sizes=7", "--batch-sizes: expected multiples of 2, got 7"),
+    ):
+        command = [sys.executable, str(SCRIPTS / "turns.py"), "--smallest", words]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode == 2
+        assert re.search(message, ended.stderr)
 
 
 FAILING = """

@@ -156,12 +156,12 @@ class _Runner:
         if trial.contender.checked:
             _take_errors(self._check_small(trial, team, loss), result)
         rows = case.b // team.size
-        inputs = _inputs(case, team)
+        inputs = shard_inputs(case, team)
         call = step.forward_backward(loss, case, inputs)
         before = _allocated(case)
         if trial.once:  # what is to be compiled, compiles with less
             less = replace(case, b=min(rows, 2 * 16_384) * team.size)
-            step.forward_backward(loss, less, _inputs(less, team))()
+            step.forward_backward(loss, less, shard_inputs(less, team))()
         else:
             call()
         inputs.forget()
@@ -218,7 +218,7 @@ class _Runner:
         key = (trial.case.loss, trial.case.contender, trial.n)
         if key not in self.checked:
             case = replace(trial.case, b=min(trial.case.b, CHECK_ROWS * team.size))
-            inputs = _inputs(case, team)
+            inputs = shard_inputs(case, team)
             value = step.forward_backward(loss, case, inputs)()
             self.checked[key] = ScalingResult("ok")
             exact = step.exact_result(case, step.make_inputs(case))
@@ -226,7 +226,8 @@ class _Runner:
         return self.checked[key]
 
 
-def _inputs(case: Case, team: Team) -> step.Inputs:
+def shard_inputs(case: Case, team: Team) -> step.Inputs:
+    """This rank's rows of the case's features, and its scalars."""
     x, y = shard(case, team)
     scalars = step.make_inputs(case, rows=1).scalars
     return step.Inputs(x.requires_grad_(), y.requires_grad_(), scalars)

@@ -1,0 +1,146 @@
+"""Ways for features to travel between the GPUs of one machine, taking turns on them.
+
+    python benchmarks/turns.py --output benchmarks/results/turns.json
+
+GPUs at their power limit swing by 2%, for a second or more, and one that rested is faster: of
+trials one after another (scaling.py) the same one differs by 1%. Here each contender is called for
+some seconds, right after the one before it, and all that several times over; so one differs by 0.1%
+from turn to turn (benchmarks/results/hiding-4gpu.json, made so). "alone" is the whole batch on every GPU by itself, all at the same time:
+one GPU's time, at their mean rate.
+
+Starts a process for each GPU itself. `--smallest` runs it with Gloo on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megabatch.benchmarking import ranks, records, scaling, step
+from megabatch.benchmarking.clock import timed_calls
+from megabatch.benchmarking.inputs import Case
+from megabatch.benchmarking.parallel import PARALLEL
+from megabatch.benchmarking.ranks import Team
+
+ALONE = "alone"
+CONTENDERS = (ALONE, "megabatch", "megabatch-no-overlap", "megabatch-no-transfers")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """One contender at one size."""
+
+    contender: str
+    loss: str
+    b: int
+    d: int
+    dtype: str
+    n_devices: int
+    ms: float  #: of a call: the median over turns, the first left out where there are others
+    turns_ms: tuple[float, ...]  #: the mean of each turn's calls on the rank that took longest
+    of_ideal: float | None  #: time alone / (n_devices * this time)
+
+
+def main() -> None:
+    options = arguments()
+    if options.rank == 0:
+        ranks.start_others(options.gpus, [sys.executable, __file__, *sys.argv[1:], "--rank=1"])
+    say = scaling.speaker(options.rank)
+    found: list[Turns] = []
+    try:
+        teams = ranks.join("cpu" if options.smallest else "cuda", [1, options.gpus])
+        for b in options.batch_sizes:
+            for one in compare(options, b, teams):
+                say({"contender": one.contender, "b": b, "ms": one.ms, "of_ideal": one.of_ideal})
+                found.append(one)
+            if options.rank == 0:
+                command = records.command_line(options.output)
+                records.write(options.output, command, found)
+    except Exception as error:
+        ranks.give_up(error)
+    ranks.leave()
+
+
+def compare(options: argparse.Namespace, b: int, teams: dict[int, Team]) -> list[Turns]:
+    """All contenders at one global batch, in the order of the options."""
+    everyone = teams[options.gpus]
+    device, d = ("cpu", 16) if options.smallest else ("cuda", 768)
+    taken: dict[str, list[float]] = {name: [] for name in options.contenders}
+    cases = {
+        name: Case(options.loss, name, device, "bfloat16", b, d, scale=14.3)
+        for name in options.contenders
+    }
+    for turn in range(options.turns):
+        for name, case in cases.items():
+            contender = PARALLEL[options.loss]["megabatch" if name == ALONE else name]
+            team = teams[1] if name == ALONE else everyone
+            with contender.around():
+                inputs = scaling.shard_inputs(case, team)
+                call = step.forward_backward(contender.load(team), case, inputs)
+                if turn == 0:
+                    call()  # compiles
+                everyone.meet()
+                own = timed(call, everyone, device, options.seconds)
+                del inputs, call
+            each = everyone.share(own)
+            ms = statistics.harmonic_mean(each) if name == ALONE else max(each)
+            taken[name].append(ms)
+    found = {name: statistics.median(ms[1:] or ms) for name, ms in taken.items()}
+    alone = found.get(ALONE)
+    return [
+        Turns(
+            name, options.loss, b, d, "bfloat16", 1 if name == ALONE else options.gpus, found[name],
+            tuple(ms), None if alone is None or name == ALONE
+            else alone / options.gpus / found[name],
+        )
+        for name, ms in taken.items()
+    ]  # fmt: skip
+
+
+def timed(call: Callable[[], Tensor], team: Team, device: str, seconds: float) -> float:
+    """Milliseconds of a call: the mean of `seconds` of them, after a third as many more."""
+    once = max(team.share(timed_calls([call], device)[0]))
+    count = max(2, math.ceil(1e3 * seconds / once))
+    first = math.ceil(count / 3)
+    return statistics.fmean(timed_calls([call] * (first + count), device)[first:])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/turns.json"))
+    parser.add_argument("--gpus", type=int, help="default: all")
+    parser.add_argument("--loss", choices=tuple(PARALLEL), default="clip")
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", metavar="B")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of one contender's turn")
+    parser.add_argument("--smallest", action="store_true", help="tiny, with Gloo on the CPU")
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    count = 2 if options.smallest else torch.cuda.device_count()
+    options.gpus = options.gpus or count
+    if options.smallest:
+        options.seconds = 0.0
+    elif not count:
+        parser.error("no GPU here; --smallest runs on the CPU")
+    elif not 1 <= options.gpus <= count:
+        parser.error(f"--gpus: expected 1 to {count}, as many as this machine has")
+    options.batch_sizes = options.batch_sizes or ([96] if options.smallest else [262_144, 65_536])
+    known = {ALONE, *PARALLEL[options.loss]}
+    if unknown := [name for name in options.contenders if name not in known]:
+        parser.error(f"--contenders: expected some of {', '.join(sorted(known))}, got {unknown[0]}")
+    if rest := [b for b in options.batch_sizes if b < 1 or b % options.gpus]:
+        parser.error(f"--batch-sizes: expected multiples of {options.gpus}, got {rest[0]}")
+    return options
+
+
+if __name__ == "__main__":
+    main()
