@@ -5,8 +5,8 @@
 GPUs at their power limit swing by 2%, for a second or more, and one that rested is faster: of
 trials one after another (scaling.py) the same one differs by 1%. Here each contender is called for
 some seconds, right after the one before it, and all that several times over; so one differs by 0.1%
-from turn to turn (benchmarks/results/hiding-4gpu.json, made so). "alone" is the whole batch on every GPU by itself, all at the same time:
-one GPU's time, at their mean rate.
+from turn to turn (benchmarks/results/hiding-4gpu.json, made so). "alone" is the whole batch on
+every GPU by itself, all at the same time: one GPU's time, at their mean rate.
 
 Starts a process for each GPU itself. `--smallest` runs it with Gloo on the CPU.
 """
