@@ -8,9 +8,10 @@ that what is in flight is bounded whatever their size: while one round is comput
 columns arrive and the gradients of the one before are added up.
 
 In the first round own columns come first, while the others' arrive (262,144 rows on 4 H200s: 181.6
-ms instead of 182.1, 65,536: 12.07 instead of 12.21). Beyond that a round's own transfers do not
-hide behind parts of its computation: NCCL's kernels take multiprocessors from products that count
-on all of them (benchmarks/results/hiding-4gpu.json, scaling-two-parts.json).
+ms instead of 182.1, 65,536: 12.07 instead of 12.21), and what of a round's gradients stays here is
+completed while the rest comes home. Beyond that a round's own transfers do not hide behind parts of
+its computation: NCCL's kernels take multiprocessors from products that count on all of them
+(benchmarks/results/hiding-4gpu.json, scaling-two-parts.json).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity.exchange import Pending, deal, gather, scatter_sum
+from megabatch.similarity.exchange import Pending, deal, gather, let_begin, scatter_sum
 from megabatch.similarity.routes import Parcel, Parts, Visit, narrow
 
-#: Rows of a shard from which on this rank's own columns come first, while the others' arrive. Of
-#: fewer the host's launches count.
-OWN_FIRST = 16_384
+#: Rows of a shard from which on a round's transfers hide behind parts of its computation. Of fewer
+#: the host's launches count.
+LARGE = 16_384
 
 
 class Place(NamedTuple):
@@ -72,7 +73,7 @@ class Round:
         """
         m, rank, size = self.size, self.place.rank, self.place.size
         home, end = rank * m, self.place.group.size() * m  # places among the columns of this round
-        if m == size and not (0 in self._pending and m >= OWN_FIRST):
+        if m == size and not (0 in self._pending and m >= LARGE):
             self.wait()
             yield self._visit(0, end, 0, found, parts)
             return
@@ -129,6 +130,9 @@ def tour(
                 yield rows, parts.merge(_dealt(found, one, parts))
             else:
                 adding = (rows, *scatter_sum(found, place.group, place.operation))
+                if parts.meanwhile is not None and place.overlap and place.size >= LARGE:
+                    let_begin(found)
+                    parts.meanwhile()
         if not place.overlap:
             if adding is not None:
                 yield _added(*adding)
