@@ -66,15 +66,17 @@ def trials(sizes: list[int]) -> Iterator[Trial]:
 
 
 def duration(b: int, loss: str = "clip") -> float:
+    """Seconds of repetitions."""
     return LONG if loss == "clip" and b >= 4 * WEAK_ROWS else 1.0
 
 
 def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
     for n in sizes:
-        in_full = n > 1 and (loss == "clip" or n == sizes[-1])
+        largest = n > 1 and n == sizes[-1]
+        in_full = largest or (n > 1 and loss == "clip")
         for name in VARIANTS if in_full else VARIANTS[:1]:
             yield Trial(case(b, name, loss), n, duration(b, loss))
-        if in_full and n == sizes[-1] and b >= 4 * WEAK_ROWS:
+        if largest and b >= 4 * WEAK_ROWS:
             for name in ("megabatch-rounds", "megabatch-ring"):
                 yield Trial(case(b, name, loss), n)
         if b < WEAK_ROWS:  # where the host's launches take longer than the GPUs' work

@@ -2,11 +2,11 @@
 
     python benchmarks/turns.py --output benchmarks/results/turns.json
 
-GPUs at their power limit swing by 2%, for a second or more, and one that rested is faster: of
-trials one after another (scaling.py) the same one differs by 1%. Here each contender is called for
-some seconds, right after the one before it, and all that several times over; so one differs by 0.1%
-from turn to turn (benchmarks/results/hiding-4gpu.json, made so). "alone" is the whole batch on
-every GPU by itself, all at the same time: one GPU's time, at their mean rate.
+GPUs at their power limit swing by 2%, for a second or more, and one that rested is faster: in
+series one after another (benchmarks/results/scaling-repeated.json) the same contender differs by
+1%. Here each is called for some seconds, right after the one before it, and all that several times
+over: 0.1 to 0.2% from turn to turn (benchmarks/results/hiding-4gpu.json, made so). "alone" is the
+whole batch on every GPU by itself, all at the same time: one GPU's time, at their mean rate.
 
 Starts a process for each GPU itself. `--smallest` runs it with Gloo on the CPU.
 """
@@ -73,40 +73,35 @@ def compare(options: argparse.Namespace, b: int, teams: dict[int, Team]) -> list
     """All contenders at one global batch, in the order of the options."""
     everyone = teams[options.gpus]
     device, d = ("cpu", 16) if options.smallest else ("cuda", 768)
-    taken: dict[str, list[float]] = {name: [] for name in options.contenders}
-    cases = {
-        name: Case(options.loss, name, device, "bfloat16", b, d, scale=14.3)
-        for name in options.contenders
-    }
-    for turn in range(options.turns):
-        for name, case in cases.items():
-            contender = PARALLEL[options.loss]["megabatch" if name == ALONE else name]
-            team = teams[1] if name == ALONE else everyone
+    ready = {}
+    for name in options.contenders:
+        team = teams[1] if name == ALONE else everyone
+        contender = PARALLEL[options.loss]["megabatch" if name == ALONE else name]
+        case = Case(options.loss, name, device, "bfloat16", b, d, scale=14.3)
+        inputs = scaling.shard_inputs(case, team)
+        ready[name] = contender, step.forward_backward(contender.load(team), case, inputs)
+    taken: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(options.turns):
+        for name, (contender, call) in ready.items():
+            everyone.meet()
             with contender.around():
-                inputs = scaling.shard_inputs(case, team)
-                call = step.forward_backward(contender.load(team), case, inputs)
-                if turn == 0:
-                    call()  # compiles
-                everyone.meet()
-                own = timed(call, everyone, device, options.seconds)
-                del inputs, call
-            each = everyone.share(own)
-            ms = statistics.harmonic_mean(each) if name == ALONE else max(each)
-            taken[name].append(ms)
+                each = everyone.share(timed(call, everyone, device, options.seconds))
+            taken[name].append(statistics.harmonic_mean(each) if name == ALONE else max(each))
+    # The first turn warms the GPUs.
     found = {name: statistics.median(ms[1:] or ms) for name, ms in taken.items()}
-    alone = found.get(ALONE)
-    return [
-        Turns(
-            name, options.loss, b, d, "bfloat16", 1 if name == ALONE else options.gpus, found[name],
-            tuple(ms), None if alone is None or name == ALONE
-            else alone / options.gpus / found[name],
-        )
-        for name, ms in taken.items()
-    ]  # fmt: skip
+
+    def record(name: str) -> Turns:
+        n = 1 if name == ALONE else options.gpus
+        of_ideal = found[ALONE] / n / found[name] if ALONE in found and name != ALONE else None
+        every = tuple(taken[name])
+        return Turns(name, options.loss, b, d, "bfloat16", n, found[name], every, of_ideal)
+
+    return [record(name) for name in ready]
 
 
 def timed(call: Callable[[], Tensor], team: Team, device: str, seconds: float) -> float:
     """Milliseconds of a call: the mean of `seconds` of them, after a third as many more."""
+    call()  # which may compile
     once = max(team.share(timed_calls([call], device)[0]))
     count = max(2, math.ceil(1e3 * seconds / once))
     first = math.ceil(count / 3)
@@ -126,13 +121,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     count = 2 if options.smallest else torch.cuda.device_count()
-    options.gpus = options.gpus or count
+    if not count:
+        parser.error("no GPU here; --smallest runs on the CPU")
+    options.gpus = count if options.gpus is None else options.gpus
+    if not 1 <= options.gpus <= count:
+        parser.error(f"--gpus: expected 1 to {count}, got {options.gpus}")
+    if options.turns < 1 or options.seconds <= 0:
+        parser.error("--turns, --seconds: expected positive numbers")
     if options.smallest:
         options.seconds = 0.0
-    elif not count:
-        parser.error("no GPU here; --smallest runs on the CPU")
-    elif not 1 <= options.gpus <= count:
-        parser.error(f"--gpus: expected 1 to {count}, as many as this machine has")
     options.batch_sizes = options.batch_sizes or ([96] if options.smallest else [262_144, 65_536])
     known = {ALONE, *PARALLEL[options.loss]}
     if unknown := [name for name in options.contenders if name not in known]:

@@ -146,6 +146,8 @@ def test_turns_names_what_it_cannot_take() -> None:
     for words, message in (
         ("--contenders=mine", "--contenders: expected some of alone, inf-cl, .*, got mine"),
         ("--batch-sizes=7", "--batch-sizes: expected multiples of 2, got 7"),
+        ("--gpus=3", "--gpus: expected 1 to 2, got 3"),
+        ("--turns=0", "--turns, --seconds: expected positive numbers"),
     ):
         command = [sys.executable, str(SCRIPTS / "turns.py"), "--smallest", words]
         ended = subprocess.run(command, capture_output=True, text=True)

@@ -121,23 +121,12 @@ def gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Ten
 
 
 def scatter_sum(parts: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
-    """This rank's (m, ...) of the sum over ranks of (n m, ...), to be filled, where they were."""
-    size, rank = parts.shape[0] // group.size(), group.rank()
-    total = parts[rank * size : (rank + 1) * size]
+    """This rank's (m, ...) of the sum over ranks of (n m, ...), to be filled."""
+    total = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
     what = _collective(operation, "adding up what all ranks found")
     with _failures_of(what):
         work = dist.reduce_scatter_tensor(total, parts, group=group, async_op=True)
     return total, Pending(work, what)
-
-
-def let_begin(like: Tensor) -> None:
-    """Let a collective that was just given out begin before what this stream does next.
-
-    A large product that begins first takes all multiprocessors of a GPU, and the collective, which
-    asks for some, begins at its end.
-    """
-    if like.is_cuda:
-        torch.cuda._sleep(20_000)  # cycles, 10 us
 
 
 def deal(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:

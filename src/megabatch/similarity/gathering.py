@@ -7,11 +7,10 @@ and merged, gradients are reduced and scattered. Large shards go in rounds, a pi
 that what is in flight is bounded whatever their size: while one round is computed the next one's
 columns arrive and the gradients of the one before are added up.
 
-In the first round own columns come first, while the others' arrive (262,144 rows on 4 H200s: 181.6
-ms instead of 182.1, 65,536: 12.07 instead of 12.21), and what of a round's gradients stays here is
-completed while the rest comes home. Beyond that a round's own transfers do not hide behind parts of
-its computation: NCCL's kernels take multiprocessors from products that count on all of them
-(benchmarks/results/hiding-4gpu.json, scaling-two-parts.json).
+Own columns come first, while the others' arrive (262,144 rows on 4 H200s: 181.6 ms instead of
+182.1, 65,536: 12.07 instead of 12.21; benchmarks/results/hiding-4gpu.json). Beyond that a round's
+own transfers do not hide behind parts of its computation, which gained nothing (there and in
+scaling-two-parts.json).
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity.exchange import Pending, deal, gather, let_begin, scatter_sum
+from megabatch.similarity.exchange import Pending, deal, gather, scatter_sum
 from megabatch.similarity.routes import Parcel, Parts, Visit, narrow
 
-#: Rows of a shard from which on a round's transfers hide behind parts of its computation. Of fewer
-#: the host's launches count.
-LARGE = 16_384
+#: Rows of a shard from which on this rank's own columns come first, while the others' arrive. Of
+#: fewer the host's launches count.
+OWN_FIRST = 16_384
 
 
 class Place(NamedTuple):
@@ -73,7 +72,7 @@ class Round:
         """
         m, rank, size = self.size, self.place.rank, self.place.size
         home, end = rank * m, self.place.group.size() * m  # places among the columns of this round
-        if m == size and not (0 in self._pending and m >= LARGE):
+        if m == size and not (0 in self._pending and m >= OWN_FIRST):
             self.wait()
             yield self._visit(0, end, 0, found, parts)
             return
@@ -130,9 +129,6 @@ def tour(
                 yield rows, parts.merge(_dealt(found, one, parts))
             else:
                 adding = (rows, *scatter_sum(found, place.group, place.operation))
-                if parts.meanwhile is not None and place.overlap and place.size >= LARGE:
-                    let_begin(found)
-                    parts.meanwhile()
         if not place.overlap:
             if adding is not None:
                 yield _added(*adding)

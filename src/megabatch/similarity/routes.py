@@ -57,7 +57,6 @@ class Parts(NamedTuple):
     merge: Callable[[Tensor], Tensor] | None = (
         None  #: (k, ...) -> k of them as one; None: their sum
     )
-    meanwhile: Callable[[], None] | None = None  #: may be called while they are on their way home
 
 
 class Visit(NamedTuple):

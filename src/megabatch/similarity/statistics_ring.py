@@ -9,7 +9,6 @@ gradient so far, 4 d bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -227,20 +226,12 @@ def _gradients(
     dy = torch.empty_like(y) if need_y else y.new_empty(0)
     inners: list[Tensor] = []  # parts of the scale's gradient
     begun = Once()
-    later: list[Callable[[], None]] = []  # the last product of x's gradient, which stays here
-
-    def catch_up() -> None:
-        while later:
-            later.pop()()
 
     def visit(piece: Visit, blocks: Any) -> None:
-        catch_up()
         far, first = blocks.side(piece.cargo[2]), begun.first()
         for i in blocks.strips():
             dx = None if total is None else total[i]
-            fresh = first, i.start == 0
-            last = later if i.stop == len(x) else None
-            blocks.backward(i, scale, near, far, dx, piece.part, fresh, last)
+            blocks.backward(i, scale, near, far, dx, piece.part, (first, i.start == 0))
 
     def itself() -> None:
         begun.first()
@@ -249,16 +240,13 @@ def _gradients(
             first = i.start == 0
             own.backward(i, scale, near, near, total[i], total, (first, first))
 
-    parts = Parts(own.buffer, meanwhile=catch_up)
-    for home, arrived in shards.tour(_numbers(far), visit, itself, route, parts):
+    for home, arrived in shards.tour(_numbers(far), visit, itself, route, Parts(own.buffer)):
         if shards.symmetric:
             assert total is not None
-            catch_up()
             total[home] += arrived
             continue
         inner = own.finish(arrived, "y", home, factor, need_scale and total is None, dy[home])
         inners += [] if inner is None else [inner]
-    catch_up()
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
     if total is not None:
         if begun.first():  # no rank has a column

@@ -248,7 +248,7 @@ def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     for own_first, overlap in ((6, True), (6, False), (7, True)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gathering, "LARGE", own_first)
+            patch.setattr(gathering, "OWN_FIRST", own_first)
             events: list[str] = []
             patch.setattr(sweep.Blocks, "forward", noting(events, "compute", sweep.Blocks.forward))
             patch.setattr(Pending, "wait", noting(events, "wait", Pending.wait))
@@ -257,44 +257,6 @@ def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
             ring.set_overlap(switched)
         hidden = ["compute", "wait", "compute"]
         assert events == (hidden if own_first == 6 and overlap else ["wait", "compute"])
-
-
-@on_processes(2)
-def test_what_stays_is_completed_while_gradients_come_home(world: World) -> None:
-    """`later` of one visit: after the transfer has begun, and before the next visit."""
-    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
-    backward, start = sweep.Blocks.backward, Swap.start
-    for bound, piece, large in ((None, None, 6), (None, None, 7), (96, None, 6), (0, 96, 6)):
-        before = ring.set_gather(bound and 2 * bound), ring.set_piece(piece)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ring, "TILE", 2)
-            patch.setattr(ring, "ROUND", 1)
-            patch.setattr(gathering, "LARGE", large)
-            rows, columns = similarity.logsumexp(x, y)
-            done = gathered(patch)
-            patch.setattr(Swap, "start", start)
-            patch.setattr(Pending, "wait", noting(done, "wait", Pending.wait))
-
-            def compute(self, *arguments, done=done):  # type: ignore[no-untyped-def]
-                later = arguments[7]
-                assert later == []
-                backward(self, *arguments)
-                done.append("compute")
-                later.append(lambda: done.append("later"))
-
-            patch.setattr(sweep.Blocks, "backward", compute)
-            (rows.sum() + columns.sum()).backward()
-        ring.set_gather(before[0])
-        ring.set_piece(before[1])
-        work = [step for step in done if step in ("compute", "later")]
-        assert work == ["compute", "later"] * (len(work) // 2)
-        if bound is None:
-            last = ["later", "wait"] if large == 6 else ["wait", "later"]
-            assert done == ["gather", "wait", "compute", "scatter_sum", *last]
-        elif bound:
-            assert done.count("scatter_sum") == 3
-            for i, step in enumerate(done):
-                assert step != "scatter_sum" or done[i + 1] == "later"
 
 
 @on_processes(3)
