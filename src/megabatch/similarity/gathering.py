@@ -7,10 +7,11 @@ and merged, gradients are reduced and scattered. Large shards go in rounds, a pi
 that what is in flight is bounded whatever their size: while one round is computed the next one's
 columns arrive and the gradients of the one before are added up.
 
-Own columns come first, while the others' arrive (262,144 rows on 4 H200s: 181.6 ms instead of
-182.1, 65,536: 12.07 instead of 12.21; benchmarks/results/hiding-4gpu.json). Beyond that a round's
-own transfers do not hide behind parts of its computation, which gained nothing (there and in
-scaling-two-parts.json).
+In the first round own columns come first, while the others' arrive (262,144 rows on 4 H200s: 181.6
+ms instead of 182.1, 65,536: 12.07 instead of 12.21; benchmarks/results/hiding-4gpu.json), and after
+the last what stays here is completed while the rest comes home (65,536 on 2: 23.51 instead of
+23.62; hiding-2gpu.json). Beyond that a round's own transfers do not hide behind parts of its
+computation, which gained nothing (there and in scaling-two-parts.json).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity.exchange import Pending, deal, gather, scatter_sum
+from megabatch.similarity.exchange import Pending, deal, gather, let_begin, scatter_sum
 from megabatch.similarity.routes import Parcel, Parts, Visit, narrow
 
-#: Rows of a shard from which on this rank's own columns come first, while the others' arrive. Of
-#: fewer the host's launches count.
-OWN_FIRST = 16_384
+#: Rows of a shard from which on a round's transfers hide behind parts of its computation. Of fewer
+#: the host's launches count.
+LARGE = 16_384
 
 
 class Place(NamedTuple):
@@ -72,7 +73,7 @@ class Round:
         """
         m, rank, size = self.size, self.place.rank, self.place.size
         home, end = rank * m, self.place.group.size() * m  # places among the columns of this round
-        if m == size and not (0 in self._pending and m >= OWN_FIRST):
+        if m == size and not (0 in self._pending and m >= LARGE):
             self.wait()
             yield self._visit(0, end, 0, found, parts)
             return
@@ -101,6 +102,7 @@ def tour(
     parcels: Sequence[Parcel],
     visit: Callable[[Visit], None],
     parts: Parts | None,
+    meanwhile: Callable[[], None],
     here: Tensor | None,
 ) -> Generator[tuple[slice, Tensor], None, Tensor | None]:
     """As `Ring.tour`, in these rounds; parts None: nothing comes home.
@@ -134,6 +136,9 @@ def tour(
                 yield _added(*adding)
                 adding = None
             coming += [Round(place, r, parcels, None) for r in rounds[k + 1 : k + 2]]
+    if adding is not None and one is not None and one.size >= LARGE:
+        let_begin(adding[1])
+    meanwhile()
     if adding is not None:
         yield _added(*adding)
     return one.columns[0] if one is not None and len(rounds) == 1 else None

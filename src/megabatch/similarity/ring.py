@@ -164,6 +164,7 @@ class Ring:
         route: Route,
         rows: int,
         parts: Parts | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[slice, Tensor]]:
         """Let this rank's shard visit the others while theirs come by.
 
@@ -172,6 +173,7 @@ class Ring:
             visit: called until all that the route brings has been here, the rank's own included.
             route: how far pieces go. rows: of a piece, the same on all ranks.
             parts: what a visit adds to, where the route carries that.
+            meanwhile: called once, after the last visit, while what it brings is on its way home.
 
         Yields:
             `(rows of this rank's shard, sum of what all ranks added to them)`, as it comes home.
@@ -182,12 +184,12 @@ class Ring:
         """
         rounds = self._gatherings(parcels[0], route)
         if not rounds:
-            yield from self._in_turn(parcels, visit, route, rows, parts)
+            yield from self._in_turn(parcels, visit, route, rows, parts, meanwhile)
             return
         place = Place(self.group, self.rank, self.sizes[0], self.operation, _overlap)
         home = parts if route.carried else None
         self.gathered = yield from gathering.tour(
-            place, rounds, parcels, visit, home, self.gathered
+            place, rounds, parcels, visit, home, meanwhile, self.gathered
         )
 
     def _in_turn(
@@ -197,6 +199,7 @@ class Ring:
         route: Route,
         rows: int,
         parts: Parts | None,
+        meanwhile: Callable[[], None],
     ) -> Iterator[tuple[slice, Tensor]]:
         """Around the ring."""
         home: tuple[Swap, slice, Tensor] | None = None
@@ -237,6 +240,7 @@ class Ring:
                         home = swap, own, swap.add(carry, _length(own), parts.dim)
                         _start(swap)
                         carry = None
+        meanwhile()
         if home is not None:
             yield _arrived(*home)
 

@@ -53,6 +53,7 @@ class Shards:
         itself: Callable[[], None],
         route: ring.Route,
         parts: Parts,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[slice, Tensor]]:
         """`Ring.tour` of the columns with their ids and pull; `visit` gets the blocks as well.
 
@@ -71,7 +72,7 @@ class Shards:
                 visit(piece, sweep.blocks(self.x, features, pairs))
 
         parcels = [Parcel(self.y), Parcel(self.pairs.column_ids), Parcel(pull, dim=1)]
-        return self.ring.tour(parcels, meet, route, ring.piece_rows(self.y), parts)
+        return self.ring.tour(parcels, meet, route, ring.piece_rows(self.y), parts, meanwhile)
 
 
 class Once:
@@ -84,3 +85,9 @@ class Once:
         """True when asked for the first time."""
         before, self._asked = self._asked, True
         return not before
+
+
+def make(later: list[Callable[[], None]]) -> None:
+    """Do what was put off."""
+    while later:
+        later.pop()()

@@ -6,7 +6,7 @@ kernels. Gradients wait for the backward pass in the features' dtype (`Kept`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -137,10 +137,12 @@ class Blocks:
         dx: Tensor | None,
         dy: Tensor | None,
         fresh: tuple[bool, bool] = (False, False),
+        later: list[Callable[[], None]] | None = None,
     ) -> None:
         """Add one strip of rows: its losses, and its gradients where dx (theirs) or dy is given.
 
-        `fresh`: dx, dy hold nothing yet.
+        `fresh`: dx, dy hold nothing yet. `later` would get what is for the caller to make, before
+        the next strip; nothing is.
         """
         inner = self.need.scale and not self.need.features
         strip = self.accumulator(i.stop - i.start).zero_() if inner else dx

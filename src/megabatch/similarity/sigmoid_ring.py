@@ -20,7 +20,7 @@ from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
-from megabatch.similarity.shards import Once
+from megabatch.similarity.shards import Once, make
 from megabatch.similarity.sigmoid import AnyBlocks, _softplus_sum, results, total_of
 from megabatch.similarity.sigmoid_blocks import (
     Kept,
@@ -64,22 +64,25 @@ def _ring_softplus_sum(
         own = blocks(matrix.x, matrix.y, pairs, terms, need)
         total = own.accumulator(len(x)) if need_x else None
         sums, begun = [own.sums()], Once()
+        later: list[Callable[[], None]] = []  # the last product of x's gradient
 
         def visit(piece: Visit) -> None:
             features, ids = piece.cargo
             assert features is not None
             if len(x) == 0 or piece.size == 0:
                 return
+            make(later)
             columns = replace(pairs, column_ids=ids, column_start=piece.start)
             visited, first = blocks(own.x, features, columns, terms, need), begun.first()
             for i in visited.strips():
                 dx = None if total is None else total[i]
-                visited.add(i, dx, piece.part, (first, i.start == 0))
+                last = later if i.stop == len(x) else None
+                visited.add(i, dx, piece.part, (first, i.start == 0), last)
             sums.append(visited.sums())
 
         if total is not None and not any(circle.sizes):
             total.zero_()  # nobody will visit
-        dx, dy, inner = _gradients(circle, own, need, matrix, visit, total)
+        dx, dy, inner = _gradients(circle, own, need, matrix, visit, total, later)
         return results(torch.stack(sums).sum(0), inner, dx, dy)
 
 
@@ -90,8 +93,12 @@ def _gradients(
     matrix: IdOrder,
     visit: Callable[[Visit], None],
     total: Tensor | None,
+    later: list[Callable[[], None]],
 ) -> tuple[Kept, Kept, Tensor | None]:
-    """Go around; the gradients of x, added up in `total`, and y, and scale's where it is theirs."""
+    """Go around; the gradients of x, added up in `total`, and y, and scale's where it is theirs.
+
+    `later`: what visits leave to do before x's is complete.
+    """
     x, y = matrix.x, matrix.y
     dx, dy = Kept.like(x, need.x), Kept.like(y, need.y)
     factor = own.factor(divisor(x))
@@ -102,15 +109,19 @@ def _gradients(
         part = own.accumulator(size)
         return part if len(x) else part.zero_()  # a rank without rows visits nobody
 
-    parts = Parts(unwritten)
-    products = []
-    for home, arrived in circle.tour(parcels, visit, route, ring.piece_rows(own.y), parts):
+    def complete() -> None:
+        """x's gradient, which stays here."""
+        make(later)
+        if total is not None:
+            rows = slice(0, len(x)) if matrix.rows is None else matrix.rows
+            products.append(own.keep(total, own.x, factor, dx, rows, need.scale))
+
+    products: list[Tensor | None] = []
+    tour = circle.tour(parcels, visit, route, ring.piece_rows(own.y), Parts(unwritten), complete)
+    for home, arrived in tour:
         rows = home if matrix.columns is None else matrix.columns[home]
         with_y = need.scale and not need.x
         products.append(own.keep(arrived, own.y[home], factor, dy, rows, with_y))
-    if total is not None:
-        rows = slice(0, len(x)) if matrix.rows is None else matrix.rows
-        products.append(own.keep(total, own.x, factor, dx, rows, need.scale))
     inner = total_of(products)
     if inner is None and need.scale and need.features:  # nothing came home to an empty shard
         inner = x.new_zeros((), dtype=torch.float64)

@@ -9,6 +9,7 @@ gradient so far, 4 d bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from megabatch.similarity import exchange, id_order, ring, sweep
 from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.ring import Parts, Ring, Visit
-from megabatch.similarity.shards import Blocks, Once, Shards
+from megabatch.similarity.shards import Blocks, Once, Shards, make
 from megabatch.similarity.states import clear, kinds_of, new_results, new_state
 from megabatch.similarity.statistics_local import statistics
 
@@ -223,15 +224,19 @@ def _gradients(
     own, (x, y), route = shards.own, shards.features, shards.route(need_y)
     # The scale's gradient comes with dx, or with dy where x is frozen.
     total = own.buffer(len(x)) if need_x or not need_y else None
+    dx = torch.empty_like(x) if need_x else x.new_empty(0)
     dy = torch.empty_like(y) if need_y else y.new_empty(0)
     inners: list[Tensor] = []  # parts of the scale's gradient
     begun = Once()
+    later: list[Callable[[], None]] = []  # the last product of x's gradient
 
     def visit(piece: Visit, blocks: Any) -> None:
+        make(later)
         far, first = blocks.side(piece.cargo[2]), begun.first()
         for i in blocks.strips():
-            dx = None if total is None else total[i]
-            blocks.backward(i, scale, near, far, dx, piece.part, (first, i.start == 0))
+            strip = None if total is None else total[i]
+            last = later if i.stop == len(x) and not shards.symmetric else None
+            blocks.backward(i, scale, near, far, strip, piece.part, (first, i.start == 0), last)
 
     def itself() -> None:
         begun.first()
@@ -240,21 +245,28 @@ def _gradients(
             first = i.start == 0
             own.backward(i, scale, near, near, total[i], total, (first, first))
 
-    for home, arrived in shards.tour(_numbers(far), visit, itself, route, Parts(own.buffer)):
-        if shards.symmetric:
-            assert total is not None
-            total[home] += arrived
-            continue
-        inner = own.finish(arrived, "y", home, factor, need_scale and total is None, dy[home])
-        inners += [] if inner is None else [inner]
-    dx = torch.empty_like(x) if need_x else x.new_empty(0)
-    if total is not None:
+    def complete() -> None:
+        """x's gradient, which stays here."""
+        make(later)
+        if total is None:
+            return
         if begun.first():  # no rank has a column
             total.zero_()
         rows = slice(0, len(x))
         inner = own.finish(total, "x", rows, factor, need_scale, dx if need_x else None)
         if inner is not None:  # x against itself meets each pair as (i, j) and as (j, i)
             inners.append(inner / 2 if shards.symmetric else inner)
+
+    parts, meanwhile = Parts(own.buffer), (lambda: None) if shards.symmetric else complete
+    for home, arrived in shards.tour(_numbers(far), visit, itself, route, parts, meanwhile):
+        if shards.symmetric:
+            assert total is not None
+            total[home] += arrived
+            continue
+        inner = own.finish(arrived, "y", home, factor, need_scale and total is None, dy[home])
+        inners += [] if inner is None else [inner]
+    if shards.symmetric:
+        complete()
     # One launch less where there is one part.
     return dx, dy, inners[0] if len(inners) == 1 else sum(inners, torch.zeros_like(scale))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -227,11 +227,13 @@ class Blocks:
         dx: Tensor | None,
         dy: Tensor | None,
         fresh: tuple[bool, bool] = (False, False),
+        later: list[Callable[[], None]] | None = None,
     ) -> None:
         """Add the gradients of one strip of rows `i`: dx holds that strip, dy all columns.
 
         With `symmetric`, dx and dy are views of one gradient of all rows, `columns` is `rows`.
-        `fresh`: dx, dy hold nothing yet (`buffer`).
+        `fresh`: dx, dy hold nothing yet (`buffer`). `later` would get what is for the caller to
+        make, before the next strip; nothing is.
         """
         for j in self._columns_of(i):
             mirrored = self.symmetric and i != j

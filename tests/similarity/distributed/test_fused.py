@@ -51,7 +51,7 @@ def test_fused_kernels(world: World) -> None:
             own = shard if self_similar else (shard, shard)
         with pytest.MonkeyPatch.context() as patch, pieces_of(piece):
             patch.setattr(sweep, "fused_available", lambda x: True)
-            patch.setattr(gathering, "OWN_FIRST", own_first)
+            patch.setattr(gathering, "LARGE", own_first)
             truth = similarity.split_logsumexp(
                 whole[0], None if self_similar else whole[1], scales[0], ids=pairs, group="local"
             )

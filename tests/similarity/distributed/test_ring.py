@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -248,7 +251,7 @@ def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     for own_first, overlap in ((6, True), (6, False), (7, True)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gathering, "OWN_FIRST", own_first)
+            patch.setattr(gathering, "LARGE", own_first)
             events: list[str] = []
             patch.setattr(sweep.Blocks, "forward", noting(events, "compute", sweep.Blocks.forward))
             patch.setattr(Pending, "wait", noting(events, "wait", Pending.wait))
@@ -257,6 +260,59 @@ def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
             ring.set_overlap(switched)
         hidden = ["compute", "wait", "compute"]
         assert events == (hidden if own_first == 6 and overlap else ["wait", "compute"])
+
+
+@on_processes(2)
+def test_what_stays_is_completed_while_gradients_come_home(world: World) -> None:
+    """What a visit puts off is made before the next, the last once its transfer has begun."""
+    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
+    backward, complete = sweep.Blocks.backward, sweep.Blocks.finish
+
+    def putting_off(done: list[str]) -> Callable[..., None]:
+        def compute(self, *arguments):  # type: ignore[no-untyped-def]
+            later = arguments[7]
+            assert later == []
+            backward(self, *arguments)
+            done.append("compute")
+            later.append(lambda: done.append("later"))
+
+        return compute
+
+    def finishing(done: list[str]) -> Callable[..., Any]:
+        def finish(self, total, side, *others):  # type: ignore[no-untyped-def]
+            done.append(side)
+            return complete(self, total, side, *others)
+
+        return finish
+
+    once = ["gather", "wait", "compute", "scatter_sum"]
+    end = ["later", "x", "wait", "y"]
+    for bound, large, expected in (
+        (None, 6, [*once, "let begin", *end]),
+        (None, 7, [*once, *end]),
+        (2 * 2 * 12 * 4, 7, None),  # three rounds
+        (0, 7, ["swap", "compute", "wait", "swap", "later", "compute", "wait", "swap", *end]),
+    ):
+        before = ring.set_gather(bound)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring, "TILE", 2)
+            patch.setattr(ring, "ROUND", 1)
+            patch.setattr(gathering, "LARGE", large)
+            rows, columns = similarity.logsumexp(x, y)
+            done = gathered(patch)
+            patch.setattr(Swap, "wait", noting(done, "wait", Swap.wait))
+            patch.setattr(Pending, "wait", noting(done, "wait", Pending.wait))
+            patch.setattr(gathering, "let_begin", lambda like, done=done: done.append("let begin"))
+            patch.setattr(sweep.Blocks, "backward", putting_off(done))
+            patch.setattr(sweep.Blocks, "finish", finishing(done))
+            (rows.sum() + columns.sum()).backward()
+        ring.set_gather(before)
+        if expected is None:
+            work = [step for step in done if step in ("compute", "later")]
+            assert work == ["compute", "later"] * 6  # own columns, then the other rank's
+            assert done[-5:] == ["scatter_sum", *end]
+        else:
+            assert done == expected
 
 
 @on_processes(3)

@@ -230,7 +230,7 @@ def test_own_columns_before_the_others_arrive(world: World) -> None:
     sizes, rows = [5] * world.size, [4] * world.size
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "OWN_FIRST", 5)
+        patch.setattr(gathering, "LARGE", 5)
         compare(world, sizes, sizes)
         compare(world, sizes, sizes, ids=ids, needs=(True, False, True))
         compare(world, rows, sizes, ids=(some_ids(sum(rows)), ids[1]))

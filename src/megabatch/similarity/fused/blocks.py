@@ -6,7 +6,8 @@ States and pulls are laid out as `states` documents, with a state's references i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -196,21 +197,27 @@ class FusedBlocks:
         dx: Tensor | None,
         dy: Tensor | None,
         fresh: tuple[bool, bool] = (False, False),
+        later: list[Callable[[], None]] | None = None,
     ) -> None:
         """Add the gradients of one strip of rows `i`: dx holds that strip, dy all columns.
 
         With `symmetric`, dx and dy are views of one gradient of all rows, `columns` is `rows`.
-        `fresh`: dx, dy hold nothing yet (`buffer`).
+        `fresh`: dx, dy hold nothing yet (`buffer`). `later` gets dx's last product, which is then
+        for the caller to make, before the next strip; None: it is made here.
         """
         near, far = Side.of(rows, scale), Side.of(columns, scale)
         for j in product_parts(len(self.y), self.columns):
             if self.symmetric and j.start < i.start:
                 continue
             ds = self._gradient_block(i, j, scale, near.view(i), far.view(j))
-            if dx is not None:
-                add_product(dx, ds, self.y[j], fresh[0] and j.start == 0)
             if dy is not None and not (self.symmetric and i == j):
                 add_product(dy[j], ds.T, self.x[i], fresh[1])
+            if dx is not None:
+                product = partial(add_product, dx, ds, self.y[j], fresh[0] and j.start == 0)
+                if later is None or j.stop < len(self.y):
+                    product()
+                else:
+                    later.append(product)
 
     def _gradient_block(
         self, i: slice, j: slice, scale: Tensor, rows: Side, columns: Side

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,20 +69,26 @@ class SigmoidBlocks(FusedBlocks):
         dx: Tensor | None,
         dy: Tensor | None,
         fresh: tuple[bool, bool] = (False, False),
+        later: list[Callable[[], None]] | None = None,
     ) -> None:
         """Add one strip of rows: its losses, and its gradients where dx (theirs) or dy is given.
 
-        `fresh`: dx, dy hold nothing yet.
+        `fresh`: dx, dy hold nothing yet. `later` gets dx's last product, which is then for the
+        caller to make, before the next strip; None: it is made here.
         """
         for j in product_parts(len(self.y), self.columns):
             ds = None
             if dx is not None or dy is not None:
                 ds = self._workspace(i.stop - i.start, j.stop - j.start)
             self._block(i, j, ds)
-            if ds is not None and dx is not None:
-                add_product(dx, ds, self.y[j], fresh[0] and j.start == 0)
             if ds is not None and dy is not None:
                 add_product(dy[j], ds.T, self.x[i], fresh[1])
+            if ds is not None and dx is not None:
+                product = partial(add_product, dx, ds, self.y[j], fresh[0] and j.start == 0)
+                if later is None or j.stop < len(self.y):
+                    product()
+                else:
+                    later.append(product)
 
     def _block(self, i: slice, j: slice, ds: Tensor | None) -> None:
         """Add one block's sums; its dS goes to `ds`."""
