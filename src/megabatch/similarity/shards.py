@@ -50,9 +50,9 @@ class Shards:
         self,
         pull: Tensor | None,
         visit: Callable[[Visit, Blocks], None],
-        itself: Callable[[], None],
         route: ring.Route,
         parts: Parts,
+        itself: Callable[[], None] = lambda: None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[slice, Tensor]]:
         """`Ring.tour` of the columns with their ids and pull; `visit` gets the blocks as well.

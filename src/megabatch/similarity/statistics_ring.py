@@ -1,30 +1,23 @@
 """Log-sum-exps of a matrix whose rows and columns lie on several processes: the operators.
 
 What `statistics_local` does on one process, with columns that come around the ring, or of all ranks
-at once (`ring`). For each row of a piece travel, per step forward: its features, its id
-where there are ids, and 8 bytes of column statistics (24 where pairs can be positive; twice that
-for float64 features); backward: its features, id, what its column pulls (8 or 20 bytes), and its
-gradient so far, 4 d bytes.
+at once (`ring`); what a rank computes meanwhile is in `statistics_shards`. For each row of a piece
+travel, per step forward: its features, its id where there are ids, and 8 bytes of column statistics
+(24 where pairs can be positive; twice that for float64 features); backward: its features, id, what
+its column pulls (8 or 20 bytes), and its gradient so far, 4 d bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity import exchange, id_order, ring, sweep
+from megabatch.similarity import exchange, id_order, ring, statistics_shards, sweep
 from megabatch.similarity.operators import operator, ops
-from megabatch.similarity.ring import Parts, Ring, Visit
-from megabatch.similarity.shards import Blocks, Once, Shards, make
-from megabatch.similarity.states import clear, kinds_of, new_results, new_state
+from megabatch.similarity.ring import Ring
+from megabatch.similarity.shards import Shards
+from megabatch.similarity.states import kinds_of
 from megabatch.similarity.statistics_local import statistics
-
-Pull: TypeAlias = Any  # of one side: whatever these blocks make of it
-
 
 # --- forward --------------------------------------------------------------------------------------
 
@@ -46,8 +39,8 @@ def ring_statistics(
     """As `statistics`, over the ranks of a group; then how many rows and columns each rank has.
 
     That is (2, ranks), on the CPU. Last what the backward pass may start from: see `_kept_rows`.
-    `call` is the public function's name and what else all ranks
-    must do alike, `wanted` names the inputs that need gradients.
+    `call` is the public function's name and what else all ranks must do alike, `wanted` names the
+    inputs that need gradients.
     """
     terms = _terms(x, y, row_ids, ceiling, diagonal, columns, call, wanted)
     own = [x.shape[0], (x if y is None else y).shape[0]]
@@ -55,7 +48,7 @@ def ring_statistics(
     with torch.cuda.device_of(x):
         circle = Ring(group, sizes[1].tolist(), call.split(",", 1)[0])
         shards = Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
-        near, far = _forward(shards, scale, kinds_of(diagonal, row_ids), columns)
+        near, far = statistics_shards.forward(shards, scale, kinds_of(diagonal, row_ids), columns)
     far = id_order.restore(far, shards.order.columns, 1) if columns else far
     kept = x.new_empty(0)
     if y is not None and (rows_kept := _kept_rows(y, circle.n, wanted)):
@@ -119,35 +112,6 @@ def _(
     return results[0], results[1], sizes, kept
 
 
-def _forward(shards: Shards, scale: Tensor, kinds: int, columns: bool) -> tuple[Tensor, Tensor]:
-    """The results of the rows and, where wanted, of the columns."""
-    x, own, route = shards.x, shards.own, shards.route(columns)
-    begun = Once()
-
-    def unwritten(size: int) -> Tensor:
-        state = new_state(size, kinds, x)
-        return state if len(x) else clear(state)  # a rank without rows visits nobody
-
-    def visit(piece: Visit, blocks: Blocks) -> None:
-        blocks.forward(scale, row_state, piece.part, (begun.first(), True))
-
-    def itself() -> None:
-        own.forward(scale, row_state, None, (begun.first(), False))
-
-    row_state = unwritten(len(x))
-    far = new_results(new_state(len(shards.y) if columns else 0, kinds, x))
-    for home, total in shards.tour(None, visit, itself, route, Parts(unwritten, 1, own.merged)):
-        if shards.symmetric:
-            row_state[:, home] = own.merged(torch.stack([row_state[:, home], total]))
-        else:
-            own.results(total, far[:, home])
-    if begun.first():  # no rank has a column
-        clear(row_state)
-    near = new_results(row_state)
-    own.results(row_state, near)
-    return near, far if columns else near.new_empty(0)
-
-
 # --- backward -------------------------------------------------------------------------------------
 
 
@@ -181,13 +145,16 @@ def ring_statistics_backward(
         circle.gathered = kept
     with torch.cuda.device_of(x):
         shards = Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
-        near = _pull(shards.own, rows, row_gradient, shards.order.rows)
-        far = _pull(shards.own, columns, column_gradient, shards.order.columns)
-        size = _common_size(shards, near, far)
+        near = statistics_shards.pull(shards.own, rows, row_gradient, shards.order.rows)
+        far = statistics_shards.pull(shards.own, columns, column_gradient, shards.order.columns)
+        size = statistics_shards.common_size(shards, near, far)
         factor = scale if size is None else scale * size
-        dx, dy, dscale = _gradients(
-            shards, scale, factor, near, near if y is None else far, need_x, need_y, need_scale
-        )
+        numbers = shards, scale, factor, near
+        if y is None:
+            dy = x.new_empty(0)
+            dx, dscale = statistics_shards.mirrored_gradients(*numbers, need_x, need_scale)
+        else:
+            dx, dy, dscale = statistics_shards.gradients(*numbers, far, need_x, need_y, need_scale)
     dx = id_order.restore(dx, shards.order.rows if need_x else None, 0)
     dy = id_order.restore(dy, shards.order.columns if need_y and y is not None else None, 0)
     if size is not None:
@@ -195,95 +162,6 @@ def ring_statistics_backward(
     if need_scale:
         dscale = exchange.all_reduce(dscale, group, circle.operation) / circle.n
     return dx, dy, dscale
-
-
-def _pull(
-    own: Blocks, values: Tensor, gradient: Tensor | None, order: Tensor | None
-) -> Pull | None:
-    if gradient is None:
-        return None
-    return own.pull(id_order.sort(values, order, 1), id_order.sort(gradient, order, 1))
-
-
-def _numbers(pull: Pull | None) -> Tensor | None:
-    """What of a pull travels; `side` makes a pull of it."""
-    return pull if pull is None or isinstance(pull, Tensor) else pull.pull
-
-
-def _gradients(
-    shards: Shards,
-    scale: Tensor,
-    factor: Tensor,
-    near: Pull | None,
-    far: Pull | None,
-    need_x: bool,
-    need_y: bool,
-    need_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`near` and `far` are the pulls of this rank's rows and columns."""
-    own, (x, y), route = shards.own, shards.features, shards.route(need_y)
-    # The scale's gradient comes with dx, or with dy where x is frozen.
-    total = own.buffer(len(x)) if need_x or not need_y else None
-    dx = torch.empty_like(x) if need_x else x.new_empty(0)
-    dy = torch.empty_like(y) if need_y else y.new_empty(0)
-    inners: list[Tensor] = []  # parts of the scale's gradient
-    begun = Once()
-    later: list[Callable[[], None]] = []  # the last product of x's gradient
-
-    def visit(piece: Visit, blocks: Any) -> None:
-        make(later)
-        far, first = blocks.side(piece.cargo[2]), begun.first()
-        for i in blocks.strips():
-            strip = None if total is None else total[i]
-            last = later if i.stop == len(x) and not shards.symmetric else None
-            blocks.backward(i, scale, near, far, strip, piece.part, (first, i.start == 0), last)
-
-    def itself() -> None:
-        begun.first()
-        assert total is not None
-        for i in own.strips():
-            first = i.start == 0
-            own.backward(i, scale, near, near, total[i], total, (first, first))
-
-    def complete() -> None:
-        """x's gradient, which stays here."""
-        make(later)
-        if total is None:
-            return
-        if begun.first():  # no rank has a column
-            total.zero_()
-        rows = slice(0, len(x))
-        inner = own.finish(total, "x", rows, factor, need_scale, dx if need_x else None)
-        if inner is not None:  # x against itself meets each pair as (i, j) and as (j, i)
-            inners.append(inner / 2 if shards.symmetric else inner)
-
-    parts, meanwhile = Parts(own.buffer), (lambda: None) if shards.symmetric else complete
-    for home, arrived in shards.tour(_numbers(far), visit, itself, route, parts, meanwhile):
-        if shards.symmetric:
-            assert total is not None
-            total[home] += arrived
-            continue
-        inner = own.finish(arrived, "y", home, factor, need_scale and total is None, dy[home])
-        inners += [] if inner is None else [inner]
-    if shards.symmetric:
-        complete()
-    # One launch less where there is one part.
-    return dx, dy, inners[0] if len(inners) == 1 else sum(inners, torch.zeros_like(scale))
-
-
-def _common_size(shards: Shards, near: Pull | None, far: Pull | None) -> Tensor | None:
-    """`Blocks.prepare` with one factor for all ranks, since their gradients are added up."""
-    size = shards.own.prepare(near, far)
-    if shards.x.dtype != torch.float16:  # the only type whose range asks for one
-        return size
-    largest = shards.x.new_zeros((), dtype=torch.float32) if size is None else size.clone()
-    exchange.all_reduce(largest, shards.ring.name, shards.ring.operation, dist.ReduceOp.MAX)
-    largest = torch.where(largest == 0, 1.0, largest)
-    for pull in map(_numbers, (near, far)):
-        if pull is not None and size is not None:
-            pull[1::2] *= size / largest
-            pull[4:] *= size / largest
-    return largest
 
 
 @ring_statistics_backward.register_fake
