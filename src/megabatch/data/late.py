@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from megabatch.data.fetch import (
     begin_worker,
@@ -25,6 +24,7 @@ from megabatch.data.fetch import (
     seed_everything,
 )
 from megabatch.data.pairs import BadSample, EncodedImage, Pair, PairDataset, undecoded
+from megabatch.data.watched import WatchedLoader
 from megabatch.errors import UsageError
 
 _LARGEST_PIECE = 64  # images that a worker decodes at a time: each piece is a message
@@ -106,8 +106,8 @@ class Decoder:
         piece = max(1, min(_LARGEST_PIECE, -(-micro_batch_size // workers)))
         self._timeout = timeout
         self._pieces = _Pieces(piece)
-        self._loader: DataLoader[Any] = DataLoader(
-            _Work(transform),  # type: ignore[arg-type]  # a map from pieces, not from numbers
+        self._loader: WatchedLoader[Any] = WatchedLoader(
+            _Work(transform),  # a map from pieces, not from numbers
             sampler=self._pieces,
             batch_size=None,
             collate_fn=_unchanged,

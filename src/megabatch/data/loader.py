@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from megabatch.ahead import one_ahead
 from megabatch.data.fetch import (
@@ -27,6 +26,7 @@ from megabatch.data.fetch import (
 from megabatch.data.late import Decoder, LateImages, UndecodedPairs, keep
 from megabatch.data.order import Order, Requests, Share, parts_of
 from megabatch.data.pairs import PairDataset
+from megabatch.data.watched import WatchedLoader
 from megabatch.errors import UsageError
 
 _PIECES = 64  # of a batch, of all workers that are not more
@@ -312,7 +312,7 @@ class PairLoader:
 
 def _chunks(
     fetcher: Fetcher, order: Order, share: Share, workers: int, timeout: float
-) -> DataLoader:
+) -> WatchedLoader[Any]:
     """Return what gives the chunks that are left of the epoch, at each iter() anew."""
     # With workers a batch comes in pieces, so that all of them work on the next one. Pieces
     # waiting add up to one batch, and each costs this process a file descriptor and 2 to 3 ms.
@@ -320,8 +320,8 @@ def _chunks(
     piece = rows = -(-share.batch_size // share.world_size)
     if workers:
         piece = min(rows, max(32, -(-rows // (pieces * workers))))
-    return DataLoader(
-        fetcher,  # type: ignore[arg-type]  # a map from requests, not from numbers
+    return WatchedLoader(
+        fetcher,  # a map from requests, not from numbers
         sampler=Requests(order, piece, share),
         batch_size=None,
         collate_fn=_unchanged,
