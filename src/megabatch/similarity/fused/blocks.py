@@ -213,11 +213,22 @@ class FusedBlocks:
             if dy is not None and not (self.symmetric and i == j):
                 add_product(dy[j], ds.T, self.x[i], fresh[1])
             if dx is not None:
-                product = partial(add_product, dx, ds, self.y[j], fresh[0] and j.start == 0)
-                if later is None or j.stop < len(self.y):
-                    product()
-                else:
-                    later.append(product)
+                self._add_to_dx(dx, ds, j, fresh[0], later)
+
+    def _add_to_dx(
+        self,
+        dx: Tensor,
+        ds: Tensor,
+        j: slice,
+        fresh: bool,
+        later: list[Callable[[], None]] | None,
+    ) -> None:
+        """dx += dS y of the columns `j`; of the last ones by `later`, where there is such a list."""
+        product = partial(add_product, dx, ds, self.y[j], fresh and j.start == 0)
+        if later is None or j.stop < len(self.y):
+            product()
+        else:
+            later.append(product)
 
     def _gradient_block(
         self, i: slice, j: slice, scale: Tensor, rows: Side, columns: Side

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -84,11 +83,7 @@ class SigmoidBlocks(FusedBlocks):
             if ds is not None and dy is not None:
                 add_product(dy[j], ds.T, self.x[i], fresh[1])
             if ds is not None and dx is not None:
-                product = partial(add_product, dx, ds, self.y[j], fresh[0] and j.start == 0)
-                if later is None or j.stop < len(self.y):
-                    product()
-                else:
-                    later.append(product)
+                self._add_to_dx(dx, ds, j, fresh[0], later)
 
     def _block(self, i: slice, j: slice, ds: Tensor | None) -> None:
         """Add one block's sums; its dS goes to `ds`."""
