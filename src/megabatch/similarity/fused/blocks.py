@@ -223,7 +223,7 @@ class FusedBlocks:
         fresh: bool,
         later: list[Callable[[], None]] | None,
     ) -> None:
-        """dx += dS y of the columns `j`; of the last ones by `later`, where there is such a list."""
+        """dx += dS y of the columns `j`; of the last ones by `later`, where it is given."""
         product = partial(add_product, dx, ds, self.y[j], fresh and j.start == 0)
         if later is None or j.stop < len(self.y):
             product()
