@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megabatch.planning.loss import loss_bytes, loss_seconds
-from megabatch.similarity import set_workspace
+from megabatch.similarity import ring, set_workspace
 from megabatch.training.config import TrainConfig
 from megabatch.training.objective import create_objective
 from tests.planning.allocator import peak_bytes
@@ -34,7 +34,11 @@ def test_memory_of_the_loss_on_an_h200(shape):
     assert abs(planned / measured(*shape)["extra_bytes"] - 1) < 0.03  # found: 0.2% to 1.1%
 
 
-SCALING = json.loads((RESULTS.parent / "scaling.json").read_text())["records"]
+SCALING = [
+    r
+    for name in ("scaling", "rounds-2gpu")
+    for r in json.loads((RESULTS.parent / f"{name}.json").read_text())["records"]
+]
 OURS = [r for r in SCALING if r["contender"] == "megabatch" and r["status"] == "ok"]
 
 
@@ -43,8 +47,9 @@ def test_memory_of_the_loss_on_several_h200s(record):
     rows, ranks = record["b"] // record["n_devices"], record["n_devices"]
     config = replace(TrainConfig(), loss=record["loss"])
     planned = loss_bytes(config, rows, 768, torch.bfloat16, "cuda", ranks) - 2 * 2 * rows * 768
-    # Found: 0.4% on one; on several 6% too little to 10% too much, of the sigmoid loss 0.1%.
-    allowed = 0.01 if ranks == 1 or record["loss"] == "siglip" else 0.12
+    # Found: 0.4% on one, 0.5% where several gather once. In rounds 6% too little; those of
+    # scaling.json took 96 MiB more than now, for sums that came home to a place of their own.
+    allowed = 0.01 if ranks == 1 or ring.round_rows(rows, 1536 * ranks) == rows else 0.11
     assert abs(planned / record["extra_bytes"] - 1) < allowed
 
 

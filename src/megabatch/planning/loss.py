@@ -86,8 +86,6 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
         row = x.shape[1] * accumulator_dtype(x.dtype).itemsize
         if kind == "softplus_sum":  # accumulators of all columns and a strip; around a ring, of x
             gradients = len(y) + min(side, len(x)) if ranks == 1 else len(x)
-            if _round(x, ranks) == len(x) and ranks > 1:
-                block = max(block, row * len(x))  # the sum that comes home, when blocks are gone
             return block + row * gradients + travelling
         if args[1] is None or ranks > 1:  # one accumulator of all rows
             product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
@@ -136,12 +134,12 @@ def _travelling(x: Tensor, y: Tensor | None, ranks: int, *, kept: bool) -> int:
     rows = _round(x, ranks)
     if y is None or rows == 0:  # two pieces of features and three of gradients around the ring
         return min(ring.piece_rows(x), len(x)) * width * (2 * own + 3 * item)
-    # Two rounds, if there are so many, of everyone's features and gradients; sums that come home.
-    # In one round features stay for the backward pass, and take the place that the gradients of
-    # both sides, made last, are counted for; or they are not `kept`.
+    # Everyone's features and gradients: of two rounds, if there are so many. In one round x's own
+    # gradient, which is made last, is counted with the results; that of a loss whose features are
+    # not `kept` is made before.
     if rows == len(x):
-        return rows * width * (ranks * item + item if kept else ranks * (item + own))
-    return rows * width * (2 * ranks * (own + item) + item)
+        return rows * width * (ranks * (own + item) - (own if kept else 0))
+    return rows * width * 2 * ranks * (own + item)
 
 
 def _round(x: Tensor, ranks: int) -> int:

@@ -122,6 +122,7 @@ def _gradients(
         rows = home if matrix.columns is None else matrix.columns[home]
         with_y = need.scale and not need.x
         products.append(own.keep(arrived, own.y[home], factor, dy, rows, with_y))
+        del arrived  # a part of what this rank found for all
     inner = total_of(products)
     if inner is None and need.scale and need.features:  # nothing came home to an empty shard
         inner = x.new_zeros((), dtype=torch.float64)

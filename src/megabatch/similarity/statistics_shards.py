@@ -105,6 +105,7 @@ def gradients(
     for home, arrived in shards.tour(_numbers(far), visit, route, parts, meanwhile=complete):
         inner = own.finish(arrived, "y", home, factor, need_scale and total is None, dy[home])
         inners.extend([] if inner is None else [inner])
+        del arrived  # a part of what this rank found for all
     # One launch less where there is one part.
     return dx, dy, inners[0] if len(inners) == 1 else sum(inners, torch.zeros_like(scale))
 

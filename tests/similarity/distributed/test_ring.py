@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megabatch import similarity
-from megabatch.similarity import exchange, gathering, ring, sweep
+from megabatch.similarity import exchange, gathering, ring, sigmoid_blocks, sweep
 from megabatch.similarity.exchange import Pending, Swap
 from megabatch.similarity.ring import Parcel, Ring
 from tests.similarity.distributed.processes import World, on_processes
@@ -313,6 +314,41 @@ def test_what_stays_is_completed_while_gradients_come_home(world: World) -> None
             assert done[-5:] == ["scatter_sum", *end]
         else:
             assert done == expected
+
+
+def alive(patch: pytest.MonkeyPatch, blocks: type, name: str, rows: int) -> list[int]:
+    """Filled with how many tensors of `rows` rows are in memory when the method makes one more."""
+    found: list[StorageWeakRef] = []
+    others: list[int] = []
+    make = getattr(blocks, name)
+
+    def noting_storage(self, size):  # type: ignore[no-untyped-def]
+        tensor = make(self, size)
+        if size == rows:
+            others.append(sum(not storage.expired() for storage in found))
+            found.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    patch.setattr(blocks, name, noting_storage)
+    return others
+
+
+@on_processes(2)
+def test_gradients_of_two_rounds_at_most_are_in_memory(world: World) -> None:
+    x, y = (torch.randn(12, 12, requires_grad=True) for _ in range(2))
+    one = torch.tensor(1.0)
+    before = ring.set_gather(2 * 2 * 12 * 4)  # six rounds, each of two rows of either rank
+    for blocks, name, loss in (
+        (sweep.Blocks, "buffer", lambda: sum(map(torch.sum, similarity.logsumexp(x, y)))),
+        (sigmoid_blocks.Blocks, "accumulator", lambda: similarity.softplus_sum(x, y, one, one)),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring, "TILE", 2)
+            patch.setattr(ring, "ROUND", 1)
+            others = alive(patch, blocks, name, 4)
+            loss().backward()
+        assert others == [0, *[1] * 5]
+    ring.set_gather(before)
 
 
 @on_processes(3)
