@@ -25,8 +25,8 @@ from torch import Tensor
 from megabatch.similarity.exchange import Pending, deal, gather, let_begin, scatter_sum
 from megabatch.similarity.routes import Parcel, Parts, Visit, narrow
 
-#: Rows of a shard from which on a round's transfers hide behind parts of its computation. Of fewer
-#: the host's launches count.
+#: Rows of a rank in a round from which on its own columns come first, and transfers home are let
+#: begin. Of fewer the host's launches count.
 LARGE = 16_384
 
 
