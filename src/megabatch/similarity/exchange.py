@@ -133,9 +133,10 @@ def scatter_sum(parts: Tensor, group: dist.ProcessGroup, operation: str) -> tupl
 def let_begin(like: Tensor) -> None:
     """Let a collective that was just given out begin before what this stream does next.
 
-    A large product that begins first seems to take all multiprocessors of a GPU, and the collective,
-    which asks for some, to begin at its end (65,536 rows on 2 H200s: 23.59 ms, so 23.51; events that go to
-    other streams and back make it no later: benchmarks/results/hiding-2gpu.json).
+    A large product that begins first seems to take all multiprocessors of a GPU, and the
+    collective, which asks for some, to begin at its end. 65,536 rows on 2 H200s: 23.59 ms, and
+    23.51 so; by events that go to other streams and back as much as without
+    (benchmarks/results/hiding-2gpu.json).
     """
     if like.is_cuda:
         torch.cuda._sleep(20_000)  # cycles, 10 us
