@@ -49,7 +49,8 @@ def test_memory_of_the_loss_on_several_h200s(record):
     planned = loss_bytes(config, rows, 768, torch.bfloat16, "cuda", ranks) - 2 * 2 * rows * 768
     # Found: 0.4% on one, 0.5% where several gather once. In rounds 6% too little; those of
     # scaling.json took 96 MiB more than now, for sums that came home to a place of their own.
-    allowed = 0.01 if ranks == 1 or ring.round_rows(rows, 1536 * ranks) == rows else 0.11
+    in_rounds = ranks > 1 and ring.round_rows(rows, 2 * 768 * ranks) < rows
+    allowed = 0.11 if in_rounds and record["loss"] == "clip" else 0.01
     assert abs(planned / record["extra_bytes"] - 1) < allowed
 
 

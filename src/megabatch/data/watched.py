@@ -32,17 +32,16 @@ class WatchedLoader(DataLoader[T]):
 
 
 def _patiently(coming: Iterator[T], timeout: float) -> Iterator[T]:
+    end = time.monotonic() + timeout
     while True:
-        end = time.monotonic() + timeout
-        while True:
-            try:
-                item = next(coming)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if "timed out" not in str(error) or time.monotonic() >= end:
-                    raise
-            else:
-                break
-        yield item
-        del item  # before the next one is waited for
+        try:
+            item = next(coming)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "timed out" not in str(error) or time.monotonic() >= end:
+                raise
+        else:
+            yield item
+            del item  # before the next one is waited for
+            end = time.monotonic() + timeout

@@ -80,7 +80,7 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
                 seen = ranks * _round(x, ranks) or min(ring.piece_rows(x), len(x))
             block, side = _block_on_gpu(x, seen, y is x, limit)
         block += 0 if device == "cpu" else _padded(x, args[1])
-        travelling = _travelling(x, args[1], ranks, kept=kind != "softplus_sum")
+        travelling = _travelling(x, args[1], ranks)
         if kind == "statistics":
             return (block if device == "cpu" else block // 4) + travelling
         row = x.shape[1] * accumulator_dtype(x.dtype).itemsize
@@ -90,7 +90,7 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
         if args[1] is None or ranks > 1:  # one accumulator of all rows
             product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
             passing = block + product + travelling
-            if device != "cpu" and args[1] is not None and _round(x, ranks) < len(x):
+            if device != "cpu" and args[1] is not None:
                 passing = max(0, passing - x.nbytes)  # x's gradient is made when these are gone
             return row * len(x) + passing
         pulls = 0 if device == "cpu" else 20 * (len(x) + len(y))
@@ -126,7 +126,7 @@ def _padded(x: Tensor, y: Tensor | None) -> int:
     return (len(x) + (0 if y is None else len(y))) * width * x.element_size()
 
 
-def _travelling(x: Tensor, y: Tensor | None, ranks: int, *, kept: bool) -> int:
+def _travelling(x: Tensor, y: Tensor | None, ranks: int) -> int:
     """Of other ranks' features and gradients, all shards being of one size."""
     if ranks == 1:
         return 0
@@ -134,12 +134,8 @@ def _travelling(x: Tensor, y: Tensor | None, ranks: int, *, kept: bool) -> int:
     rows = _round(x, ranks)
     if y is None or rows == 0:  # two pieces of features and three of gradients around the ring
         return min(ring.piece_rows(x), len(x)) * width * (2 * own + 3 * item)
-    # Everyone's features and gradients: of two rounds, if there are so many. In one round x's own
-    # gradient, which is made last, is counted with the results; that of a loss whose features are
-    # not `kept` is made before.
-    if rows == len(x):
-        return rows * width * (ranks * (own + item) - (own if kept else 0))
-    return rows * width * 2 * ranks * (own + item)
+    rounds = 1 if rows == len(x) else 2  # in memory at once, of everyone's features and gradients
+    return rounds * rows * width * ranks * (own + item)
 
 
 def _round(x: Tensor, ranks: int) -> int:

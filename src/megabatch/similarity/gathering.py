@@ -136,7 +136,7 @@ def tour(
                 yield _added(*adding)
                 adding = None
             coming += [Round(place, r, parcels, None) for r in rounds[k + 1 : k + 2]]
-    if adding is not None and one is not None and one.size >= LARGE:
+    if adding is not None and len(adding[1]) >= LARGE:
         let_begin(adding[1])
     meanwhile()
     if adding is not None:

@@ -87,7 +87,7 @@ class Once:
         return not before
 
 
-def make(later: list[Callable[[], None]]) -> None:
+def catch_up(later: list[Callable[[], None]]) -> None:
     """Do what was put off."""
     while later:
         later.pop()()

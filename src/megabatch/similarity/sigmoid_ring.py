@@ -20,7 +20,7 @@ from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
-from megabatch.similarity.shards import Once, make
+from megabatch.similarity.shards import Once, catch_up
 from megabatch.similarity.sigmoid import AnyBlocks, _softplus_sum, results, total_of
 from megabatch.similarity.sigmoid_blocks import (
     Kept,
@@ -71,7 +71,7 @@ def _ring_softplus_sum(
             assert features is not None
             if len(x) == 0 or piece.size == 0:
                 return
-            make(later)
+            catch_up(later)
             columns = replace(pairs, column_ids=ids, column_start=piece.start)
             visited, first = blocks(own.x, features, columns, terms, need), begun.first()
             for i in visited.strips():
@@ -111,7 +111,7 @@ def _gradients(
 
     def complete() -> None:
         """x's gradient, which stays here."""
-        make(later)
+        catch_up(later)
         if total is not None:
             rows = slice(0, len(x)) if matrix.rows is None else matrix.rows
             products.append(own.keep(total, own.x, factor, dx, rows, need.scale))

@@ -145,8 +145,8 @@ def ring_statistics_backward(
         circle.gathered = kept
     with torch.cuda.device_of(x):
         shards = Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
-        near = statistics_shards.pull(shards.own, rows, row_gradient, shards.order.rows)
-        far = statistics_shards.pull(shards.own, columns, column_gradient, shards.order.columns)
+        near = statistics_shards.pull_of(shards.own, rows, row_gradient, shards.order.rows)
+        far = statistics_shards.pull_of(shards.own, columns, column_gradient, shards.order.columns)
         size = statistics_shards.common_size(shards, near, far)
         factor = scale if size is None else scale * size
         numbers = shards, scale, factor, near

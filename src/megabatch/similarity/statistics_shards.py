@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megabatch.similarity import exchange, id_order
 from megabatch.similarity.ring import Parts, Visit
-from megabatch.similarity.shards import Blocks, Once, Shards, make
+from megabatch.similarity.shards import Blocks, Once, Shards, catch_up
 from megabatch.similarity.states import clear, new_results, new_state
 
 Pull: TypeAlias = Any  # of one side: whatever these blocks make of it
@@ -50,7 +50,9 @@ def forward(shards: Shards, scale: Tensor, kinds: int, columns: bool) -> tuple[T
     return near, far if columns else near.new_empty(0)
 
 
-def pull(own: Blocks, values: Tensor, gradient: Tensor | None, order: Tensor | None) -> Pull | None:
+def pull_of(
+    own: Blocks, values: Tensor, gradient: Tensor | None, order: Tensor | None
+) -> Pull | None:
     """What a side's `values` and their upstream gradient pull; None where there is none."""
     if gradient is None:
         return None
@@ -82,7 +84,7 @@ def gradients(
     later: list[Callable[[], None]] = []  # the last product of x's gradient
 
     def visit(piece: Visit, blocks: Any) -> None:
-        make(later)
+        catch_up(later)
         far, first = blocks.side(piece.cargo[2]), begun.first()
         for i in blocks.strips():
             strip = None if total is None else total[i]
@@ -92,7 +94,7 @@ def gradients(
     def complete() -> None:
         """x's gradient, which stays here."""
         nonlocal dx
-        make(later)
+        catch_up(later)
         if total is None:
             return
         if begun.first():  # no rank has a column

@@ -16,7 +16,6 @@ from megabatch import similarity
 from megabatch.similarity import dense, sweep
 from megabatch.similarity.fused import blocks
 from megabatch.similarity.fused.tuned import Config
-from megabatch.similarity.pairs import Pairs
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, careful_dense, float32_noise, truth
 from tests.similarity.test_statistics import some_ids, weighted_sum
@@ -257,26 +256,4 @@ def test_the_same_inputs_give_the_same_bits() -> None:
         (rows.negative.sum() + columns.negative.sum()).backward()
         results.append([rows.negative, columns.negative, *(leaf.grad for leaf in mine)])
     for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_the_last_product_of_dx_may_be_left_to_the_caller() -> None:
-    x, y = make("random", 600, 700, 24, HALVES[0])
-    scale = torch.tensor(10.0, device=DEVICE)
-    made = []
-    for later in (None, []):
-        whole = blocks.FusedBlocks(x, y, Pairs(), False, 1 << 20)
-        rows, columns = whole.values(scale, 1, True)
-        assert columns is not None
-        near, far = (whole.pull(v, torch.full_like(v, 1e-3)) for v in (rows, columns))
-        dx, dy = whole.buffer(len(x)), whole.buffer(len(y))
-        strips = list(whole.strips())
-        for i in strips:
-            whole.backward(i, scale, near, far, dx[i], dy, (True, i.start == 0), later)
-            if later is not None:
-                assert len(later) == 1
-                later.pop()()
-        assert len(strips) == 2
-        made.append((dx, dy))
-    for a, b in zip(*made, strict=True):
         assert torch.equal(a, b)

@@ -13,8 +13,6 @@ from torch import Tensor
 import megabatch as mb
 from megabatch import similarity
 from megabatch.similarity import sweep
-from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.sigmoid_blocks import Need, Terms
 from tests.similarity.features import MAKERS
 
 pytest.importorskip("triton")
@@ -397,23 +395,3 @@ def test_memory() -> None:
     torch.cuda.synchronize()
     extra = torch.cuda.max_memory_allocated() - before - 2 * 2 * b * d
     assert extra <= 4 * b * d + (640 << 20)
-
-
-def test_the_last_product_of_dx_may_be_left_to_the_caller() -> None:
-    x, y = (t.to(DEVICE, HALVES[0]) for t in MAKERS["random"](600, 700, 24))
-    scale, bias = (torch.tensor(number, device=DEVICE) for number in (10.0, -3.0))
-    terms, need = Terms(scale, bias, None), Need(True, True, True, True)
-    made = []
-    for later in (None, []):
-        whole = sigmoid_blocks.SigmoidBlocks(x, y, Pairs(), terms, need)
-        dx, dy = whole.accumulator(len(x)), whole.accumulator(len(y))
-        strips = list(whole.strips())
-        for i in strips:
-            whole.add(i, dx[i], dy, (True, i.start == 0), later)
-            if later is not None:
-                assert len(later) == 1
-                later.pop()()
-        assert len(strips) == 2
-        made.append((dx, dy, whole.sums()))
-    for a, b in zip(*made, strict=True):
-        assert torch.equal(a, b)
