@@ -131,6 +131,25 @@ def test_under_autocast_as_with_cast_features(name: str) -> None:
     torch.testing.assert_close(loss, cast, rtol=1e-6 if "matry" not in name else 1e-2, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", [*LOSSES, "masked"])
+def test_wherever_new_tensors_are_made_by_default(name: str) -> None:
+    """`torch.set_default_device`: what a loss makes is where its features are, or on the host."""
+    loss, model = (LOSSES | {"masked": MASKED})[name], Model()
+    mine = some_leaves(torch.float32)
+    theirs = [t.detach().clone().requires_grad_() for t in mine]
+    batches = torch.randn(B, 5).double(), torch.randn(B, 5).double()
+    cached = mb.GradientCache(model, loss, 3)
+    with torch.device("meta"):
+        value = loss(*mine)
+        value.backward()
+        torch.testing.assert_close(cached(*batches), loss(*model(*batches)).detach())
+    truth = loss(*theirs)
+    truth.backward()
+    torch.testing.assert_close(value, truth)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
 class Largest(TorchDispatchMode):
     """The most elements that any operation's result had."""
 

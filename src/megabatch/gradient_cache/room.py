@@ -58,7 +58,7 @@ def to_host(tensor: Tensor) -> Tensor:
     """A GPU's tensor on the host, in pinned memory; to be read in the order of the GPU's stream."""
     if not tensor.is_cuda:
         return tensor.cpu()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 

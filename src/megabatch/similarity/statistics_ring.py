@@ -44,7 +44,7 @@ def ring_statistics(
     """
     terms = _terms(x, y, row_ids, ceiling, diagonal, columns, call, wanted)
     own = [x.shape[0], (x if y is None else y).shape[0]]
-    sizes = torch.tensor(exchange.agree(group, terms, own, x.device)).T
+    sizes = torch.tensor(exchange.agree(group, terms, own, x.device), device="cpu").T
     with torch.cuda.device_of(x):
         circle = Ring(group, sizes[1].tolist(), call.split(",", 1)[0])
         shards = Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
