@@ -128,7 +128,7 @@ def tour(
             adding = None
         if parts is not None and found is not None:
             if parts.merge is not None:
-                yield rows, parts.merge(_dealt(found, one, parts))
+                yield rows, _dealt(found, one, parts)
             else:
                 adding = (rows, *scatter_sum(found, place.group, place.operation))
         if not place.overlap:

@@ -48,8 +48,9 @@ def global_mean(
         size = rank_and_size(group)[1]
         if torch.compiler.is_compiling():
             return values.sum() * (size / batch.to(values.dtype))
-        _check_count(int(batch), name)
-        return values.sum() * (size / int(batch))
+        count = int(batch)
+        _check_count(count, name)
+        return values.sum() * (size / count)
     if weights is None and not group_name(group):
         _check_count(values.shape[0], name)
         return values.mean()

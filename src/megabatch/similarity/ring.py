@@ -176,7 +176,8 @@ class Ring:
             meanwhile: called once, after the last visit, while what it brings is on its way home.
 
         Yields:
-            `(rows of this rank's shard, sum of what all ranks added to them)`, as it comes home.
+            `(rows of this rank's shard, what all ranks added to them: see Parts)`, as it comes
+            home.
             It must be used up: the transfers happen on the way.
 
         Raises:
@@ -229,7 +230,7 @@ class Ring:
                 swap.wait()
                 here = coming
                 if home is not None:
-                    yield _arrived(*home)
+                    yield _arrived(parts, *home)
                     home = None
                 if part is not None:
                     assert parts is not None
@@ -242,7 +243,7 @@ class Ring:
                         carry = None
         meanwhile()
         if home is not None:
-            yield _arrived(*home)
+            yield _arrived(parts, *home)
 
     def _gatherings(self, features: Parcel, route: Route) -> list[slice]:
         """The rounds in which all ranks' columns are gathered; none where they are not.
@@ -287,6 +288,6 @@ def _start(swap: Swap) -> None:
         swap.wait()
 
 
-def _arrived(swap: Swap, rows: slice, total: Tensor) -> tuple[slice, Tensor]:
+def _arrived(parts: Parts | None, swap: Swap, rows: slice, total: Tensor) -> tuple[slice, Tensor]:
     swap.wait()
-    return rows, total
+    return rows, total if parts is None or parts.merge is None else total[None]

@@ -54,9 +54,8 @@ class Parts(NamedTuple):
 
     empty: Callable[[int], Tensor]  #: of so many rows, for a visit's to be written
     dim: int = 0
-    merge: Callable[[Tensor], Tensor] | None = (
-        None  #: (k, ...) -> k of them as one; None: their sum
-    )
+    #: (k, ...) -> k of them as one, and what comes home is such (k, ...); None: their sum
+    merge: Callable[[Tensor], Tensor] | None = None
 
 
 class Visit(NamedTuple):

@@ -38,15 +38,15 @@ def forward(shards: Shards, scale: Tensor, kinds: int, columns: bool) -> tuple[T
     row_state = unwritten(len(x))
     far = new_results(new_state(len(shards.y) if columns else 0, kinds, x))
     parts = Parts(unwritten, 1, own.merged)
-    for home, total in shards.tour(None, visit, route, parts, itself=itself):
+    for home, states in shards.tour(None, visit, route, parts, itself=itself):
         if shards.symmetric:
-            row_state[:, home] = own.merged(torch.stack([row_state[:, home], total]))
+            row_state[:, home] = own.merged(torch.cat([row_state[None, :, home], states]))
         else:
-            own.results(total, far[:, home])
+            own.results(states, far[:, home])
     if begun.first():  # no rank has a column
         clear(row_state)
     near = new_results(row_state)
-    own.results(row_state, near)
+    own.results(row_state[None], near)
     return near, far if columns else near.new_empty(0)
 
 

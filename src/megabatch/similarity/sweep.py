@@ -202,9 +202,9 @@ class Blocks:
         """Several states (k, ...) of the same rows as one."""
         return merge(states, self.unit)
 
-    def results(self, state: Tensor, out: Tensor) -> None:
-        """out = what the public functions return of a state."""
-        finish(state, self.unit, out)
+    def results(self, states: Tensor, out: Tensor) -> None:
+        """out = what the public functions return of several states (k, ...) of the same rows."""
+        finish(states[0] if len(states) == 1 else self.merged(states), self.unit, out)
 
     def pull(self, values: Tensor, gradient: Tensor) -> Tensor:
         """What `backward` takes of a side whose `values` got this upstream gradient."""

@@ -163,9 +163,9 @@ class FusedBlocks:
         """Several states (k, ...) of the same rows as one."""
         return merge.merged(states)
 
-    def results(self, state: Tensor, out: Tensor) -> None:
-        """out = what the public functions return of a state."""
-        merge.results(state, out)
+    def results(self, states: Tensor, out: Tensor) -> None:
+        """out = what the public functions return of several states (k, ...) of the same rows."""
+        merge.results(states, out)
 
     # --- backward ---------------------------------------------------------------------------
 

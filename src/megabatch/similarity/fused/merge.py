@@ -21,9 +21,9 @@ def merged(states: Tensor) -> Tensor:
     return out
 
 
-def results(state: Tensor, out: Tensor) -> None:
-    """out = what `states.finish` makes of the state; both by rows."""
-    _launch(state[None], out, True)
+def results(states: Tensor, out: Tensor) -> None:
+    """out = what `states.finish` makes of the states (k, ...) as one."""
+    _launch(states, out, True)
 
 
 def _launch(states: Tensor, out: Tensor, finish: bool) -> None:
