@@ -116,6 +116,14 @@ class _StillSwap(ring.Swap):
         pass
 
 
+class _Here(Pending):
+    def __init__(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
 class _Still:
     """What the collectives would return, of this rank's own."""
 
@@ -126,10 +134,10 @@ class _Still:
         key = (tuple(shard.shape), shard.dtype)  # made once: a transfer's writes cost no kernel
         if key not in self.copies:
             self.copies[key] = shard.expand(group.size(), *shard.shape).contiguous()
-        return self.copies[key], Pending(None, "")
+        return self.copies[key], _Here()
 
     def scatter_sum(self, parts: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
-        return parts[: len(parts) // group.size()], Pending(None, "")
+        return parts[: len(parts) // group.size()], _Here()
 
     def deal(self, parts: Tensor, group: Any, operation: str) -> Tensor:
         return parts

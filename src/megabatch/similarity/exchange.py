@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -90,23 +91,30 @@ def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -
 
 def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.ReduceOp.SUM) -> Tensor:
     """`tensor` (changed in place) reduced over the group of that name."""
-    with _failures_of(f"{operation}: all-reduce, rank {dist.get_rank()}"):
-        dist.all_reduce(tensor, how, group=resolve(name))
+    group, what = resolve(name), f"{operation}: all-reduce, rank {dist.get_rank()}"
+    with _failures_of(what):
+        dist.all_reduce(tensor, how, group=group)
+    hosts.note(group, tensor, what)
     return tensor
 
 
 class Pending:
     """A collective operation under way; what it was given must stay as it is until `wait`."""
 
-    def __init__(self, work: dist.Work | None, what: str) -> None:
-        """`what` names the operation in errors."""
-        self._work, self.what = work, what
+    def __init__(
+        self, work: dist.Work | None, what: str, group: dist.ProcessGroup, like: Tensor
+    ) -> None:
+        """`what` names the operation in errors; it fills a tensor where `like` is."""
+        self._work = work
+        self._end = functools.partial(hosts.note, group, like, what)
+        self.what = what
 
     def wait(self) -> None:
         """Until it is done: on the CPU for this thread, on a GPU for its stream."""
         if self._work is not None:
             with _failures_of(self.what):
                 self._work.wait()
+            self._end()
         self._work = None
 
 
@@ -117,7 +125,7 @@ def gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Ten
     with _failures_of(what):
         flat = everyone.view(-1, *shard.shape[1:])
         work = dist.all_gather_into_tensor(flat, shard.contiguous(), group=group, async_op=True)
-    return everyone, Pending(work, what)
+    return everyone, Pending(work, what, group, shard)
 
 
 def scatter_sum(parts: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
@@ -127,7 +135,7 @@ def scatter_sum(parts: Tensor, group: dist.ProcessGroup, operation: str) -> tupl
     what = _collective(operation, "adding up what all ranks found")
     with _failures_of(what):
         work = dist.reduce_scatter_tensor(total, parts, group=group, async_op=True)
-    return total, Pending(work, what)
+    return total, Pending(work, what, group, total)
 
 
 def let_begin(like: Tensor) -> None:
@@ -145,8 +153,10 @@ def let_begin(like: Tensor) -> None:
 def deal(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:
     """(n, ...): from every rank what it has for this one, of (n, ...) each; waits for them."""
     own = torch.empty_like(parts)
-    with _failures_of(_collective(operation, "exchanging what all ranks found")):
+    what = _collective(operation, "exchanging what all ranks found")
+    with _failures_of(what):
         dist.all_to_all_single(own, parts, group=group)
+    hosts.note(group, parts, what)
     return own
 
 
@@ -198,6 +208,8 @@ class Swap:
                 what += f", {'sending to' if sends else 'receiving from'} rank {operations[i].peer}"
             with _failures_of(what):
                 work.wait()
+        if works:
+            hosts.note(self.group, operations[0].tensor, self.what)
         self._operations, self._works = [], []
 
 

@@ -13,11 +13,14 @@ import sys
 import uuid
 from datetime import timedelta
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
+
+from megabatch.similarity.watch import Watch
 
 c10d: Any = distributed_c10d  # its annotations differ from one torch to the next
 
@@ -58,6 +61,12 @@ def line(group: dist.ProcessGroup, device: torch.device) -> Line:
     return _lines[group]
 
 
+def note(group: dist.ProcessGroup, like: Tensor, what: str) -> None:
+    """If `like` is on a GPU: its stream waits for other ranks of the group now, in `what`."""
+    if like.is_cuda and isinstance(known := _lines.get(group), SocketLine):
+        known.watch.note(what)
+
+
 class GlooLine:
     """By a group's collectives on the CPU."""
 
@@ -79,6 +88,9 @@ class SocketLine:
         self.peers = peers
         self.seconds = timeout.total_seconds()
         self.broken = False
+        self.watch = Watch(peers)
+        # With the group, not with the program: one that leaves its group behind may have failed.
+        finalize(self, self.watch.end).atexit = False
         for peer in filter(None, peers):
             peer.settimeout(self.seconds)
 
