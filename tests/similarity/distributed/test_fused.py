@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megabatch import similarity
 from megabatch.similarity import gathering, sweep
-from tests.similarity.distributed.processes import World, on_processes
+from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.test_statistics_ring import leaf, pieces_of
 
 pytest.importorskip("triton")
@@ -27,7 +27,7 @@ def value(sides: tuple[similarity.Split, similarity.Split | None], weights: Tens
     return total
 
 
-@on_processes(2)
+@on_devices(2)
 def test_fused_kernels(world: World) -> None:
     """Sums of different units must not meet, nor float16 gradients of different ranges."""
     x, y = (F.normalize(torch.randn(200, D), dim=1).half() for _ in range(2))
@@ -72,7 +72,7 @@ def test_fused_kernels(world: World) -> None:
         torch.testing.assert_close(scales[1].grad, mean, rtol=2e-3, atol=1e-6)
 
 
-@on_processes(2)
+@on_devices(2)
 def test_the_sigmoid_loss(world: World) -> None:
     """Parts of dS from several ranks, each with weights of its own, in one range of float16."""
     x, y = (F.normalize(torch.randn(200, D), dim=1).half() for _ in range(2))

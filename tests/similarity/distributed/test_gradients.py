@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientCache
 from megabatch.losses import ClipLoss, NTXentLoss
-from tests.similarity.distributed.processes import World, on_processes, shard_sizes
+from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 
 WIDTH, D = 5, 4
 
@@ -62,7 +62,7 @@ def under_ddp(model: Model) -> nn.Module:
 
 
 def under_fsdp(model: Model) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for module in (model.image, model.text, model):
         fully_shard(module, mesh=mesh)
     return model
@@ -106,10 +106,10 @@ def compare(
     sizes: list[int],
     frozen: bool = False,
 ) -> None:
-    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(1)
     n = sum(sizes)
-    batch = [torch.randn(n, WIDTH, generator=generator).double() for _ in range(2)]
-    batch.append(torch.rand(n, generator=generator).double())
+    batch = [torch.randn(n, WIDTH).double() for _ in range(2)]
+    batch.append(torch.rand(n).double())
     truth = fresh_model(frozen)
     expected = plainly(truth, Loss("local"), *batch)
 
@@ -128,21 +128,21 @@ def without_empty(sizes: Iterable[list[int]]) -> list[list[int]]:
     return [s for s in sizes if 0 not in s]
 
 
-@on_processes(1, 2, 3, 4)
+@on_devices(1, 2, 3, 4)
 def test_one_graph(world: World) -> None:
     for wrap in WRAPPERS:
         for sizes in shard_sizes(world.size):
             compare(world, wrap, plainly, sizes)
 
 
-@on_processes(1, 2, 3, 4)
+@on_devices(1, 2, 3, 4)
 def test_gradient_caching(world: World) -> None:
     for wrap in WRAPPERS:
         for sizes in without_empty(shard_sizes(world.size)):
             compare(world, wrap, cached, sizes)
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_a_frozen_tower(world: World) -> None:
     for sizes in shard_sizes(world.size):
         compare(world, under_ddp, plainly, sizes, frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megabatch import losses
 from megabatch.similarity.parallel import replicated
-from tests.similarity.distributed.processes import World, on_processes, shard_sizes
+from tests.similarity.distributed.processes import World, on_devices, on_processes, shard_sizes
 
 D = 6
 
@@ -126,14 +126,14 @@ def compare(world: World, sizes: list[int], loss: Callable[..., Any]) -> None:
     torch.testing.assert_close(scales[1].grad, scales[0].grad, rtol=0, atol=1e-9)
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_every_loss(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for loss in LOSSES:
             compare(world, sizes, loss)
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_a_loss_of_ones_own_that_uses_its_scale_elsewhere(world: World) -> None:
     from megabatch.similarity import logsumexp, paired
     from megabatch.similarity.parallel import global_mean
@@ -147,7 +147,24 @@ def test_a_loss_of_ones_own_that_uses_its_scale_elsewhere(world: World) -> None:
         compare(world, sizes, loss)
 
 
-@on_processes(2, 3)
+@on_processes(2)
+def test_wherever_new_tensors_are_made_by_default(world: World) -> None:
+    """`torch.set_default_device`: what tells the ranks' hosts apart stays on the host."""
+    features, own = batch(6)
+    local = [world.shard(t, [3, 3]).requires_grad_() for t in (*features, own["weights"])]
+    scale = torch.tensor(5.0, dtype=torch.float64)
+    for loss in (losses.ClipLoss(), lambda *a, **w: losses.SigLipLoss()(*a, -scale, **w)):
+        for weights in (None, local[2].detach()):
+            plain = loss(*local[:2], scale, weights=weights)
+            expected = torch.autograd.grad(plain, local[:2])
+            with torch.device("meta"):
+                value = loss(*local[:2], scale, weights=weights)
+                found = torch.autograd.grad(value, local[:2])
+            assert torch.equal(value, plain)
+            assert all(map(torch.equal, found, expected))
+
+
+@on_devices(2, 3)
 def test_an_empty_batch_everywhere_is_an_error_on_every_process(world: World) -> None:
     x = torch.empty(0, D, requires_grad=True)
     with pytest.raises(ValueError, match="image_features: expected at least one row"):

@@ -13,7 +13,7 @@ from megabatch.similarity.parallel import (
     replicated,
     sum_over_ranks,
 )
-from tests.similarity.distributed.processes import World, on_processes, shard_sizes
+from tests.similarity.distributed.processes import World, on_devices, on_processes, shard_sizes
 
 
 def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
@@ -22,7 +22,7 @@ def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     return value / dist.get_world_size()
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_the_mean_over_ranks_is_the_global_mean(world: World) -> None:
     for sizes in shard_sizes(world.size):
         whole = torch.randn(sum(sizes), dtype=torch.float64)
@@ -40,13 +40,13 @@ def test_the_mean_over_ranks_is_the_global_mean(world: World) -> None:
             torch.testing.assert_close(values.grad, world.shard(expected, sizes))
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_no_row_anywhere_is_an_error_on_every_process(world: World) -> None:
     with pytest.raises(ValueError, match="texts: expected at least one row over all processes"):
         global_mean(torch.empty(0), None, name="texts")
 
 
-@on_processes(2)
+@on_devices(2)
 def test_no_weight_anywhere_is_zero(world: World) -> None:
     values = torch.randn(3 * world.rank, requires_grad=True)
     share = global_mean(values, None, torch.zeros(3 * world.rank))
@@ -55,14 +55,14 @@ def test_no_weight_anywhere_is_zero(world: World) -> None:
     assert values.grad.eq(0).all()
 
 
-@on_processes(2)
+@on_processes(2)  # on a GPU the mean is NaN
 def test_weights_on_one_process_only_are_an_error(world: World) -> None:
     weights = torch.ones(2) if world.rank else None
     with pytest.raises(ValueError, match=r"weights: expected on all ranks or on none.* 1 of 2"):
         global_mean(torch.ones(2), None, weights)
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_local_means_stay_local(world: World) -> None:
     assert global_mean(torch.full((2,), float(world.rank)), "local") == world.rank
     assert replicated(torch.ones(()), "local").item() == 1
@@ -70,7 +70,7 @@ def test_local_means_stay_local(world: World) -> None:
     assert pair_ids(2, "local").tolist() == [0, 1]
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_mean_row_and_its_gradient(world: World) -> None:
     for sizes in shard_sizes(world.size):
         whole = torch.randn(sum(sizes), 3, dtype=torch.float64, requires_grad=True)
@@ -86,7 +86,7 @@ def test_mean_row_and_its_gradient(world: World) -> None:
             torch.testing.assert_close(x.grad, world.shard(gradient, sizes))
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_ids_are_given_once(world: World) -> None:
     mine = pair_ids(3, None)
     table = [torch.empty_like(mine) for _ in range(world.size)]
@@ -97,7 +97,7 @@ def test_ids_are_given_once(world: World) -> None:
     assert everything.max() < 1 << 62
 
 
-@on_processes(3)
+@on_devices(3)
 def test_replicated_averages_gradients_once_or_twice(world: World) -> None:
     for shape in ((), (1,)):
         p = torch.ones(shape, requires_grad=True)
@@ -109,7 +109,7 @@ def test_replicated_averages_gradients_once_or_twice(world: World) -> None:
         torch.testing.assert_close(p.grad, torch.full(shape, 2.0))  # mean of 0, 2 and 4
 
 
-@on_processes(2)
+@on_devices(2)
 def test_sum_over_ranks(world: World) -> None:
     x = torch.tensor([1.0 + world.rank, 5.0], requires_grad=True)
     total = sum_over_ranks(x, None)
@@ -118,10 +118,10 @@ def test_sum_over_ranks(world: World) -> None:
     assert x.grad.tolist() == [3, 3]
 
 
-@on_processes(2)
+@on_devices(2)
 def test_compiles(world: World) -> None:
     def value(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        ids = pair_ids(x.shape[0], None)
+        ids = pair_ids(x.shape[0], None, device=x.device)
         rows = x * replicated(p, None) - mean_row(x[:, None], None) + (ids >= 0)
         return global_mean(rows, None) + global_mean(rows, None, torch.ones(x.shape[0]))
 

@@ -7,13 +7,13 @@ import torch
 
 from megabatch import similarity
 from megabatch.similarity import gathering, sweep
-from tests.similarity.distributed.processes import World, on_processes, shard_sizes
+from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.test_statistics_ring import PIECES, pieces_of
 
 D = 5
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_ranks_and_topk_equal_those_of_one_process(world: World) -> None:
     for sizes in shard_sizes(world.size):
         n = sum(sizes)
@@ -40,7 +40,7 @@ def test_ranks_and_topk_equal_those_of_one_process(world: World) -> None:
                 assert scores[~real].eq(-torch.inf).all()
 
 
-@on_processes(2)
+@on_devices(2)
 def test_other_numbers_of_rows_than_of_columns(world: World) -> None:
     x = torch.randn(3 * world.rank, D)  # none on the first process, whose columns still count
     y = torch.randn(4, D)
@@ -50,7 +50,7 @@ def test_other_numbers_of_rows_than_of_columns(world: World) -> None:
     assert torch.equal(everything.sort(1).values, torch.arange(8).expand(len(x), 8))
 
 
-@on_processes(2)
+@on_devices(2)
 def test_a_bad_target_or_k_is_an_error_on_every_process(world: World) -> None:
     x = torch.randn(3, D)
     bad = torch.tensor([0, 6 if world.rank else 0, 1])

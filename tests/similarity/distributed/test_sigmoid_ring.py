@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megabatch import losses
 from megabatch.similarity import softplus_sum
-from tests.similarity.distributed.processes import World, on_processes, shard_sizes
+from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.test_ring import bytes_sent
 from tests.similarity.distributed.test_statistics_ring import (
     PIECES,
@@ -56,7 +56,7 @@ def compare(
             torch.testing.assert_close(a.grad, b.grad / world.size, rtol=0, atol=1e-11)
 
 
-@on_processes(2, 4)
+@on_devices(2, 4)
 def test_gathering_in_rounds(world: World) -> None:
     sizes = [7] * world.size
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
@@ -65,7 +65,7 @@ def test_gathering_in_rounds(world: World) -> None:
         compare(world, sizes, sizes, ids=ids, needs=(True, False, True, True))
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_sums_and_gradients(world: World) -> None:
     for sizes in shard_sizes(world.size):
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
@@ -76,20 +76,20 @@ def test_sums_and_gradients(world: World) -> None:
                 compare(world, sizes, sizes, ids, weight)
 
 
-@on_processes(3)
+@on_devices(3)
 def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
     rows, columns = [2, 0, 3], [4, 1, 0]
     compare(world, rows, columns, (some_ids(5), some_ids(5)))
 
 
-@on_processes(2)
+@on_devices(2)
 def test_frozen_inputs(world: World) -> None:
     for number in range(1, 15):
         needs = tuple(bool(number >> bit & 1) for bit in range(4))
         compare(world, [3, 2], [3, 2], needs=needs)
 
 
-@on_processes(2)
+@on_devices(2)
 def test_processes_that_use_the_sum_differently_get_nan(world: World) -> None:
     x, y = (torch.randn(3, D, requires_grad=True) for _ in range(2))
     (softplus_sum(x, y, 1.0, 0.0) * (world.rank + 1)).backward()
@@ -97,7 +97,7 @@ def test_processes_that_use_the_sum_differently_get_nan(world: World) -> None:
     assert x.grad.isfinite().all()
 
 
-@on_processes(2)
+@on_devices(2)
 def test_one_process_without_any_weight(world: World) -> None:
     """Its rows count nothing, but its columns do for the other process."""
     x, y = (torch.randn(6, D, dtype=torch.float64) for _ in range(2))
@@ -109,7 +109,7 @@ def test_one_process_without_any_weight(world: World) -> None:
     torch.testing.assert_close(local.grad / 2, world.shard(whole.grad, [3, 3]))
 
 
-@on_processes(3)
+@on_devices(3)
 def test_what_travels(world: World) -> None:
     rows, d = 7, 10
     features, gradient = rows * d * 2, rows * d * 4
@@ -123,7 +123,7 @@ def test_what_travels(world: World) -> None:
         assert not sent
 
 
-@on_processes(2)
+@on_devices(2)
 def test_compiles_as_one_node(world: World) -> None:
     def value(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         return softplus_sum(x, y, scale, -1.0)

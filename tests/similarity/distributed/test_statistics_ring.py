@@ -15,7 +15,7 @@ from torch import Tensor
 from megabatch import ClipLoss, similarity
 from megabatch.similarity import dense, gathering, ring
 from megabatch.similarity.statistics import split_and_count
-from tests.similarity.distributed.processes import World, on_processes, shard_sizes
+from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 
 D = 5
 #: what travels: all shards at once, where they are of one size; whole shards; pieces of two rows
@@ -111,7 +111,7 @@ def some_ids(n: int) -> Tensor:
     return torch.randint(-1, 4, (n,))
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_paired(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for piece in PIECES:
@@ -119,7 +119,7 @@ def test_paired(world: World) -> None:
                 compare(world, sizes, sizes)
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_ids_across_processes(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for piece in PIECES:
@@ -129,7 +129,7 @@ def test_ids_across_processes(world: World) -> None:
                 compare(world, sizes, sizes, ids=ids, sides="rows")
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_x_against_itself(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for piece in PIECES:
@@ -139,13 +139,13 @@ def test_x_against_itself(world: World) -> None:
                 compare(world, sizes, ids=(ids, ids))
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_x_against_itself_with_a_ceiling_takes_all_blocks(world: World) -> None:
     for sizes in shard_sizes(world.size):
         compare(world, sizes, ceiling=torch.randn(sum(sizes), dtype=torch.float64))
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_a_ceiling_belongs_to_its_row(world: World) -> None:
     for sizes in shard_sizes(world.size):
         ceiling = torch.randn(sum(sizes), dtype=torch.float64)
@@ -154,14 +154,14 @@ def test_a_ceiling_belongs_to_its_row(world: World) -> None:
         compare(world, sizes, sizes, ids=ids, ceiling=ceiling)
 
 
-@on_processes(3)
+@on_devices(3)
 def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
     for rows, columns in (([2, 0, 3], [4, 1, 0]), ([0, 0, 5], [3, 3, 0])):
         ids = (some_ids(sum(rows)), some_ids(sum(columns)))
         compare(world, rows, columns, ids=ids)
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_frozen_inputs(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for needs in (
@@ -174,7 +174,7 @@ def test_frozen_inputs(world: World) -> None:
         compare(world, sizes, needs=(False, False, True))
 
 
-@on_processes(2)
+@on_devices(2)
 def test_every_shard_empty(world: World) -> None:
     x = torch.empty(0, D, requires_grad=True)
     rows, columns = similarity.logsumexp(x, x)
@@ -183,7 +183,7 @@ def test_every_shard_empty(world: World) -> None:
     assert x.grad.shape == (0, D)
 
 
-@on_processes(3)
+@on_devices(3)
 def test_logsumexp_without_overlap(world: World) -> None:
     sizes = [2, 5, 3]
     x, y = (torch.randn(10, D, dtype=torch.float64) for _ in range(2))
@@ -209,7 +209,7 @@ def rounds(world: World, rows: int, width: int) -> Iterator[None]:
     ring.set_gather(before)
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4)
 def test_gathering_in_rounds(world: World) -> None:
     for size in (5, 8):
         sizes = [size] * world.size
@@ -225,7 +225,7 @@ def test_gathering_in_rounds(world: World) -> None:
             ring.set_overlap(before)
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_own_columns_before_the_others_arrive(world: World) -> None:
     sizes, rows = [5] * world.size, [4] * world.size
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
@@ -237,7 +237,7 @@ def test_own_columns_before_the_others_arrive(world: World) -> None:
         compare(world, sizes, sizes, sides="rows")
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_the_number_of_rows_of_all_processes(world: World) -> None:
     x, y = torch.randn(world.rank + 1, D), torch.randn(5, D)
     ids = some_ids(len(x)), some_ids(5)
@@ -251,7 +251,7 @@ def test_the_number_of_rows_of_all_processes(world: World) -> None:
         ClipLoss()(torch.randn(4, D), torch.randn(4, D), 1.0, weights=weights)
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_upstream_gradients_that_only_one_process_has(world: World) -> None:
     """A process whose loss used one side, or nothing, still serves the others."""
     sizes = [4] * world.size
@@ -266,7 +266,7 @@ def test_upstream_gradients_that_only_one_process_has(world: World) -> None:
         torch.testing.assert_close(a.grad, world.shard(b.grad, sizes), rtol=0, atol=1e-12)
 
 
-@on_processes(3)
+@on_devices(3)
 def test_several_rings_alive(world: World) -> None:
     """Two of everyone, one of a group of two, one of this process alone; backwards in reverse."""
     pair = dist.new_group([0, 2])
@@ -298,7 +298,7 @@ def test_several_rings_alive(world: World) -> None:
         torch.testing.assert_close(a.grad, world.shard(b.grad, sizes), rtol=0, atol=1e-11)
 
 
-@on_processes(2, 3)
+@on_devices(2, 3)
 def test_half_precision(world: World) -> None:
     """float16 needs one range for all ranks' gradients, which come in very different sizes."""
     sizes = [7, 12, 5][: world.size]
@@ -318,17 +318,17 @@ def test_half_precision(world: World) -> None:
             )
 
 
-@on_processes(2)
+@on_devices(2)
 def test_autocast_decides_what_travels(world: World) -> None:
     x, y = (torch.randn(4, D) for _ in range(2))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(world.device, torch.bfloat16):
         rows, _ = similarity.logsumexp(x, y)
     assert rows.dtype == torch.float32
     halves = similarity.logsumexp(x.bfloat16(), y.bfloat16())[0]
     assert torch.equal(rows, halves)
 
 
-@on_processes(3)
+@on_devices(3)
 def test_a_nan_reaches_every_process(world: World) -> None:
     x, y = torch.randn(3, D), torch.randn(3, D)
     if world.rank == 1:
@@ -338,7 +338,7 @@ def test_a_nan_reaches_every_process(world: World) -> None:
     assert columns.isnan().any() or world.rank != 1
 
 
-@on_processes(2)
+@on_devices(2)
 def test_compiles_as_one_node(world: World) -> None:
     def value(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         rows, columns = similarity.split_logsumexp(x, y, scale)
@@ -355,7 +355,7 @@ def test_compiles_as_one_node(world: World) -> None:
         torch.testing.assert_close(a.grad, b.grad)
 
 
-@on_processes(2)
+@on_devices(2)
 def test_a_second_derivative_is_refused(world: World) -> None:
     x, y = leaf(torch.randn(3, D)), leaf(torch.randn(3, D))
     value = similarity.logsumexp(x, y)[0].sum()

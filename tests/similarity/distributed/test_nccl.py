@@ -1,0 +1,151 @@
+"""What only GPUs have: large shards, CUDA graphs, and ranks that die while NCCL waits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch import ClipLoss, SigLipLoss
+from megabatch.errors import CommunicationError
+from megabatch.similarity import gathering, ring
+from tests.similarity.distributed.processes import World, join, on_gpus, start
+from tests.similarity.distributed.test_statistics_ring import leaf
+
+#: seconds until the group gives up on a transfer
+TIMEOUT = 100
+
+
+@contextmanager
+def gathering_up_to(size: int | None) -> Iterator[None]:
+    before = ring.set_gather(size)
+    yield
+    ring.set_gather(before)
+
+
+@on_gpus(2, 3, 4)
+def test_large_shards_by_all_ways(world: World) -> None:
+    """Own columns first and x's gradient last, in one round; in rounds; around the ring."""
+    rows, d = gathering.LARGE, 64
+    sizes = [rows] * world.size
+    x, y = (F.normalize(torch.randn(sum(sizes), d), dim=1).bfloat16() for _ in range(2))
+    numbers = torch.tensor(10.0), torch.tensor(-5.0)
+    losses: tuple[tuple[Any, int], ...] = ((ClipLoss, 1), (SigLipLoss, 2))
+    for loss, count in losses:
+        whole = [leaf(t) for t in (x, y, *numbers[:count])]
+        truth = loss(group="local")(*whole)
+        truth.backward()
+        for bound in (None, world.size * rows * d * 2 - 1, 0):
+            local = [leaf(world.shard(t, sizes)) for t in (x, y)]
+            local += [leaf(t) for t in numbers[:count]]
+            with gathering_up_to(bound):
+                share = loss()(*local)
+                share.backward()
+            dist.all_reduce(mean := share.detach().clone())
+            torch.testing.assert_close(mean / world.size, truth.detach(), rtol=1e-6, atol=0)
+            for a, b in zip(local[:2], whole[:2], strict=True):
+                wanted = world.shard(b.grad, sizes).float()
+                error = (a.grad.float() / world.size - wanted).norm(dim=1)
+                assert (error <= 0.01 * wanted.norm(dim=1)).all()
+            for a, b in zip(local[2:], whole[2:], strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-6)
+
+
+@on_gpus(2, 3, 4)
+def test_as_cuda_graphs(world: World) -> None:
+    """By torch's own function; the host meets the other ranks when they are captured, not later."""
+    loss = ClipLoss()
+
+    def batch() -> tuple[Tensor, Tensor, Tensor]:
+        x, y = (F.normalize(torch.randn(256, 64), dim=1).bfloat16() for _ in range(2))
+        return leaf(x), leaf(y), leaf(torch.tensor(10.0))
+
+    graphed = torch.cuda.make_graphed_callables(lambda *inputs: loss(*inputs), batch())
+    for _ in range(3):
+        mine = batch()
+        theirs = tuple(map(leaf, mine))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "megabatch.similarity.exchange.agree", lambda *words: pytest.fail("asked")
+            )
+            value = graphed(*mine)
+            value.backward()
+        truth = loss(*theirs)
+        truth.backward()
+        assert torch.equal(value, truth)
+        for a, b in zip(mine, theirs, strict=True):
+            assert torch.equal(a.grad, b.grad)
+    del graphed, value
+    gc.collect()  # NCCL does not end while there are graphs with its transfers
+
+
+def dying(rank: int, size: int, port: int, folder: Path, within: bool) -> None:
+    """Rank 1 dies between two losses, or within the second; rank 0 writes down what it got."""
+    os.dup2(os.open(folder / f"stderr {rank}", os.O_WRONLY | os.O_CREAT), 2)
+    join(rank, size, port, seconds=TIMEOUT, device="cuda")
+    x, y = (torch.randn(256, 64, device="cuda", requires_grad=True) for _ in range(2))
+
+    def step() -> None:
+        ClipLoss()(x, y, 10.0).backward()
+        torch.cuda.synchronize()
+
+    def die(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    step()
+    if rank == 1:
+        if not within:
+            die()
+        gathering.gather = die
+    begin = time.monotonic()
+    try:
+        step()
+    except CommunicationError as error:
+        (folder / "error").write_text(f"{time.monotonic() - begin}\n{error}")
+    os._exit(0)
+
+
+def after(processes: list[Any], limit: float) -> tuple[float, list[int | None]]:
+    """Seconds until all have ended, at most the limit, and with what."""
+    begin = time.monotonic()
+    for process in processes:
+        process.join(max(0.0, begin + limit - time.monotonic()))
+    taken, codes = time.monotonic() - begin, [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return taken, codes
+
+
+def two_gpus(test: Callable[..., None]) -> Callable[..., None]:
+    few = torch.cuda.device_count() < 2
+    return pytest.mark.gpu(pytest.mark.skipif(few, reason="needs 2 CUDA devices")(test))
+
+
+@two_gpus
+def test_a_rank_that_died_is_noticed_by_the_next_loss(tmp_path: Path) -> None:
+    _, codes = after(start(2, dying, tmp_path, False, device="cuda"), 60)
+    assert codes == [0, -signal.SIGKILL]
+    seconds, message = (tmp_path / "error").read_text().split("\n", 1)
+    assert float(seconds) < 2
+    assert message.startswith("split_logsumexp: before the first transfer, rank 0: rank 1 of the")
+
+
+@two_gpus
+def test_a_gpu_that_waits_for_a_rank_that_died(tmp_path: Path) -> None:
+    """Long before the group's timeout."""
+    taken, codes = after(start(2, dying, tmp_path, True, device="cuda"), 60)
+    assert codes == [1, -signal.SIGKILL], taken
+    told = (tmp_path / "stderr 0").read_text()
+    reason = "gathering, rank 0: this GPU waits for rank 1 of the group, which is gone"
+    assert f"CommunicationError: split_logsumexp: {reason}; the process ends" in told
