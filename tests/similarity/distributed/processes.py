@@ -30,6 +30,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 from megabatch.training.world import leave
 
@@ -91,9 +92,8 @@ def _as_test(worlds: list[tuple[int, str]], check: Check) -> Callable[..., None]
 
 def _parameters(world: tuple[int, str]) -> Any:
     size, device = world
-    if device == "cpu":
-        return pytest.param(size, device, id=str(size))
-    return pytest.param(size, device, id=f"{size} GPUs", marks=pytest.mark.gpu)
+    name = str(size) if device == "cpu" else f"{size} GPUs"
+    return pytest.param(size, device, id=name, marks=[pytest.mark.gpu] * (device == "cuda"))
 
 
 def shard_sizes(n: int) -> Iterator[list[int]]:
@@ -182,14 +182,21 @@ def _name(check: Check) -> str:
     return f"{check.__module__}.{check.__name__}"
 
 
-@functools.cache
-def _outcomes(size: int, device: str, folder: Path) -> list[dict[str, str]]:
-    folder.mkdir()
-    return run(size, REGISTERED[size, device], folder, device)
-
-
 @pytest.fixture(scope="session")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Runs the checks for that many processes, once."""
-    folder = tmp_path_factory.mktemp("processes")
-    return lambda size, device: _outcomes(size, device, folder / f"{size}-{device}")
+    """Runs the checks for that many processes: once, for all of xdist's workers and all modules."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def get(size: int, device: str) -> list[dict[str, str]]:
+        mine = folder / f"processes-{size}-{device}"
+        found = mine / "outcomes.json"
+        with FileLock(f"{mine}.lock"):
+            if not found.exists():
+                mine.mkdir(exist_ok=True)
+                found.write_text(json.dumps(run(size, REGISTERED[size, device], mine, device)))
+        outcomes: list[dict[str, str]] = json.loads(found.read_text())
+        return outcomes
+
+    return get
