@@ -117,6 +117,8 @@ class _StillSwap(ring.Swap):
 
 
 class _Here(Pending):
+    """Nothing is under way."""
+
     def __init__(self) -> None:
         pass
 

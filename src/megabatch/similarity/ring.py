@@ -177,8 +177,7 @@ class Ring:
 
         Yields:
             `(rows of this rank's shard, what all ranks added to them: see Parts)`, as it comes
-            home.
-            It must be used up: the transfers happen on the way.
+            home. It must be used up: the transfers happen on the way.
 
         Raises:
             CommunicationError: naming the operation, the step, this rank and its neighbours.
