@@ -202,7 +202,7 @@ class Ring:
         meanwhile: Callable[[], None],
     ) -> Iterator[tuple[slice, Tensor]]:
         """Around the ring."""
-        home: tuple[Swap, slice, Tensor] | None = None
+        home: tuple[Parts, Swap, slice, Tensor] | None = None
         for pieces in self._rounds(rows):
             here = tuple(narrow(parcel, pieces[self.rank]) for parcel in parcels)
             carry: Tensor | None = None
@@ -229,7 +229,7 @@ class Ring:
                 swap.wait()
                 here = coming
                 if home is not None:
-                    yield _arrived(parts, *home)
+                    yield _arrived(*home)
                     home = None
                 if part is not None:
                     assert parts is not None
@@ -237,12 +237,12 @@ class Ring:
                     if step == route.carried[-1]:
                         own = pieces[self.rank]
                         swap = self._swap("ring's way home", -step)
-                        home = swap, own, swap.add(carry, _length(own), parts.dim)
+                        home = parts, swap, own, swap.add(carry, _length(own), parts.dim)
                         _start(swap)
                         carry = None
         meanwhile()
         if home is not None:
-            yield _arrived(parts, *home)
+            yield _arrived(*home)
 
     def _gatherings(self, features: Parcel, route: Route) -> list[slice]:
         """The rounds in which all ranks' columns are gathered; none where they are not.
@@ -287,6 +287,6 @@ def _start(swap: Swap) -> None:
         swap.wait()
 
 
-def _arrived(parts: Parts | None, swap: Swap, rows: slice, total: Tensor) -> tuple[slice, Tensor]:
+def _arrived(parts: Parts, swap: Swap, rows: slice, total: Tensor) -> tuple[slice, Tensor]:
     swap.wait()
-    return rows, total if parts is None or parts.merge is None else total[None]
+    return rows, total if parts.merge is None else total[None]

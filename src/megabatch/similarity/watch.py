@@ -34,7 +34,7 @@ class Watch:
     def __init__(self, peers: Sequence[socket.socket | None]) -> None:
         """`peers`: a socket to each other rank, None in this rank's own place."""
         self._peers = list(peers)
-        self._waits: deque[tuple[str, torch.cuda.Event]] = deque(maxlen=REMEMBERED)
+        self._waits: deque[tuple[str, torch.cuda.Event]] = deque()
         self._process = os.getpid()
         self._begun = self._done = False
 

@@ -164,7 +164,7 @@ def _run_checks(
             torch.manual_seed(0)
             check(World(rank, size, folder, device))
             outcome[_name(check)] = ""
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             outcome[_name(check)] = traceback.format_exc()
         (folder / f"{rank}.json").write_text(json.dumps(outcome))
         if outcome[_name(check)]:

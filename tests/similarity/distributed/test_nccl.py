@@ -6,8 +6,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import ClipLoss, SigLipLoss
+from megabatch.benchmarking.parallel import gathering_up_to
 from megabatch.errors import CommunicationError
 from megabatch.similarity import gathering, ring
 from tests.similarity.distributed.processes import World, join, on_gpus, start
@@ -25,13 +25,6 @@ from tests.similarity.distributed.test_statistics_ring import leaf
 
 #: seconds until the group gives up on a transfer
 TIMEOUT = 100
-
-
-@contextmanager
-def gathering_up_to(size: int | None) -> Iterator[None]:
-    before = ring.set_gather(size)
-    yield
-    ring.set_gather(before)
 
 
 @on_gpus(2, 3, 4)
@@ -46,7 +39,7 @@ def test_large_shards_by_all_ways(world: World) -> None:
         whole = [leaf(t) for t in (x, y, *numbers[:count])]
         truth = loss(group="local")(*whole)
         truth.backward()
-        for bound in (None, world.size * rows * d * 2 - 1, 0):
+        for bound in (ring.DEFAULT_GATHER, world.size * rows * d * 2 - 1, 0):
             local = [leaf(world.shard(t, sizes)) for t in (x, y)]
             local += [leaf(t) for t in numbers[:count]]
             with gathering_up_to(bound):

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megabatch import similarity
-from megabatch.similarity import exchange, gathering, ring, sigmoid_blocks, sweep
+from megabatch.similarity import exchange, gathering, hosts, ring, sigmoid_blocks, sweep
 from megabatch.similarity.exchange import Pending, Swap
 from megabatch.similarity.ring import Parcel, Ring
 from tests.similarity.distributed.processes import World, on_processes
@@ -349,6 +349,47 @@ def test_gradients_of_two_rounds_at_most_are_in_memory(world: World) -> None:
             loss().backward()
         assert others == [0, *[1] * 5]
     ring.set_gather(before)
+
+
+@on_processes(2)
+def test_every_transfer_that_a_gpu_waits_for_is_told_to_its_watch(world: World) -> None:
+    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
+    scale = torch.tensor(2.0, requires_grad=True)
+    other, me = 1 - world.rank, f"rank {world.rank}"
+    call, back = "logsumexp", "logsumexp, backward"
+    step = f"{me} (to rank {other}, from rank {other})"
+    found = "what all ranks found"
+    for bound, expected in (
+        (
+            None,
+            [
+                f"{call}: gathering, {me}",
+                f"{call}: exchanging {found}, {me}",
+                f"{back}: gathering, {me}",
+                f"{back}: adding up {found}, {me}",
+                f"{back}: all-reduce, {me}",
+            ],
+        ),
+        (
+            0,
+            [
+                f"{call}: ring step 1 of 2, {step}",
+                f"{call}: ring step 2 of 2, {step}",
+                f"{call}: ring's way home, {step}",
+                f"{back}: ring step 1 of 2, {step}",
+                f"{back}: ring step 2 of 2, {step}",
+                f"{back}: ring's way home, {step}",
+                f"{back}: all-reduce, {me}",
+            ],
+        ),
+    ):
+        told: list[str] = []
+        before = ring.set_gather(bound)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hosts, "note", lambda group, like, what, told=told: told.append(what))
+            sum(map(torch.sum, similarity.logsumexp(x, y, scale))).backward()
+        ring.set_gather(before)
+        assert told == expected
 
 
 @on_processes(3)
