@@ -18,17 +18,16 @@ import os
 import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from megabatch.benchmarking.ranks import free_port
 from megabatch.benchmarking.records import machine, versions
 
 # The program itself, beside a record of which samples each step saw on each process.
@@ -112,7 +111,7 @@ class Run:
     def start(self) -> list[subprocess.Popen[bytes]]:
         environment = {**os.environ, "ORDER": str(self._order), "OMP_NUM_THREADS": "1"}
         environment |= {"WORLD_SIZE": str(self._processes), "MASTER_ADDR": "127.0.0.1"}
-        environment["MASTER_PORT"] = str(_free_port())
+        environment["MASTER_PORT"] = str(free_port())
         with self._log.open("ab") as log:
             return [
                 subprocess.Popen(
@@ -179,13 +178,6 @@ def _pictures(folder: Path) -> Path:
     table = folder / "pictures.csv"
     table.write_text("\n".join(rows) + "\n")
     return table
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: Any = s.getsockname()[1]
-        return int(port)
 
 
 if __name__ == "__main__":

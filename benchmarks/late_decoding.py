@@ -87,6 +87,7 @@ def _measure(
     with _Peak() as peak:
         start, total = time.perf_counter(), 0.0
         for batch in loader:
+            peak.look()  # a small batch may be over before the watch has looked once
             for _ in range(passes):
                 for first in range(0, size, micro):
                     total += float(batch.images[first : first + micro].sum())
@@ -111,7 +112,7 @@ class _Peak:
 
     def __enter__(self) -> _Peak:
         self._before = _taken()
-        self.bytes = 0
+        self._looks = [0]  # appended to by two threads
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -123,7 +124,14 @@ class _Peak:
 
     def _watch(self) -> None:
         while not self._stop.wait(0.05):
-            self.bytes = max(self.bytes, _taken() - self._before)
+            self.look()
+
+    def look(self) -> None:
+        self._looks.append(_taken() - self._before)
+
+    @property
+    def bytes(self) -> int:
+        return max(self._looks)
 
 
 def _taken() -> int:

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
+from megabatch.benchmarking import clock
 from megabatch.benchmarking.clock import product_rate, times
 
 
@@ -15,10 +14,15 @@ def test_at_least_the_repetitions_after_one_to_warm_up() -> None:
     assert len(calls) == 4
 
 
-def test_repeats_until_the_time_is_filled() -> None:
-    taken = times(lambda: time.sleep(0.01), "cpu", seconds=0.06, repetitions=1)
-    assert 2 <= len(taken) <= 6
-    assert all(t >= 10 for t in taken)
+def test_repeats_until_the_time_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    takes = iter([0.25, *[0.125] * 20])  # the first call takes longer, and promises too few
+
+    def call() -> None:
+        now[0] += next(takes)
+
+    assert times(call, "cpu", seconds=1.0, repetitions=1) == [125.0] * 8
 
 
 def test_rate_is_operations_per_second(monkeypatch: pytest.MonkeyPatch) -> None:

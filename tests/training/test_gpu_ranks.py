@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megabatch.benchmarking.ranks import free_port
 from megabatch.training import TrainConfig, save_config, train
-from tests.similarity.distributed.processes import free_port
 from tests.training.bn_towers import alone
 from tests.training.synthetic import CONFIG, write_shard
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -27,10 +29,7 @@ def start_others(size: int, command: Sequence[str]) -> None:
     Where one of them fails this process ends as well, and they end with this process, however it
     ends. Their output goes to this process's standard error.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ.update(common, RANK="0")
     others = [
         subprocess.Popen(
@@ -42,6 +41,19 @@ def start_others(size: int, command: Sequence[str]) -> None:
         for rank in range(1, size)
     ]
     threading.Thread(target=_end_if_one_fails, args=(others,), daemon=True).start()
+
+
+def free_port() -> int:
+    """A port where nobody listens, for rank 0 to do so seconds later.
+
+    It is below those that systems give to connections and to whoever asks for any, so that none of
+    these takes it meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _end_if_one_fails(others: Sequence[subprocess.Popen[bytes]]) -> None:

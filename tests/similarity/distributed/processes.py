@@ -18,7 +18,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 
+from megabatch.benchmarking.ranks import free_port
 from megabatch.training.world import leave
 
 Check = Callable[["World"], None]
@@ -170,12 +170,6 @@ def _run_checks(
         if outcome[_name(check)]:
             os._exit(1)
     leave()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _name(check: Check) -> str:
