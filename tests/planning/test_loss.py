@@ -34,23 +34,29 @@ def test_memory_of_the_loss_on_an_h200(shape):
     assert abs(planned / measured(*shape)["extra_bytes"] - 1) < 0.03  # found: 0.2% to 1.1%
 
 
-SCALING = [
-    r
+OURS = [
+    (name, r)
     for name in ("scaling", "rounds-2gpu")
     for r in json.loads((RESULTS.parent / f"{name}.json").read_text())["records"]
+    if r["contender"] == "megabatch" and r["status"] == "ok"
 ]
-OURS = [r for r in SCALING if r["contender"] == "megabatch" and r["status"] == "ok"]
 
 
-@pytest.mark.parametrize("record", OURS, ids=lambda r: f"{r['loss']}-{r['b']}-{r['n_devices']}")
-def test_memory_of_the_loss_on_several_h200s(record):
+@pytest.mark.parametrize(
+    ("name", "record"),
+    OURS,
+    ids=[f"{name}-{r['loss']}-{r['b']}-{r['n_devices']}" for name, r in OURS],
+)
+def test_memory_of_the_loss_on_several_h200s(name, record):
     rows, ranks = record["b"] // record["n_devices"], record["n_devices"]
     config = replace(TrainConfig(), loss=record["loss"])
     planned = loss_bytes(config, rows, 768, torch.bfloat16, "cuda", ranks) - 2 * 2 * rows * 768
-    # Found: 0.4% on one, 0.5% where several gather once. In rounds 6% too little; those of
-    # scaling.json took 96 MiB more than now, for sums that came home to a place of their own.
-    in_rounds = ranks > 1 and ring.round_rows(rows, 2 * 768 * ranks) < rows
-    allowed = 0.11 if in_rounds and record["loss"] == "clip" else 0.01
+    # Found: 0.4% on one, 0.5% where several gather once, in rounds 1.3%, as in scaling.json, but
+    # for two records. When it was made, sums came home to a place of their own (1,048,576 pairs
+    # on two: 96 MiB more), and the last round was gone before x's gradient (4,194,304: 6% less).
+    allowed = 0.01
+    if ranks > 1 and ring.round_rows(rows, 2 * 768 * ranks) < rows:
+        allowed = 0.07 if name == "scaling" else 0.015
     assert abs(planned / record["extra_bytes"] - 1) < allowed
 
 

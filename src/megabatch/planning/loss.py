@@ -91,7 +91,8 @@ def _inside(limit: int, device: str, ranks: int) -> Callable[[str, Sequence[Any]
             product = row * min(4096, len(x)) if device == "cpu" else 0  # for scale's gradient
             passing = block + product + travelling
             if device != "cpu" and args[1] is not None:
-                passing = max(0, passing - x.nbytes)  # x's gradient is made when these are gone
+                # x's gradient is made when these are gone, but for the last round.
+                passing = max(_gathered(x, ranks, 1, 1), passing - x.nbytes)
             return row * len(x) + passing
         pulls = 0 if device == "cpu" else 20 * (len(x) + len(y))
         # Of all columns, and of a strip of rows.
@@ -134,8 +135,18 @@ def _travelling(x: Tensor, y: Tensor | None, ranks: int) -> int:
     rows = _round(x, ranks)
     if y is None or rows == 0:  # two pieces of features and three of gradients around the ring
         return min(ring.piece_rows(x), len(x)) * width * (2 * own + 3 * item)
-    rounds = 1 if rows == len(x) else 2  # in memory at once, of everyone's features and gradients
-    return rounds * rows * width * ranks * (own + item)
+    if rows == len(x):
+        return _gathered(x, ranks, 1, 1)
+    # Features computed with, those that arrive and those just done with, which the last visit
+    # holds; gradients computed and those that are added up.
+    return _gathered(x, ranks, 3, 2)
+
+
+def _gathered(x: Tensor, ranks: int, features: int, gradients: int) -> int:
+    """All ranks' features of so many rounds and their gradients of so many."""
+    item = accumulator_dtype(x.dtype).itemsize
+    sizes = features * x.element_size() + gradients * item
+    return _round(x, ranks) * ranks * x.shape[1] * sizes
 
 
 def _round(x: Tensor, ranks: int) -> int:

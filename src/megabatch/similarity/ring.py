@@ -50,8 +50,9 @@ UNIT = 16384
 #: numbers (on 4 H200s 183.1 ms, 183.6 in two rounds, 184.1 in four, 185.8 in eight:
 #: benchmarks/results/hiding-4gpu.json). Their gradients in fp32 take twice as much.
 DEFAULT_GATHER = 384 << 20
-#: Where they take more, a round has this part of it: two are in memory at once, and where there are
-#: many rounds smaller ones are as fast (98.9% at 1,048,576 rows on 4 H200s; scaling.json).
+#: Where they take more, a round has this part of it: features of three and gradients of two are in
+#: memory at once, and where there are many rounds smaller ones are as fast (98.9% at 1,048,576 rows
+#: on 4 H200s; scaling.json).
 ROUND = 4
 #: Rows of a round are a multiple of this, as those of a GPU's tiles.
 TILE = 128

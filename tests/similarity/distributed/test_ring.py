@@ -316,38 +316,42 @@ def test_what_stays_is_completed_while_gradients_come_home(world: World) -> None
             assert done == expected
 
 
-def alive(patch: pytest.MonkeyPatch, blocks: type, name: str, rows: int) -> list[int]:
-    """Filled with how many tensors of `rows` rows are in memory when the method makes one more."""
+def alive(patch: pytest.MonkeyPatch, holder: object, name: str, numbers: int) -> list[int]:
+    """Filled with how many tensors of so many numbers are in memory when one more was made."""
     found: list[StorageWeakRef] = []
     others: list[int] = []
-    make = getattr(blocks, name)
+    make = getattr(holder, name)
 
-    def noting_storage(self, size):  # type: ignore[no-untyped-def]
-        tensor = make(self, size)
-        if size == rows:
+    def noting_storage(*arguments):  # type: ignore[no-untyped-def]
+        made = make(*arguments)
+        tensor = made[0] if isinstance(made, tuple) else made
+        if tensor.numel() == numbers:
             others.append(sum(not storage.expired() for storage in found))
             found.append(StorageWeakRef(tensor.untyped_storage()))
-        return tensor
+        return made
 
-    patch.setattr(blocks, name, noting_storage)
+    patch.setattr(holder, name, noting_storage)
     return others
 
 
 @on_processes(2)
-def test_gradients_of_two_rounds_at_most_are_in_memory(world: World) -> None:
+def test_features_of_three_rounds_and_gradients_of_two_are_in_memory(world: World) -> None:
+    """As planning.loss counts them."""
     x, y = (torch.randn(12, 12, requires_grad=True) for _ in range(2))
     one = torch.tensor(1.0)
     before = ring.set_gather(2 * 2 * 12 * 4)  # six rounds, each of two rows of either rank
-    for blocks, name, loss in (
-        (sweep.Blocks, "buffer", lambda: sum(map(torch.sum, similarity.logsumexp(x, y)))),
-        (sigmoid_blocks.Blocks, "accumulator", lambda: similarity.softplus_sum(x, y, one, one)),
+    for blocks, name, sweeps, loss in (
+        (sweep.Blocks, "buffer", 2, lambda: sum(map(torch.sum, similarity.logsumexp(x, y)))),
+        (sigmoid_blocks.Blocks, "accumulator", 1, lambda: similarity.softplus_sum(x, y, one, one)),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ring, "TILE", 2)
             patch.setattr(ring, "ROUND", 1)
-            others = alive(patch, blocks, name, 4)
+            features = alive(patch, gathering, "gather", 4 * 12)
+            gradients = alive(patch, blocks, name, 4 * 12)
             loss().backward()
-        assert others == [0, *[1] * 5]
+        assert features == [0, 1, *[2] * 4] * sweeps
+        assert gradients == [0, *[1] * 5]
     ring.set_gather(before)
 
 
