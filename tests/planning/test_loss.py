@@ -51,13 +51,22 @@ def test_memory_of_the_loss_on_several_h200s(name, record):
     rows, ranks = record["b"] // record["n_devices"], record["n_devices"]
     config = replace(TrainConfig(), loss=record["loss"])
     planned = loss_bytes(config, rows, 768, torch.bfloat16, "cuda", ranks) - 2 * 2 * rows * 768
-    # Found: 0.4% on one, 0.5% where several gather once, in rounds 1.3%, as in scaling.json, but
-    # for two records. When it was made, sums came home to a place of their own (1,048,576 pairs
-    # on two: 96 MiB more), and the last round was gone before x's gradient (4,194,304: 6% less).
+    # Found: 0.4% on one, 0.5% where several gather once, 1.3% in rounds, but for two records of
+    # scaling.json. When it was made, sums came home to a place of their own (1,048,576 pairs on
+    # two: 96 MiB more), and the last round was gone before x's gradient (4,194,304: 6% less).
     allowed = 0.01
     if ranks > 1 and ring.round_rows(rows, 2 * 768 * ranks) < rows:
-        allowed = 0.07 if name == "scaling" else 0.015
+        older = name == "scaling" and (record["b"], ranks) in ((1048576, 2), (4194304, 4))
+        allowed = 0.07 if older else 0.015
     assert abs(planned / record["extra_bytes"] - 1) < allowed
+
+
+def test_the_last_round_is_there_when_the_gradient_of_x_is_made():
+    """Of shards so large that no other moment takes more."""
+    rows, width, ranks = 1 << 20, 768, 4
+    gathered = (ring.DEFAULT_GATHER // ring.ROUND) * 3  # features in bfloat16, gradients in float32
+    planned = loss_bytes(TrainConfig(), rows, width, torch.bfloat16, "cuda", ranks)
+    assert 0 <= planned - (4 * width + 2 * 2 * width) * rows - gathered < 0.03 * planned
 
 
 def test_rows_too_wide_to_be_gathered_travel_the_ring():

@@ -11,7 +11,8 @@ from torch import Tensor
 from megabatch import similarity
 from megabatch.similarity import gathering, sweep
 from tests.similarity.distributed.processes import World, on_devices
-from tests.similarity.distributed.test_statistics_ring import leaf, pieces_of
+from tests.similarity.distributed.test_statistics_ring import leaf
+from tests.similarity.distributed.travel import pieces_of
 
 pytest.importorskip("triton")
 

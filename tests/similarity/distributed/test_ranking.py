@@ -8,7 +8,8 @@ import torch
 from megabatch import similarity
 from megabatch.similarity import gathering, sweep
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
-from tests.similarity.distributed.test_statistics_ring import PIECES, pieces_of
+from tests.similarity.distributed.test_statistics_ring import PIECES
+from tests.similarity.distributed.travel import pieces_of
 
 D = 5
 

@@ -10,14 +10,8 @@ from torch import Tensor
 from megabatch import losses
 from megabatch.similarity import softplus_sum
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
-from tests.similarity.distributed.test_ring import bytes_sent
-from tests.similarity.distributed.test_statistics_ring import (
-    PIECES,
-    leaf,
-    pieces_of,
-    rounds,
-    some_ids,
-)
+from tests.similarity.distributed.test_statistics_ring import PIECES, leaf, some_ids
+from tests.similarity.distributed.travel import bytes_sent, in_rounds, pieces_of
 
 D = 5
 ALL = (True, True, True, True)
@@ -60,7 +54,7 @@ def compare(
 def test_gathering_in_rounds(world: World) -> None:
     sizes = [7] * world.size
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-    with rounds(world, 3, D):
+    with in_rounds(world.size * 3 * D * 8):
         compare(world, sizes, sizes)
         compare(world, sizes, sizes, ids=ids, needs=(True, False, True, True))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,21 +15,13 @@ from megabatch import ClipLoss, similarity
 from megabatch.similarity import dense, gathering, ring
 from megabatch.similarity.statistics import split_and_count
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
+from tests.similarity.distributed.travel import in_rounds, pieces_of
 
 D = 5
 #: what travels: all shards at once, where they are of one size; whole shards; pieces of two rows
 PIECES = (None, 1 << 20, 2 * D * 8)
 
 Sides = Sequence["similarity.Split | None"]
-
-
-@contextmanager
-def pieces_of(size: int | None) -> Iterator[None]:
-    """Around the ring in pieces of that many bytes; None: as it is."""
-    before = ring.set_piece(size), ring.set_gather(0 if size else None)
-    yield
-    ring.set_piece(before[0])
-    ring.set_gather(before[1])
 
 
 def leaf(tensor: Tensor, needs: bool = True) -> Tensor:
@@ -198,17 +189,6 @@ def test_logsumexp_without_overlap(world: World) -> None:
         torch.testing.assert_close(mine[1], world.shard(columns, sizes), rtol=0, atol=1e-12)
 
 
-@contextmanager
-def rounds(world: World, rows: int, width: int) -> Iterator[None]:
-    """Shards are gathered so many rows a rank at a time, float64 ones of this width."""
-    before = ring.set_gather(world.size * rows * width * 8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "TILE", 2)
-        patch.setattr(ring, "ROUND", 1)
-        yield
-    ring.set_gather(before)
-
-
 @on_devices(2, 3, 4)
 def test_gathering_in_rounds(world: World) -> None:
     for size in (5, 8):
@@ -216,7 +196,7 @@ def test_gathering_in_rounds(world: World) -> None:
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
         for overlap in (True, False):
             before = ring.set_overlap(overlap)
-            with rounds(world, 3, D):
+            with in_rounds(world.size * 3 * D * 8):
                 compare(world, sizes, sizes)
                 compare(world, sizes, sizes, ids=ids)
                 compare(world, [3] * world.size, sizes, ids=(some_ids(3 * world.size), ids[1]))
