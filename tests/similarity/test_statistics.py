@@ -284,7 +284,7 @@ def test_kept_logits_spare_the_backward_pass_their_products(
     blocks = 55 if symmetric else 100
     results = []
     for kept in (0, 30, blocks):
-        monkeypatch.setattr(sweep, "kept_size", lambda x, y, kept=kept: 100 * kept)
+        monkeypatch.setattr(sweep, "kept_size", lambda x, y, limit, kept=kept: 100 * kept)
         mine = leaves(x, 30.0) if symmetric else leaves(x, y, 30.0)
         ours = similarity.split_logsumexp(*((mine[0], None, mine[1]) if symmetric else mine))
         products.clear()
@@ -300,14 +300,12 @@ def test_kept_logits_spare_the_backward_pass_their_products(
 
 def test_nothing_is_kept_without_gradients_or_room() -> None:
     x, y = torch.randn(40, 4), torch.randn(30, 4)
-    assert sweep.kept_size(x, y) == 1200
+    assert sweep.kept_size(x, y, 256 << 20) == 1200
     arguments = (x, y, torch.tensor(1.0), None, None, None, "plain", True)
-    assert torch.ops.megabatch.statistics(*arguments, False)[2].numel() == 0
-    before = similarity.set_workspace(64 << 10)
-    try:
-        assert sweep.kept_size(torch.randn(3000, 4), torch.randn(3000, 4)) <= 16 << 10
-    finally:
-        similarity.set_workspace(before)
+    assert (
+        torch.ops.megabatch.statistics(*arguments, False, sweep.settings_of_call(x))[2].numel() == 0
+    )
+    assert sweep.kept_size(torch.randn(3000, 4), torch.randn(3000, 4), 64 << 10) <= 16 << 10
 
 
 def test_block_shape_follows_the_workspace() -> None:

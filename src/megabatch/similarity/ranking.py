@@ -136,7 +136,7 @@ class _Columns:
             terms = (
                 f"{call}, width {y.shape[1]}, {str(y.dtype).removeprefix('torch.')}, "
                 f"{y.device.type}, ids: {'none' if ids is None else 'given'}, "
-                f"{ring.plan(y)}"
+                f"{sweep.arithmetic(y)}, {ring.plan(y)}"
             )
             table = exchange.agree(name, terms, table[0], y.device)
             self.ring = Ring(name, [size for size, *_ in table], call)

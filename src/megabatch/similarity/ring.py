@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megabatch.similarity import exchange, gathering
+from megabatch.similarity import exchange, gathering, settings
 from megabatch.similarity.exchange import Swap
 from megabatch.similarity.gathering import Place
 from megabatch.similarity.routes import (
@@ -37,19 +37,34 @@ from megabatch.similarity.routes import (
     rows_only,
     symmetric,
 )
+from megabatch.similarity.settings import (
+    DEFAULT_GATHER,
+    DEFAULT_PIECE,
+    set_gather,
+    set_overlap,
+    set_piece,
+)
 
-__all__ = ["Parcel", "Parts", "Ring", "Route", "Visit", "full", "ordered", "rows_only", "symmetric"]
+__all__ = [
+    "DEFAULT_GATHER",
+    "DEFAULT_PIECE",
+    "Parcel",
+    "Parts",
+    "Ring",
+    "Route",
+    "Visit",
+    "full",
+    "ordered",
+    "rows_only",
+    "set_gather",
+    "set_overlap",
+    "set_piece",
+    "symmetric",
+]
 
-#: Bytes of features of a piece: 32,768 rows of 768 bfloat16 numbers, whose products are as fast as
-#: larger ones. Two pieces of features and three of fp32 gradients are in memory at once.
-DEFAULT_PIECE = 48 << 20
 #: A larger piece has a multiple of this many rows, as blocks of a GPU have.
 UNIT = 16384
 
-#: Bytes of features of all ranks that are gathered in one round: 262,144 rows of 768 bfloat16
-#: numbers (on 4 H200s 183.1 ms, 183.6 in two rounds, 184.1 in four, 185.8 in eight:
-#: benchmarks/results/hiding-4gpu.json). Their gradients in fp32 take twice as much.
-DEFAULT_GATHER = 384 << 20
 #: Where they take more, a round has this part of it: features of three and gradients of two are in
 #: memory at once, and where there are many rounds smaller ones are as fast (98.9% at 1,048,576 rows
 #: on 4 H200s; scaling.json).
@@ -57,68 +72,19 @@ ROUND = 4
 #: Rows of a round are a multiple of this, as those of a GPU's tiles.
 TILE = 128
 
-_piece = DEFAULT_PIECE
-_gather = DEFAULT_GATHER
-_overlap = True
-
-
-def set_overlap(on: bool) -> bool:
-    """Whether transfers overlap computation (they do at the start); returns how it was before.
-
-    For measuring what overlap is worth: off, each exchange is waited for before its step's
-    computation. It changes no result. Holds for all calls in this process.
-    """
-    global _overlap
-    before, _overlap = _overlap, bool(on)
-    return before
-
-
-def set_piece(size: int | None) -> int:
-    """Bound the features that travel at once, in bytes; returns the bound before.
-
-    All ranks must set the same. None is the bound at the start, 48 MiB.
-
-    Raises:
-        TypeError: `size` is neither None nor an integer.
-        ValueError: `size` is not positive.
-    """
-    global _piece
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-        raise TypeError(f"size: expected a number of bytes, got {type(size).__name__}")
-    if size is not None and size < 1:
-        raise ValueError(f"size: expected at least 1 byte, got {size}")
-    before, _piece = _piece, DEFAULT_PIECE if size is None else size
-    return before
-
-
-def set_gather(size: int | None) -> int:
-    """Bound the features that all ranks gather at once, in bytes; returns the bound before.
-
-    Where those of all ranks together take more they go in rounds of a quarter of that; where shards
-    differ in size, pieces travel the ring instead; 0: always. All ranks must set the same. None is
-    the bound at the start, 384 MiB.
-
-    Raises:
-        TypeError: `size` is neither None nor an integer.
-        ValueError: `size` is negative.
-    """
-    global _gather
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-        raise TypeError(f"size: expected a number of bytes, got {type(size).__name__}")
-    if size is not None and size < 0:
-        raise ValueError(f"size: expected at least 0 bytes, got {size}")
-    before, _gather = _gather, DEFAULT_GATHER if size is None else size
-    return before
-
 
 def plan(features: Tensor) -> str:
     """How features like these (n, d) travel, in words that all ranks must agree on."""
-    return f"pieces of {piece_rows(features)} rows, gathered up to {_gather} bytes"
+    own = settings.now(features)
+    return (
+        f"pieces of {piece_rows(features)} rows, gathered up to {own.gather} bytes, "
+        f"transfers {'overlap' if own.overlap else 'one by one'}"
+    )
 
 
 def piece_rows(features: Tensor) -> int:
     """Rows of a piece of features like these (n, d)."""
-    rows = max(1, _piece // (features.shape[1] * features.element_size()))
+    rows = max(1, settings.now(features).piece // (features.shape[1] * features.element_size()))
     return rows if rows < UNIT else rows // UNIT * UNIT
 
 
@@ -127,21 +93,22 @@ def round_rows(size: int, row: int) -> int:
 
     row: bytes of features of one row of each rank.
     """
-    if size * row <= _gather:
+    gather = settings.gather()
+    if size * row <= gather:
         return size
-    most = _gather // ROUND // row // TILE * TILE
+    most = gather // ROUND // row // TILE * TILE
     if most == 0:
         return 0
     rounds = -(-size // most)
     return -(-size // (rounds * TILE)) * TILE  # even rounds, of whole tiles
 
 
-def keeps(features: Tensor, ranks: int) -> bool:
+def keeps(features: Tensor, ranks: int, gather: int) -> bool:
     """Whether shards of this size, one a rank, stay for the backward pass where they are gathered.
 
-    That is in one round.
+    That is in one round, of up to `gather` bytes.
     """
-    return 0 < ranks * features.numel() * features.element_size() <= _gather
+    return 0 < ranks * features.numel() * features.element_size() <= gather
 
 
 class Ring:
@@ -187,7 +154,7 @@ class Ring:
         if not rounds:
             yield from self._in_turn(parcels, visit, route, rows, parts, meanwhile)
             return
-        place = Place(self.group, self.rank, self.sizes[0], self.operation, _overlap)
+        place = Place(self.group, self.rank, self.sizes[0], self.operation, settings.overlap())
         home = parts if route.carried else None
         self.gathered = yield from gathering.tour(
             place, rounds, parcels, visit, home, meanwhile, self.gathered
@@ -284,7 +251,7 @@ def _length(rows: slice) -> int:
 
 def _start(swap: Swap) -> None:
     swap.start()
-    if not _overlap:
+    if not settings.overlap():
         swap.wait()
 
 

@@ -148,13 +148,12 @@ def _circle(
 ) -> Ring:
     """The ring, once all ranks want the same of it."""
     wanted = ", ".join(name for name, wanted in need._asdict().items() if wanted)
-    kernels = "fused" if sweep.fused_available(x) else "torch"
     terms = (
         f"softplus_sum, width {x.shape[1]}, {str(x.dtype).removeprefix('torch.')}, "
         f"{x.device.type}, gradients wanted: {wanted or 'none'}, "
         f"ids: {'given' if row_ids is not None else diagonal}, "
         f"weight: {'none' if weight is None else 'given'}, "
-        f"{kernels} kernels, {ring.plan(y)}"
+        f"{sweep.arithmetic(x)}, {ring.plan(y)}"
     )
     sizes = [number for (number,) in exchange.agree(group, terms, [y.shape[0]], x.device)]
     return Ring(group, sizes, "softplus_sum")

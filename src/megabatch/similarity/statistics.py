@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from megabatch.similarity import sweep
 from megabatch.similarity.arguments import (
     cast_for_autocast,
     check_features,
@@ -179,10 +180,11 @@ def _statistics(
     inputs = {"x": x, "y": y, "scale": scale}
     grad = torch.is_grad_enabled()
     wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
+    settings = sweep.settings_of_call(x)
     if not name:
-        rows, columns, _ = ops.statistics(*matrix, bool(wanted))
+        rows, columns, _ = ops.statistics(*matrix, bool(wanted), settings)
         return rows, columns, None
-    rows, columns, sizes, _ = ops.ring_statistics(*matrix, name, call, ", ".join(wanted))
+    rows, columns, sizes, _ = ops.ring_statistics(*matrix, name, call, ", ".join(wanted), settings)
     return rows, columns, sizes
 
 

@@ -6,6 +6,7 @@ return a stack of what the public functions hand out: one row (negative), or the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.pairs import Pairs
+from megabatch.similarity.settings import Holding, Settings
 from megabatch.similarity.states import kinds_of
 
 if TYPE_CHECKING:
@@ -36,15 +38,17 @@ def statistics(
     diagonal: str,
     columns: bool,
     keep: bool,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward sweep; see `split_logsumexp`. Without `columns` the second result is empty.
 
-    The third is what `keep` leaves for the backward pass: see `sweep.blocks`.
+    The third is what `keep` leaves for the backward pass: see `sweep.blocks`. `settings`: those of
+    the call, see `settings.Settings`.
     """
     pairs = Pairs(diagonal, row_ids, column_ids, ceiling)
     kinds = kinds_of(diagonal, row_ids)
-    with torch.cuda.device_of(x):
-        kept = _kept(x, y, keep)
+    with Holding(settings, x), torch.cuda.device_of(x):
+        kept = _kept(x, y, keep, settings)
         matrix = sweep.ordered(x, y, pairs)
         blocks = sweep.blocks(matrix.x, matrix.y, matrix.pairs, y is None, kept)
         near, far = blocks.values(scale, kinds, columns)
@@ -54,8 +58,9 @@ def statistics(
         return near, id_order.restore(far, matrix.columns, 1), kept
 
 
-def _kept(x: Tensor, y: Tensor | None, keep: bool) -> Tensor:
-    size = sweep.kept_size(x, x if y is None else y) if keep else 0
+def _kept(x: Tensor, y: Tensor | None, keep: bool, settings: Sequence[int]) -> Tensor:
+    limit = Settings(*settings).workspace
+    size = sweep.kept_size(x, x if y is None else y, limit) if keep else 0
     return x.new_empty(size, dtype=accumulator_dtype(x.dtype))
 
 
@@ -70,10 +75,11 @@ def _(
     diagonal: str,
     columns: bool,
     keep: bool,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, parts = accumulator_dtype(x.dtype), 1 if kinds_of(diagonal, row_ids) == 1 else 4
     rows = x.new_empty((parts, x.shape[0]), dtype=dtype)
-    kept = _kept(x, y, keep)
+    kept = _kept(x, y, keep, settings)
     if not columns:
         return rows, x.new_empty(0, dtype=dtype), kept
     return rows, x.new_empty((parts, (x if y is None else y).shape[0]), dtype=dtype), kept
@@ -96,10 +102,11 @@ def statistics_backward(
     need_x: bool,
     need_y: bool,
     need_scale: bool,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward sweep: gradients of x, y and scale; empty where not needed."""
     pairs = Pairs(diagonal, row_ids, column_ids, ceiling)
-    with torch.cuda.device_of(x):
+    with Holding(settings, x), torch.cuda.device_of(x):
         matrix = sweep.ordered(x, y, pairs)
         blocks = sweep.blocks(matrix.x, matrix.y, matrix.pairs, y is None, kept)
         near = _pull(blocks, rows, row_gradient, matrix.rows)
@@ -188,6 +195,7 @@ def _(
     need_x: bool,
     need_y: bool,
     need_scale: bool,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
     dy = torch.empty_like(y) if need_y and y is not None else x.new_empty(0)
@@ -195,15 +203,15 @@ def _(
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    x, y, scale, row_ids, column_ids, ceiling, diagonal, *_ = inputs
+    x, y, scale, row_ids, column_ids, ceiling, diagonal, *_, settings = inputs
     ctx.save_for_backward(x, y, scale, row_ids, column_ids, ceiling, *output)
-    ctx.diagonal = diagonal
+    ctx.diagonal, ctx.settings = diagonal, settings
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx, row_gradient, column_gradient, _):  # type: ignore[no-untyped-def]
     x, y, scale, row_ids, column_ids, ceiling, rows, columns, kept = ctx.saved_tensors
-    nothing = (None,) * 9
+    nothing = (None,) * 10
     if row_gradient is None and column_gradient is None:
         return nothing
     need_x, need_y, need_scale = ctx.needs_input_grad[:3]
@@ -223,10 +231,11 @@ def _autograd(ctx, row_gradient, column_gradient, _):  # type: ignore[no-untyped
         need_x,
         need_y,
         need_scale,
+        ctx.settings,
     )
     return (dx if need_x else None, dy if need_y else None, dscale if need_scale else None) + (
         None,
-    ) * 6
+    ) * 7
 
 
 statistics.register_autograd(_autograd, setup_context=_setup_context)

@@ -9,12 +9,15 @@ its column pulls (8 or 20 bytes), and its gradient so far, 4 d bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megabatch.similarity import exchange, id_order, ring, statistics_shards, sweep
 from megabatch.similarity.operators import operator, ops
 from megabatch.similarity.ring import Ring
+from megabatch.similarity.settings import Holding, Settings
 from megabatch.similarity.shards import Shards
 from megabatch.similarity.states import kinds_of
 from megabatch.similarity.statistics_local import statistics
@@ -35,34 +38,36 @@ def ring_statistics(
     group: str,
     call: str,
     wanted: str,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `statistics`, over the ranks of a group; then how many rows and columns each rank has.
 
     That is (2, ranks), on the CPU. Last what the backward pass may start from: see `_kept_rows`.
     `call` is the public function's name and what else all ranks must do alike, `wanted` names the
-    inputs that need gradients.
+    inputs that need gradients, `settings` are those of the call.
     """
-    terms = _terms(x, y, row_ids, ceiling, diagonal, columns, call, wanted)
-    own = [x.shape[0], (x if y is None else y).shape[0]]
-    sizes = torch.tensor(exchange.agree(group, terms, own, x.device), device="cpu").T
-    with torch.cuda.device_of(x):
+    with Holding(settings, x), torch.cuda.device_of(x):
+        terms = _terms(x, y, row_ids, ceiling, diagonal, columns, call, wanted)
+        own = [x.shape[0], (x if y is None else y).shape[0]]
+        sizes = torch.tensor(exchange.agree(group, terms, own, x.device), device="cpu").T
         circle = Ring(group, sizes[1].tolist(), call.split(",", 1)[0])
         shards = Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
         near, far = statistics_shards.forward(shards, scale, kinds_of(diagonal, row_ids), columns)
     far = id_order.restore(far, shards.order.columns, 1) if columns else far
     kept = x.new_empty(0)
-    if y is not None and (rows_kept := _kept_rows(y, circle.n, wanted)):
+    if y is not None and (rows_kept := _kept_rows(y, circle.n, wanted, settings)):
         kept = y.new_empty(rows_kept, y.shape[1]) if circle.gathered is None else circle.gathered
     return id_order.restore(near, shards.order.rows, 1), far, sizes, kept
 
 
-def _kept_rows(y: Tensor, ranks: int, wanted: str) -> int:
+def _kept_rows(y: Tensor, ranks: int, wanted: str, settings: Sequence[int]) -> int:
     """How many gathered columns stay for the backward pass; known without the other ranks.
 
     So they may be there and hold nothing: where shards differ in size, which is not gathered.
     """
     whole_lines = y.shape[1] * y.element_size() % 16 == 0  # else what is gathered is wider
-    return ranks * y.shape[0] if wanted and whole_lines and ring.keeps(y, ranks) else 0
+    kept = wanted and whole_lines and ring.keeps(y, ranks, Settings(*settings).gather)
+    return ranks * y.shape[0] if kept else 0
 
 
 def _terms(
@@ -76,7 +81,6 @@ def _terms(
     wanted: str,
 ) -> str:
     """What all ranks must do alike, for `exchange.agree`."""
-    kernels = "fused" if sweep.fused_available(x) else "torch"
     return (
         f"{call}, {'x against itself' if y is None else 'x against y'}, width {x.shape[1]}, "
         f"{str(x.dtype).removeprefix('torch.')}, {x.device.type}, "
@@ -84,7 +88,7 @@ def _terms(
         f"sides: {'both' if columns or y is None else 'rows'}, "
         f"ids: {'given' if row_ids is not None else 'none'}, diagonal: {diagonal}, "
         f"ceiling: {'none' if ceiling is None else 'given'}, "
-        f"{kernels} kernels, {ring.plan(x)}"
+        f"{sweep.arithmetic(x)}, {ring.plan(x)}"
     )
 
 
@@ -101,13 +105,14 @@ def _(
     group: str,
     call: str,
     wanted: str,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     matrix = (x, y, scale, row_ids, column_ids, ceiling, diagonal, columns)
-    *results, _ = statistics(*matrix, False)
+    *results, _ = statistics(*matrix, False, settings)
     ranks = exchange.resolve(group).size()
     sizes = x.new_empty(2, ranks, dtype=torch.int64, device="cpu")
     kept = x.new_empty(0)
-    if y is not None and (rows_kept := _kept_rows(y, ranks, wanted)):
+    if y is not None and (rows_kept := _kept_rows(y, ranks, wanted, settings)):
         kept = y.new_empty(rows_kept, y.shape[1])
     return results[0], results[1], sizes, kept
 
@@ -135,6 +140,7 @@ def ring_statistics_backward(
     need_scale: bool,
     group: str,
     call: str,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, y and scale, empty where not needed; scale's is the mean over ranks.
 
@@ -143,7 +149,7 @@ def ring_statistics_backward(
     circle = Ring(group, sizes[1].tolist(), f"{call.split(',', 1)[0]}, backward")
     if kept.numel() and len(set(circle.sizes)) == 1:
         circle.gathered = kept
-    with torch.cuda.device_of(x):
+    with Holding(settings, x), torch.cuda.device_of(x):
         shards = Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
         near = statistics_shards.pull_of(shards.own, rows, row_gradient, shards.order.rows)
         far = statistics_shards.pull_of(shards.own, columns, column_gradient, shards.order.columns)
@@ -184,6 +190,7 @@ def _(
     need_scale: bool,
     group: str,
     call: str,
+    settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
     dy = torch.empty_like(y) if need_y and y is not None else x.new_empty(0)
@@ -192,7 +199,7 @@ def _(
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     x, y, scale, row_ids, column_ids, ceiling, ctx.diagonal, ctx.columns, *names = inputs
-    ctx.group, ctx.call, _ = names
+    ctx.group, ctx.call, _, ctx.settings = names
     ctx.save_for_backward(x, y, scale, row_ids, column_ids, ceiling, *output)
     ctx.set_materialize_grads(False)
 
@@ -225,10 +232,11 @@ def _autograd(ctx, row_gradient, column_gradient, *_):  # type: ignore[no-untype
         need_scale,
         ctx.group,
         ctx.call,
+        ctx.settings,
     )
     return (dx if need_x else None, dy if need_y else None, dscale if need_scale else None) + (
         None,
-    ) * 8
+    ) * 9
 
 
 ring_statistics.register_autograd(_autograd, setup_context=_setup_context)

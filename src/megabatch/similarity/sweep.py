@@ -10,57 +10,37 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megabatch.similarity import tile_torch
+from megabatch.similarity import settings, tile_torch
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.id_order import IdOrder
 from megabatch.similarity.pairs import Pairs
+from megabatch.similarity.settings import DEFAULT_WORKSPACE as DEFAULT_WORKSPACE
+from megabatch.similarity.settings import set_workspace as set_workspace
 from megabatch.similarity.states import clear_fresh, finish, merge, new_state, pull_of
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
 
-#: Bytes. A GPU's blocks of dS, 16,384 a side in half precision, make products as fast as they get.
-DEFAULT_WORKSPACE = {"cpu": 256 << 20, "cuda": 512 << 20}
 
-_workspace: int | None = None
-
-
-def set_workspace(size: int | None) -> int | None:
-    """Bound the memory that a block of the matrix may take, in bytes; returns the bound before.
-
-    It holds for all calls in this process. Smaller blocks are slower. On the CPU, what the blocks
-    leave of it holds logits from the forward to the backward pass (`kept_size`). None, the bound at
-    the start, stands for 256 MiB on the CPU and 512 MiB on a GPU.
-
-    Raises:
-        TypeError: `size` is neither None nor an integer.
-        ValueError: `size` is below 64 KiB.
-    """
-    global _workspace
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-        raise TypeError(f"size: expected a number of bytes, got {type(size).__name__}")
-    if size is not None and size < 64 << 10:
-        raise ValueError(f"size: expected at least {64 << 10} bytes, got {size}")
-    before, _workspace = _workspace, size
-    return before
+def settings_of_call(x: Tensor) -> settings.Settings:
+    """The settings of a call with features like x (m, d) that is made now."""
+    return settings.of_call(x)
 
 
 def workspace(like: Tensor) -> int:
     """The bound for features like `like`, in bytes."""
-    if _workspace is not None:
-        return _workspace
-    return DEFAULT_WORKSPACE.get(like.device.type, DEFAULT_WORKSPACE["cuda"])
+    return settings.now(like).workspace
 
 
-def block_shape(like: Tensor) -> tuple[int, int]:
-    """Rows and columns of one block for features like `like` (m, d)."""
+def block_shape(like: Tensor, limit: int | None = None) -> tuple[int, int]:
+    """Rows and columns of one block for features like `like` (m, d) in a workspace of `limit`."""
     # The CPU is fastest where a block stays in its last-level cache: 512 × 1,024 float32 does
     # (measured: 1,024 × 2,048 8% slower where the machine is busy). A GPU wants large products.
     rows, columns = (512, 1024) if like.device.type == "cpu" else (8192, 8192)
     item = accumulator_dtype(like.dtype).itemsize
     # Beside the buffers a half-precision block holds wider copies of its rows and columns.
     width = 0 if like.dtype == accumulator_dtype(like.dtype) else like.shape[1]
-    limit = workspace(like)
+    limit = workspace(like) if limit is None else limit
     while _bytes(rows, columns, width, item) > limit and (rows > 16 or columns > 16):
         rows, columns = max(16, rows // 2), max(16, columns // 2)
     return rows, columns
@@ -76,16 +56,18 @@ def strips(n: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, n))
 
 
-def kept_size(x: Tensor, y: Tensor) -> int:
+def kept_size(x: Tensor, y: Tensor, limit: int) -> int:
     """How many logits the forward pass may keep for the backward pass: what the workspace leaves.
+
+    Both passes must have this workspace, of `limit` bytes: it says which blocks the logits are of.
 
     On the CPU alone, where blocks take little of it; each one kept is one not computed twice.
     """
     if x.device.type != "cpu":
         return 0
-    rows, columns = block_shape(x)
+    rows, columns = block_shape(x, limit)
     item = accumulator_dtype(x.dtype).itemsize
-    left = workspace(x) - _bytes(rows, columns, x.shape[1] if x.element_size() < item else 0, item)
+    left = limit - _bytes(rows, columns, x.shape[1] if x.element_size() < item else 0, item)
     return max(0, min(left // item, x.shape[0] * y.shape[0]))
 
 
@@ -136,8 +118,16 @@ def fused_available(x: Tensor) -> bool:
     """
     if not kernels_available(x):
         return False
-    exact = torch.get_float32_matmul_precision() == "highest"
-    return x.element_size() == 2 or (x.dtype == torch.float32 and not exact)
+    if x.dtype == torch.float32:
+        return settings.now(x).precision != 0
+    return x.element_size() == 2
+
+
+def arithmetic(x: Tensor) -> str:
+    """How features like x are computed with, in words that all ranks must agree on."""
+    products = settings.products(x)
+    kernels = "fused" if fused_available(x) else "torch"
+    return f"{kernels} kernels" + (f", float32 products: {products}" if products else "")
 
 
 class Blocks:

@@ -1,0 +1,103 @@
+"""Settings that a program may change between a loss's forward and its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from megabatch import similarity
+from megabatch.similarity import ring
+
+
+@contextmanager
+def _setter(set_to: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = set_to(value)
+    try:
+        yield
+    finally:
+        set_to(before)
+
+
+@contextmanager
+def _pair(get: Callable[[], Any], set_to: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = get()
+    set_to(value)
+    try:
+        yield
+    finally:
+        set_to(before)
+
+
+def _default_device(device: str | None) -> None:
+    torch.set_default_device(device)
+
+
+#: By name, a context within which a setting differs from what it is at the start.
+CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "workspace, smaller": lambda: _setter(similarity.set_workspace, 64 << 10),
+    "workspace, larger": lambda: _setter(similarity.set_workspace, 1 << 30),
+    "piece": lambda: _setter(ring.set_piece, 100),
+    "no gather": lambda: _setter(ring.set_gather, 0),
+    "gather, smaller": lambda: _setter(ring.set_gather, 64 << 10),
+    "overlap": lambda: _setter(ring.set_overlap, False),
+    "precision": lambda: _pair(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+    ),
+    "default device": lambda: _pair(lambda: None, _default_device, "meta"),
+    "default dtype": lambda: _pair(
+        torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16
+    ),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no grad": torch.no_grad,
+    "second derivatives": torch.enable_grad,
+    "deterministic": lambda: _pair(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "threads": lambda: _pair(torch.get_num_threads, torch.set_num_threads, 2),
+}
+#: Those that torch itself refuses within a compiled program's backward pass.
+EAGER_ONLY = {"deterministic"}
+
+
+def softmax(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Both sides, positives among them."""
+    rows, columns = similarity.split_logsumexp(x, y, scale, **options)
+    assert columns is not None
+    return sum(part.sum() for side in (rows, columns) for part in side[:3])  # type: ignore[return-value]
+
+
+def mirrored(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, **options: Any) -> torch.Tensor:
+    """x against itself."""
+    rows, _ = similarity.split_logsumexp(x, None, scale, ids=torch.arange(len(x)) // 2, **options)
+    return rows.negative.sum() + rows.positive.sum() + (scale * y).sum()
+
+
+def sigmoid(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The sigmoid loss's sum."""
+    return similarity.softplus_sum(x, y, scale, scale.detach() - 4.0, **options)
+
+
+LOSSES = {"softmax": softmax, "mirrored": mirrored, "sigmoid": sigmoid}
+
+
+def gradients(
+    loss: Callable[..., torch.Tensor],
+    leaves: list[torch.Tensor],
+    between: AbstractContextManager[Any],
+) -> list[torch.Tensor]:
+    """Of the loss, whose backward pass runs within `between`."""
+    value = loss(*leaves)
+    upstream = torch.ones_like(value)
+    with between:
+        found = torch.autograd.grad(value, leaves, upstream)
+    return [value.detach(), *found]
+
+
+def leaves(dtype: torch.dtype, rows: int = 300, seed: int = 0) -> list[torch.Tensor]:
+    """x, y and scale; several blocks of them in the smallest workspace."""
+    made = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(rows, 16, generator=made).to(dtype).requires_grad_() for _ in range(2))
+    return [x, y, torch.tensor(2.0, dtype=dtype, requires_grad=True)]

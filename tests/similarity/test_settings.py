@@ -1,0 +1,79 @@
+"""What a call means is fixed when it is made: no setting changes it before its backward pass."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from megabatch import similarity
+from megabatch.similarity import settings, sweep
+from tests.similarity.changes import CHANGES, EAGER_ONLY, LOSSES, gradients, leaves
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def close(ours: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
+    """Equal but for the order in which threads and blocks add up."""
+    for a, b in zip(ours, truth, strict=True):
+        relative = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[b.dtype]
+        assert (a - b).abs().max() <= relative * b.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_setting_changed_before_the_backward_pass(
+    change: str, loss: str, dtype: torch.dtype
+) -> None:
+    truth = gradients(LOSSES[loss], leaves(dtype), nullcontext())
+    close(gradients(LOSSES[loss], leaves(dtype), CHANGES[change]()), truth)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_setting_changed_before_a_compiled_backward_pass(loss: str) -> None:
+    truth = gradients(LOSSES[loss], leaves(torch.float64), nullcontext())
+    compiled = torch.compile(LOSSES[loss], backend="aot_eager", fullgraph=True)
+    for change in CHANGES.keys() - EAGER_ONLY:
+        close(gradients(compiled, leaves(torch.float64), CHANGES[change]()), truth)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_compiled_function_follows_settings(loss: str) -> None:
+    """Each of its calls, with its backward pass, has the workspace that was set when it began."""
+    truth = gradients(LOSSES[loss], leaves(torch.float64), nullcontext())
+    compiled = torch.compile(LOSSES[loss], backend="aot_eager", fullgraph=True)
+    for size in (64 << 10, 1 << 20, None, 128 << 10):
+        before = similarity.set_workspace(size)
+        try:
+            found = gradients(compiled, leaves(torch.float64), CHANGES["workspace, larger"]())
+        finally:
+            similarity.set_workspace(before)
+        close(found, truth)
+
+
+@pytest.mark.parametrize(("first", "then"), [("highest", "medium"), ("medium", "highest")])
+def test_products_are_as_precise_as_in_the_forward_pass(
+    first: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+    for name in ("logits", "add_product"):
+        original = getattr(sweep.tile_torch, name)
+
+        def noting(*a: Any, original: Any = original, **k: Any) -> Any:
+            seen.add(settings.PRECISIONS[settings._precision("cpu")])
+            return original(*a, **k)
+
+        monkeypatch.setattr(sweep.tile_torch, name, noting)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(first)
+        value = LOSSES["softmax"](*(mine := leaves(torch.float32)))
+        torch.set_float32_matmul_precision(then)
+        torch.autograd.grad(value, mine)
+        assert torch.get_float32_matmul_precision() == then
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == {settings.PRECISIONS[settings.LEGACY.index(first)]}
