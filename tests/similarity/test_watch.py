@@ -35,11 +35,11 @@ class Event:
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Filled with why the process would have ended."""
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Filled with what would be reported."""
     why: list[str] = []
     monkeypatch.setattr(watch, "GRACE", GRACE)
-    monkeypatch.setattr(watch, "end_process", why.append)
+    monkeypatch.setattr(watch, "report", why.append)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Event, "finished", False)
@@ -58,58 +58,58 @@ def pair() -> tuple[SocketLine, socket.socket]:
     return SocketLine([None, mine], timedelta(seconds=5)), theirs
 
 
-def wait_for(ended: list[str]) -> list[str]:
+def wait_for(told: list[str]) -> list[str]:
     until = time.monotonic() + 20
-    while not ended and time.monotonic() < until:
+    while not told and time.monotonic() < until:
         time.sleep(0.01)
-    return ended
+    return told
 
 
-def stays(ended: list[str]) -> bool:
+def stays(told: list[str]) -> bool:
     time.sleep(5 * GRACE)
-    return not ended
+    return not told
 
 
-def test_a_transfer_that_waits_for_a_rank_that_is_gone(ended: list[str]) -> None:
+def test_a_transfer_that_waits_for_a_rank_that_is_gone(told: list[str]) -> None:
     line, theirs = pair()
     line.watch.note("logsumexp: gathering, rank 0")
     line.watch.note("logsumexp: later, rank 0")
-    assert stays(ended)  # while it is there
+    assert stays(told)  # while it is there
     theirs.close()
     expected = "logsumexp: gathering, rank 0: this GPU waits for rank 1 of the group, which is gone"
-    assert wait_for(ended) == [expected]
+    assert wait_for(told) == [expected]
 
 
-def test_a_transfer_that_is_given_out_after_a_rank_went(ended: list[str]) -> None:
+def test_a_transfer_that_is_given_out_after_a_rank_went(told: list[str]) -> None:
     line, theirs = pair()
     Event.finished = True
     line.watch.note("one")
     theirs.close()
-    assert stays(ended)  # what is over needs nobody
+    assert stays(told)  # what is over needs nobody
     Event.finished = False
     line.watch.note("two")
-    assert wait_for(ended)
+    assert wait_for(told)
 
 
-def test_a_rank_that_takes_its_leave(ended: list[str]) -> None:
+def test_a_rank_that_takes_its_leave(told: list[str]) -> None:
     line, theirs = pair()
     line.watch.note("one")
     theirs.sendall(b"the last call's words" + FAREWELL)
     theirs.close()
-    assert stays(ended)
+    assert stays(told)
 
 
-def test_a_line_takes_its_leave_with_its_group(ended: list[str]) -> None:
+def test_a_line_takes_its_leave_with_its_group(told: list[str]) -> None:
     line, theirs = pair()
     line.watch.note("one")
     del line
     gc.collect()
     assert theirs.recv(100) == FAREWELL
     assert theirs.recv(100) == b""
-    assert stays(ended)
+    assert stays(told)
 
 
-def test_no_farewell_where_an_error_is_on_its_way(ended: list[str]) -> None:
+def test_no_farewell_where_an_error_is_on_its_way(told: list[str]) -> None:
     line, theirs = pair()
     try:
         raise KeyError
@@ -118,7 +118,7 @@ def test_no_farewell_where_an_error_is_on_its_way(ended: list[str]) -> None:
     assert theirs.recv(100) == b""
 
 
-def test_a_copy_of_the_process_leaves_the_line_alone(ended: list[str]) -> None:
+def test_a_copy_of_the_process_leaves_the_line_alone(told: list[str]) -> None:
     line, theirs = pair()
     if (child := os.fork()) == 0:
         line.watch.end()
@@ -132,33 +132,54 @@ def test_a_copy_of_the_process_leaves_the_line_alone(ended: list[str]) -> None:
     assert theirs.recv(100) == b"answer"
 
 
-def test_not_of_a_graph_that_is_captured(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_of_a_graph_that_is_captured(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     line, theirs = pair()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     line.watch.note("one")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     theirs.close()
-    assert stays(ended)
+    assert stays(told)
 
 
-def test_the_latest_are_remembered(ended: list[str]) -> None:
+def test_the_latest_are_remembered(told: list[str]) -> None:
     line, theirs = pair()
     for number in range(REMEMBERED + 3):
         line.watch.note(str(number))
     theirs.close()
-    assert wait_for(ended)[0].startswith("3: ")
+    assert wait_for(told)[0].startswith("3: ")
 
 
-def test_the_process_ends_as_by_torch_s_watchdog() -> None:
-    program = """
-import os
-from megabatch.similarity.watch import end_process
-for how in ("0", "2", "3"):
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = how
-    end_process(how)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+def test_one_report_however_many_ranks_are_gone(told: list[str]) -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    line = SocketLine([None, *(mine for mine, _ in pairs)], timedelta(seconds=5))
+    line.watch.note("one")
+    for _, theirs in pairs:
+        theirs.close()
+    assert wait_for(told)
+    assert stays(told[1:])
+
+
+def run(program: str, **environ: str) -> tuple[int, str]:
+    """Exit code and words of a process of its own."""
+    command = [sys.executable, "-c", f"from megabatch.similarity import watch\n{program}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ)
     words = [line for line in done.stderr.splitlines() if line.startswith("megabatch")]
-    why = [line.removeprefix("megabatch: CommunicationError: ") for line in words]
-    assert why == ["0", "2", "3; the process ends"]
-    assert done.returncode == 1
+    return done.returncode, "".join(words).removeprefix("megabatch: CommunicationError: ")
+
+
+def test_the_process_is_left_alone_unless_it_was_asked_to_end() -> None:
+    later = "torch's watchdog acts when the group's timeout is over"
+    assert run("watch.report('why')\nexit(7)") == (7, f"why; {later}")
+    switched = "assert watch.set_abort_on_lost_rank(True) is False\n"
+    assert run(f"{switched}watch.report('why')\nexit(7)") == (1, "why; the process ends")
+    back = f"{switched}assert watch.set_abort_on_lost_rank(False)\n"
+    assert run(f"{back}watch.report('why')\nexit(7)") == (7, f"why; {later}")
+
+
+@pytest.mark.parametrize("how", ["0", "2"])
+def test_the_process_stays_where_torch_s_watchdog_is_told_so(how: str) -> None:
+    program = "watch.set_abort_on_lost_rank(True)\nwatch.report('why')\nexit(7)"
+    code, words = run(program, TORCH_NCCL_ASYNC_ERROR_HANDLING=how)
+    assert code == 7
+    assert words == "why; TORCH_NCCL_ASYNC_ERROR_HANDLING says that the process stays"
+    assert run(program, TORCH_NCCL_ASYNC_ERROR_HANDLING="3")[0] == 1

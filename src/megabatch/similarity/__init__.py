@@ -14,12 +14,14 @@ from megabatch.similarity.ranking import ranks, topk
 from megabatch.similarity.sigmoid import softplus_sum
 from megabatch.similarity.statistics import Split, logsumexp, split_logsumexp
 from megabatch.similarity.sweep import set_workspace
+from megabatch.similarity.watch import set_abort_on_lost_rank
 
 __all__ = [
     "Split",
     "logsumexp",
     "paired",
     "ranks",
+    "set_abort_on_lost_rank",
     "set_workspace",
     "softplus_sum",
     "split_logsumexp",

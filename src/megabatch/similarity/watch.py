@@ -1,4 +1,4 @@
-"""Ends a process whose GPU waits for a rank that is gone.
+"""Tells of a GPU that waits for a rank that is gone, and ends the process if it was asked to.
 
 NCCL waits on the GPU, where no Python code sees another rank die. torch's watchdog notices when the
 group's timeout is over, names a collective of its own, and ends the process a minute later (torch
@@ -26,6 +26,21 @@ GRACE = 5.0
 REMEMBERED = 64
 #: The last that a rank says which ends in order.
 FAREWELL = b"megabatch: farewell"
+
+_abort = False
+
+
+def set_abort_on_lost_rank(on: bool) -> bool:
+    """Whether a lost rank ends this process (not at the start); returns how it was before.
+
+    It is for programs that a launcher starts again, as `megabatch train`: where a GPU waits for a
+    rank of the same machine whose process died, this process then ends by `os._exit(1)` 5 s later,
+    without any clean-up. Off, it says which transfer waits for which rank on standard error, once,
+    and leaves the rest to torch's watchdog, which acts when the group's timeout is over.
+    """
+    global _abort
+    before, _abort = _abort, bool(on)
+    return before
 
 
 class Watch:
@@ -79,8 +94,8 @@ class Watch:
             for file, _ in poll.poll():
                 rank = ranks.pop(file)
                 poll.unregister(file)
-                if not self._done and not self._took_leave(rank):
-                    self._see_whether_stuck(rank)
+                if not self._done and not self._took_leave(rank) and self._is_stuck(rank):
+                    return  # it was told; the others may be gone for the same reason
 
     def _took_leave(self, rank: int) -> bool:
         peer = self._peers[rank]
@@ -90,17 +105,18 @@ class Watch:
             return peer.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT).endswith(FAREWELL)
         return False
 
-    def _see_whether_stuck(self, rank: int) -> None:
-        """Until the line is closed: another transfer may be given out, and get stuck."""
+    def _is_stuck(self, rank: int) -> bool:
+        """Whether a transfer gets stuck, before the line is closed; another may be given out."""
         stuck, since = None, time.monotonic()
         while not self._done:
             now = self._first_wait()
             if now is None or now is not stuck:
                 stuck, since = now, time.monotonic()
             elif time.monotonic() - since > GRACE:
-                end_process(f"{now[0]}: this GPU waits for rank {rank} of the group, which is gone")
-                return
+                report(f"{now[0]}: this GPU waits for rank {rank} of the group, which is gone")
+                return True
             time.sleep(GRACE / 20)
+        return False
 
     def _first_wait(self) -> tuple[str, torch.cuda.Event] | None:
         for wait in tuple(self._waits):
@@ -109,14 +125,18 @@ class Watch:
         return None
 
 
-def end_process(why: str) -> None:
-    """Say so and end this process, as torch's watchdog does; or say so, where that is told not to.
+def report(why: str) -> None:
+    """Say why on standard error; end this process if `set_abort_on_lost_rank` asked for it.
 
     A transfer that cannot end leaves no other way: the host may wait for the GPU at any place, and
-    what the GPU has after an aborted transfer must not be used.
+    what the GPU has after an aborted transfer must not be used. Where torch's watchdog is told not
+    to end the process, this does not either.
     """
     stays = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in ("0", "2")
-    end = "" if stays else "; the process ends"
-    os.write(2, f"megabatch: CommunicationError: {why}{end}\n".encode())
-    if not stays:
+    ends = _abort and not stays
+    then = "the process ends" if ends else "torch's watchdog acts when the group's timeout is over"
+    if stays:
+        then = "TORCH_NCCL_ASYNC_ERROR_HANDLING says that the process stays"
+    os.write(2, f"megabatch: CommunicationError: {why}; {then}\n".encode())
+    if ends:
         os._exit(1)

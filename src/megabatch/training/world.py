@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.errors import CommunicationError, UsageError
+from megabatch.similarity import set_abort_on_lost_rank
 from megabatch.training.config import TrainConfig, resolve_device
 
 T = TypeVar("T")
@@ -205,9 +206,12 @@ def joined(config: TrainConfig) -> Iterator[World]:
             f"rank {rank} of {size} cannot join the others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']}: {' '.join(str(error).split())[:400]}"
         ) from error
-    # Not after an error: taking leave waits for ranks that may be gone.
-    yield world
-    leave()
+    before = set_abort_on_lost_rank(True)  # the launcher ends the others and may start all again
+    try:
+        yield world
+        leave()  # not after an error: it waits for ranks that may be gone
+    finally:
+        set_abort_on_lost_rank(before)
 
 
 def leave() -> None:

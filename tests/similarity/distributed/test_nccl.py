@@ -19,7 +19,7 @@ from torch import Tensor
 from megabatch import ClipLoss, SigLipLoss
 from megabatch.benchmarking.parallel import gathering_up_to
 from megabatch.errors import CommunicationError
-from megabatch.similarity import gathering, ring
+from megabatch.similarity import gathering, ring, set_abort_on_lost_rank
 from tests.similarity.distributed.processes import World, join, on_gpus, start
 from tests.similarity.distributed.test_statistics_ring import leaf
 
@@ -87,6 +87,7 @@ def dying(rank: int, size: int, port: int, folder: Path, within: bool) -> None:
     """Rank 1 dies between two losses, or within the second; rank 0 writes down what it got."""
     os.dup2(os.open(folder / f"stderr {rank}", os.O_WRONLY | os.O_CREAT), 2)
     join(rank, size, port, seconds=TIMEOUT, device="cuda")
+    set_abort_on_lost_rank(True)
     x, y = (torch.randn(256, 64, device="cuda", requires_grad=True) for _ in range(2))
 
     def step() -> None:
