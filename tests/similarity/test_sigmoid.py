@@ -71,7 +71,7 @@ def test_any_shape_and_ids(
     ids = torch.randint(-2, kinds + 1, (m,)), torch.randint(-2, kinds + 2, (n,))
     weight = torch.rand(m, dtype=torch.float64) if weighted else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "block_shape", lambda like: block)
+        patch.setattr(sweep, "block_shape", lambda like, *_: block)
         compare((*MAKERS["random"](m, n, d), scale, bias), ids, weight)
 
 
@@ -107,7 +107,7 @@ def test_one_sweep_serves_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) ->
         blocks.append(1)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(sweep, "block_shape", lambda like: (10, 10))
+    monkeypatch.setattr(sweep, "block_shape", lambda like, *_: (10, 10))
     monkeypatch.setattr(sweep.tile_torch, "logits", counting)
     x, y = (torch.randn(40, 4, requires_grad=True) for _ in range(2))
     similarity.softplus_sum(x, y, 1.0, 0.0).backward()

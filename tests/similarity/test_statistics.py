@@ -137,7 +137,7 @@ def test_self_similarity_does_half_the_work(monkeypatch: pytest.MonkeyPatch) -> 
         similarity_blocks.append(x.shape[0] * y.shape[0])
         original(x, y, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sweep, "block_shape", lambda like: (10, 10))
+    monkeypatch.setattr(sweep, "block_shape", lambda like, *_: (10, 10))
     monkeypatch.setattr(sweep.tile_torch, "forward", counting)
     similarity.split_logsumexp(torch.randn(100, 4))
     assert sum(similarity_blocks) == 100 * (100 + 10) // 2
@@ -193,7 +193,8 @@ def test_operators_are_registered_in_full() -> None:
         (x, y, scale, *ids, None, "plain", False, False),
         (x, None, scale, None, None, None, "dropped", False, True),
     ):
-        torch.library.opcheck(torch.ops.megabatch.statistics.default, arguments)
+        own = [*sweep.settings_of_call(x)]
+        torch.library.opcheck(torch.ops.megabatch.statistics.default, (*arguments, own))
     torch.library.opcheck(torch.ops.megabatch.row_products.default, (x[:5], y))
 
 
@@ -216,7 +217,7 @@ def test_any_shape_scale_and_block(
     ids = some_ids(m, n, kinds)
     mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "block_shape", lambda like: block)
+        patch.setattr(sweep, "block_shape", lambda like, *_: block)
         ours = similarity.split_logsumexp(*mine, ids=ids)
         truth = dense.split_logsumexp(*theirs, ids=ids)
         compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
@@ -276,7 +277,7 @@ def test_kept_logits_spare_the_backward_pass_their_products(
     """As many as the workspace leaves room for; the same gradients, twice over."""
     products = []
     original = sweep.tile_torch.logits
-    monkeypatch.setattr(sweep, "block_shape", lambda like: (10, 10))
+    monkeypatch.setattr(sweep, "block_shape", lambda like, *_: (10, 10))
     monkeypatch.setattr(
         sweep.tile_torch, "logits", lambda *a, **k: products.append(1) or original(*a, **k)
     )

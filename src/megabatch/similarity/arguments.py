@@ -102,7 +102,7 @@ def _check_place(name: str, value: Tensor, length: int, like: Tensor) -> None:
 def cast_for_autocast(*features: Tensor) -> tuple[Tensor, ...]:
     """Features in the dtype that a matmul's operands would have under the current autocast."""
     kind = features[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return features
     dtype = torch.get_autocast_dtype(kind)
     return tuple(f if f.dtype == torch.float64 else f.to(dtype) for f in features)

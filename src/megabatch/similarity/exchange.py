@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabatch import torch_internals
 from megabatch.errors import CommunicationError
 from megabatch.similarity import hosts
-from megabatch.similarity.hosts import c10d
 
 LOCAL = "local"
 
@@ -61,7 +61,7 @@ def rank_and_size(group: object) -> tuple[int, int]:
 
 def resolve(name: str) -> dist.ProcessGroup:
     """The group of that name."""
-    return c10d._resolve_process_group(name)
+    return torch_internals.resolve_group(name)
 
 
 def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
@@ -147,7 +147,7 @@ def let_begin(like: Tensor) -> None:
     (benchmarks/results/hiding-2gpu.json).
     """
     if like.is_cuda:
-        torch.cuda._sleep(20_000)  # cycles, 10 us
+        torch_internals.gpu_sleep(20_000)  # cycles, 10 us
 
 
 def deal(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:

@@ -18,11 +18,9 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
+from megabatch import torch_internals
 from megabatch.similarity.watch import Watch
-
-c10d: Any = distributed_c10d  # its annotations differ from one torch to the next
 
 _lines: WeakKeyDictionary[dist.ProcessGroup, Line] = WeakKeyDictionary()
 
@@ -45,12 +43,11 @@ def line(group: dist.ProcessGroup, device: torch.device) -> Line:
     It is no device's: what it gathers need not wait for what a GPU has queued.
     """
     if group not in _lines:
-        cpu = torch.device("cpu")
-        own = group._get_backend(cpu) if cpu in group._device_types else None
-        backend = group._get_backend(device) if own is None else own
-        timeout = getattr(getattr(backend, "options", None), "_timeout", c10d.default_pg_timeout)
-        store = c10d._get_process_group_store(group)
-        place = group.rank(), group.size(), timeout
+        on_cpu = torch_internals.has_cpu_backend(group)
+        own = torch_internals.group_backend(group, torch.device("cpu")) if on_cpu else None
+        backend = torch_internals.group_backend(group, device) if own is None else own
+        store = torch_internals.group_store(group)
+        place = group.rank(), group.size(), torch_internals.backend_timeout(backend)
         made: Line | None = sockets(dist.PrefixStore("megabatch hosts", store), *place)
         if made is None:
             # It bypasses `new_group`, whose counter of groups must be the same on all ranks of the

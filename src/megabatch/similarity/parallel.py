@@ -136,18 +136,18 @@ def sum_over_ranks(values: Tensor, group: object) -> Tensor:
 # --- the operators --------------------------------------------------------------------------------
 
 
-@operator("sum_over_ranks")
+@operator("sum_over_ranks", alone=False)
 def _sum_over_ranks(values: Tensor, group: str) -> Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
     return exchange.all_reduce(total, group, "sum over ranks")
 
 
-@operator("replicated")
+@operator("replicated", alone=False)
 def _replicated(parameter: Tensor, group: str) -> Tensor:
     return parameter.clone()
 
 
-@operator("global_weight")
+@operator("global_weight", alone=False)
 def _global_weight(like: Tensor, rows: int, weight: Tensor | None, group: str, name: str) -> Tensor:
     """The number of rows of all ranks, or the sum of their weights; no handshake.
 

@@ -13,6 +13,7 @@ from megabatch.similarity.arguments import accumulator_dtype, check_integers, ch
 from megabatch.similarity.exchange import group_name
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.ring import Parcel, Ring, Visit
+from megabatch.torch_internals import is_batched
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.ranking import FusedScores
@@ -50,8 +51,11 @@ def ranks(
         CommunicationError: another process is gone or did not come in time.
     """
     check_two(x, y)
+    _check_not_batched("ranks", x, y, target)
     target = check_integers("target", target, x.shape[0], x)
     row_ids, column_ids = _check_ids(ids, x, y)
+    if x.is_meta:
+        return torch.empty_like(target), torch.empty_like(target)
     extremes = (int(target.min()), int(target.max())) if x.shape[0] else (0, -1)
     columns = _Columns(y, column_ids, group, "ranks", extremes)
     _check_targets(columns)
@@ -96,6 +100,7 @@ def topk(
         TypeError, ValueError, CommunicationError: as `ranks`.
     """
     check_two(x, y)
+    _check_not_batched("topk", x, y)
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")
     row_ids, column_ids = _check_ids(ids, x, y)
@@ -104,6 +109,8 @@ def topk(
         raise ValueError(f"k: expected 1 to {columns.number}, the number of columns, got {k}")
     scores = x.new_full((x.shape[0], k), -torch.inf, dtype=accumulator_dtype(x.dtype))
     indices = torch.full_like(scores, -1, dtype=torch.int64)
+    if x.is_meta:
+        return scores, indices
     blocks = _scores_of(x, row_ids)
 
     def keep_best(start: int, y: Tensor, column_ids: Tensor | None) -> None:
@@ -220,6 +227,14 @@ def _check_targets(columns: _Columns) -> None:
             raise IndexError(
                 f"target: expected columns in [0, {columns.number}), got {low} to {high}{where}"
             )
+
+
+def _check_not_batched(call: str, *tensors: Tensor) -> None:
+    if any(isinstance(t, Tensor) and is_batched(t) for t in tensors):
+        raise NotImplementedError(
+            f"{call}: torch.func.vmap does not take it, as it looks at values; loop over the batch "
+            "instead"
+        )
 
 
 def _count(mask: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from megabatch.similarity.sigmoid_blocks import (
     weight_unit,
 )
 from megabatch.similarity.statistics import Ids, _check_ids
+from megabatch.torch_internals import transforms_active
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.sigmoid_blocks import SigmoidBlocks
@@ -90,6 +91,8 @@ def softplus_sum(
         if weight.requires_grad:
             raise ValueError("weight: expected a tensor that needs no gradient, got one that does")
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, y, scale, bias)]
+    if not torch.compiler.is_compiling() and transforms_active():
+        wanted = [True] * 4  # torch.func.vmap hides what needs a gradient outside of it
     diagonal = PAIRED if row_ids is None else PLAIN
     name = group_name(group)
     matrix = (row_ids, column_ids, weight, diagonal, *wanted)
@@ -196,22 +199,31 @@ def _(
 def _softplus_sum_backward(
     x: Tensor,
     y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
     dx: Tensor,
     x_units: Tensor,
     dy: Tensor,
     y_units: Tensor,
+    dscale: Tensor,
+    dbias: Tensor,
     gradient: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The kept gradients times the upstream one, in the dtypes of x and y.
+    y_gradient: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The kept gradients times the upstream one, those of x and y in their dtypes.
 
-    An operator of its own, with x and y among its arguments and no derivative: so a second
+    `y_gradient`: the upstream one for y, which over several processes is another tensor.
+
+    An operator of its own, with all inputs among its arguments and no derivative: so a second
     derivative is an error and not silently incomplete.
     """
     times = divisor(x)
     with torch.cuda.device_of(x):
         return (
             release(Kept(dx, x_units), x, gradient, times),
-            release(Kept(dy, y_units), y, gradient, times),
+            release(Kept(dy, y_units), y, y_gradient, times),
+            dscale * gradient,
+            dbias * gradient,
         )
 
 
@@ -219,17 +231,23 @@ def _softplus_sum_backward(
 def _(
     x: Tensor,
     y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
     dx: Tensor,
     x_units: Tensor,
     dy: Tensor,
     y_units: Tensor,
+    dscale: Tensor,
+    dbias: Tensor,
     gradient: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(dx), torch.empty_like(dy)
+    y_gradient: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    empty = torch.empty_like
+    return empty(dx), empty(dy), empty(dscale), empty(dbias)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs[:2], *output[1:])
+    ctx.save_for_backward(*inputs[:4], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -238,18 +256,9 @@ def _autograd(ctx, gradient, *_):  # type: ignore[no-untyped-def]
     nothing = (None,) * 12
     if gradient is None:
         return nothing
-    *features, dscale, dbias = ctx.saved_tensors
-    need_x, need_y, need_scale, need_bias = ctx.needs_input_grad[:4]
-    dx = dy = None
-    if need_x or need_y:
-        dx, dy = ops.softplus_sum_backward(*features, gradient)
-    return (
-        dx if need_x else None,
-        dy if need_y else None,
-        dscale * gradient if need_scale else None,
-        dbias * gradient if need_bias else None,
-        *nothing[4:],
-    )
+    found = ops.softplus_sum_backward(*ctx.saved_tensors, gradient, gradient)
+    needed = zip(ctx.needs_input_grad[:4], found, strict=True)
+    return *(g if need else None for need, g in needed), *nothing[4:]
 
 
 _softplus_sum.register_autograd(_autograd, setup_context=_setup_context)

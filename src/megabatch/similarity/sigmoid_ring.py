@@ -32,7 +32,7 @@ from megabatch.similarity.sigmoid_blocks import (
 )
 
 
-@operator("ring_softplus_sum")
+@operator("ring_softplus_sum", alone=False)
 def _ring_softplus_sum(
     x: Tensor,
     y: Tensor,
@@ -179,7 +179,7 @@ def _(
     return _softplus_sum(x, y, scale, bias, row_ids, column_ids, weight, diagonal, *wanted)
 
 
-@operator("same_on_all_ranks")
+@operator("same_on_all_ranks", alone=False)
 def _same_on_all_ranks(value: Tensor, group: str) -> Tensor:
     """The value, where all ranks have the same, else NaN; no look at the device."""
     extremes = torch.stack([value, -value])
@@ -194,26 +194,16 @@ def _(value: Tensor, group: str) -> Tensor:
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     ctx.group = inputs[-1]
-    ctx.save_for_backward(*inputs[:2], *output[1:])
+    ctx.save_for_backward(*inputs[:4], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _autograd(ctx, gradient, *_):  # type: ignore[no-untyped-def]
-    x, y, dx, x_units, dy, y_units, dscale, dbias = ctx.saved_tensors
-    need_x, need_y, need_scale, need_bias = ctx.needs_input_grad[:4]
-    multiply = ops.softplus_sum_backward
-    if need_y:  # the other ranks' part of it was formed for their upstream gradients being this one
+    common, need = gradient, ctx.needs_input_grad[:4]
+    if need[1]:  # the other ranks' part of it was formed as if they had the same upstream gradient
         common = ops.same_on_all_ranks(gradient, ctx.group)
-        _, dy = multiply(x, y, dx[:0], x_units[:0], dy, y_units, common)
-    if need_x:
-        dx, _ = multiply(x, y, dx, x_units, dy[:0], y_units[:0], gradient)
-    return (
-        dx if need_x else None,
-        dy if need_y else None,
-        dscale * gradient if need_scale else None,
-        dbias * gradient if need_bias else None,
-        *(None,) * 9,
-    )
+    found = ops.softplus_sum_backward(*ctx.saved_tensors, gradient, common)
+    return *(g if n else None for n, g in zip(need, found, strict=True)), *(None,) * 9
 
 
 _ring_softplus_sum.register_autograd(_autograd, setup_context=_setup_context)

@@ -25,6 +25,7 @@ from megabatch.similarity.arguments import (
 from megabatch.similarity.exchange import group_name
 from megabatch.similarity.operators import ops
 from megabatch.similarity.pairs import DROPPED, PAIRED, PLAIN
+from megabatch.torch_internals import transforms_active
 
 Ids: TypeAlias = "str | Tensor | tuple[Tensor, Tensor]"
 
@@ -182,7 +183,9 @@ def _statistics(
     wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
     settings = sweep.settings_of_call(x)
     if not name:
-        rows, columns, _ = ops.statistics(*matrix, bool(wanted), settings)
+        # Not under torch.func, which may hold any number of calls' logits.
+        keep = bool(wanted) and (torch.compiler.is_compiling() or not transforms_active())
+        rows, columns, _ = ops.statistics(*matrix, keep, settings)
         return rows, columns, None
     rows, columns, sizes, _ = ops.ring_statistics(*matrix, name, call, ", ".join(wanted), settings)
     return rows, columns, sizes

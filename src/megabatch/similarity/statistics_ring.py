@@ -25,7 +25,7 @@ from megabatch.similarity.statistics_local import statistics
 # --- forward --------------------------------------------------------------------------------------
 
 
-@operator("ring_statistics")
+@operator("ring_statistics", alone=False)
 def ring_statistics(
     x: Tensor,
     y: Tensor | None,
@@ -120,7 +120,7 @@ def _(
 # --- backward -------------------------------------------------------------------------------------
 
 
-@operator("ring_statistics_backward")
+@operator("ring_statistics_backward", alone=False)
 def ring_statistics_backward(
     x: Tensor,
     y: Tensor | None,

@@ -1,0 +1,149 @@
+"""The private names of torch that megabatch uses, what each is for, and nothing else.
+
+torch may change them in any version. Each is asked for here alone, says what it is for in the error
+of a torch that lacks it, and has a test of what is expected of it
+(`tests/test_torch_internals.py`). Triton's are in `similarity.fused.triton_internals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._python_dispatch
+import torch.utils._pytree
+from torch import Tensor, nn
+
+#: By name, what it is for.
+PURPOSES = {
+    "_C._are_functorch_transforms_active": "to know that torch.func is at work, as it takes "
+    "operators in another way than a plain call",
+    "_C._functorch.is_batchedtensor": "to refuse torch.func.vmap where it cannot be right",
+    "cuda._sleep": "to let a transfer begin before a large product on the same GPU",
+    "distributed.distributed_c10d._resolve_process_group": "to find the process group that an "
+    "operator was told by its name",
+    "distributed.distributed_c10d._get_process_group_store": "to find the other ranks' hosts, "
+    "before the first transfer and without a collective",
+    "distributed.ProcessGroup._device_types": "to know whether a process group has a CPU backend",
+    "distributed.ProcessGroup._get_backend": "to exchange a few bytes by a group's CPU backend, "
+    "and for its timeout",
+    "nn.modules.batchnorm._BatchNorm": "to find layers that normalise over a batch",
+    "ops.aten._scaled_dot_product_efficient_attention": "to plan attention's memory as a GPU has "
+    "it",
+    "_subclasses.fake_tensor.FakeTensorMode": "to count a step's memory without making its tensors",
+    "utils._python_dispatch.TorchDispatchMode": "to see each operation whose memory is counted",
+    "utils._pytree.tree_leaves": "to find the tensors that an operation made",
+    "UntypedStorage._cdata": "to count tensors that share their memory once",
+}
+
+
+class InternalsError(RuntimeError):
+    """This version of torch lacks a private name that megabatch uses."""
+
+
+def private(path: str) -> Any:
+    """torch's `path`, one of `PURPOSES`.
+
+    Raises:
+        InternalsError: this torch has none; it says what it would be for.
+    """
+    try:
+        return reduce(getattr, path.split("."), torch)
+    except AttributeError:
+        raise InternalsError(
+            f"torch {torch.__version__} has no torch.{path}, which megabatch needs "
+            f"{PURPOSES[path]}; use a version that it was tested with"
+        ) from None
+
+
+# --- transforms of torch.func ---------------------------------------------------------------------
+
+#: Whether a transform of torch.func is at work. Asked at each call of an operator: no function of
+#: its own.
+transforms_active: Callable[[], bool] = private("_C._are_functorch_transforms_active")
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether torch.func.vmap goes over a dimension of this tensor that the program cannot see."""
+    found: bool = private("_C._functorch.is_batchedtensor")(tensor)
+    return found
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    group: dist.ProcessGroup = private("distributed.distributed_c10d._resolve_process_group")(name)
+    return group
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store by which the ranks of a group found each other."""
+    store: dist.Store = private("distributed.distributed_c10d._get_process_group_store")(group)
+    return store
+
+
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Whether a group takes tensors on the CPU."""
+    private("distributed.ProcessGroup._device_types")
+    return torch.device("cpu") in group._device_types
+
+
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What carries a group's tensors on such a device."""
+    private("distributed.ProcessGroup._get_backend")
+    return group._get_backend(device)
+
+
+def backend_timeout(backend: Any) -> timedelta:
+    """How long its transfers may take; torch's default where it does not say."""
+    known = getattr(getattr(backend, "options", None), "_timeout", None)
+    default: timedelta = torch.distributed.distributed_c10d.default_pg_timeout
+    return default if known is None else known
+
+
+def gpu_sleep(cycles: int) -> None:
+    """Keep the current stream of the GPU busy with nothing."""
+    private("cuda._sleep")(cycles)
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is torch's batch normalisation, of whatever number of dimensions."""
+    return isinstance(module, private("nn.modules.batchnorm._BatchNorm"))
+
+
+# --- counting memory ------------------------------------------------------------------------------
+
+
+def fake_tensor_mode(**options: Any) -> Any:
+    """A context in which new tensors have shapes, types and devices, but no values."""
+    return private("_subclasses.fake_tensor.FakeTensorMode")(**options)
+
+
+TorchDispatchMode = private("utils._python_dispatch.TorchDispatchMode")
+
+
+def tensors_in(results: Any) -> Iterator[Tensor]:
+    """The tensors among what an operation returns."""
+    for result in private("utils._pytree.tree_leaves")(results):
+        if isinstance(result, Tensor):
+            yield result
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """The same for all objects that stand for one tensor's memory while it lives."""
+    private("UntypedStorage._cdata")
+    return storage._cdata
+
+
+def efficient_attention(*arguments: Any) -> Any:
+    """Attention without the matrix of weights, as GPUs compute it."""
+    return private("ops.aten._scaled_dot_product_efficient_attention")(*arguments)

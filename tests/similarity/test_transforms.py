@@ -1,0 +1,248 @@
+"""Under torch.func: what can be right is, the rest is refused in words; tensors without data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import megabatch as mb
+from megabatch import similarity
+from tests.similarity.distributed.processes import World, on_processes, outcomes
+
+__all__ = ["outcomes"]
+
+ROWS, WIDTH = 7, 5
+IDS = torch.tensor([0, 0, 1, 2, 2, 2, -1])
+
+
+def logsumexp(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    rows, columns = similarity.logsumexp(x, y, scale)
+    assert columns is not None
+    return rows + 2 * columns
+
+
+def split(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    rows, columns = similarity.split_logsumexp(x, y, scale)
+    assert columns is not None
+    return rows.negative + rows.positive + columns.positive_sum - 2 * columns.negative
+
+
+def mirrored(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    rows, _ = similarity.split_logsumexp(x, None, scale, ids=IDS)
+    return rows.negative + (y * 3).sum(1)
+
+
+def softplus_sum(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    return similarity.softplus_sum(x, y, scale, scale - 3, ids=(IDS, IDS.flip(0)))
+
+
+def paired(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    return similarity.paired(x, y, scale)
+
+
+FUNCTIONS = [logsumexp, split, mirrored, softplus_sum, paired]
+functions = pytest.mark.parametrize("function", FUNCTIONS)
+
+
+def inputs(*batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    x, y = (torch.randn(*batch, ROWS, WIDTH, dtype=torch.float64) for _ in range(2))
+    return x, y, torch.rand(batch, dtype=torch.float64) + 1
+
+
+def summed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *a: function(*a).sum() ** 2
+
+
+def by_autograd(function: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    leaves = [a.detach().clone().requires_grad_() for a in arguments]
+    return torch.autograd.grad(function(*leaves), leaves)
+
+
+@functions
+def test_gradients(function: Callable[..., Tensor]) -> None:
+    arguments, loss = inputs(), summed(function)
+    truth = by_autograd(loss, arguments)
+    torch.testing.assert_close(grad(loss, argnums=(0, 1, 2))(*arguments), truth)
+    value, pull = vjp(loss, *arguments)
+    torch.testing.assert_close(pull(torch.ones_like(value)), truth)
+    torch.testing.assert_close(jacrev(loss, argnums=(0, 1, 2))(*arguments), truth)
+
+
+@functions
+def test_jacobians(function: Callable[..., Tensor]) -> None:
+    arguments = inputs()
+    truth = torch.autograd.functional.jacobian(function, arguments)
+    torch.testing.assert_close(jacrev(function, argnums=(0, 1, 2))(*arguments), truth)
+
+
+def entries(arguments: tuple[Tensor, ...], dims: tuple[int | None, ...]) -> list[Any]:
+    """The arguments of each of three calls."""
+    return [
+        tuple(a[k] if dim == 0 else a for a, dim in zip(arguments, dims, strict=True))
+        for k in range(3)
+    ]
+
+
+@functions
+@pytest.mark.parametrize("dims", list(itertools.product([0, None], repeat=3))[:-1])
+def test_vmap_is_a_loop(function: Callable[..., Tensor], dims: tuple[int | None, ...]) -> None:
+    """Over any of the inputs: values, and gradients within and around it."""
+    choices = zip(inputs(3), inputs(), dims, strict=True)
+    arguments = tuple(many if dim == 0 else one for many, one, dim in choices)
+    over, numbers = vmap(function, in_dims=dims), (0, 1, 2)
+    looped = [function(*each) for each in entries(arguments, dims)]
+    torch.testing.assert_close(over(*arguments), torch.stack(looped))
+
+    loss = summed(function)
+    within = vmap(grad(loss, argnums=numbers), in_dims=dims)(*arguments)
+    each = [by_autograd(loss, each) for each in entries(arguments, dims)]
+    torch.testing.assert_close(within, tuple(map(torch.stack, zip(*each, strict=True))))
+
+    around = grad(lambda *a: (over(*a) ** 2).sum(), argnums=numbers)(*arguments)
+    truth = by_autograd(
+        lambda *a: torch.stack([(function(*each) ** 2).sum() for each in entries(a, dims)]).sum(),
+        arguments,
+    )
+    torch.testing.assert_close(around, truth)
+
+
+def test_vmap_over_another_dimension_and_twice() -> None:
+    x, y, scale = inputs(2, 3)
+    out = vmap(vmap(logsumexp), in_dims=(0, 0, 0))(x, y, scale)
+    for i, j in itertools.product(range(2), range(3)):
+        torch.testing.assert_close(out[i, j], logsumexp(x[i, j], y[i, j], scale[i, j]))
+    turned = vmap(logsumexp, in_dims=(2, None, None))(x[0].movedim(0, 2), y[0, 0], scale[0, 0])
+    torch.testing.assert_close(turned[1], logsumexp(x[0, 1], y[0, 0], scale[0, 0]))
+
+
+def test_vmap_over_plain_gradients() -> None:
+    """What requires a gradient outside of it gets one."""
+    x, y, scale = (a.requires_grad_() for a in inputs(3))
+    vmap(softplus_sum)(x, y, scale).sum().backward()
+    for k in range(3):
+        truth = by_autograd(softplus_sum, (x[k], y[k], scale[k]))
+        for leaf, expected in zip((x, y, scale), truth, strict=True):
+            assert leaf.grad is not None
+            torch.testing.assert_close(leaf.grad[k], expected)
+
+
+def test_nothing_to_go_over() -> None:
+    with pytest.raises(ValueError, match="at least one entry"):
+        vmap(logsumexp)(*(a[:0] for a in inputs(1)))
+
+
+def test_a_model_called_with_other_weights() -> None:
+    model = torch.nn.Linear(WIDTH, WIDTH).double()
+    x, y, scale = inputs()
+    weights = dict(model.named_parameters())
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        features = functional_call(model, weights, (x,))
+        return mb.ClipLoss()(features, y, scale)
+
+    found = grad(loss)({name: w.detach() for name, w in weights.items()})
+    mb.ClipLoss()(model(x), y, scale).backward()
+    for name, parameter in weights.items():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+@functions
+def test_forward_mode_is_refused(function: Callable[..., Tensor]) -> None:
+    x, y, scale = inputs()
+    loss = lambda x: function(x, y, scale).sum()  # noqa: E731
+
+    def dual() -> None:
+        with forward_ad.dual_level():
+            loss(forward_ad.make_dual(x, x))
+
+    calls: list[Callable[[], Any]] = [
+        lambda: jvp(loss, (x,), (x,)),
+        lambda: jacfwd(loss)(x),
+        lambda: hessian(loss)(x),
+        dual,
+    ]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=r"megabatch \w+: .*got forward mode"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("function", "leaf"),
+    # Without those in which the test's own functions are plain products, that torch derives.
+    [p for p in itertools.product(FUNCTIONS, range(3)) if p not in ((paired, 2), (mirrored, 1))],
+)
+def test_second_derivatives_are_refused(function: Callable[..., Tensor], leaf: int) -> None:
+    """Also of a loss whose first ones have a graph by what came from above alone."""
+    arguments = list(inputs())
+    arguments[leaf].requires_grad_()
+    loss = summed(function)
+    (first,) = torch.autograd.grad(loss(*arguments), arguments[leaf], create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"megabatch \w+: expected at most first"):
+        torch.autograd.grad((first**2).sum(), arguments[leaf])
+    with pytest.raises(NotImplementedError, match=r"megabatch \w+: expected at most first"):
+        jacrev(jacrev(loss, argnums=leaf), argnums=leaf)(*(a.detach() for a in arguments))
+
+
+@pytest.mark.parametrize("call", ["ranks", "topk"])
+def test_rankings_refuse_vmap(call: str) -> None:
+    x, y, _ = inputs(2)
+    last: Any = torch.zeros(ROWS, dtype=torch.int64) if call == "ranks" else 2
+    function = getattr(similarity, call)
+    with pytest.raises(NotImplementedError, match=f"{call}: torch.func.vmap does not take it"):
+        vmap(lambda x: function(x, y[0], last))(x)
+    with pytest.raises(NotImplementedError, match=f"{call}: torch.func.vmap does not take it"):
+        vmap(lambda y: function(x[0], y, last))(y)
+
+
+@on_processes(2)
+def test_over_several_processes(world: World) -> None:
+    """Gradients as ever; vmap is refused before anything travels."""
+    torch.manual_seed(world.rank)
+    arguments = inputs()
+    for function in (logsumexp, split, softplus_sum):
+        loss = function if function is softplus_sum else summed(function)
+        found = grad(loss, argnums=(0, 1, 2))(*arguments)
+        torch.testing.assert_close(found, by_autograd(loss, arguments))
+        with pytest.raises(NotImplementedError, match="several processes"):
+            vmap(function)(*inputs(2))
+
+
+# --- without data ---------------------------------------------------------------------------------
+
+
+@functions
+def test_features_on_meta(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = inputs()
+    monkeypatch.setattr("tests.similarity.test_transforms.IDS", IDS)
+    truth = function(*arguments)
+    leaves = [a.to("meta").requires_grad_() for a in arguments]
+    monkeypatch.setattr("tests.similarity.test_transforms.IDS", IDS.to("meta"))
+    out = function(*leaves)
+    assert (out.device.type, out.shape, out.dtype) == ("meta", truth.shape, truth.dtype)
+    out.sum().backward()
+    for leaf, a in zip(leaves, arguments, strict=True):
+        assert leaf.grad is not None
+        assert (leaf.grad.device.type, leaf.grad.shape) == ("meta", a.shape)
+
+
+def test_large_features_on_meta_take_no_time() -> None:
+    x, y = (torch.empty(10_000_000, 512, device="meta", requires_grad=True) for _ in range(2))
+    rows, _ = similarity.logsumexp(x, y, 10.0)
+    assert rows.shape == (10_000_000,)
+    above, equal = similarity.ranks(x, y, torch.empty(10_000_000, dtype=torch.int64, device="meta"))
+    assert above.is_meta
+    assert above.shape == equal.shape == (10_000_000,)
+    scores, indices = similarity.topk(x, y, 10)
+    assert scores.is_meta
+    assert scores.shape == indices.shape == (10_000_000, 10)
+    assert (scores.dtype, indices.dtype) == (torch.float32, torch.int64)
