@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import reduce
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,13 @@ PURPOSES = {
     "distributed.ProcessGroup._device_types": "to know whether a process group has a CPU backend",
     "distributed.ProcessGroup._get_backend": "to exchange a few bytes by a group's CPU backend, "
     "and for its timeout",
+    "nn.Module._compiled_call_impl": "to know whether a module was compiled in place",
+    "nn.Module._forward_pre_hooks": "to call a module's hooks where its forward does not run",
+    "nn.Module._forward_hooks": "to call a module's hooks where its forward does not run",
+    "_dynamo.OptimizedModule._orig_mod": "to know whether a module was compiled as a whole",
+    "Tensor._version": "to know whether a tensor was changed in place since",
     "nn.modules.batchnorm._BatchNorm": "to find layers that normalise over a batch",
+    "nn.modules.instancenorm._InstanceNorm": "to leave running statistics alone in a second pass",
     "ops.aten._scaled_dot_product_efficient_attention": "to plan attention's memory as a GPU has "
     "it",
     "_subclasses.fake_tensor.FakeTensorMode": "to count a step's memory without making its tensors",
@@ -115,9 +121,40 @@ def gpu_sleep(cycles: int) -> None:
 # --- modules --------------------------------------------------------------------------------------
 
 
-def is_batch_norm(module: nn.Module) -> bool:
+def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
     """Whether a module is torch's batch normalisation, of whatever number of dimensions."""
     return isinstance(module, private("nn.modules.batchnorm._BatchNorm"))
+
+
+def is_instance_norm(module: nn.Module) -> TypeGuard[nn.InstanceNorm1d]:
+    """Whether a module is torch's instance normalisation, of whatever number of dimensions."""
+    return isinstance(module, private("nn.modules.instancenorm._InstanceNorm"))
+
+
+#: The attribute that `nn.Module.compile` sets, by which the module is then called.
+COMPILED_CALL = "_compiled_call_impl"
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called; its `COMPILED_CALL` then runs instead of `forward`."""
+    private("nn.Module._compiled_call_impl")
+    return getattr(module, COMPILED_CALL) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile translates a module as one: in place, or as what wraps it."""
+    return is_compiled_in_place(module) or hasattr(module, "_orig_mod")
+
+
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """A module's hooks before and after its forward."""
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; none of an inference tensor's changes counts."""
+    private("Tensor._version")
+    return tensor._version
 
 
 # --- counting memory ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabatch import similarity
+from megabatch import similarity, torch_internals
 from megabatch.errors import CommunicationError
 from megabatch.similarity import hosts
 from tests.similarity.distributed.processes import World, join, on_processes, start
@@ -34,7 +34,7 @@ def group_like(store: dist.Store, device: str = "cuda") -> Any:
 
 
 def new_store(name: str) -> dist.Store:
-    return dist.PrefixStore(name, hosts.c10d._get_process_group_store(dist.group.WORLD))
+    return dist.PrefixStore(name, torch_internals.group_store(dist.group.WORLD))
 
 
 def line_of(group: Any) -> hosts.Line:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
 from megabatch import similarity
+from megabatch.similarity import sweep
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +48,8 @@ def test_operators_are_registered_in_full() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     with torch.no_grad():
         for sides in ((None, None), (ids, ids)):
-            arguments = (x, y, scale, *sides, None, "plain", True, True)
+            own = [*sweep.settings_of_call(x)]
+            arguments = (x, y, scale, *sides, None, "plain", True, True, own)
             torch.library.opcheck(
                 torch.ops.megabatch.statistics.default, arguments, test_utils=tests
             )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import runpy
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import megabatch as mb
 from megabatch.similarity.fused import launch as module
 from megabatch.similarity.fused.launch import kinds, launch
 
@@ -49,6 +55,7 @@ class Compiled:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(module, "JITFunction", Kernel)
+    monkeypatch.setattr(module, "past_binding", True)
     monkeypatch.setattr(module, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return Kernel()
@@ -104,6 +111,59 @@ def test_every_device_has_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatc
     assert [how for how, *_ in kernel.launches] == ["bound", "bound", "itself"]
 
 
+def test_other_versions_of_triton_go_the_ordinary_way(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "past_binding", False)
+    for _ in range(3):
+        launch(kernel, 1, WIDE, 32, B=128, FLAG=True)
+    assert [how for how, *_ in kernel.launches] == ["bound"] * 3
+
+
+def test_the_versions_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, expected in (("3.6.0", True), ("3.6.1+git0", True), ("3.60.0", False)):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert runpy.run_path(module.__file__)["past_binding"] is expected
+
+
+@pytest.mark.parametrize("name", module.PURPOSES)
+def test_undocumented_names_of_triton(name: str) -> None:
+    """A Triton that fails here cannot join `TESTED`; the rest of a launch only a GPU can show."""
+    purpose = f"triton.{name}, which megabatch needs {module.PURPOSES[name]}"
+    if name.endswith("arg_names"):  # of an instance
+        assert getattr(JITFunction(example), "arg_names", None) == ["a", "b"], purpose
+        return
+    try:
+        found = reduce(getattr, name.split("."), triton)
+    except AttributeError:
+        pytest.fail(f"this Triton has no {purpose}")
+    if name.endswith("run"):
+        body = inspect.getsource(found).rstrip()
+        assert body.endswith("return kernel"), purpose
+    if name.endswith("__getitem__"):
+        assert list(inspect.signature(found).parameters) == ["self", "grid"], purpose
+        assert re.search(r"def runner\(\*args, stream=None\)", inspect.getsource(found)), purpose
+
+
+@pytest.mark.gpu
+def test_both_ways_give_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any version of Triton: see `TESTED`."""
+    found = []
+    for past_binding in (False, True):
+        monkeypatch.setattr(module, "past_binding", past_binding)
+        monkeypatch.setattr(module, "_known", {})
+        for rows in (1000, 999, 1000, 1024):  # launches of other kinds, and known ones
+            torch.manual_seed(rows)
+            x, y = (torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            mine = x.requires_grad_(), y.requires_grad_()
+            loss = mb.ClipLoss()(*mine, 2.0) + mb.SigLipLoss()(*mine, 2.0, -3.0)
+            found.append([loss, *torch.autograd.grad(loss, mine)])
+        assert bool(module._known) is past_binding
+    for ordinary, itself in zip(found[:4], found[4:], strict=True):
+        for a, b in zip(ordinary, itself, strict=True):
+            assert torch.equal(a, b)
+
+
 def example(a, b):  # type: ignore[no-untyped-def]
     pass
 
@@ -131,6 +191,7 @@ def near(argument: Any, data: st.DataObject) -> Any:
     return argument
 
 
+@settings(deadline=None)
 @given(st.tuples(*2 * [st.one_of(numbers, tensors, st.none(), st.booleans())]), st.data())
 def test_kinds_tell_apart_all_that_triton_does(one: tuple[Any, ...], data: st.DataObject) -> None:
     other = tuple(near(argument, data) for argument in one)

@@ -3,6 +3,9 @@
 `kernel[grid](...)` binds, classifies and hashes up to 45 arguments in Python, which a small batch
 waits for. What it finds depends on the constants and on each argument's kind alone: with these
 known, the compiled kernel is launched itself, as Triton's tutorial on a fused softmax does.
+
+That takes what Triton does not document (`PURPOSES`): all that megabatch knows of it is in this
+file, and serves with the versions it was tested with.
 """
 
 from __future__ import annotations
@@ -10,9 +13,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+#: By undocumented name of Triton, what it is for.
+PURPOSES = {
+    "runtime.jit.JITFunction": "to tell a kernel that is compiled from one that is interpreted",
+    "runtime.jit.JITFunction.arg_names": "to give constants in the order of a kernel's signature",
+    "runtime.jit.JITFunction.run": "to get the compiled kernel that a launch used",
+    "compiler.CompiledKernel.__getitem__": "to launch a compiled kernel past the binding of its "
+    "arguments: with a grid of three, on the current stream, with all arguments and constants",
+}
+#: Versions whose compiled kernels were launched themselves on a GPU. Another one joins once
+#: `pytest -m gpu tests/similarity/fused/test_launch.py` passed with it, which does so whatever the
+#: version; until then it goes the ordinary way: tens of microseconds more a launch.
+TESTED = ("3.6",)
+
+#: Whether compiled kernels are launched themselves.
+past_binding = ".".join(triton.__version__.split(".")[:2]) in TESTED
 
 _known: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
@@ -24,7 +44,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
         arguments: those that are no `tl.constexpr`, which come first in the kernel's signature.
         constants: the others, and the launch's options.
     """
-    if not isinstance(kernel, JITFunction):  # Triton's interpreter runs it
+    if not (past_binding and isinstance(kernel, JITFunction)):  # or Triton's interpreter runs it
         kernel[(programs,)](*arguments, **constants)
         return
     key = (id(kernel), torch.cuda.current_device(), tuple(constants.items()), *kinds(arguments))

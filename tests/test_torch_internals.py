@@ -1,0 +1,266 @@
+"""What megabatch expects of torch's private names: a torch that has changed one is told so here."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megabatch
+from megabatch import torch_internals
+from megabatch.torch_internals import PURPOSES, InternalsError, private
+
+SOURCES = Path(megabatch.__file__).parent
+#: Attributes that begin with an underscore and belong to this project, or to Python itself.
+OWN = re.compile(r"_replace|_asdict|_fields|_exit|_make|__\w+__")
+
+
+@contextmanager
+def group_of_one(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
+    store = dist.HashStore()
+    timeout = timedelta(seconds=17)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def transforms() -> None:
+    seen = []
+    torch.func.vmap(lambda x: seen.append(torch_internals.transforms_active()) or x)(torch.ones(2))
+    assert [*seen, torch_internals.transforms_active()] == [True, False]
+
+
+def batched() -> None:
+    seen = []
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.extend((torch_internals.is_batched(x), torch_internals.is_batched(y)))
+        return x
+
+    torch.func.vmap(function, in_dims=(0, None))(torch.ones(2), torch.ones(2))
+    assert seen == [True, False]
+
+
+def sleep() -> None:
+    assert callable(private("cuda._sleep"))
+    if torch.cuda.is_available():
+        torch_internals.gpu_sleep(1)
+
+
+def resolved() -> None:
+    with group_of_one() as group:
+        assert torch_internals.resolve_group(group.group_name) is group
+
+
+def store() -> None:
+    with group_of_one() as group:
+        found = torch_internals.group_store(group)
+        found.set("a key of megabatch", "told")
+        assert found.get("a key of megabatch") == b"told"
+
+
+def cpu_backend() -> None:
+    with group_of_one() as group:
+        assert torch_internals.has_cpu_backend(group)
+        assert list(group._device_types)
+
+
+def backend() -> None:
+    with group_of_one() as group:
+        carrier = torch_internals.group_backend(group, torch.device("cpu"))
+        row, table = torch.ones(3), [torch.zeros(3)]
+        carrier.allgather([table], [row]).wait()
+        assert torch.equal(table[0], row)
+        assert torch_internals.backend_timeout(carrier) == timedelta(seconds=17)
+    assert torch_internals.backend_timeout(object()) > timedelta(seconds=17)  # torch's default
+
+
+def batch_norm() -> None:
+    layers = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm3d(2), torch.nn.SyncBatchNorm(2)
+    assert all(map(torch_internals.is_batch_norm, layers))
+    assert not torch_internals.is_batch_norm(torch.nn.LayerNorm(2))
+
+
+def instance_norm() -> None:
+    layers = torch.nn.InstanceNorm1d(2), torch.nn.InstanceNorm3d(2)
+    assert all(map(torch_internals.is_instance_norm, layers))
+    assert not torch_internals.is_instance_norm(torch.nn.BatchNorm1d(2))
+
+
+def attention() -> None:
+    with torch_internals.fake_tensor_mode():
+        query, key = (torch.empty(2, 3, n, 8, device="cuda") for n in (5, 7))
+        out = torch_internals.efficient_attention(query, key, key, None, True, 0.0, False)
+    assert out[0].shape == (2, 3, 5, 8)
+
+
+def fake() -> None:
+    with torch_internals.fake_tensor_mode(allow_non_fake_inputs=True):
+        made = torch.empty(1 << 40, device="cuda") * 2
+    assert (made.shape, made.device.type) == ((1 << 40,), "cuda")
+
+
+def dispatch() -> None:
+    seen = []
+
+    class Mode(torch_internals.TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2) + 1
+    assert "aten::add.Tensor" in seen
+
+
+def leaves() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    found = list(torch_internals.tensors_in({"a": [one, 3], "b": (two, None)}))
+    assert found[0] is one
+    assert found[1] is two
+    assert len(found) == 2
+
+
+def storages() -> None:
+    x, other = torch.ones(4), torch.ones(4)
+    keys = [torch_internals.storage_key(t.untyped_storage()) for t in (x, x[2:], other)]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def compiled_in_place() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not torch_internals.is_compiled_in_place(module)
+    module.compile(backend="eager")
+    assert torch_internals.is_compiled_in_place(module)
+    assert torch_internals.is_compiled(module)
+    replaced = {torch_internals.COMPILED_CALL: lambda x: "called"}
+    vars(module).update(replaced)
+    assert module(torch.ones(2)) == "called"
+
+
+def compiled_as_a_whole() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert torch_internals.is_compiled(torch.compile(module, backend="eager"))
+    assert not torch_internals.is_compiled(module)
+
+
+def hooks() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert torch_internals.forward_hooks(module) == []
+    first, second = (lambda *a: None), (lambda *a: None)
+    module.register_forward_hook(second)
+    module.register_forward_pre_hook(first)
+    assert torch_internals.forward_hooks(module) == [first, second]
+
+
+def version() -> None:
+    tensor = torch.ones(2)
+    before = torch_internals.version_of(tensor)
+    tensor[:1].add_(1)
+    assert torch_internals.version_of(tensor) > before
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "_C._are_functorch_transforms_active": transforms,
+    "_C._functorch.is_batchedtensor": batched,
+    "cuda._sleep": sleep,
+    "distributed.distributed_c10d._resolve_process_group": resolved,
+    "distributed.distributed_c10d._get_process_group_store": store,
+    "distributed.ProcessGroup._device_types": cpu_backend,
+    "distributed.ProcessGroup._get_backend": backend,
+    "nn.Module._compiled_call_impl": compiled_in_place,
+    "nn.Module._forward_pre_hooks": hooks,
+    "nn.Module._forward_hooks": hooks,
+    "_dynamo.OptimizedModule._orig_mod": compiled_as_a_whole,
+    "Tensor._version": version,
+    "nn.modules.batchnorm._BatchNorm": batch_norm,
+    "nn.modules.instancenorm._InstanceNorm": instance_norm,
+    "ops.aten._scaled_dot_product_efficient_attention": attention,
+    "_subclasses.fake_tensor.FakeTensorMode": fake,
+    "utils._python_dispatch.TorchDispatchMode": dispatch,
+    "utils._pytree.tree_leaves": leaves,
+    "UntypedStorage._cdata": storages,
+}
+
+
+@pytest.mark.parametrize("name", PURPOSES)
+def test_a_private_name_of_torch(name: str) -> None:
+    try:
+        CHECKS[name]()
+    except Exception as error:
+        pytest.fail(
+            f"torch {torch.__version__}: torch.{name} is not what megabatch needs "
+            f"{PURPOSES[name]}: {type(error).__name__}: {error}"
+        )
+
+
+def test_a_torch_without_a_name_is_told_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PURPOSES, "cuda._gone", "for a test")
+    with pytest.raises(InternalsError, match=r"has no torch.cuda._gone, .* needs for a test"):
+        private("cuda._gone")
+
+
+def private_names(path: Path) -> list[str]:
+    """Attributes and modules that begin with an underscore, of anything but `self` and `cls`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            whose = node.value
+            if isinstance(whose, ast.Name) and whose.id in ("self", "cls"):
+                continue
+            found.append(f"{ast.unparse(whose)}.{node.attr}")
+        elif isinstance(node, ast.ImportFrom):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if (node.module or "").startswith("torch") and any(p.startswith("_") for p in parts):
+                found.append(f"{node.module}: {parts[-1]}")
+    return [name for name in found if not OWN.fullmatch(name.rpartition(".")[2])]
+
+
+def test_no_private_name_of_torch_anywhere_else() -> None:
+    """Attributes of this project's own modules and classes, which have no stub in torch, apart."""
+    others = {}
+    for path in SOURCES.rglob("*.py"):
+        text = path.read_text()
+        names = [
+            name
+            for name in private_names(path)
+            # Defined by this file, or a private function of one of its neighbours.
+            if not re.search(rf"(def|class) {name.rpartition('.')[2]}\b", text)
+            and not any(
+                re.search(rf"^(def|class) {name.rpartition('.')[2]}\b", other.read_text(), re.M)
+                for other in path.parent.glob("*.py")
+            )
+        ]
+        if names and path.name != "torch_internals.py":
+            others[str(path.relative_to(SOURCES))] = names
+    assert others == {}
+
+
+def test_it_needs_neither_triton_nor_the_trainer() -> None:
+    """The core imports it."""
+    program = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('triton', 'open_clip', 'timm')))\n"  # not installed
+        "from megabatch import torch_internals\n"
+        "print(torch_internals.transforms_active())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_every_name_is_used() -> None:
+    source = inspect.getsource(torch_internals).partition("# --- transforms")[2]
+    assert all(name.rpartition(".")[2] in source for name in PURPOSES)
