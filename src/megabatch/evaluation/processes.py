@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabatch import torch_internals
 from megabatch.errors import UsageError
 from megabatch.similarity.exchange import rank_and_size
 
@@ -121,8 +122,7 @@ def together(prepare: Callable[[], T], group: object) -> T:
 def _device(group: object) -> torch.device:
     """Where the group's backend takes tensors: on the CPU if it can."""
     members: Any = _process_group(group) or dist.group.WORLD
-    cpu = torch.device("cpu")
-    return cpu if cpu in members._device_types else torch.device("cuda")
+    return torch.device("cpu" if torch_internals.has_cpu_backend(members) else "cuda")
 
 
 def _process_group(group: object) -> dist.ProcessGroup | None:

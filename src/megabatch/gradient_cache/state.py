@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.torch_internals import is_batch_norm, is_instance_norm
 
 
 def cuda_devices(*tensors: Iterable[Tensor]) -> set[torch.device]:
@@ -93,10 +93,10 @@ def keep_running_statistics(modules: list[nn.Module]) -> Iterator[None]:
         for module in modules:
             if not (module.training and getattr(module, "track_running_stats", False)):
                 continue
-            if isinstance(module, _BatchNorm):
+            if is_batch_norm(module):
                 stack.callback(setattr, module, "track_running_stats", True)
                 module.track_running_stats = False
-            elif isinstance(module, _InstanceNorm):
+            elif is_instance_norm(module):
                 stack.callback(setattr, module, "momentum", module.momentum)
                 module.momentum = 0.0
         yield

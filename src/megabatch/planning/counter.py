@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from megabatch.torch_internals import (
+    TorchDispatchMode,
+    fake_tensor_mode,
+    storage_key,
+    tensors_in,
+)
 
 #: CUDA's allocator gives multiples of this.
 UNIT = 512
@@ -48,15 +52,14 @@ class MemoryCounter(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         results = function(*args, **(kwargs or {}))
-        for result in tree_leaves(results):
-            if isinstance(result, Tensor):
-                self._count(result)
+        for result in tensors_in(results):
+            self._count(result)
         self.peak = max(self.peak, self.live + self._inside(function.name(), args))
         return results
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._known:
             return
         size = -(-storage.nbytes() // UNIT) * UNIT
@@ -74,7 +77,7 @@ def counted(
     inside: Callable[[str, Sequence[Any]], int] = lambda name, args: 0,
 ) -> Iterator[MemoryCounter]:
     """Fake tensors instead of real ones, and their memory counted."""
-    with FakeTensorMode(allow_non_fake_inputs=True), MemoryCounter(inside) as counter:
+    with fake_tensor_mode(allow_non_fake_inputs=True), MemoryCounter(inside) as counter:
         yield counter
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from megabatch import torch_internals
 from megabatch.models import Towers
 from megabatch.models.locking import locked_towers
 from megabatch.planning.counter import counted, fake_copies
@@ -153,8 +154,8 @@ def _fused_attention(
     bias = None
     if attn_mask is not None:
         bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    attention = torch.ops.aten._scaled_dot_product_efficient_attention
-    output: Tensor = attention(query, key, value, bias, True, dropout_p, is_causal)[0]
+    inputs = query, key, value, bias, True, dropout_p, is_causal
+    output: Tensor = torch_internals.efficient_attention(*inputs)[0]
     return output
 
 

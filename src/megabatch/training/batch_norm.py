@@ -9,15 +9,15 @@ processes have in hand; a collective for every such layer in every forward and b
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from megabatch.torch_internals import is_batch_norm
 from megabatch.training.config import TrainConfig
 from megabatch.training.world import World
 
 
-def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+def batch_norms(module: nn.Module) -> list[nn.Module]:
     """The layers that normalise by the samples beside them: not those of a locked tower."""
-    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
+    return [m for m in module.modules() if is_batch_norm(m) and m.training]
 
 
 def problems(config: TrainConfig, world: World) -> list[str]:
