@@ -54,6 +54,51 @@ def test_a_compiled_function_follows_settings(loss: str) -> None:
         close(found, truth)
 
 
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda, device = True, torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def test_float32_features_that_miss_the_kernels_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(sweep, "_told", False)
+    features = torch.zeros(1, 1).as_subclass(OnGpu)
+    monkeypatch.setattr(sweep, "_kernels_on", lambda device: False)
+    sweep.tell_of_float32(features)  # where there are no kernels
+    monkeypatch.setattr(sweep, "_kernels_on", lambda device: True)
+    for dtype in (torch.bfloat16, torch.float64):
+        sweep.tell_of_float32(features.to(dtype))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    sweep.tell_of_float32(features)
+    torch.set_float32_matmul_precision(before)
+    sweep.tell_of_float32(torch.zeros(1, 1))  # on the CPU
+    assert not recwarn
+    for _ in range(2):
+        sweep.tell_of_float32(features)
+    (warning,) = recwarn
+    assert "float32 features on a GPU" in str(warning.message)
+
+
+def test_every_function_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[torch.Tensor] = []
+    monkeypatch.setattr(sweep, "tell_of_float32", told.append)
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    for number, call in enumerate(
+        (
+            lambda: similarity.logsumexp(x, y),
+            lambda: similarity.split_logsumexp(x),
+            lambda: similarity.softplus_sum(x, y, 1.0, 0.0),
+            lambda: similarity.ranks(x, y, torch.arange(4)),
+            lambda: similarity.topk(x, y, 2),
+        )
+    ):
+        call()
+        assert len(told) == number + 1
+
+
 @pytest.mark.parametrize(("first", "then"), [("highest", "medium"), ("medium", "highest")])
 def test_products_are_as_precise_as_in_the_forward_pass(
     first: str, then: str, monkeypatch: pytest.MonkeyPatch
@@ -63,7 +108,7 @@ def test_products_are_as_precise_as_in_the_forward_pass(
         original = getattr(sweep.tile_torch, name)
 
         def noting(*a: Any, original: Any = original, **k: Any) -> Any:
-            seen.add(settings.PRECISIONS[settings._precision("cpu")])
+            seen.add(settings.PRECISIONS[settings.precision("cpu")])
             return original(*a, **k)
 
         monkeypatch.setattr(sweep.tile_torch, name, noting)

@@ -52,6 +52,7 @@ def ranks(
     """
     check_two(x, y)
     _check_not_batched("ranks", x, y, target)
+    sweep.tell_of_float32(x)
     target = check_integers("target", target, x.shape[0], x)
     row_ids, column_ids = _check_ids(ids, x, y)
     if x.is_meta:
@@ -101,6 +102,7 @@ def topk(
     """
     check_two(x, y)
     _check_not_batched("topk", x, y)
+    sweep.tell_of_float32(x)
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")
     row_ids, column_ids = _check_ids(ids, x, y)

@@ -55,8 +55,8 @@ def of_call(x: Tensor) -> Settings:
     workspace = _workspace
     if workspace is None:
         workspace = DEFAULT_WORKSPACE.get(x.device.type, DEFAULT_WORKSPACE["cuda"])
-    precision = _precision(x.device.type) if _has_float32_products(x) else 0
-    return Settings(workspace, precision, _piece, _gather, int(_overlap))
+    products = precision(x.device.type) if _has_float32_products(x) else 0
+    return Settings(workspace, products, _piece, _gather, int(_overlap))
 
 
 def now(x: Tensor) -> Settings:
@@ -92,7 +92,7 @@ class Holding:
 
     def __enter__(self) -> None:
         self.outer, _held.settings = _held.settings, self.settings
-        if self.products and (current := _precision(self.kind)) != self.settings.precision:
+        if self.products and (current := precision(self.kind)) != self.settings.precision:
             self.precision = current
             _set_precision(self.kind, self.settings.precision)
 
@@ -121,7 +121,8 @@ def _matmul(kind: str) -> Any:
 # As a constant for torch.compile, which cannot trace it. A compiled function is compiled anew where
 # TF32 is switched on or off.
 @torch.compiler.assume_constant_result
-def _precision(kind: str) -> int:
+def precision(kind: str) -> int:
+    """How such a device multiplies float32: an index into `PRECISIONS`."""
     matmul = _matmul(kind)
     if matmul is None:
         return LEGACY.index(torch.get_float32_matmul_precision())

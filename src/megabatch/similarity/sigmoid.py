@@ -90,6 +90,7 @@ def softplus_sum(
         weight = check_vector("weight", weight, x.shape[0], x)
         if weight.requires_grad:
             raise ValueError("weight: expected a tensor that needs no gradient, got one that does")
+    sweep.tell_of_float32(x)
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, y, scale, bias)]
     if not torch.compiler.is_compiling() and transforms_active():
         wanted = [True] * 4  # torch.func.vmap hides what needs a gradient outside of it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,36 @@ from megabatch.similarity.states import clear_fresh, finish, merge, new_state, p
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
 
+#: Whether `tell_of_float32` did.
+_told = False
+
 
 def settings_of_call(x: Tensor) -> settings.Settings:
     """The settings of a call with features like x (m, d) that is made now."""
+    tell_of_float32(x)
     return settings.of_call(x)
+
+
+def tell_of_float32(x: Tensor) -> None:
+    """Warn, once, of features that fused kernels would take if torch's precision allowed TF32."""
+    if x.dtype == torch.float32 and x.is_cuda:
+        _tell_of_float32(x.device)
+
+
+# As a constant for torch.compile, so that it is said when a program is compiled.
+@torch.compiler.assume_constant_result
+def _tell_of_float32(device: torch.device) -> None:
+    global _told
+    if _told or settings.precision(device.type) != 0 or not _kernels_on(device):
+        return
+    _told = True
+    warnings.warn(
+        "megabatch: float32 features on a GPU, at torch's default float32 matmul precision "
+        "('highest'), never reach the fused kernels, which multiply float32 in TF32; torch "
+        "operations compute them block by block, which takes longer. For the kernels: bfloat16 "
+        "features (autocast), or torch.set_float32_matmul_precision('high')",
+        stacklevel=2,
+    )
 
 
 def workspace(like: Tensor) -> int:
@@ -95,9 +122,11 @@ def ordered(x: Tensor, y: Tensor | None, pairs: Pairs) -> IdOrder:
 
 def kernels_available(x: Tensor) -> bool:
     """Whether Triton's kernels run where x is."""
-    if not x.is_cuda or not _triton_installed():
-        return False
-    return capability(x.device) >= (8, 0)
+    return x.is_cuda and _kernels_on(x.device)
+
+
+def _kernels_on(device: torch.device) -> bool:
+    return device.type == "cuda" and _triton_installed() and capability(device) >= (8, 0)
 
 
 @functools.cache  # asked several times a step
