@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, TypeGuard
 
 import torch
@@ -51,6 +51,7 @@ class InternalsError(RuntimeError):
     """This version of torch lacks a private name that megabatch uses."""
 
 
+@cache  # asked at each call
 def private(path: str) -> Any:
     """torch's `path`, one of `PURPOSES`.
 

@@ -6,6 +6,7 @@ rows and columns cannot meet; in any order of rows, most tiles of a large batch 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -25,19 +26,23 @@ class IdOrder(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, pairs: Pairs) -> IdOrder:
-        """Sort a whole matrix x (m, d) against y (n, d); copies both, if there are ids."""
+        """Sort a whole matrix x (m, d) against y (n, d); copies both, if there are ids.
+
+        Its vectors are contiguous, as kernels want them: not strided, not expanded.
+        """
         if pairs.row_ids is None or pairs.column_ids is None:
-            return cls(x, y, pairs)
+            ceiling = None if pairs.ceiling is None else pairs.ceiling.contiguous()
+            return cls(x, y, replace(pairs, ceiling=ceiling))
         rows = torch.argsort(pairs.row_ids, stable=True)
         # Pairs (i, i) stay on the diagonal only if both sides are sorted alike.
-        plain = pairs.diagonal == PLAIN
-        columns = torch.argsort(pairs.column_ids, stable=True) if plain else rows
+        alike = pairs.diagonal != PLAIN or pairs.column_ids is pairs.row_ids
+        columns = rows if alike else torch.argsort(pairs.column_ids, stable=True)
         ceiling = None if pairs.ceiling is None else pairs.ceiling[rows]
         ids = pairs.row_ids[rows], pairs.column_ids[columns]
         ordered = x[rows]
         return cls(
             ordered,
-            ordered if y is x else y[columns],
+            ordered if y is x and alike else y[columns],
             Pairs(pairs.diagonal, *ids, ceiling),
             rows,
             columns,

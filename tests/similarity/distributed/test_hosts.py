@@ -39,7 +39,7 @@ def new_store(name: str) -> dist.Store:
 
 def line_of(group: Any) -> hosts.Line:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hosts.c10d, "_get_process_group_store", lambda group: group.store)
+        patch.setattr(torch_internals, "group_store", lambda group: group.store)
         made = hosts.line(group, torch.device("cuda"))
         assert hosts.line(group, torch.device("cuda")) is made
     return made

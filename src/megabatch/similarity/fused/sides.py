@@ -76,7 +76,9 @@ def aligned(x: Tensor) -> Tensor:
     unit = 16 // x.element_size()
     if x.shape[1] % unit:
         return F.pad(x, (0, padded(x.shape[1], x.element_size()) - x.shape[1]))
-    if x.stride(1) != 1 or x.stride(0) % unit or x.data_ptr() % 16:
+    # Rows that share memory are expanded ones: no descriptor has a stride of 0.
+    overlap = x.stride(0) < x.shape[1]
+    if x.stride(1) != 1 or x.stride(0) % unit or x.data_ptr() % 16 or overlap:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

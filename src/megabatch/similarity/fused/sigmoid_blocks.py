@@ -48,9 +48,9 @@ class SigmoidBlocks(FusedBlocks):
         super().__init__(x, y, pairs, False, sweep.workspace(x))
         self.terms, self.need = terms, need
         self.gain = HALF_GAIN if x.dtype == torch.float16 else 1.0
-        self.weight = terms.weight
-        if terms.weight is not None and terms.unit is not None:
-            self.weight = terms.weight / terms.unit
+        self.weight = None if terms.weight is None else terms.weight.contiguous()
+        if self.weight is not None and terms.unit is not None:
+            self.weight = self.weight / terms.unit
         self.config = config(x)
         tiles = cdiv(min(self.rows, len(x)), TILE) * cdiv(min(self.columns, len(y)), TILE)
         #: by program of `sigmoid.exact`: losses, dS, dS times products
