@@ -122,3 +122,61 @@ def test_products_are_as_precise_as_in_the_forward_pass(
     finally:
         torch.set_float32_matmul_precision(before)
     assert seen == {settings.PRECISIONS[settings.LEGACY.index(first)]}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_all_of_it_with_deterministic_algorithms(loss: str) -> None:
+    """torch then fills new memory with NaN, of which nothing may reach a result."""
+    truth = gradients(LOSSES[loss], leaves(torch.float32), nullcontext())
+    with CHANGES["deterministic"]():
+        close(gradients(LOSSES[loss], leaves(torch.float32), nullcontext()), truth)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_input_changed_in_place_before_the_backward_pass(loss: str, compiled: bool) -> None:
+    function = LOSSES[loss]
+    if compiled:
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for number in range(3):
+        mine = leaves(torch.float64)
+        value = function(*mine)
+        with torch.no_grad():
+            mine[number].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            value.backward()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_twice_backward_through_one_forward(loss: str) -> None:
+    mine = leaves(torch.float64)
+    value = LOSSES[loss](*mine)
+    first = torch.autograd.grad(value, mine, retain_graph=True)
+    with CHANGES["workspace, smaller"]():
+        second = torch.autograd.grad(value, mine)
+    close(list(second), list(first))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_without_gradients(loss: str) -> None:
+    """In inference mode, without grad mode, of detached inputs: the same value, nothing kept."""
+    mine = leaves(torch.float64)
+    truth = LOSSES[loss](*mine).detach()
+    plain = [leaf.detach() for leaf in mine]
+    with torch.no_grad():
+        assert torch.equal(LOSSES[loss](*mine), truth)
+    with torch.inference_mode():
+        assert torch.equal(LOSSES[loss](*mine), truth)
+    assert torch.equal(LOSSES[loss](*plain), truth)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_tensor_twice(loss: str) -> None:
+    """As x and, without a gradient or with one, as y."""
+    mine = leaves(torch.float64)
+    copies = [leaf.detach().clone().requires_grad_() for leaf in (mine[0], mine[0], mine[2])]
+    dx, dy, _ = torch.autograd.grad(LOSSES[loss](*copies), copies)
+    (both,) = torch.autograd.grad(LOSSES[loss](mine[0], mine[0], mine[2]), mine[:1])
+    (one,) = torch.autograd.grad(LOSSES[loss](mine[0], mine[0].detach(), mine[2]), mine[:1])
+    (other,) = torch.autograd.grad(LOSSES[loss](mine[0].detach(), mine[0], mine[2]), mine[:1])
+    close([both, one, other], [dx + dy, dx, dy])

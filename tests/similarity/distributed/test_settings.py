@@ -21,21 +21,21 @@ def close(ours: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
 def test_a_setting_changed_before_the_backward_pass(world: World) -> None:
     """On all ranks, and on one of them alone: the transfers are those of the forward pass."""
     for loss in LOSSES.values():
-        truth = gradients(loss, leaves(torch.float64, seed=world.rank), nullcontext())
+        truth = gradients(loss, leaves(torch.float64, 100, world.rank), nullcontext())
         for change in CHANGES.values():
             for everywhere in (True, False):
                 within = change() if everywhere or world.rank == 0 else nullcontext()
-                close(gradients(loss, leaves(torch.float64, seed=world.rank), within), truth)
+                close(gradients(loss, leaves(torch.float64, 100, world.rank), within), truth)
 
 
 @on_processes(2)
 def test_a_setting_changed_before_a_compiled_backward_pass(world: World) -> None:
     for loss in LOSSES.values():
-        truth = gradients(loss, leaves(torch.float64, seed=world.rank), nullcontext())
+        truth = gradients(loss, leaves(torch.float64, 100, world.rank), nullcontext())
         compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
         for change in sorted(CHANGES.keys() - EAGER_ONLY):
             within = CHANGES[change]() if world.rank == 0 else nullcontext()
-            close(gradients(compiled, leaves(torch.float64, seed=world.rank), within), truth)
+            close(gradients(compiled, leaves(torch.float64, 100, world.rank), within), truth)
 
 
 @on_processes(2)
@@ -62,7 +62,7 @@ def test_ranks_whose_settings_differ(world: World) -> None:
 def test_ranks_with_workspaces_of_their_own(world: World) -> None:
     """Each blocks its own part of the matrix."""
     for loss in LOSSES.values():
-        truth = gradients(loss, leaves(torch.float64, seed=world.rank), nullcontext())
+        truth = gradients(loss, leaves(torch.float64, 100, world.rank), nullcontext())
         before = similarity.set_workspace(None if world.rank else 64 << 10)
-        close(gradients(loss, leaves(torch.float64, seed=world.rank), nullcontext()), truth)
+        close(gradients(loss, leaves(torch.float64, 100, world.rank), nullcontext()), truth)
         similarity.set_workspace(before)
