@@ -75,16 +75,15 @@ TILE = 128
 
 def plan(features: Tensor) -> str:
     """How features like these (n, d) travel, in words that all ranks must agree on."""
-    own = settings.now(features)
     return (
-        f"pieces of {piece_rows(features)} rows, gathered up to {own.gather} bytes, "
-        f"transfers {'overlap' if own.overlap else 'one by one'}"
+        f"pieces of {piece_rows(features)} rows, gathered up to {settings.gather()} bytes, "
+        f"transfers {'overlap' if settings.overlap() else 'one by one'}"
     )
 
 
 def piece_rows(features: Tensor) -> int:
     """Rows of a piece of features like these (n, d)."""
-    rows = max(1, settings.now(features).piece // (features.shape[1] * features.element_size()))
+    rows = max(1, settings.piece() // (features.shape[1] * features.element_size()))
     return rows if rows < UNIT else rows // UNIT * UNIT
 
 

@@ -27,6 +27,8 @@ DEFAULT_GATHER = 384 << 20
 #: Precisions of float32 products, and what torch before 2.9 calls them.
 PRECISIONS, LEGACY = ("ieee", "tf32", "bf16"), ("highest", "high", "medium")
 
+EXACT = PRECISIONS[0]
+
 _workspace: int | None = None
 _piece = DEFAULT_PIECE
 _gather = DEFAULT_GATHER
@@ -52,31 +54,44 @@ _held = _Held()
 
 def of_call(x: Tensor) -> Settings:
     """The settings of a call with features like x that is made now."""
-    workspace = _workspace
-    if workspace is None:
-        workspace = DEFAULT_WORKSPACE.get(x.device.type, DEFAULT_WORKSPACE["cuda"])
     products = precision(x.device.type) if _has_float32_products(x) else 0
-    return Settings(workspace, products, _piece, _gather, int(_overlap))
+    return Settings(_limit(x), products, _piece, _gather, int(_overlap))
 
 
-def now(x: Tensor) -> Settings:
-    """The settings of the call under way on this thread, else of one that is made now."""
-    held = _held.settings
-    return of_call(x) if held is None else held
+# Of the call under way on this thread; else of one that is made now.
+
+
+def workspace(x: Tensor) -> int:
+    """Bytes that a block of the matrix may take for features like x."""
+    return _limit(x) if _held.settings is None else _held.settings.workspace
+
+
+def _limit(x: Tensor) -> int:
+    if _workspace is not None:
+        return _workspace
+    return DEFAULT_WORKSPACE.get(x.device.type, DEFAULT_WORKSPACE["cuda"])
 
 
 def products(x: Tensor) -> str:
-    """How features like x are multiplied, in words; "" where no setting says so."""
-    return PRECISIONS[now(x).precision] if _has_float32_products(x) else ""
+    """How features like x are multiplied, one of `PRECISIONS`; "" where no setting says so."""
+    if not _has_float32_products(x):
+        return ""
+    held = _held.settings
+    return PRECISIONS[precision(x.device.type) if held is None else held.precision]
+
+
+def piece() -> int:
+    """Bytes of features that travel at once."""
+    return _piece if _held.settings is None else _held.settings.piece
 
 
 def gather() -> int:
-    """Bytes that may be gathered at once, for the call under way on this thread."""
+    """Bytes of features of all ranks that may be gathered at once."""
     return _gather if _held.settings is None else _held.settings.gather
 
 
 def overlap() -> bool:
-    """Whether transfers overlap computation, for the call under way on this thread."""
+    """Whether transfers overlap computation."""
     return _overlap if _held.settings is None else bool(_held.settings.overlap)
 
 

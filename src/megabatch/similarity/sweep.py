@@ -56,7 +56,7 @@ def _tell_of_float32(device: torch.device) -> None:
 
 def workspace(like: Tensor) -> int:
     """The bound for features like `like`, in bytes."""
-    return settings.now(like).workspace
+    return settings.workspace(like)
 
 
 def block_shape(like: Tensor, limit: int | None = None) -> tuple[int, int]:
@@ -148,7 +148,7 @@ def fused_available(x: Tensor) -> bool:
     if not kernels_available(x):
         return False
     if x.dtype == torch.float32:
-        return settings.now(x).precision != 0
+        return settings.products(x) != settings.EXACT
     return x.element_size() == 2
 
 
