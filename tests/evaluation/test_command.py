@@ -13,7 +13,12 @@ def test_eval_prints_each_figure_with_baseline_and_chance(
     assert main(["eval", str(run), "--batch-size", "256"]) == 0
     out = capsys.readouterr().out
     lines = [line.strip() for line in out.splitlines()]
-    assert max(map(len, out.splitlines())) <= 80 + len(str(run))
+    told = out[: out.index("held-out faces, image → text")].splitlines()
+    assert told[0].endswith("model.safetensors) on cpu, fp32:")
+    assert told[1].startswith("  retrieval: held-out faces, 348 images")
+    assert told[3] == "  classification: handwritten digits, 1,797 images (zero-shot)"
+    assert told[4].startswith("  prompts: “digit {}”, ")
+    assert max(len(line) for line in out.splitlines()[5:]) <= 80 + len(str(run))
     for title in ("held-out faces, image → text", "held-out characters, text → image"):
         assert any(line.startswith(title) for line in lines)
     assert [line.split()[0] for line in lines if "%" in line] == (

@@ -103,7 +103,10 @@ def test_labelled_images_are_classed_by_all_methods(run: Path, tmp_path: Path) -
 def test_shards_bring_their_own_names_and_templates(run: Path, tmp_path: Path) -> None:
     folder = class_shards(tmp_path / "wds", 6)
     with_shards = evaluate_run(run, class_data=str(folder))["zero_shot"]["classes"]
-    assert with_shards["note"] == "Templates: “digit {}”, “a {}.”."
+    templates = folder / "zeroshot_classification_templates.txt"
+    source = f"from {templates}; class names: those of the data"
+    assert with_shards["note"] == f"Templates: “digit {{}}”, “a {{}}.” ({source})."
+    assert with_shards["prompts"]["source"] == source
     assert list(with_shards["recall_by_class"]) == ["zero", "one", "two", "three"]
     image_folder(tmp_path / "folder", 6)
     names = {f"digit_{name}": name for name in ("zero", "one", "two", "three")}

@@ -160,7 +160,70 @@ def test_an_open_clip_model_is_evaluated(run: Path, csv: Path, tmp_path: Path) -
     save_file(create("tiny-for-evaluation").module.state_dict(), run / "model.safetensors")
     evaluation = evaluate_run(run, val_data=str(csv))
     assert evaluation["retrieval"]["pairs"]["images"] == 10
-    assert "photo of the number" in evaluation["zero_shot"]["digits"]["note"]
+    assert evaluation["zero_shot"] == {}
+
+
+def test_digits_are_classed_alike_whatever_else_is_asked(run: Path, csv: Path) -> None:
+    alone = evaluate_run(run)["zero_shot"]["digits"]
+    for settings in ({"val_data": str(csv)}, {"val_data": "glyphs"}, {}):
+        assert evaluate_run(run, class_data="digits", **settings)["zero_shot"]["digits"] == alone
+    assert alone["prompts"]["templates"][0] == "digit {}"
+    assert alone["prompts"]["names"][3] == ["three"]
+    assert "trained on glyphs" in alone["prompts"]["source"]
+
+
+def test_prompts_for_digits_follow_the_training_data(run: Path, csv: Path) -> None:
+    evaluate_run(run, class_data="digits")
+    (run / "config.toml").write_text('model = "glyph-small"\ntrain_data = "a.csv::glyphs"\n')
+    unicode = evaluate_run(run, class_data="digits", val_data=str(csv))["zero_shot"]["digits"]
+    assert unicode["prompts"]["names"][3] == ["three"]
+    (run / "config.toml").write_text('model = "glyph-small"\ntrain_data = "shards/"\n')
+    for settings in ({"val_data": str(csv)}, {"val_data": "glyphs"}, {}):
+        digits = evaluate_run(run, class_data="digits", **settings)["zero_shot"]["digits"]
+        assert digits["prompts"]["templates"] == ['a photo of the number: "{}".']
+        assert "not trained on glyphs" in digits["prompts"]["source"]
+        assert "baseline" not in digits
+
+
+def test_prompts_for_digits_can_be_given(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "templates.txt").write_text("the digit {}\n")
+    settings = {"class_data": "digits", "templates": str(tmp_path / "templates.txt")}
+    prompts = evaluate_run(run, **settings)["zero_shot"]["digits"]["prompts"]
+    assert prompts["templates"] == ["the digit {}"]
+    assert prompts["names"][3] == ["three"]
+    assert prompts["source"] == f"from {tmp_path / 'templates.txt'}; class names: the digits' own"
+    (tmp_path / "names.txt").write_text("".join(f"number {i}\n" for i in range(10)))
+    settings["class_names"] = str(tmp_path / "names.txt")
+    prompts = evaluate_run(run, **settings)["zero_shot"]["digits"]["prompts"]
+    assert prompts["names"][3] == ["number 3"]
+
+
+@pytest.mark.parametrize("val_data", [None, "glyphs"])
+def test_digits_are_classed_only_where_they_are_asked_for(
+    run: Path, csv: Path, val_data: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never() -> None:
+        raise AssertionError("digits were not asked for")
+
+    monkeypatch.setattr("megabatch.evaluation.run.DigitLabels", never)
+    assert evaluate_run(run, val_data=val_data or str(csv))["zero_shot"] == {}
+
+
+def test_what_is_evaluated_is_announced_before_it_begins(
+    run: Path, csv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def begun(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megabatch.evaluation.run.score", begun)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_run(run, val_data=str(csv), class_data="digits", announce=told.append)
+    assert told[1] == f"  retrieval: {csv}, 12 images"
+    assert told[2] == "  classification: handwritten digits, 1,797 images (zero-shot)"
+    assert told[3].startswith("  prompts: “digit {}”, ")
+    assert not (run / "evaluation.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,8 @@ class ClassTask:
     """Images to be classed.
 
     prompts: for zero-shot classification; None: without it. train: training images for the other
-    two methods; neighbours: None: without them; probe: whether to fit one.
+    two methods; neighbours: None: without them; probe: whether to fit one. key: what the record
+    calls it; note: what the images are; baseline: computes accuracies that need no model.
     """
 
     title: str
@@ -47,6 +49,9 @@ class ClassTask:
     train: Labelled | None = None
     neighbours: Neighbours | None = None
     probe: bool = False
+    key: str = "classes"
+    note: str = ""
+    baseline: Callable[[], dict[str, float]] | None = None
 
     def __post_init__(self) -> None:
         if self.train is not None:
@@ -70,9 +75,11 @@ class ClassScored:
 
 def score_classes(encoder: Encoder, task: ClassTask) -> ClassScored:
     """Embed the task's images once and class them by each method asked for."""
-    images = encoder.embed(task.test)
+    images = encoder.embed(task.test, task.title)
     if not images.targets:
-        raise UsageError(f"{task.title}: none of {len(task.test)} images is usable")
+        raise UsageError(
+            f"{task.title}: none of {len(task.test)} images is usable: {images.reasons()}"
+        )
     zero_shot, matched = None, None
     if task.prompts is not None:
         matched = _match_with_classes(encoder, task, images, task.prompts)
@@ -133,17 +140,22 @@ def _distinct(prompts: Prompts, classes: list[str] | None) -> list[str]:
 def _zero_shot_record(
     task: ClassTask, images: Embedded, names: list[str], ranked: Ranked
 ) -> dict[str, Any]:
-    assert task.prompts is not None
-    templates = task.prompts.templates
-    shown = ", ".join(f"“{template}”" for template in templates[:3])
-    more = f" and {len(templates) - 3} more" if len(templates) > 3 else ""
+    prompts = task.prompts
+    assert prompts is not None
+    baseline = {} if task.baseline is None else {"baseline": task.baseline()}
     return {
         "title": task.title,
-        "note": f"Templates: {shown}{more}.",
+        "note": f"{task.note} Templates: {prompts.shown()}.".lstrip(),
+        "prompts": {
+            "source": prompts.source,
+            "templates": list(prompts.templates),
+            "names": [list(of_class) for of_class in prompts.names],
+        },
         **_counts(images, task.test),
         "classes": len(names),
         "model": ranked.figures(),
         "chance": chance(len(names)),
+        **baseline,
         "recall_by_class": {names[i]: r for i, r in ranked.recall_by_class().items()},
     }
 
@@ -151,9 +163,11 @@ def _zero_shot_record(
 def _train_and_score(
     encoder: Encoder, task: ClassTask, images: Embedded, train: Labelled
 ) -> dict[str, Any]:
-    known = encoder.embed(train)
+    known = encoder.embed(train, f"{task.title}, training images")
     if not known.targets:
-        raise UsageError(f"{task.title}: none of {len(train)} training images is usable")
+        raise UsageError(
+            f"{task.title}: none of {len(train)} training images is usable: {known.reasons()}"
+        )
     device, group = encoder.device, encoder.group
     n_classes = train.n_classes
     labels = train_labels(task.test, train)[torch.tensor(images.targets)].to(device)
@@ -182,7 +196,7 @@ def _train_and_score(
         **_counts(images, task.test, train),
         "classes": n_classes,
         "train_images": len(known.targets),
-        "train_skipped": dict(known.skipped),
+        **known.left_out("train_"),
         **figures,
         "chance": chance(n_classes),
     }
@@ -191,6 +205,6 @@ def _train_and_score(
 def _counts(images: Embedded, *parts: Labelled) -> dict[str, Any]:
     return {
         "images": len(images.targets),
-        "skipped": dict(images.skipped),
+        **images.left_out(),
         "damage": [line for part in parts for line in getattr(part, "damage", [])],
     }

@@ -36,7 +36,11 @@ def main(argv: list[str]) -> int:
 def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
     what = f"evaluating {config.run or config.model}"
     with console.status(what) as status:
-        return evaluate(config, report=lambda words: status.update(f"{what}: {words}"))
+        return evaluate(
+            config,
+            report=lambda words: status.update(f"{what}: {words}"),
+            announce=lambda line: console.print(line, soft_wrap=True, highlight=False),
+        )
 
 
 def _follow(config: EvalConfig) -> int:

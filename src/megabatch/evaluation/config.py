@@ -16,6 +16,9 @@ from megabatch.evaluation.processes import local_rank
 Method = Literal["zero-shot", "knn", "linear-probe"]
 METHODS: tuple[Method, ...] = ("zero-shot", "knn", "linear-probe")
 
+#: The built-in labelled images, as `class_data`.
+DIGITS = "digits"
+
 
 @dataclass(frozen=True)
 class EvalConfig:
@@ -58,7 +61,7 @@ class EvalConfig:
 
     class_data: str | None = None
     """Classification: test images, in a folder with a folder a class, or in shards whose samples
-    have a class index (cls)."""
+    have a class index (cls); or "digits", scikit-learn's handwritten digits."""
     class_train_data: str | None = None
     """Training images for knn and linear-probe, as --class-data."""
     methods: tuple[Method, ...] = METHODS

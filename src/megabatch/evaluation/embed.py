@@ -28,13 +28,28 @@ class Embedded:
     """The image features of a source, with the targets and places of the samples they are of.
 
     features: (n, d); targets, indices: n each, indices into the source (bad samples are missing
-    there); skipped: how many bad samples for each reason.
+    there); skipped: how many bad samples for each reason; skipped_first: the first one's key.
     """
 
     features: Tensor
     targets: list[Any]
     indices: list[int]
     skipped: Counter[str] = field(default_factory=Counter)
+    skipped_first: dict[str, str] = field(default_factory=dict)
+
+    def left_out(self, prefix: str = "") -> dict[str, dict[str, Any]]:
+        """The bad samples as `evaluation.json` has them; `prefix`: before the keys."""
+        return {
+            f"{prefix}skipped": dict(self.skipped),
+            f"{prefix}skipped_first": dict(self.skipped_first),
+        }
+
+    def reasons(self) -> str:
+        """The bad samples in words."""
+        return "; ".join(
+            f"{count:,} × {reason} (first: {self.skipped_first[reason]})"
+            for reason, count in self.skipped.most_common()
+        )
 
 
 @dataclass
@@ -63,7 +78,7 @@ class Encoder:
     Over the processes of `group` each encodes a share, and each gets all features.
 
     workers: processes that read and transform images; 0: none beside this one. report: is told how
-        far this process is, in words, after each batch of images.
+        far this process is, in words, after each batch of images or texts.
     """
 
     towers: Towers
@@ -75,8 +90,11 @@ class Encoder:
     pace: Pace = field(default_factory=Pace)
     report: Callable[[str], None] = lambda words: None
 
-    def embed(self, samples: Samples[Any]) -> Embedded:
-        """Embed each image once; unusable samples are skipped and counted."""
+    def embed(self, samples: Samples[Any], title: str = "") -> Embedded:
+        """Embed each image once; unusable samples are skipped and counted.
+
+        `title`: what the report calls them.
+        """
         batches = _Batches(samples, self.towers.eval_transform, self.batch_size)
         mine = share(len(batches), self.group)
         total = min(len(samples), mine.stop * self.batch_size) - mine.start * self.batch_size
@@ -91,25 +109,31 @@ class Encoder:
         targets: list[Any] = []
         indices: list[int] = []
         skipped: Counter[str] = Counter()
+        skipped_first: dict[str, str] = {}
+        name = f"{title}: " if title else ""
 
         def images() -> Iterable[Tensor]:
             for batch in loader:
                 targets.extend(batch.targets)
                 indices.extend(batch.indices)
                 skipped.update(batch.skipped)
-                self.report(f"{len(indices) + skipped.total():,} of {total:,} images")
+                for reason, key in batch.skipped_first.items():
+                    skipped_first.setdefault(reason, key)
+                done = len(indices) + sum(skipped.values())
+                self.report(f"{name}{done:,} of {total:,} images")
                 if batch.images is not None:
                     yield batch.images
 
         started = time.perf_counter()
         features = self._features(images(), encode)
         self.pace.add(len(features), time.perf_counter() - started)
-        told = gather_values([targets, indices, skipped], self.group)
+        told = gather_values([targets, indices, skipped, skipped_first], self.group)
         return Embedded(
             features,
-            [target for part, _, _ in told for target in part],
-            [index for _, part, _ in told for index in part],
-            sum((Counter(part) for _, _, part in told), Counter()),
+            [target for part, *_ in told for target in part],
+            [index for _, part, *_ in told for index in part],
+            sum((Counter(part) for *_, part, _ in told), Counter()),
+            {reason: key for *_, part in reversed(told) for reason, key in part.items()},
         )
 
     def images(self, images: Sequence[Image.Image]) -> Tensor:
@@ -120,11 +144,14 @@ class Encoder:
         """Features (n, d) of texts."""
         texts = list(texts)
         starts = range(0, len(texts), self.batch_size)
-        batches = (
-            self.towers.tokenizer(texts[starts[i] : starts[i] + self.batch_size])
-            for i in share(len(starts), self.group)
-        )
-        return self._features(batches, cast(Any, self.towers.module).encode_text)
+        mine = share(len(starts), self.group)
+
+        def batches() -> Iterable[Tensor]:
+            for number, i in enumerate(mine):
+                yield self.towers.tokenizer(texts[starts[i] : starts[i] + self.batch_size])
+                self.report(f"{number + 1:,} of {len(mine):,} batches of texts")
+
+        return self._features(batches(), cast(Any, self.towers.module).encode_text)
 
     @torch.no_grad()
     def _features(self, batches: Iterable[Tensor], encode: Callable[..., Any]) -> Tensor:
@@ -161,6 +188,7 @@ class _Batch:
         self.targets: list[Any] = []
         self.indices: list[int] = []
         self.skipped: Counter[str] = Counter()
+        self.skipped_first: dict[str, str] = {}
 
     def pin_memory(self) -> _Batch:
         """Called by the loader where the batch goes on to a GPU."""
@@ -186,6 +214,7 @@ class _Batches(Dataset[_Batch]):
                 sample = self.samples[index]
             except BadSample as bad:
                 batch.skipped[bad.reason] += 1
+                batch.skipped_first.setdefault(bad.reason, bad.key)
                 continue
             images.append(self.transform(sample.image))
             batch.targets.append(sample.target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,16 +33,17 @@ class FolderLabels:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.classes, place = find_classes(folder)
-            if _SPLITS.issuperset(self.classes):
+            classes, place = find_classes(folder)
+            if _SPLITS.issuperset(classes):
                 raise UsageError(
-                    f"{folder} holds {', '.join(self.classes)}, which look like splits and not "
-                    f"like classes: give one of them, such as {folder / self.classes[0]}"
+                    f"{folder} holds {', '.join(classes)}, which look like splits and not "
+                    f"like classes: give one of them, such as {folder / classes[0]}"
                 )
             self._images = make_dataset(folder, place, IMG_EXTENSIONS)
         except OSError as error:
             raise UsageError(f"{folder}: {' '.join(str(error).split())}") from error
-        self.n_classes = len(self.classes)
+        self.classes: list[str] | None = classes
+        self.n_classes = len(classes)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -107,7 +109,25 @@ class ShardLabels:
         return int(text)
 
 
-Labelled = FolderLabels | ShardLabels
+class Labelled(Protocol):
+    """Images with class labels.
+
+    classes: the classes' names, None where they are numbers only; n_classes: how many there are;
+    templates: a file of prompt templates that came with the images. Some have `damage` as `Samples`
+    do.
+    """
+
+    classes: list[str] | None
+    n_classes: int
+    templates: Path | None
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample[int]: ...
+
+    def labels(self) -> Tensor:
+        """The class of every sample, int64 (n,), -1 where it has none, without reading an image."""
+        ...
 
 
 def open_labelled(spec: str) -> Labelled:

@@ -17,10 +17,14 @@ OPENAI, SIMPLE = "openai", "simple"
 
 @dataclass(frozen=True)
 class Prompts:
-    """Names of each class, and the templates that each name is put into (at its `{}`)."""
+    """Names of each class, and the templates that each name is put into (at its `{}`).
+
+    source: where both come from, in words.
+    """
 
     names: tuple[tuple[str, ...], ...]
     templates: tuple[str, ...]
+    source: str = ""
 
     def texts(self) -> list[list[str]]:
         """What each class is called: each of its names in each template."""
@@ -28,6 +32,16 @@ class Prompts:
             [template.replace("{}", name) for name in names for template in self.templates]
             for names in self.names
         ]
+
+    def shown(self) -> str:
+        """The templates and where they come from, in words."""
+        return f"{quoted(self.templates)} ({self.source})"
+
+
+def quoted(templates: Sequence[str]) -> str:
+    """The first templates, and how many more there are."""
+    first = ", ".join(f"“{template}”" for template in templates[:3])
+    return first + (f" and {len(templates) - 3} more" if len(templates) > 3 else "")
 
 
 def read_templates(choice: str) -> tuple[str, ...]:

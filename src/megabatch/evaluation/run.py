@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megabatch.data.glyphs import GlyphSet, load_glyphs
+from megabatch.data.mixture import SEPARATOR
 from megabatch.errors import UsageError
 from megabatch.evaluation.class_tasks import ClassTask, Neighbours, score_classes
-from megabatch.evaluation.classification import chance, rank_by_similarity
-from megabatch.evaluation.config import EvalConfig, check, choose_device
+from megabatch.evaluation.config import DIGITS, METHODS, EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
-from megabatch.evaluation.labels import open_labelled
+from megabatch.evaluation.labels import Labelled, open_labelled
 from megabatch.evaluation.processes import is_first, together
 from megabatch.evaluation.prompts import OPENAI, Prompts, read_names, read_templates
 from megabatch.evaluation.report import Shown, write_report
@@ -26,45 +27,60 @@ from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_
 from megabatch.evaluation.tasks import (
     Task,
     digit_baseline,
+    first_of,
     glyph_tasks,
     pairs_task,
     record,
     score,
 )
 from megabatch.evaluation.val_data import open_val_data, reading_of
-from megabatch.evaluation.zeroshot import (
-    CAPTIONED_DIGITS,
-    UNICODE_DIGITS,
-    class_features,
-    handwritten_digits,
-)
+from megabatch.evaluation.zeroshot import CAPTIONED_DIGITS, UNICODE_DIGITS, DigitLabels
+from megabatch.models import glyph
 from megabatch.similarity.exchange import rank_and_size
 
+GLYPHS = "glyphs"
 
-def evaluate_run(run: str | Path, *, group: object = "local", **settings: Any) -> dict[str, Any]:
+
+def _silent(words: str) -> None:
+    pass
+
+
+def evaluate_run(
+    run: str | Path,
+    *,
+    group: object = "local",
+    report: Callable[[str], None] = _silent,
+    announce: Callable[[str], None] = _silent,
+    **settings: Any,
+) -> dict[str, Any]:
     """Evaluate a run's weights; writes `RUN/evaluation.json` and `RUN/report.html`.
 
     In this process alone, unless a `group` is given: a trainer may call it on one of many.
 
     Args:
         run: the run's folder: `config.toml` and `model.safetensors` or checkpoints.
-        group: as for `evaluate`.
+        group, report, announce: as for `evaluate`.
         settings: other fields of `EvalConfig` by name: `val_data`, `device`, `precision` ...
 
     Returns, raises: as `evaluate`.
     """
-    return evaluate(EvalConfig(run=Path(run), **{"device": "cpu", **settings}), group=group)
+    config = EvalConfig(run=Path(run), **{"device": "cpu", **settings})
+    return evaluate(config, group=group, report=report, announce=announce)
 
 
 def evaluate(
-    config: EvalConfig, *, group: object = None, report: Callable[[str], None] = lambda words: None
+    config: EvalConfig,
+    *,
+    group: object = None,
+    report: Callable[[str], None] = _silent,
+    announce: Callable[[str], None] = _silent,
 ) -> dict[str, Any]:
     """Evaluate; the first process writes `evaluation.json` and `report.html` to the output folder.
 
-    `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a model
-    that was trained on the built-in glyphs is asked for held-out faces among their own names, and
-    for held-out characters among all names. Unless there is `class_data`, scikit-learn's
-    handwritten digits are classed too, without having seen any.
+    `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run that
+    was trained on the built-in glyphs is evaluated as with `val_data="glyphs"` (held-out faces
+    among their own names, held-out characters among all names) and `class_data="digits"`
+    (scikit-learn's handwritten digits, of which it saw none).
 
     Args:
         config: what and how.
@@ -72,6 +88,7 @@ def evaluate(
             where torch.distributed is initialised, a process group, or "local" for this process
             alone. The figures are the same on all of them, and the same as one process's.
         report: is told how far this process is, in words.
+        announce: is told what is going to be evaluated, line by line, before it begins.
 
     Returns:
         What `evaluation.json` holds: `run`, `retrieval` (by task, then "model", "chance" and, where
@@ -85,7 +102,9 @@ def evaluate(
     started = time.perf_counter()
     several = rank_and_size(group)[1] > 1
     plan = together(lambda: _prepare(config, several), group)
-    opened, glyphs, tasks, classes = plan.opened, plan.glyphs, plan.tasks, plan.classes
+    opened, tasks, classes = plan.opened, plan.tasks, plan.classes
+    for line in _announcement(plan, config):
+        announce(line)
     opened.towers.module.to(plan.device)
     encoder = Encoder(
         opened.towers,
@@ -103,15 +122,13 @@ def evaluate(
         for s in scored
         if opened.towers.first == "image"
     ]
-    if classes is None and opened.towers.first == "image":
-        zero_shot["digits"] = _digits(encoder, glyphs)
-    elif classes is not None:
+    if classes is not None:
         classed = score_classes(encoder, classes)
         if classed.zero_shot is not None and classed.matched is not None:
-            zero_shot["classes"] = classed.zero_shot
+            zero_shot[classes.key] = classed.zero_shot
             shown.append(Shown(classes.title, classed.matched))
         if classed.classification is not None:
-            classification["classes"] = classed.classification
+            classification[classes.key] = classed.classification
     evaluation = {
         "run": _describe(opened, encoder),
         "retrieval": {s.task.key: record(s) for s in scored},
@@ -133,9 +150,28 @@ class _Plan:
     device: str
     folder: Path
     opened: Opened
-    glyphs: GlyphSet | None
     tasks: list[Task]
     classes: ClassTask | None
+
+
+def _announcement(plan: _Plan, config: EvalConfig) -> list[str]:
+    """What is going to be evaluated, in words, with what of its files cannot be read."""
+    towers, classes = plan.opened.towers, plan.classes
+    weights = plan.opened.weights or "random weights"
+    lines = [f"{towers.name} ({weights}) on {plan.device}, {config.precision}:"]
+    for task in plan.tasks:
+        lines.append(f"  retrieval: {task.title}, {len(task.samples):,} {first_of(task.samples)}s")
+    if classes is not None:
+        wanted = (classes.prompts is not None, classes.neighbours is not None, classes.probe)
+        how = ", ".join(compress(METHODS, wanted))
+        lines.append(f"  classification: {classes.title}, {len(classes.test):,} images ({how})")
+        if classes.prompts is not None:
+            lines.append(f"  prompts: {classes.prompts.shown()}")
+    sources = [*(task.samples for task in plan.tasks), classes and classes.test]
+    for source in sources:
+        lines += [f"  note: {line}" for line in getattr(source, "notes", [])]
+        lines += [f"  damaged: {line}" for line in getattr(source, "damage", [])]
+    return lines
 
 
 def _prepare(config: EvalConfig, several: bool) -> _Plan:
@@ -148,8 +184,42 @@ def _prepare(config: EvalConfig, several: bool) -> _Plan:
         _refuse_images(config, opened.towers.name)
     elif config.csv_query_key is not None:
         raise UsageError(f"csv-query-key: {opened.towers.name} takes images with texts, not texts")
-    glyphs, tasks = _retrieval_tasks(config, opened)
-    return _Plan(device, folder, opened, glyphs, tasks, _class_task(config))
+    config = _with_built_in_data(config, opened)
+    # The same set for both, since drawing it takes seconds.
+    of_glyphs = _trained_on_glyphs(opened) and config.class_data == DIGITS
+    glyphs = load_glyphs() if of_glyphs or config.val_data == GLYPHS else None
+    tasks = _retrieval_tasks(config, opened, glyphs)
+    return _Plan(device, folder, opened, tasks, _class_task(config, opened, glyphs))
+
+
+def _trained_on_glyphs(opened: Opened) -> bool:
+    """Whether the texts that the model has read are Unicode's names of characters.
+
+    glyph-small without a run to say so is taken for what it is made for.
+    """
+    data = opened.config.get("train_data")
+    if data is None:
+        return opened.towers.name == glyph.NAME
+    return GLYPHS in str(data).split(SEPARATOR)
+
+
+def _with_built_in_data(config: EvalConfig, opened: Opened) -> EvalConfig:
+    """The configuration with the built-in tasks of a run on glyphs, where it names no data.
+
+    Raises:
+        UsageError: it names none, and the run was trained on other data.
+    """
+    if config.val_data is not None or config.class_data is not None:
+        return config
+    if opened.towers.first == "text":
+        raise UsageError(f"{opened.towers.name} takes texts: give held-out pairs by --val-data")
+    train_data = opened.config.get("train_data")
+    if train_data != GLYPHS:
+        raise UsageError(
+            f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "
+            "built-in glyphs: --val-data glyphs) or labelled images by --class-data"
+        )
+    return replace(config, val_data=GLYPHS, class_data=DIGITS)
 
 
 def _refuse_images(config: EvalConfig, model: str) -> None:
@@ -172,24 +242,13 @@ def _open(config: EvalConfig) -> Opened:
     return open_model(config.model, config.pretrained)
 
 
-def _retrieval_tasks(config: EvalConfig, opened: Opened) -> tuple[GlyphSet | None, list[Task]]:
-    """What is asked for, or what fits the training data; with the glyphs, if it is they."""
-    train_data = opened.config.get("train_data")
+def _retrieval_tasks(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None) -> list[Task]:
     val_data = config.val_data
-    if val_data is None and config.class_data is None:
-        if opened.towers.first == "text":
-            raise UsageError(f"{opened.towers.name} takes texts: give held-out pairs by --val-data")
-        if train_data != "glyphs":
-            raise UsageError(
-                f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "
-                "built-in glyphs: --val-data glyphs) or labelled images by --class-data"
-            )
-        val_data = "glyphs"
-    if val_data == "glyphs" and opened.towers.first == "image":
-        glyphs = load_glyphs()
-        return glyphs, glyph_tasks(glyphs)
     if val_data is None:
-        return None, []
+        return []
+    if val_data == GLYPHS and opened.towers.first == "image":
+        assert glyphs is not None
+        return glyph_tasks(glyphs)
     own = {
         "image_column": config.csv_img_key,
         "query_column": config.csv_query_key,
@@ -206,42 +265,54 @@ def _retrieval_tasks(config: EvalConfig, opened: Opened) -> tuple[GlyphSet | Non
         image_folder=config.image_folder,
         split=config.split,
     )
-    return None, [pairs_task(val_data, samples)]
+    return [pairs_task(val_data, samples)]
 
 
-def _class_task(config: EvalConfig) -> ClassTask | None:
+def _class_task(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None) -> ClassTask | None:
     if config.class_data is None:
         return None
-    test = open_labelled(config.class_data)
     train = None if config.class_train_data is None else open_labelled(config.class_train_data)
-    prompts = None
-    if "zero-shot" in config.methods:
-        own = None if test.templates is None else str(test.templates)
-        templates = read_templates(config.templates or own or OPENAI)
-        prompts = Prompts(read_names(config.class_names, test.classes, test.n_classes), templates)
-    knn = Neighbours(config.knn_k, config.knn_temperature) if "knn" in config.methods else None
-    probe = "linear-probe" in config.methods
-    return ClassTask(config.class_data, test, prompts, train, knn, probe)
-
-
-def _digits(encoder: Encoder, glyphs: GlyphSet | None) -> dict[str, Any]:
-    images, labels = handwritten_digits()
-    prompts = UNICODE_DIGITS if glyphs else CAPTIONED_DIGITS
-    classes = class_features(encoder.texts, prompts)
-    features = encoder.images(images)
-    ranked = rank_by_similarity(features, labels.to(features.device), classes, encoder.group)
-    figures = {"model": ranked.figures(), "chance": chance(len(classes))}
-    if glyphs:
-        figures["baseline"] = digit_baseline(glyphs, prompts.names, images, labels)
-    return {
-        "title": "handwritten digits",
-        "note": "Scikit-learn's 8×8 images, enlarged. Templates: "
-        + ", ".join(f"“{template}”" for template in prompts.templates)
-        + ".",
-        "images": len(images),
-        "classes": len(classes),
-        **figures,
+    trained = train is not None
+    options: dict[str, Any] = {
+        "train": train,
+        "neighbours": Neighbours(config.knn_k, config.knn_temperature)
+        if trained and "knn" in config.methods
+        else None,
+        "probe": trained and "linear-probe" in config.methods,
     }
+    if config.class_data != DIGITS:
+        test = open_labelled(config.class_data)
+        return ClassTask(config.class_data, test, _prompts(config, test), **options)
+    digits = DigitLabels()
+    of_glyphs = _trained_on_glyphs(opened)
+    prompts = _prompts(config, digits, UNICODE_DIGITS if of_glyphs else CAPTIONED_DIGITS)
+    if of_glyphs:
+        assert glyphs is not None
+        options["baseline"] = lambda: digit_baseline(
+            glyphs, UNICODE_DIGITS.names, digits.images, digits.labels()
+        )
+    note = "Scikit-learn's 8×8 images, enlarged."
+    return ClassTask("handwritten digits", digits, prompts, **options, key=DIGITS, note=note)
+
+
+def _prompts(config: EvalConfig, test: Labelled, built_in: Prompts | None = None) -> Prompts | None:
+    """The prompts asked for, else those of the data; `built_in`: what the data's own are."""
+    if "zero-shot" not in config.methods:
+        return None
+    if built_in is not None and config.templates is None and config.class_names is None:
+        return built_in
+    if built_in is not None and config.class_names is None:
+        names, named_by = built_in.names, "the digits' own"
+    else:
+        names = read_names(config.class_names, test.classes, test.n_classes)
+        named_by = config.class_names or "those of the data"
+    if built_in is not None and config.templates is None:
+        templates, worded_by = built_in.templates, built_in.source
+    else:
+        own = None if test.templates is None else str(test.templates)
+        worded_by = config.templates or own or OPENAI
+        templates = read_templates(worded_by)
+    return Prompts(names, templates, f"from {worded_by}; class names: {named_by}")
 
 
 def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megabatch.evaluation.prompts import quoted
+
 CONTENDERS = {
     "model": "model",
     "neighbours": "nearest neighbours",
@@ -32,10 +34,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """All contenders of one task and direction."""
+    """All contenders of one task and direction, with what is to be known of the figures."""
 
     heading: str
     rows: list[Row]
+    note: str = ""
 
 
 def retrieval_groups(evaluation: dict[str, Any]) -> list[Group]:
@@ -60,8 +63,12 @@ def classification_groups(evaluation: dict[str, Any]) -> list[Group]:
 
 def left_out(task: dict[str, Any]) -> list[str]:
     """What of a task's data could not be used, in words."""
-    counts = [f"{count} × {reason}" for reason, count in task.get("skipped", {}).items()]
-    counts += [f"{n} × {why} in training" for why, n in task.get("train_skipped", {}).items()]
+    counts = []
+    for part, where in (("skipped", ""), ("train_skipped", " in training")):
+        first = task.get(f"{part}_first", {})
+        for reason, count in task.get(part, {}).items():
+            example = f" (first: {first[reason]})" if reason in first else ""
+            counts.append(f"{count:,} × {reason}{where}{example}")
     return counts + list(task.get("damage", []))
 
 
@@ -91,7 +98,10 @@ def _accuracy_group(task: dict[str, Any], more: str = "") -> Group:
         for name, label in CONTENDERS.items()
         if name in task
     ]
-    return Group(f"{task['title']}{more}: {task['images']:,} in {task['classes']:,} classes", rows)
+    heading = f"{task['title']}{more}: {task['images']:,} in {task['classes']:,} classes"
+    prompts = task.get("prompts")
+    note = f"prompts: {quoted(prompts['templates'])} ({prompts['source']})" if prompts else ""
+    return Group(heading, rows, note)
 
 
 def print_evaluation(evaluation: dict[str, Any], console: Console | None = None) -> None:
@@ -104,6 +114,8 @@ def print_evaluation(evaluation: dict[str, Any], console: Console | None = None)
         for group in groups:
             console.print(group.heading, style="bold", highlight=False, markup=False)
             console.print(_table(columns, group))
+            if group.note:
+                console.print(group.note, highlight=False, markup=False)
     kinds = ("retrieval", "zero_shot", "classification")
     tasks = [task for kind in kinds for task in evaluation.get(kind, {}).values()]
     for line in dict.fromkeys(line for task in tasks for line in left_out(task)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,20 +62,23 @@ class Matched:
 class Scored:
     """A task with a model's features for it and its figures.
 
+    left_out: the samples that could not be used, as `Embedded.left_out` has them.
     figures: by contender ("model", "chance", "baseline"), keys such as `image_to_text/recall@1`.
     """
 
     task: Task
     matched: Matched
-    skipped: Counter[str]
+    left_out: dict[str, Any]
     figures: dict[str, dict[str, float]]
 
 
 def score(encoder: Encoder, task: Task) -> Scored:
     """Embed the task's images and texts and rank them against each other."""
-    images = encoder.embed(task.samples)
+    images = encoder.embed(task.samples, task.title)
     if not images.targets:
-        raise UsageError(f"{task.title}: none of {len(task.samples)} samples is usable")
+        raise UsageError(
+            f"{task.title}: none of {len(task.samples)} samples is usable: {images.reasons()}"
+        )
     texts, image_ids, text_ids = _relate(images.targets, task.candidates)
     image_ids, text_ids = image_ids.to(encoder.device), text_ids.to(encoder.device)
     text_features = encoder.texts(texts)
@@ -92,7 +94,7 @@ def score(encoder: Encoder, task: Task) -> Scored:
     matched = Matched(
         task.samples, images.indices, images.features, image_ids, texts, text_features, text_ids
     )
-    return Scored(task, matched, images.skipped, figures)
+    return Scored(task, matched, images.left_out(), figures)
 
 
 def _relate(
@@ -229,7 +231,7 @@ def record(scored: Scored) -> dict[str, Any]:
         "first": first_of(task.samples),
         "images": len(scored.matched.indices),
         "texts": len(scored.matched.texts),
-        "skipped": dict(scored.skipped),
+        **scored.left_out,
         "damage": list(getattr(task.samples, "damage", [])),
         **scored.figures,
     }

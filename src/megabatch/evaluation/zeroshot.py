@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,17 +13,42 @@ from torch import Tensor
 
 from megabatch.data import glyphs
 from megabatch.evaluation.prompts import Prompts
+from megabatch.evaluation.samples import Sample
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # In the words of Unicode's character names, which is all that a glyph model has read.
 UNICODE_DIGITS = Prompts(
     tuple((name,) for name in _DIGITS),
     ("digit {}", "mathematical sans-serif digit {}", "mathematical monospace digit {}"),
+    "in the words of Unicode's names, since the model was trained on glyphs",
 )
 # For models of natural captions: the templates that CLIP's authors used on MNIST and its kin.
 CAPTIONED_DIGITS = Prompts(
-    tuple((digit,) for digit in "0123456789"), ('a photo of the number: "{}".',)
+    tuple((digit,) for digit in "0123456789"),
+    ('a photo of the number: "{}".',),
+    "CLIP's for digits, since the model was not trained on glyphs",
 )
+
+
+class DigitLabels:
+    """Scikit-learn's 1,797 handwritten digits as labelled images; see `handwritten_digits`."""
+
+    templates: Path | None = None
+
+    def __init__(self) -> None:
+        self.images, self._labels = handwritten_digits()
+        self.classes: list[str] | None = list(_DIGITS)
+        self.n_classes = len(_DIGITS)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample[int]:
+        return Sample(self.images[index], int(self._labels[index]), f"digit {index}")
+
+    def labels(self) -> Tensor:
+        """The digit of every image, int64 (1797,)."""
+        return self._labels
 
 
 def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Prompts) -> Tensor:
