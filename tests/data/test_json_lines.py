@@ -25,7 +25,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 
 def texts(path: Path) -> tuple[list[Any], list[str]]:
-    columns, damage = read_json(path, ["text"])
+    columns, _, damage = read_json(path, ["text"])
     return columns["text"].to_pylist(), damage
 
 
@@ -33,10 +33,19 @@ def texts(path: Path) -> tuple[list[Any], list[str]]:
 def test_columns(tmp_path: Path, name: str):
     path = write(tmp_path / name, ROWS)
     assert json_names(path) == ["image", "text"]
-    columns, damage = read_json(path, ["text", "image"])
+    columns, left_out, damage = read_json(path, ["text", "image"])
     assert columns["text"].to_pylist() == [row["text"] for row in ROWS]
     assert columns["image"].to_pylist() == ["0.png", "1.png", "2.png"]
     assert damage == []
+    assert left_out.tolist() == []
+
+
+def test_lists_of_texts_where_they_are_asked_for(tmp_path: Path):
+    rows = [{"text": ["a", 7]}, b"", {"text": "b"}, b"no", {"text": [["c"]]}, {"text": None}]
+    columns, left_out, damage = read_json(write(tmp_path / "a.jsonl", rows), ["text"], ["text"])
+    assert columns["text"].to_pylist() == [["a", "7"], ["b"], None]
+    assert left_out.tolist() == [1, 3, 4]
+    assert "2 lines left out, the first is line 4: no JSON" in damage[0]
 
 
 def test_names_are_those_of_all_lines_in_order(tmp_path: Path):

@@ -101,7 +101,13 @@ def test_bad_samples_keep_their_place(folder: Path):
             pairs[i]
         reasons.append(caught.value.reason)
     missing = "missing image file"
-    assert reasons == ["empty caption", missing, "undecodable image", "no image", missing]
+    assert reasons == [
+        "empty caption",
+        missing,
+        "undecodable image",
+        "no image",
+        "unreadable image file",
+    ]
     assert pairs[5].caption == "good"
 
 
@@ -122,7 +128,8 @@ def test_malformed_rows_are_left_out_and_counted(folder: Path):
     pairs = TablePairs([path])
     assert [pairs[i].caption for i in range(len(pairs))] == ["a", "c"]
     (line,) = pairs.damage
-    assert "2 rows left out, the first has 3 fields instead of 2" in line
+    assert "2 rows left out, the first (row 2) has 3 fields instead of 2: 'images/1.png,b" in line
+    assert pairs[1].key == "a.csv:row 3"  # as it is in the file
 
 
 def test_a_row_that_is_not_utf8_costs_no_other(folder: Path):

@@ -155,12 +155,14 @@ def inspect(options: Inspect) -> int:
         caption_column=options.csv_caption_key,
         separator=options.csv_separator,
     )
-    pairs, bad, read = _read_some(dataset, options.limit)
+    pairs, bad, first, read = _read_some(dataset, options.limit)
     print(f"{len(dataset):,} samples, {read:,} of them read, {sum(bad.values()):,} unusable")
+    for line in getattr(dataset, "notes", []):
+        print(f"note: {line}")
     for line in getattr(dataset, "damage", []):
         print(f"damaged: {line}")
     for reason, count in bad.most_common():
-        print(f"skipped {count:,} x {reason}")
+        print(f"skipped {count:,} x {reason} (first: {first[reason]})")
     for pair in pairs:
         print(f"{pair.key}: {_describe(pair.image)}: {pair.caption}")
     return 0 if sum(bad.values()) < read else 1
@@ -173,18 +175,27 @@ def _describe(first: Image.Image | str) -> str:
     return f"{width} x {height} {first.mode}"
 
 
-def _read_some(dataset: PairDataset, limit: int) -> tuple[list[Pair], Counter[str], int]:
-    """Read samples; return the first five good ones, the bad ones by reason, how many were read."""
+def _read_some(
+    dataset: PairDataset, limit: int
+) -> tuple[list[Pair], Counter[str], dict[str, str], int]:
+    """Read samples.
+
+    Returns:
+        The first five good ones; how many bad ones for each reason; the first one's key for each
+        reason; how many were read.
+    """
     count = min(limit or len(dataset), len(dataset))
     indices = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
-    first: list[Pair] = []
+    good: list[Pair] = []
     bad: Counter[str] = Counter()
+    first: dict[str, str] = {}
     for index in track(indices, "reading", console=Console(stderr=True), transient=True):
         try:
             pair = dataset[index]
         except BadSample as sample:
             bad[sample.reason] += 1
+            first.setdefault(sample.reason, sample.key)
             continue
-        if len(first) < 5:
-            first.append(pair)
-    return first, bad, count
+        if len(good) < 5:
+            good.append(pair)
+    return good, bad, first, count

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from megabatch.errors import UsageError
@@ -35,32 +36,47 @@ def json_names(path: Path) -> list[str]:
     return list(names)
 
 
-def read_json(path: Path, names: Sequence[str]) -> tuple[dict[str, pa.Array], list[str]]:
-    """Read some columns of texts; also say what was left out.
+def read_json(
+    path: Path, names: Sequence[str], lists: Sequence[str] = ()
+) -> tuple[dict[str, pa.Array], np.ndarray, list[str]]:
+    """Read some columns of texts; also say which lines were left out.
 
     A name that a line lacks is null there. Left out are lines that are no objects or hold something
     else than a text or a number under a name, and what follows damage of the compression.
 
+    Args:
+        path: the file.
+        names: of the columns.
+        lists: those that may hold lists of texts too; each of their values is a list then.
+
+    Returns:
+        The columns; the lines (from 0, int64) that they are without; these in words.
+
     Raises:
         UsageError: the file cannot be read.
     """
-    lines = JsonLines(path, names)
-    pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
+    lines = JsonLines(path, names, lists)
+    kinds = {
+        name: pa.large_list(pa.large_string()) if name in lists else pa.large_string()
+        for name in names
+    }
+    pieces: dict[str, list[pa.Array]] = {name: [pa.array([], kinds[name])] for name in names}
     rows = iter(lines)
     while piece := list(itertools.islice(rows, _PIECE)):
         for name in names:
-            values = [row.get(name) for row in piece]
-            pieces[name].append(pa.array(values, pa.large_string()))
-    empty = pa.array([], pa.large_string())
-    return {name: pa.concat_arrays([empty, *pieces[name]]) for name in names}, lines.damage()
+            pieces[name].append(pa.array([row.get(name) for row in piece], kinds[name]))
+    columns = {name: pa.concat_arrays(pieces[name]) for name in names}
+    return columns, np.array(lines.without, dtype=np.int64), lines.damage()
 
 
 class JsonLines:
-    """The usable objects of a file, and a count of the lines that are not."""
+    """The usable objects of a file; `without`: the other lines that were passed so far, from 0."""
 
-    def __init__(self, path: Path, names: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, names: Sequence[str] = (), lists: Sequence[str] = ()) -> None:
         self.path = path
         self.names = names
+        self.lists = lists
+        self.without: list[int] = []
         self._left_out = 0
         self._first = ""
         self._breaks_off = ""
@@ -71,11 +87,17 @@ class JsonLines:
             with gzip.open(self.path) if self.path.suffix == ".gz" else open(self.path, "rb") as f:
                 for number, line in enumerate(f, 1):
                     if not line.strip():
+                        self.without.append(number - 1)
                         continue
                     try:
                         row = _object(line)
-                        yield {**row, **{name: _text(row, name) for name in self.names}}
+                        texts = {
+                            name: (_texts if name in self.lists else _text)(row.get(name), name)
+                            for name in self.names
+                        }
+                        yield {**row, **texts}
                     except ValueError as error:
+                        self.without.append(number - 1)
                         self._left_out += 1
                         self._first = self._first or f"line {number}: {error}"
         except (OSError, EOFError, zlib.error) as error:
@@ -101,9 +123,15 @@ def _object(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _text(row: dict[str, Any], name: str) -> str | None:
-    """A row's value as a text; numbers are what they look like, as they are in CSV."""
-    value = row.get(name)
+def _texts(value: Any, name: str) -> list[str | None] | None:
+    """A list's values as texts, or the list of one text."""
+    if not isinstance(value, list):
+        return None if value is None else [_text(value, name)]
+    return [_text(one, name) for one in value]
+
+
+def _text(value: Any, name: str) -> str | None:
+    """A value as a text; numbers are what they look like, as they are in CSV."""
     if value is None or (isinstance(value, str) and value.isascii()):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):

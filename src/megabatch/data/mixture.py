@@ -73,6 +73,11 @@ class MixedPairs:
         """One line for each file of any source that could be read only in part."""
         return [line for source in self.sources for line in getattr(source, "damage", [])]
 
+    @property
+    def notes(self) -> list[str]:
+        """What else a user should know of the sources."""
+        return [line for source in self.sources for line in getattr(source, "notes", [])]
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 

@@ -64,8 +64,9 @@ class PairDataset(Protocol):
     each epoch, an exact resume (one number), and each sample at most once an epoch.
 
     A source may also have `damage: list[str]`, one line for each file that could be read only in
-    part; `first`, "text" where its pairs are of two texts ("image" is meant where it has none); and
-    `parts`, where an epoch is not each of its samples once (see `megabatch.data.order.Part`).
+    part; `notes: list[str]`, what else a user should know before it is used; `first`, "text" where
+    its pairs are of two texts ("image" is meant where it has none); and `parts`, where an epoch is
+    not each of its samples once (see `megabatch.data.order.Part`).
     """
 
     def __len__(self) -> int:

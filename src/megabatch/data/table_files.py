@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
@@ -14,7 +17,19 @@ from megabatch.data.arrow_files import MappedColumn, MappedTable
 from megabatch.data.json_lines import json_names, read_json
 from megabatch.errors import UsageError
 
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+TEXT_TABLES = (".csv", ".tsv")
+#: What separates the fields of text tables, the more usual first.
+SEPARATORS = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a bar"}
+
+_BLOCK = 1 << 24  # bytes of a text table that are parsed at once, and the longest row
+_OTHER_FORMATS = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"PK\x03\x04": "a zip file, as Excel's are",
+    b"\x1f\x8b": "compressed by gzip",
+    b"\xff\xfe": "in UTF-16",
+    b"\xfe\xff": "in UTF-16",
+}
 
 
 class Column(Protocol):
@@ -30,8 +45,27 @@ class Column(Protocol):
     def __getitem__(self, row: int, /) -> Any: ...
 
 
-def column_names(path: Path, separator: str | None) -> list[str]:
-    """The names of a table's columns.
+@dataclass(frozen=True)
+class Columns:
+    """Some columns of a file.
+
+    left_out: int64, in order, which of the file's rows (from 0) the columns are without; damage:
+    the same in words.
+    """
+
+    path: Path
+    by_name: dict[str, Column]
+    left_out: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    damage: list[str] = field(default_factory=list)
+
+    def key(self, row: int) -> str:
+        """What names a row in messages: its number in the file, from 1, without the header."""
+        before = np.searchsorted(self.left_out - np.arange(len(self.left_out)), row, side="right")
+        return f"{self.path.name}:row {row + int(before) + 1}"
+
+
+def column_names(path: Path, separator: str) -> list[str]:
+    """The names of a table's columns; `separator`: of fields in .csv and .tsv.
 
     Raises:
         UsageError: it cannot be read.
@@ -43,69 +77,123 @@ def column_names(path: Path, separator: str | None) -> list[str]:
             return list(pa.parquet.read_schema(path).names)
         if path.suffix == ".arrow":
             return list(MappedTable(path).data.column_names)
-        options = _parse_options(path, separator, invalid_row_handler=lambda row: "skip")
-        with pa.csv.open_csv(path, parse_options=options) as reader:
-            return list(reader.schema.names)
-    except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        return _header(path, separator)
+    except (OSError, pa.ArrowException, csv.Error) as error:
+        raise _unreadable(path, error) from error
 
 
 def read_columns(
-    path: Path, names: Sequence[str], separator: str | None
-) -> tuple[dict[str, Column], list[str]]:
-    """Read columns; also say what rows were left out.
+    path: Path, names: Sequence[str], separator: str, lists: Sequence[str] = ()
+) -> Columns:
+    """Read columns; `lists`: those of JSON lines that may hold lists of texts, and then do.
 
     Raises:
         UsageError: the file cannot be read.
     """
     if _is_json(path):
-        return read_json(path, names)
-    damage: list[str] = []
+        values, left_out, damage = read_json(path, names, lists)
+        return Columns(path, dict(values), left_out, damage)
     try:
         if path.suffix == ".arrow":
-            table = MappedTable(path)
-            return {name: MappedColumn(table, name) for name in names}, damage
+            mapped = MappedTable(path)
+            return Columns(path, {name: MappedColumn(mapped, name) for name in names})
         if path.suffix == ".parquet":
-            columns = pa.parquet.read_table(path, columns=list(names))
-        else:
-            columns, damage = _read_csv(path, list(names), separator)
+            table = pa.parquet.read_table(path, columns=list(names))
+            return Columns(path, {name: _one_array(table.column(name)) for name in names})
+        return _read_csv(path, list(names), separator)
     except (OSError, pa.ArrowException) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-    return {name: _one_array(columns.column(name)) for name in names}, damage
+        raise _unreadable(path, error) from error
 
 
 def _is_json(path: Path) -> bool:
     return path.name.endswith((".jsonl", ".jsonl.gz"))
 
 
-def _read_csv(path: Path, names: list[str], separator: str | None) -> tuple[pa.Table, list[str]]:
+def _unreadable(path: Path, error: Exception) -> UsageError:
+    if path.is_file() and path.stat().st_size == 0:
+        return UsageError(f"cannot read {path}: the file is empty (0 bytes)")
+    return UsageError(f"cannot read {path}: {' '.join(str(error).split())}")
+
+
+def _header(path: Path, separator: str) -> list[str]:
+    """The first line of a text table that is not blank, as pyarrow's reader takes it."""
+    with path.open("rb") as file:
+        beginning = file.read(8)
+    for magic, kind in _OTHER_FORMATS.items():
+        if beginning.startswith(magic):
+            raise UsageError(f"cannot read {path}: it is {kind}; expected a text table in UTF-8")
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+        names = next(filter(None, csv.reader(lines, delimiter=separator)), None)
+    if names is None:
+        raise UsageError(f"cannot read {path}: the file is empty ({path.stat().st_size} bytes)")
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1 and name]:
+        raise UsageError(f"{path} has more than one column {twice[0]!r}")
+    return names
+
+
+def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
     malformed: list[Any] = []
 
     def skip(row: Any) -> str:
         malformed.append(row)
         return "skip"
 
-    table = pa.csv.read_csv(
-        path,
-        parse_options=_parse_options(path, separator, invalid_row_handler=skip),
-        convert_options=pa.csv.ConvertOptions(
-            column_types={name: pa.large_string() for name in names},
-            include_columns=names,
-            check_utf8=False,  # one bad byte costs its row, not the file: see TablePairs
-        ),
-    )
-    if not malformed:
-        return table, []
-    first = malformed[0]
-    return table, [
-        f"{path}: {len(malformed)} rows left out, the first has {first.actual_columns} fields"
-        f" instead of {first.expected_columns}"
-    ]
+    try:
+        table = pa.csv.read_csv(
+            path,
+            # Threads would not know the rows' numbers, and are slower where fields may have lines.
+            read_options=pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
+            parse_options=pa.csv.ParseOptions(
+                delimiter=separator, newlines_in_values=True, invalid_row_handler=skip
+            ),
+            convert_options=pa.csv.ConvertOptions(
+                column_types={name: pa.large_string() for name in names},
+                include_columns=names,
+                check_utf8=False,  # one bad byte costs its row, not the file: see TablePairs
+            ),
+        )
+    except pa.ArrowInvalid as error:
+        if "straddling" not in str(error):
+            raise
+        raise UsageError(
+            f"cannot read {path}: a row is longer than {_BLOCK >> 20} MiB, as where a quote "
+            "opens that is never closed"
+        ) from error
+    damage = []
+    if malformed:
+        first = malformed[0]
+        damage.append(
+            f"{path}: {len(malformed)} rows left out, the first (row {first.number - 1}) has "
+            f"{first.actual_columns} fields instead of {first.expected_columns}: {_start(first)}"
+        )
+    if lost := _swallowed(path, table, separator):
+        damage.append(
+            f"{path}: a quote opens in row {table.num_rows + len(malformed)} and is never closed: "
+            f"that row and the {lost} lines after it are left out"
+        )
+        table = table.slice(0, table.num_rows - 1)
+    left_out = np.array([row.number - 2 for row in malformed], dtype=np.int64)
+    columns = {name: _one_array(table.column(name)) for name in names}
+    return Columns(path, columns, left_out, damage)
 
 
-def _parse_options(path: Path, separator: str | None, **more: Any) -> Any:
-    delimiter = separator or _SEPARATORS.get(path.suffix, ",")
-    return pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, **more)
+def _swallowed(path: Path, table: pa.Table, separator: str) -> int:
+    """How many lines after the last row's first are in its last field, whose quote never closes."""
+    last = _header(path, separator)[-1]
+    if last not in table.column_names or not table.num_rows:
+        return 0
+    lines = table.column(last)[-1].as_buffer().to_pybytes().rstrip(b"\r\n").count(b"\n")
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        closed = file.read().rstrip(b"\r\n").endswith(b'"')
+    return 0 if closed else lines
+
+
+def _start(row: Any) -> str:
+    """The beginning of a malformed row, which tells most where a quote has swallowed others."""
+    lines = row.text.count("\n")
+    text = repr(row.text[:40] + ("..." if len(row.text) > 40 else ""))
+    return f"{text}, over {lines + 1} lines" if lines else text
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
+from megabatch.data.image_files import ImageFiles
 from megabatch.data.pairs import BadSample, Pair, clean_caption, decode_image
-from megabatch.data.table_files import Column, column_names, read_columns
+from megabatch.data.table_files import (
+    SEPARATORS,
+    TEXT_TABLES,
+    Column,
+    Columns,
+    column_names,
+    read_columns,
+)
 from megabatch.errors import UsageError
 
 # The first one there is used; those of texts with texts as sentence-transformers' data sets have
@@ -23,19 +32,102 @@ POSITIVE_COLUMNS = ("positive", "answer", "sentence2", *CAPTION_COLUMNS)
 First = Literal["image", "text"]
 
 
-class _Table(NamedTuple):
-    path: Path
-    firsts: Column  # images or queries
+@dataclass(frozen=True)
+class Wanted:
+    """What of a table is wanted: the columns' names, None for the usual ones.
+
+    separator: of fields in .csv and .tsv; None: see `open_table`. lists: whether captions may also
+    be lists of texts.
+    """
+
+    image: str | None = None
+    query: str | None = None
+    caption: str | None = None
+    separator: str | None = None
+    lists: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """The two columns of a table.
+
+    first: what the column `firsts` holds; notes: what a user should know of how it was read.
+    """
+
+    columns: Columns
+    first: First
+    firsts: Column
     captions: Column
+    notes: list[str]
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def first_of(self, row: int) -> Any:
+        """The image or first text; BadSample if it cannot be read."""
+        return self._value(self.firsts, row)
+
+    def caption_of(self, row: int) -> Any:
+        """The caption, or the list of them; BadSample if it cannot be read."""
+        return self._value(self.captions, row)
+
+    def _value(self, column: Column, row: int) -> Any:
+        try:
+            return column[row].as_py()
+        except UnicodeDecodeError as error:
+            raise BadSample("text is not UTF-8", self.columns.key(row)) from error
+
+
+def open_table(path: Path, wanted: Wanted) -> Table:
+    """Read the two columns that are wanted.
+
+    Where no separator is given and the usual one (a comma, in .tsv a tab) does not give the wanted
+    columns, the first of SEPARATORS that does is taken, and `notes` says so.
+
+    Raises:
+        UsageError: the file cannot be read; a column is missing (names it and those there are) or
+            holds something else.
+    """
+    given = None if wanted.separator is None else wanted.separator.replace("\\t", "\t")
+    if given is not None and len(given.encode()) != 1:
+        raise UsageError(f"--csv-separator {given!r}: expected one character")
+    separator = given or ("\t" if path.suffix == ".tsv" else ",")
+    notes: list[str] = []
+    try:
+        first, name, caption = _choose_columns(column_names(path, separator), wanted, path)
+    except _MissingColumn:
+        if path.suffix not in TEXT_TABLES or given is not None:
+            raise
+        for separator in SEPARATORS:
+            try:
+                chosen = _choose_columns(column_names(path, separator), wanted, path)
+            except UsageError:
+                continue
+            first, name, caption = chosen
+            notes.append(f"{path} is read with {SEPARATORS[separator]} between its fields")
+            break
+        else:
+            raise
+    lists = [caption] if wanted.lists else []
+    columns = read_columns(path, list(dict.fromkeys([name, caption])), separator, lists)
+    firsts, captions = columns.by_name[name], columns.by_name[caption]
+    _check_type(firsts.type, first, path, name)
+    _check_type(captions.type, "text", path, caption, wanted.lists)
+    return Table(columns, first, firsts, captions, notes)
+
+
+def no_rows(paths: Sequence[Path], damage: Sequence[str]) -> UsageError:
+    """What to raise where tables hold nothing that can be used."""
+    return UsageError("; ".join([f"no rows in {', '.join(map(str, paths[:3]))}", *damage]))
 
 
 class TablePairs:
     """Pairs in the rows of tables: of an image and a caption, or of two texts.
 
-    The image column holds paths (absolute, or relative to the table's folder); in Parquet and Arrow
-    it may also hold the image files' bytes, plain or as Hugging Face's struct {bytes, path}. The
-    two columns are kept in memory, so image bytes should fit there, but for Arrow files, which are
-    mapped.
+    The image column holds paths: absolute, or relative to the table's folder, or, where there is no
+    such file, to the working directory; in Parquet and Arrow it may also hold the image files'
+    bytes, plain or as Hugging Face's struct {bytes, path}. The two columns are kept in memory, so
+    image bytes should fit there, but for Arrow files, which are mapped.
 
     A CSV row with too many or too few fields and a line that is no JSON object are left out and
     counted in `damage`. An image that is missing or cannot be decoded and an empty caption or query
@@ -47,14 +139,16 @@ class TablePairs:
         query_column: column of first texts: makes it pairs of texts. They are meant without it too,
             where a table has no image column but one of QUERY_COLUMNS.
         caption_column: default: the first of CAPTION_COLUMNS or, with queries, POSITIVE_COLUMNS.
-        separator: of .csv and .tsv; default: a comma, in .tsv a tab.
+        separator: of .csv and .tsv; default: a comma, in .tsv a tab, or what the header has.
 
     Attributes:
         first: what a pair has first, "image" or "text".
+        damage: what of the files could not be read. notes: what else a user should know.
 
     Raises:
         UsageError: a file cannot be read; a column is missing (names it and those there are) or
-            holds something else; images in one table and queries in another.
+            holds something else; none of a table's images is there; images in one table and queries
+            in another.
     """
 
     def __init__(
@@ -70,30 +164,26 @@ class TablePairs:
             raise UsageError(
                 f"image column {image_column!r} and query column {query_column!r}: expected one"
             )
-        self.damage: list[str] = []
-        self._tables: list[_Table] = []
-        self.first: First = "image"
-        for path in map(Path, paths):
-            present = column_names(path, separator)
-            first, name = _choose_first(image_column, query_column, present, path)
-            usual = CAPTION_COLUMNS if first == "image" else POSITIVE_COLUMNS
-            caption = _choose(caption_column, usual, present, path, "caption")
-            if self._tables and first != self.first:
+        wanted = Wanted(image_column, query_column, caption_column, separator)
+        tables = [open_table(Path(path), wanted) for path in paths]
+        self.first: First = tables[0].first
+        for table in tables:
+            if table.first != self.first:
                 raise UsageError(
-                    f"{self._tables[0].path} has {self.first}s with texts, but {path} {first}s"
+                    f"{tables[0].columns.path} has {self.first}s with texts, but "
+                    f"{table.columns.path} {table.first}s"
                 )
-            self.first = first
-            columns, damage = read_columns(path, list(dict.fromkeys([name, caption])), separator)
-            _check_type(columns[name].type, first, path, name)
-            _check_type(columns[caption].type, "text", path, caption)
-            self.damage += damage
-            self._tables.append(_Table(path, columns[name], columns[caption]))
+        self.damage = [line for table in tables for line in table.columns.damage]
+        self.notes = [line for table in tables for line in table.notes]
+        self._tables = tables
+        self._files = [ImageFiles.beside(table.columns.path) for table in tables]
         # Where each table's rows end in the numbering over all of them.
-        self._ends = np.cumsum([len(table.captions) for table in self._tables])
+        self._ends = np.cumsum([len(table) for table in tables])
         if len(self) == 0:
-            raise UsageError(
-                "; ".join([f"no rows in {', '.join(map(str, paths[:3]))}", *self.damage])
-            )
+            raise no_rows([table.columns.path for table in tables], self.damage)
+        if self.first == "image":
+            for table, files in zip(tables, self._files, strict=True):
+                self.notes += look_at_images(table, files)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -104,29 +194,52 @@ class TablePairs:
         number = int(np.searchsorted(self._ends, index, side="right"))
         row = index - (int(self._ends[number - 1]) if number else 0)
         table = self._tables[number]
-        key = f"{table.path.name}:row {row + 1}"
-        caption = clean_caption(_value(table.captions, row, key), key)
-        first = _value(table.firsts, row, key)
+        key = table.columns.key(row)
+        caption = clean_caption(table.caption_of(row), key)
+        first = table.first_of(row)
         if self.first == "text":
             return Pair(clean_caption(first, key, "query"), caption, key)
-        return Pair(decode_image(_image_bytes(first, table.path.parent, key), key), caption, key)
+        return Pair(decode_image(self._files[number].read(first, key), key), caption, key)
 
 
-def _choose_first(
-    image: str | None, query: str | None, present: list[str], path: Path
-) -> tuple[First, str]:
-    """What a table has first, and in which column."""
-    if query is not None:
-        return "text", _choose(query, (), present, path, "query")
+def look_at_images(table: Table, files: ImageFiles) -> list[str]:
+    """See `ImageFiles.look`, for a table's images where they are files."""
+
+    def name_of(row: int) -> Any:
+        try:
+            return table.first_of(row)
+        except BadSample:
+            return None
+
+    if not is_text(table.firsts.type):
+        return []
+    return files.look(len(table), name_of, table.columns.key, table.columns.path)
+
+
+class _MissingColumn(UsageError):
+    """A table has no column that could be meant."""
+
+
+def _choose_columns(present: list[str], wanted: Wanted, path: Path) -> tuple[First, str, str]:
+    """What a table has first, in which column, and that of its captions."""
+    first, name = _choose_first(wanted, present, path)
+    usual = CAPTION_COLUMNS if first == "image" else POSITIVE_COLUMNS
+    return first, name, _choose(wanted.caption, usual, present, path, "caption")
+
+
+def _choose_first(wanted: Wanted, present: list[str], path: Path) -> tuple[First, str]:
+    if wanted.query is not None:
+        return "text", _choose(wanted.query, (), present, path, "query")
+    images = set(IMAGE_COLUMNS) & set(present)
     queries = [name for name in QUERY_COLUMNS if name in present]
-    if image is None and queries and not set(IMAGE_COLUMNS) & set(present):
+    if wanted.image is None and queries and not images:
         return "text", queries[0]
-    if image is None and not set(IMAGE_COLUMNS) & set(present):
-        raise UsageError(
+    if wanted.image is None and not images:
+        raise _MissingColumn(
             f"{path} has no image column {_or(IMAGE_COLUMNS)} and no query column "
-            f"{_or(QUERY_COLUMNS)}; its columns are {', '.join(map(repr, present))}"
+            f"{_or(QUERY_COLUMNS)}; {_present(present)}"
         )
-    return "image", _choose(image, IMAGE_COLUMNS, present, path, "image")
+    return "image", _choose(wanted.image, IMAGE_COLUMNS, present, path, "image")
 
 
 def _choose(
@@ -136,42 +249,38 @@ def _choose(
     for name in candidates:
         if name in present:
             return name
-    raise UsageError(
-        f"{path} has no {what} column {_or(candidates)};"
-        f" its columns are {', '.join(map(repr, present))}"
+    option = {"image": "--csv-img-key", "query": "--csv-query-key"}.get(what, "--csv-caption-key")
+    raise _MissingColumn(
+        f"{path} has no {what} column {_or(candidates)}; {_present(present)} ({option} names it)"
     )
+
+
+def _present(names: list[str]) -> str:
+    return f"its columns are {', '.join(map(repr, names))}"
 
 
 def _or(names: Sequence[str]) -> str:
     return " or ".join(map(repr, names))
 
 
-def _check_type(kind: pa.DataType, what: First, path: Path, name: str) -> None:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column holds texts."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return bool(
+        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
+
+
+def _check_type(kind: pa.DataType, what: First, path: Path, name: str, lists: bool = False) -> None:
+    if is_text(kind) or pa.types.is_null(kind):
+        return
     images = (pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary)
-    allowed = [pa.types.is_null, *texts, *(images if what == "image" else ())]
-    if not any(holds(kind) for holds in allowed):
-        expected = "images (paths, bytes, or {bytes, path})" if what == "image" else "texts"
-        raise UsageError(f"{path}: column {name!r} holds {kind}; expected {expected}")
-
-
-def _value(column: Column, row: int, key: str) -> Any:
-    try:
-        return column[row].as_py()
-    except UnicodeDecodeError as error:
-        raise BadSample("text is not UTF-8", key) from error
-
-
-def _image_bytes(value: Any, folder: Path, key: str) -> bytes:
-    if isinstance(value, dict):  # Hugging Face's struct: the bytes, or else the path
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
-        return value
-    if not isinstance(value, str) or not value:
-        raise BadSample("no image", key)
-    try:
-        return (folder / value).read_bytes()
-    except (OSError, ValueError) as error:
-        raise BadSample("missing image file", key) from error
+    if what == "image" and any(holds(kind) for holds in images):
+        return
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if lists and is_list and (is_text(kind.value_type) or pa.types.is_null(kind.value_type)):
+        return
+    texts = "texts or lists of texts" if lists else "texts"
+    expected = "images (paths, bytes, or {bytes, path})" if what == "image" else texts
+    raise UsageError(f"{path}: column {name!r} holds {kind}; expected {expected}")

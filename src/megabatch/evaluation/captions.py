@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.data import open_pairs
+from megabatch.data.image_files import ImageFiles
 from megabatch.data.pairs import BadSample
 from megabatch.data.saved_folder import is_saved, saved_files
 from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
@@ -61,7 +62,8 @@ def open_captioned(
             list of captions in each row; a .json file of COCO's ("images", "annotations") or
             Karpathy's ("images" with "sentences"); shards, where each line of a txt is a caption,
             or json holds a list of them; or anything else that `megabatch.data.open_pairs` takes.
-        image_folder: where the images of a table or JSON file are; default: the file's folder.
+        image_folder: where the images of a table or JSON file are; default: the file's folder, else
+            the working directory.
         split: of Karpathy's JSON: train, restval, val or test; default: test.
         image_column, caption_column, separator, svg_size: as for `open_pairs`.
 
@@ -91,12 +93,12 @@ def _open_one(
     if spec.endswith(".json"):
         return _open_json(Path(spec), image_folder, split)
     if split is not None:
-        raise UsageError(f"split {split!r}: only Karpathy's JSON files have splits, not {spec}")
+        raise UsageError(f"--split {split!r}: only Karpathy's JSON files have splits, not {spec}")
     paths = _files(spec)
     if paths and paths[0].name.endswith(ALL_TABLES):
         return open_tables(paths, image_folder, *columns_and_separator)
     if image_folder is not None:
-        raise UsageError(f"image-folder: only a table or a .json file has one, not {spec}")
+        raise UsageError(f"--image-folder: only a table or a .json file has one, not {spec}")
     if paths and paths[0].suffix == ".tar" and _has_list(paths[0]):
         return ShardCaptions(paths)
     return CaptionedPairs(open_pairs(spec, svg_size=svg_size))
@@ -112,16 +114,16 @@ def _files(spec: str) -> list[Path]:
 
 
 def _open_json(path: Path, image_folder: Path | None, split: str | None) -> ListedImages:
-    folder = image_folder or path.parent
+    files = ImageFiles((image_folder,)) if image_folder else ImageFiles.beside(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
         images = document["images"]
         if "annotations" in document:
             if split is not None:
-                raise UsageError(f"split {split!r}: COCO's JSON is one split, not {path}")
-            listed = _coco(images, document["annotations"], folder)
+                raise UsageError(f"--split {split!r}: COCO's JSON is one split, not {path}")
+            listed = _coco(images, document["annotations"], files)
         else:
-            listed = _karpathy(images, split or "test", folder)
+            listed = _karpathy(images, split or "test", files)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     except (KeyError, TypeError) as error:
@@ -131,27 +133,29 @@ def _open_json(path: Path, image_folder: Path | None, split: str | None) -> List
         ) from error
     if not listed:
         raise UsageError(f"{path} has no image with a caption")
-    return ListedImages(listed)
+    notes = files.look(len(listed), lambda i: listed[i].image, lambda i: listed[i].key, path)
+    return ListedImages(listed, notes=notes)
 
 
 def _coco(
-    images: list[dict[str, Any]], annotations: list[dict[str, Any]], folder: Path
+    images: list[dict[str, Any]], annotations: list[dict[str, Any]], files: ImageFiles
 ) -> list[Listed]:
-    by_id = {i["id"]: Listed(str(folder / i["file_name"]), [], i["file_name"]) for i in images}
+    by_id = {i["id"]: Listed(i["file_name"], [], i["file_name"], files) for i in images}
     for annotation in annotations:
         by_id[annotation["image_id"]].captions.append(annotation["caption"])
     return [listed for listed in by_id.values() if listed.captions]
 
 
-def _karpathy(images: list[dict[str, Any]], split: str, folder: Path) -> list[Listed]:
+def _karpathy(images: list[dict[str, Any]], split: str, files: ImageFiles) -> list[Listed]:
     present = sorted({image["split"] for image in images})
     if split not in present:
-        raise UsageError(f"split: {split!r}; the file has {', '.join(present)}")
+        raise UsageError(f"--split {split!r}: the file has {', '.join(present)}")
     return [
         Listed(
-            str(folder / image.get("filepath", "") / image["filename"]),
+            str(Path(image.get("filepath", "")) / image["filename"]),
             [sentence["raw"] for sentence in image["sentences"]],
             image["filename"],
+            files,
         )
         for image in images
         if image["split"] == split

@@ -33,7 +33,8 @@ class Sample(Generic[T]):
 class Samples(Protocol[T_co]):
     """Samples by index, as `megabatch.data.PairDataset` has pairs.
 
-    A source may also have `damage: list[str]`, a line for each file read only in part.
+    A source may also have `damage: list[str]`, a line for each file read only in part, and
+    `notes: list[str]`, what else a user should know before it is used.
     """
 
     def __len__(self) -> int:
@@ -68,6 +69,11 @@ class CaptionedPairs:
         """What of the pairs' files could not be read."""
         return list(getattr(self.pairs, "damage", []))
 
+    @property
+    def notes(self) -> list[str]:
+        """What else a user should know of the pairs."""
+        return list(getattr(self.pairs, "notes", []))
+
 
 class OneAfterAnother:
     """Several sources' samples as one's."""
@@ -75,6 +81,7 @@ class OneAfterAnother:
     def __init__(self, sources: Sequence[Samples[Any]]) -> None:
         self.sources = sources
         self.damage = [line for source in sources for line in getattr(source, "damage", [])]
+        self.notes = [line for source in sources for line in getattr(source, "notes", [])]
         self._ends = list(itertools.accumulate(len(source) for source in sources))
 
     def __len__(self) -> int:
@@ -98,6 +105,16 @@ class ImageList:
         return Sample(self.images[index], index, str(index))
 
 
+def _is_empty(caption: Any) -> bool:
+    return caption is None or (isinstance(caption, str) and not caption.strip())
+
+
+def is_short(captions: Sequence[Any]) -> bool:
+    """Whether some captions are empty, but not all: `clean_captions` then gives the others."""
+    empty = [_is_empty(caption) for caption in captions]
+    return any(empty) and not all(empty)
+
+
 def clean_captions(value: Any, key: str) -> Captions:
     """A text's lines, or a list's texts, without white space around them and empty ones.
 
@@ -106,5 +123,5 @@ def clean_captions(value: Any, key: str) -> Captions:
     """
     if not isinstance(value, (list, tuple)):
         value = clean_caption(value, key).splitlines()
-    kept = [clean_caption(v, key) for v in value if not isinstance(v, str) or v.strip()]
+    kept = [clean_caption(v, key) for v in value if not _is_empty(v)]
     return kept or [clean_caption("", key)]

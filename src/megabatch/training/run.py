@@ -253,6 +253,10 @@ class Run:
             )
         for line in getattr(self.loader.dataset, "shares", []):
             self.console.print(f"  {line}")
+        for line in getattr(self.loader.dataset, "notes", []):
+            self.console.print(f"  note: {line}")
+        for line in self.loader.report():  # before the hours, not only after them
+            self.console.print(f"  {line}")
         if warning := explanation(trainer.module, config, self.world):
             self.console.print(warning)
         if trainer.step:

@@ -63,7 +63,10 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
         reasons += folder_problems(config)
     dataset = _attempt(reasons, lambda: open_data(config))
     if dataset is not None:
-        reasons += length_problems(config, pairs_per_epoch(dataset), world.size)
+        too_few = length_problems(config, pairs_per_epoch(dataset), world.size)
+        reasons += too_few
+        if too_few:  # which may be why
+            reasons += [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
     if not reasons:
         torch.manual_seed(config.seed)
     towers = _attempt(reasons, lambda: build_towers(config))
