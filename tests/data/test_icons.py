@@ -10,9 +10,9 @@ from megabatch.cli import main
 from megabatch.data.iconify import Icon, IconSet, open_package
 from megabatch.data.icons import caption, is_held_out, write_icons
 from megabatch.data.pairs import caption_id
+from megabatch.data.shards import TarSamples
 from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
-from megabatch.evaluation.tar_samples import TarSamples
 
 from .iconify_set import write_folder, write_tarball
 

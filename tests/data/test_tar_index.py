@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import os
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from megabatch.data import tar_index as module
-from megabatch.data.tar_index import ABSENT, read_index, tar_index
+from megabatch.data.tar_index import ABSENT, endings, read_index, tar_index
 from megabatch.errors import UsageError
 
 from .samples import png, sample, write_tar
@@ -26,7 +27,8 @@ def test_whole_shard(shard: Path):
     assert index.damage == ""
     data = shard.read_bytes()
     for row in range(3):
-        image, text, document = index.spans[row]
+        image, text, document, label = index.spans[row]
+        assert tuple(label) == ABSENT
         assert data[image[0] : image.sum()] == png(row)
         assert data[text[0] : text.sum()] == f"caption {row}".encode()
         assert data[document[0] : document.sum()].startswith(b'{"caption"')
@@ -92,7 +94,36 @@ def test_overwritten_header(shard: Path):
         file.write(np.random.RandomState(0).bytes(512))
     index = read_index(str(shard))
     assert index.keys.tolist() == [b"000"]
-    assert f"at byte {offset - 512}" in index.damage
+    # Of 000 everything is there; 001 is torn, and 002 behind it is not read.
+    assert index.damage == (
+        f"{shard}: no readable header at byte {offset - 512} of {shard.stat().st_size}; "
+        "the 1 samples before that are used, at least 2 are lost"
+    )
+
+
+def test_what_is_lost_is_counted_where_img2dataset_says_how_many_there_were(shard: Path):
+    stats = shard.with_name("a_stats.json")
+    stats.write_text('{"count": 12, "successes": 10, "status": "success"}')
+    assert read_index(str(shard)).damage == ""
+    os.truncate(shard, int(read_index(str(shard)).spans[1, 0, 0]))
+    index = read_index(str(shard))
+    assert index.damage.endswith("the 1 samples before that are used, 9 of 10 are lost")
+    for text in ("{", "[]", "{}", '{"successes": "10"}', '{"successes": 0}'):
+        stats.write_text(text)
+        damage = read_index(str(shard)).damage
+        assert damage.endswith("the 1 samples before that are used, at least 1 are lost")
+
+
+def test_an_image_that_holds_a_tar_is_not_taken_for_lost_samples(tmp_path: Path):
+    inner = write_tar(tmp_path / "inner.tar", sample("x", 0, "y")).read_bytes()
+    shard = write_tar(tmp_path / "a.tar", [*sample("0", 0, "a"), ("1.png", b"." + inner)])
+    offset = int(read_index(str(shard)).spans[1, 0, 0])
+    with open(shard, "r+b") as file:
+        file.seek(offset - 512)
+        file.write(b"\1" * 512)
+    assert read_index(str(shard)).damage.endswith(
+        "the 1 samples before that are used, what followed is lost"
+    )
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage", b"x" * 10_000], ids=["empty", "short", "long"])
@@ -101,7 +132,7 @@ def test_no_tar_at_all(tmp_path: Path, data: bytes):
     path.write_bytes(data)
     index = read_index(str(path))
     assert len(index.keys) == 0
-    assert index.spans.shape == (0, 3, 2)
+    assert index.spans.shape == (0, 4, 2)
     assert str(path) in index.damage
 
 
@@ -131,6 +162,24 @@ def test_the_index_is_cached_until_the_file_changes(shard: Path, monkeypatch):
     changed = tar_index(str(shard))
     assert len(changed.keys) == 2
     assert changed.damage == tar_index(str(shard)).damage != ""
+
+
+def test_compressed_by_its_content(shard: Path):
+    shard.write_bytes(gzip.compress(shard.read_bytes()))
+    with pytest.raises(UsageError, match=r"a\.tar is compressed .* unpack it to \.tar"):
+        read_index(str(shard))
+
+
+def test_an_empty_file_says_so(tmp_path: Path):
+    (tmp_path / "a.tar").write_bytes(b"")
+    damage = read_index(str(tmp_path / "a.tar")).damage
+    assert damage.startswith(f"{tmp_path / 'a.tar'}: the file is empty (0 bytes); the 0 samples")
+
+
+def test_endings_are_those_of_all_members(tmp_path: Path):
+    members = [("0.gif", b""), ("0.TXT", b""), ("1.gif", b""), ("1.seg.npy", b"")]
+    shard = write_tar(tmp_path / "a.tar", members)
+    assert endings(str(shard)) == [".TXT", ".gif", ".seg.npy"]
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.tar.zst"])

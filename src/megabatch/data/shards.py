@@ -10,26 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from megabatch.data.pairs import BadSample, Pair, clean_caption, decode_image
 from megabatch.data.svg import SVG_SIZE
-from megabatch.data.tar_index import ABSENT, IMAGE_EXTENSIONS, tar_index
+from megabatch.data.tar_index import ABSENT, IMAGE_EXTENSIONS, KINDS, endings, tar_index
 from megabatch.errors import UsageError
 
 _OPEN_FILES = 64  # per process
 
 
-class ShardPairs:
-    """Pairs in tar files as img2dataset and webdataset write them.
+class TarSamples:
+    """The samples of tar files: members that stand together and share a name up to the first dot.
 
-    Members of one sample stand together and share the name up to the first dot: `jpg`, `jpeg`,
-    `png`, `webp` or `svg`, and `txt` or else `json` (its "caption"). Where json has a "caption_id",
-    a whole number from 0, that is the pair's id. The headers are read once, here; then each sample
-    is two or three reads at known offsets.
-
-    A file that is damaged is used up to the damage, and `damage` says where that is. A sample
-    without an image or caption keeps its index and raises BadSample. The longer side of an `svg` is
-    drawn with `svg_size` pixels.
+    A sample has at most one member of each of `megabatch.data.tar_index.KINDS`. The headers are
+    read once, here; then each member is one read at a known offset. A file that is damaged is used
+    up to the damage, and `damage` says where that is. The longer side of an `svg` is drawn with
+    `svg_size` pixels.
 
     Raises:
         UsageError: a file cannot be read or is compressed; no file holds a sample.
@@ -39,10 +36,15 @@ class ShardPairs:
         self.svg_size = svg_size
         self.paths = [str(path) for path in paths]
         indices = [tar_index(path) for path in self.paths]
+        # With which an open file is told from one that has since been written anew in its place.
+        self._written = [os.stat(path).st_mtime_ns for path in self.paths]
         self.damage = [i.damage for i in indices if i.damage]
         counts = [len(i.keys) for i in indices]
         if sum(counts) == 0:
-            why = "; ".join(self.damage) or f"no member ends in {', '.join(IMAGE_EXTENSIONS)}"
+            there = ", ".join(endings(self.paths[0])) or "no file"
+            why = "; ".join(self.damage) or (
+                f"no member ends in {', '.join(IMAGE_EXTENSIONS)} (there are {there})"
+            )
             raise UsageError(f"no samples in {', '.join(self.paths[:3])}: {why}")
         # Arrays, not objects: they stay shared between forked workers and are small.
         self._shard = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -52,15 +54,48 @@ class ShardPairs:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def key(self, index: int) -> str:
+        """What names the sample in messages."""
+        name = os.path.basename(self.paths[self._shard[index]])
+        return f"{name}:{self._keys[index].decode(errors='replace')}"
+
+    def has(self, index: int, kind: str) -> bool:
+        """Whether the sample has a member of that kind."""
+        return self._span(index, kind) != ABSENT
+
+    def read(self, index: int, kind: str) -> bytes:
+        """A member's bytes; BadSample if there is none or it cannot be read."""
+        key, span = self.key(index), self._span(index, kind)
+        if span == ABSENT:
+            raise BadSample(f"no {kind}", key)
+        number = self._shard[index]
+        return _read(self.paths[number], self._written[number], span, key)
+
+    def image(self, index: int) -> Image.Image:
+        """The sample's picture; BadSample if it has none or it cannot be decoded."""
+        data = self.read(index, "image")
+        return decode_image(data, self.key(index), svg_size=self.svg_size)
+
+    def _span(self, index: int, kind: str) -> tuple[int, int]:
+        offset, size = self._spans[index, KINDS.index(kind)]
+        return int(offset), int(size)
+
+
+class ShardPairs(TarSamples):
+    """Pairs in tar files as img2dataset and webdataset write them.
+
+    A sample's caption is its `txt`, or else what its `json` says for "caption". Where json has a
+    "caption_id", a whole number from 0, that is the pair's id. A sample without an image or caption
+    keeps its index and raises BadSample. Else as `TarSamples`.
+    """
+
     def __getitem__(self, index: int) -> Pair:
-        path = self.paths[self._shard[index]]
-        key = f"{os.path.basename(path)}:{self._keys[index].decode(errors='replace')}"
-        image, text, document = (tuple(int(v) for v in span) for span in self._spans[index])
-        if image == ABSENT:
+        key = self.key(index)
+        if not self.has(index, "image"):
             raise BadSample("no image", key)
-        facts = {} if document == ABSENT else _facts_of(_read(path, document, key))
-        if text != ABSENT:
-            caption = _decode_text(_read(path, text, key), key)
+        facts = _facts_of(self.read(index, "json")) if self.has(index, "json") else {}
+        if self.has(index, "txt"):
+            caption = _decode_text(self.read(index, "txt"), key)
         elif facts is None:
             raise BadSample("unreadable json", key)
         elif "caption" in facts:
@@ -68,8 +103,7 @@ class ShardPairs:
         else:
             raise BadSample("no caption", key)
         caption = clean_caption(caption, key)
-        picture = decode_image(_read(path, image, key), key, svg_size=self.svg_size)
-        return Pair(picture, caption, key, _id_in(facts or {}, key))
+        return Pair(self.image(index), caption, key, _id_in(facts or {}, key))
 
 
 class _OpenFile:
@@ -84,15 +118,15 @@ class _OpenFile:
 
 
 @functools.lru_cache(maxsize=_OPEN_FILES)
-def _open_file(path: str) -> _OpenFile:
+def _open_file(path: str, written: int) -> _OpenFile:
     return _OpenFile(path)
 
 
-def _read(path: str, span: tuple[int, ...], key: str) -> bytes:
+def _read(path: str, written: int, span: tuple[int, int], key: str) -> bytes:
     offset, size = span
     try:
         # A positioned read: processes that share a descriptor do not share a place in the file.
-        data = os.pread(_open_file(path).descriptor, size, offset)
+        data = os.pread(_open_file(path, written).descriptor, size, offset)
     except OSError as error:
         raise BadSample("unreadable shard", key) from error
     if len(data) != size:

@@ -10,6 +10,7 @@ from megabatch.data import open_pairs
 from megabatch.data.image_files import ImageFiles
 from megabatch.data.pairs import BadSample
 from megabatch.data.saved_folder import is_saved, saved_files
+from megabatch.data.shards import TarSamples
 from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
 from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError
@@ -22,25 +23,17 @@ from megabatch.evaluation.samples import (
     Samples,
     clean_captions,
 )
-from megabatch.evaluation.tar_samples import TarSamples, first_members
 
 
-class ShardCaptions:
+class ShardCaptions(TarSamples):
     """Shards whose `json` has a list of captions, as "caption" or "captions"."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._samples = TarSamples(paths)
-        self.damage = self._samples.damage
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
     def __getitem__(self, index: int) -> Sample[Captions]:
-        key = self._samples.key(index)
-        captions = _captions_in(self._samples.read(index, "json"))
+        key = self.key(index)
+        captions = _captions_in(self.read(index, "json"))
         if captions is None:
             raise BadSample("no caption", key)
-        return Sample(self._samples.image(index), clean_captions(captions, key), key)
+        return Sample(self.image(index), clean_captions(captions, key), key)
 
 
 def open_captioned(
@@ -99,8 +92,10 @@ def _open_one(
         return open_tables(paths, image_folder, *columns_and_separator)
     if image_folder is not None:
         raise UsageError(f"--image-folder: only a table or a .json file has one, not {spec}")
-    if paths and paths[0].suffix == ".tar" and _has_list(paths[0]):
-        return ShardCaptions(paths)
+    if paths and paths[0].suffix == ".tar":
+        shards = ShardCaptions(paths, svg_size=svg_size)
+        if shards.has(0, "json") and isinstance(_captions_in(shards.read(0, "json")), list):
+            return shards
     return CaptionedPairs(open_pairs(spec, svg_size=svg_size))
 
 
@@ -160,10 +155,6 @@ def _karpathy(images: list[dict[str, Any]], split: str, files: ImageFiles) -> li
         for image in images
         if image["split"] == split
     ]
-
-
-def _has_list(path: Path) -> bool:
-    return isinstance(_captions_in(first_members(path).get("json", b"")), list)
 
 
 def _captions_in(data: bytes) -> Any:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
 from megabatch.data.pairs import BadSample, decode_image
+from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Sample
-from megabatch.evaluation.tar_samples import TarSamples
 
 # What CLIP benchmark's exports have beside the shards or in the folder above.
 CLASS_NAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
@@ -62,7 +62,7 @@ class FolderLabels:
         return torch.tensor([label for _, label in self._images], dtype=torch.int64)
 
 
-class ShardLabels:
+class ShardLabels(TarSamples):
     """WebDataset shards whose samples have an image and a class index, `cls`: 0, 1 ...
 
     `classes`: the indices' names, from `classnames.txt`; None where there is none. `templates`: the
@@ -73,9 +73,8 @@ class ShardLabels:
     """
 
     def __init__(self, paths: list[Path]) -> None:
-        self._samples = TarSamples(paths)
-        self.damage = self._samples.damage
-        if not any(self._samples.has(i, "cls") for i in range(len(self._samples))):
+        super().__init__(paths)
+        if not any(self.has(i, "cls") for i in range(len(self))):
             why = "; ".join(self.damage) or "no sample has a member .cls with a class index"
             raise UsageError(f"no labelled images in {', '.join(map(str, paths[:3]))}: {why}")
         names = beside(paths[0].parent, CLASS_NAMES)
@@ -83,14 +82,11 @@ class ShardLabels:
         self.templates = beside(paths[0].parent, TEMPLATES)
         self.n_classes = len(self.classes) if self.classes else int(self.labels().max()) + 1
 
-    def __len__(self) -> int:
-        return len(self._samples)
-
     def __getitem__(self, index: int) -> Sample[int]:
         label = self._label(index)
         if self.classes is not None and label >= len(self.classes):
-            raise BadSample("class index beyond the class names", self._samples.key(index))
-        return Sample(self._samples.image(index), label, self._samples.key(index))
+            raise BadSample("class index beyond the class names", self.key(index))
+        return Sample(self.image(index), label, self.key(index))
 
     def labels(self) -> Tensor:
         """The class of every sample, int64 (n,), -1 where it has none, without reading an image."""
@@ -103,9 +99,9 @@ class ShardLabels:
         return torch.tensor(found, dtype=torch.int64)
 
     def _label(self, index: int) -> int:
-        text = self._samples.read(index, "cls")
+        text = self.read(index, "cls")
         if not text.strip().isdigit():
-            raise BadSample("class index is no number", self._samples.key(index))
+            raise BadSample("class index is no number", self.key(index))
         return int(text)
 
 
