@@ -33,7 +33,7 @@ def test_eval_prints_each_figure_with_baseline_and_chance(
     ("arguments", "message"),
     [
         (["missing-folder"], "megabatch eval: missing-folder is no folder"),
-        ([".", "--device", "nowhere"], "megabatch eval: device 'nowhere' cannot be used"),
+        ([".", "--device", "nowhere"], "megabatch eval: --device nowhere: cannot be used"),
     ],
 )
 def test_user_errors_are_one_line(

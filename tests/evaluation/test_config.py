@@ -21,26 +21,27 @@ def test_what_can_be_done_is_let_pass(settings: dict) -> None:
     [
         ({}, "expected either a run's folder or --model NAME"),
         ({**RUN, **MODEL}, "expected either a run's folder or --model NAME"),
-        ({**RUN, "pretrained": Path("a.pt")}, "pretrained: goes with --model"),
-        ({**MODEL, "output": None}, "output: needed with --model"),
-        ({**MODEL, "val_data": None}, "val-data or class-data: needed with --model"),
-        ({**MODEL, "weights": "ema"}, "weights: a choice between a run's"),
-        ({**RUN, "class_train_data": "d"}, "class-train-data: goes with --class-data"),
-        ({**RUN, "class_names": "d"}, "class-names: goes with --class-data"),
-        ({**RUN, "templates": "simple"}, "templates: goes with --class-data"),
-        ({**RUN, "image_folder": Path("d")}, "image-folder: goes with --val-data"),
-        ({**RUN, "split": "val"}, "split: goes with --val-data"),
-        ({**RUN, "methods": ("svm",)}, "methods: 'svm'; expected some of zero-shot, knn"),
-        ({**RUN, "methods": ()}, "methods: none; expected some of zero-shot, knn"),
+        ({**RUN, "pretrained": Path("a.pt")}, "--pretrained: goes with --model"),
+        ({**MODEL, "output": None}, "--output: needed with --model"),
+        ({**MODEL, "val_data": None}, "--val-data or --class-data: needed with --model"),
+        ({**MODEL, "weights": "ema"}, "--weights: a choice between a run's"),
+        ({**RUN, "class_train_data": "d"}, "--class-train-data: goes with --class-data"),
+        ({**RUN, "class_names": "d"}, "--class-names: goes with --class-data"),
+        ({**RUN, "templates": "simple"}, "--templates: goes with --class-data"),
+        ({**RUN, "image_folder": Path("d")}, "--image-folder: goes with --val-data"),
+        ({**RUN, "split": "val"}, "--split: goes with --val-data"),
+        ({**RUN, "methods": ("svm",)}, "--methods svm: expected some of zero-shot, knn"),
+        ({**RUN, "methods": ("zero-shot",)}, "--methods: goes with --class-data"),
+        ({**RUN, "methods": ()}, "--methods: none; expected some of zero-shot, knn"),
         (
             {**RUN, "class_data": "d", "methods": ("knn", "linear-probe")},
-            "methods: knn, linear-probe need --class-train-data",
+            "--methods knn linear-probe: needs --class-train-data",
         ),
-        ({**RUN, "precision": "int4"}, "precision: 'int4'; expected one of fp32, bf16, fp16"),
-        ({**RUN, "batch_size": 0}, "batch size: 0; expected at least 1"),
-        ({**RUN, "knn_k": 0}, "knn k: 0; expected at least 1"),
-        ({**RUN, "workers": -1}, "workers: -1; expected at least 0"),
-        ({**RUN, "knn_temperature": 0.0}, "knn temperature: 0.0; expected a number above 0"),
+        ({**RUN, "precision": "int4"}, "--precision int4: expected one of fp32, bf16, fp16"),
+        ({**RUN, "batch_size": 0}, "--batch-size 0: expected at least 1"),
+        ({**RUN, "knn_k": 0}, "--knn-k 0: expected at least 1"),
+        ({**RUN, "workers": -1}, "--workers -1: expected at least 0"),
+        ({**RUN, "knn_temperature": 0.0}, "--knn-temperature 0.0: expected a number above 0"),
     ],
 )
 def test_what_cannot_be_is_named(settings: dict, message: str) -> None:
@@ -59,7 +60,7 @@ def test_a_device_is_chosen_for_each_process(monkeypatch: pytest.MonkeyPatch) ->
         assert choose_device("auto") == device
     assert choose_device("cpu") == "cpu"
     assert choose_device("cuda", several=True) == "cuda:2"
-    with pytest.raises(UsageError, match="device: 'cuda:1'; expected auto, cpu or cuda"):
+    with pytest.raises(UsageError, match="--device cuda:1: expected auto, cpu or cuda"):
         choose_device("cuda:1", several=True)
 
 

@@ -206,7 +206,9 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
         {"val_data": str(table), "csv_img_key": "filepath"},
     ):
         option = [*settings][-1].replace("_", "-")
-        with pytest.raises(UsageError, match=f"^{option}: .* takes texts with texts, not images$"):
+        with pytest.raises(
+            UsageError, match=f"^--{option}: .* takes texts with texts, not images$"
+        ):
             evaluate_run(run, **settings)
     with pytest.raises(UsageError, match=r"takes texts .*, but coco\.json is a list of images"):
         evaluate_run(run, val_data="coco.json")

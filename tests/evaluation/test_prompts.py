@@ -60,12 +60,12 @@ def test_folders_name_their_classes_and_imagenet_is_known() -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ("one\n", "names.txt has 1, but the data 2 classes"),
+        ("one\n", "names.txt: 1 names, but the data have 2 classes"),
         ("\n", "has no line"),
-        ({"n01": "crane"}, "has none for 1 of 2 classes, such as 'n02'"),
+        ({"n01": "crane"}, ": none for 1 of 2 classes, such as 'n02'"),
         ({"n01": "crane", "n02": 3}, "expected a name or a list of names, got 3"),
         (["crane", []], r"expected a name or a list of names, got \[\]"),
-        ("{", "names.txt has 1"),
+        ("{", "names.txt: 1 names"),
         (7, "expected a list, or names by class folder"),
     ],
 )
@@ -76,15 +76,15 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path, document: object, mes
 
 
 def test_files_that_are_missing_or_wrong_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="class names: 'no'; expected imagenet or a file"):
+    with pytest.raises(UsageError, match="--class-names no: expected imagenet or a file"):
         read_names("no", FOLDERS, 2)
     with pytest.raises(UsageError, match="give names by --class-names"):
         read_names(None, None, 2)
-    with pytest.raises(UsageError, match="imagenet has 1000, but the data 2 classes"):
+    with pytest.raises(UsageError, match="imagenet: 1000 names, but the data have 2 classes"):
         read_names("imagenet", FOLDERS, 2)
     with pytest.raises(UsageError, match="cannot be read"):
         read_names(write(tmp_path / "a.json", "{"), FOLDERS, 2)
-    with pytest.raises(UsageError, match="templates: 'no'; expected openai, simple or a file"):
+    with pytest.raises(UsageError, match="--templates no: expected openai, simple or a file"):
         read_templates("no")
     with pytest.raises(UsageError, match=r"no \{\} for the class name in 'a photo'"):
         read_templates(write(tmp_path / "t.txt", "a photo\n"))

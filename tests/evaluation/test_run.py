@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from megabatch.data import open_pairs
 from megabatch.errors import UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.models import create
@@ -209,6 +211,23 @@ def test_digits_are_classed_only_where_they_are_asked_for(
     assert evaluate_run(run, val_data=val_data or str(csv))["zero_shot"] == {}
 
 
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    run: Path, csv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(
+        UsageError, match=r"scikit-learn is not .*: pip install 'megabatch\[train\]'"
+    ):
+        evaluate_run(run)
+    monkeypatch.setitem(sys.modules, "megabatch.data.tables", None)  # our own are no library
+    with pytest.raises(ModuleNotFoundError, match=r"megabatch\.data\.tables"):
+        open_pairs(str(csv))
+    monkeypatch.delitem(sys.modules, "megabatch.data.tables")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match="pyarrow is not installed"):
+        open_pairs(str(csv))
+
+
 def test_what_is_evaluated_is_announced_before_it_begins(
     run: Path, csv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,12 +248,15 @@ def test_what_is_evaluated_is_announced_before_it_begins(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": "gpu7"}, "device 'gpu7' cannot be used"),
-        ({"device": "meta"}, "device 'meta' cannot be used"),
-        ({"precision": "int4"}, "precision: 'int4'; expected one of fp32, bf16, fp16"),
-        ({"batch_size": 0}, "batch size: 0; expected at least 1"),
+        ({"device": "gpu7"}, "--device gpu7: cannot be used"),
+        ({"device": "meta"}, "--device meta: cannot be used"),
+        ({"precision": "int4"}, "--precision int4: expected one of fp32, bf16, fp16"),
+        ({"batch_size": 0}, "--batch-size 0: expected at least 1"),
         ({"val_data": "no-such-*.tar"}, "no-such"),
-        ({"val_data": "glyphs", "csv_query_key": "a"}, "csv-query-key: .* takes images with texts"),
+        (
+            {"val_data": "glyphs", "csv_query_key": "a"},
+            "--csv-query-key: .* takes images with texts",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(run: Path, settings: dict, message: str) -> None:

@@ -16,11 +16,13 @@ from megabatch.data.pairs import PairDataset
 from megabatch.data.saved_folder import is_saved, saved_files
 from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError
+from megabatch.extras import named_extras
 
 TABLES = (".csv", ".tsv", ".parquet")
 ALL_TABLES = (*TABLES, ".jsonl", ".jsonl.gz", ".arrow")
 
 
+@named_extras()
 def open_pairs(
     spec: str,
     *,
@@ -54,7 +56,7 @@ def open_pairs(
 
     Raises:
         UsageError: nothing matches, files of a source are of different kinds, a column is missing,
-            factors of a wrong number or size.
+            factors of a wrong number or size; MissingLibrary, where a library is not installed.
     """
     specs = split_spec(spec)
     if upsampling_factors is not None:  # before what takes long

@@ -58,7 +58,9 @@ class ClassTask:
             train_labels(self.test, self.train)  # before anything is embedded
             counts = self.train.labels().clamp(min=0).bincount()
             if self.probe and int(counts.max()) < 2:
-                raise UsageError("linear probe: no class of the training images has two of them")
+                raise UsageError(
+                    "--methods linear-probe: no class of the training images has two of them"
+                )
 
 
 @dataclass(frozen=True)

@@ -102,34 +102,38 @@ def check(config: EvalConfig) -> None:
     if (config.run is None) == (config.model is None):
         raise UsageError("expected either a run's folder or --model NAME")
     if config.model is None and config.pretrained is not None:
-        raise UsageError("pretrained: goes with --model; a run brings its own weights")
+        raise UsageError("--pretrained: goes with --model; a run brings its own weights")
     if config.run is None:
-        for name in ("output", "val_data or class_data"):
-            if not any(getattr(config, key) for key in name.split(" or ")):
-                raise UsageError(f"{name.replace('_', '-')}: needed with --model")
+        for alternatives in ("output",), ("val_data", "class_data"):
+            if not any(getattr(config, name) for name in alternatives):
+                raise UsageError(f"{' or '.join(map(_option, alternatives))}: needed with --model")
         if config.weights != "final":
-            raise UsageError("weights: a choice between a run's; with --model give --pretrained")
+            raise UsageError("--weights: a choice between a run's; with --model give --pretrained")
     for needs, names in _GO_WITH.items():
         for name in names:
             if getattr(config, name) is not None and getattr(config, needs) is None:
-                raise UsageError(f"{name.replace('_', '-')}: goes with --{needs.replace('_', '-')}")
+                raise UsageError(f"{_option(name)}: goes with {_option(needs)}")
     if not config.methods:
-        raise UsageError(f"methods: none; expected some of {', '.join(METHODS)}")
+        raise UsageError(f"--methods: none; expected some of {', '.join(METHODS)}")
     for method in config.methods:
         if method not in METHODS:
-            raise UsageError(f"methods: {method!r}; expected some of {', '.join(METHODS)}")
+            raise UsageError(f"--methods {method}: expected some of {', '.join(METHODS)}")
+    if config.methods != METHODS and config.class_data is None:
+        raise UsageError("--methods: goes with --class-data")
     if config.class_data and not config.class_train_data and "zero-shot" not in config.methods:
-        raise UsageError(f"methods: {', '.join(config.methods)} need --class-train-data")
+        raise UsageError(f"--methods {' '.join(config.methods)}: needs --class-train-data")
     if config.precision not in PRECISIONS:
-        raise UsageError(
-            f"precision: {config.precision!r}; expected one of {', '.join(PRECISIONS)}"
-        )
+        raise UsageError(f"--precision {config.precision}: expected one of {', '.join(PRECISIONS)}")
     for name, least in (("batch_size", 1), ("knn_k", 1), ("workers", 0)):
         if getattr(config, name) < least:
-            words = name.replace("_", " ")
-            raise UsageError(f"{words}: {getattr(config, name)}; expected at least {least}")
+            value = getattr(config, name)
+            raise UsageError(f"{_option(name)} {value}: expected at least {least}")
     if not config.knn_temperature > 0:
-        raise UsageError(f"knn temperature: {config.knn_temperature}; expected a number above 0")
+        raise UsageError(f"--knn-temperature {config.knn_temperature}: expected a number above 0")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def choose_device(name: str, *, several: bool = False) -> str:
@@ -139,9 +143,7 @@ def choose_device(name: str, *, several: bool = False) -> str:
         UsageError: it cannot be used.
     """
     if several and ":" in name:
-        raise UsageError(
-            f"device: {name!r}; expected auto, cpu or cuda: each process takes its own"
-        )
+        raise UsageError(f"--device {name}: expected auto, cpu or cuda: each process takes its own")
     if several and name == "cuda":
         name = "auto" if torch.cuda.device_count() else name
     if name == "auto":
@@ -150,5 +152,7 @@ def choose_device(name: str, *, several: bool = False) -> str:
     try:
         torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
-        raise UsageError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise UsageError(
+            f"--device {name}: cannot be used: {str(error).splitlines()[0]}"
+        ) from error
     return name

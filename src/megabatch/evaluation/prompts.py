@@ -64,11 +64,11 @@ def read_templates(choice: str) -> tuple[str, ...]:
         )
         return tuple(template("{}") for template in known)
     if not Path(choice).is_file():
-        raise UsageError(f"templates: {choice!r}; expected openai, simple or a file")
+        raise UsageError(f"--templates {choice}: expected openai, simple or a file")
     lines = tuple(line.replace("{c}", "{}") for line in read_lines(Path(choice)))
     for line in lines:
         if "{}" not in line:
-            raise UsageError(f"templates: {choice}: no {{}} for the class name in {line!r}")
+            raise UsageError(f"--templates {choice}: no {{}} for the class name in {line!r}")
     return lines
 
 
@@ -100,14 +100,14 @@ def read_names(
 
         names = tuple((name,) for name in open_clip.IMAGENET_CLASSNAMES)
     elif not Path(choice).is_file():
-        raise UsageError(f"class names: {choice!r}; expected imagenet or a file")
+        raise UsageError(f"--class-names {choice}: expected imagenet or a file")
     elif Path(choice).suffix == ".json":
         names = _names_from_json(Path(choice), classes)
     else:
         names = tuple((line,) for line in read_lines(Path(choice)))
     if len(names) != n_classes:
         raise UsageError(
-            f"class names: {choice} has {len(names)}, but the data {n_classes} classes"
+            f"--class-names {choice}: {len(names)} names, but the data have {n_classes} classes"
         )
     return names
 
@@ -116,18 +116,18 @@ def _names_from_json(path: Path, classes: Sequence[str] | None) -> tuple[tuple[s
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"class names: {path} cannot be read: {error}") from error
+        raise UsageError(f"--class-names {path}: cannot be read: {error}") from error
     if isinstance(document, list):
         return tuple(_names_of(value, path) for value in document)
     if not isinstance(document, dict):
-        raise UsageError(f"class names: {path}: expected a list, or names by class folder")
+        raise UsageError(f"--class-names {path}: expected a list, or names by class folder")
     if classes is None:
         classes = [str(i) for i in range(len(document))]
     by_class = _by_folder(document, classes)
     missing = [name for name in classes if name not in by_class]
     if missing:
         raise UsageError(
-            f"class names: {path} has none for {len(missing)} of {len(classes)} classes, such as "
+            f"--class-names {path}: none for {len(missing)} of {len(classes)} classes, such as "
             f"{missing[0]!r}"
         )
     return tuple(_names_of(by_class[name], path) for name in classes)
@@ -145,5 +145,5 @@ def _by_folder(document: dict[str, Any], classes: Sequence[str]) -> dict[str, An
 def _names_of(value: Any, path: Path) -> tuple[str, ...]:
     names = value if isinstance(value, list) else [value]
     if not names or not all(isinstance(name, str) and name.strip() for name in names):
-        raise UsageError(f"class names: {path}: expected a name or a list of names, got {value!r}")
+        raise UsageError(f"--class-names {path}: expected a name or a list of names, got {value!r}")
     return tuple(name.strip().replace("_", " ") for name in names)

@@ -35,6 +35,7 @@ from megabatch.evaluation.tasks import (
 )
 from megabatch.evaluation.val_data import open_val_data, reading_of
 from megabatch.evaluation.zeroshot import CAPTIONED_DIGITS, UNICODE_DIGITS, DigitLabels
+from megabatch.extras import named_extras
 from megabatch.models import glyph
 from megabatch.similarity.exchange import rank_and_size
 
@@ -45,6 +46,7 @@ def _silent(words: str) -> None:
     pass
 
 
+@named_extras()
 def evaluate_run(
     run: str | Path,
     *,
@@ -62,7 +64,7 @@ def evaluate_run(
         group, report, announce: as for `evaluate`.
         settings: other fields of `EvalConfig` by name: `val_data`, `device`, `precision` ...
 
-    Returns, raises: as `evaluate`.
+    Returns, raises: as `evaluate`; MissingLibrary, a UsageError, where a library is not installed.
     """
     config = EvalConfig(run=Path(run), **{"device": "cpu", **settings})
     return evaluate(config, group=group, report=report, announce=announce)
@@ -183,7 +185,9 @@ def _prepare(config: EvalConfig, several: bool) -> _Plan:
     if opened.towers.first == "text":
         _refuse_images(config, opened.towers.name)
     elif config.csv_query_key is not None:
-        raise UsageError(f"csv-query-key: {opened.towers.name} takes images with texts, not texts")
+        raise UsageError(
+            f"--csv-query-key: {opened.towers.name} takes images with texts, not texts"
+        )
     config = _with_built_in_data(config, opened)
     # The same set for both, since drawing it takes seconds.
     of_glyphs = _trained_on_glyphs(opened) and config.class_data == DIGITS
@@ -227,7 +231,7 @@ def _refuse_images(config: EvalConfig, model: str) -> None:
     for option in ("class_data", "image_folder", "split", "csv_img_key"):
         if getattr(config, option) is not None:
             option = option.replace("_", "-")
-            raise UsageError(f"{option}: {model} takes texts with texts, not images")
+            raise UsageError(f"--{option}: {model} takes texts with texts, not images")
     if config.val_data is not None and config.val_data.endswith(".json"):
         raise UsageError(
             f"{model} takes texts with texts, but {config.val_data} is a list of images (pairs of "
@@ -334,7 +338,7 @@ def _write(folder: Path, run: Path | None, evaluation: dict[str, Any], shown: li
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"output: {folder} cannot be made: {error.strerror or error}") from error
+        raise UsageError(f"--output {folder}: cannot be made: {error.strerror or error}") from error
     text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomically(folder / "evaluation.json", text + "\n")
     write_report(folder, evaluation, shown, run)
