@@ -237,7 +237,7 @@ def _choose_first(wanted: Wanted, present: list[str], path: Path) -> tuple[First
     if wanted.image is None and not images:
         raise _MissingColumn(
             f"{path} has no image column {_or(IMAGE_COLUMNS)} and no query column "
-            f"{_or(QUERY_COLUMNS)}; {_present(present)}"
+            f"{_or(QUERY_COLUMNS)}; {_present(present)} (--csv-img-key or --csv-query-key names it)"
         )
     return "image", _choose(wanted.image, IMAGE_COLUMNS, present, path, "image")
 

@@ -155,9 +155,17 @@ def _members(path: str) -> Iterator[tarfile.TarInfo]:
             # tarfile ends quietly at a header it cannot read; only zeros are the true end.
             file.seek(tar.offset)
             if file.read(_BLOCK) != bytes(_BLOCK):
-                raise _Damage(f"no readable header at byte {tar.offset} of {size}", tar.offset)
+                raise _Damage(_no_header(tar.offset, size), tar.offset)
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
-            raise _Damage(f"{error} at byte {offset} of {size}", offset) from error
+            why = f"{error} at byte {offset:,} of {size:,}"
+            raise _Damage(_no_header(offset, size) if offset >= size else why, offset) from error
+
+
+def _no_header(offset: int, size: int) -> str:
+    """What is wrong where the next header should be; the last one's padding may be cut too."""
+    if offset >= size:
+        return f"breaks off at byte {size:,}, without tar's end mark"
+    return f"no readable header at byte {offset:,} of {size:,}"
 
 
 def _loss(path: str, offset: int, used: int, torn: bytes | None) -> str:

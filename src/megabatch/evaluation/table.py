@@ -119,7 +119,10 @@ def print_evaluation(evaluation: dict[str, Any], console: Console | None = None)
     kinds = ("retrieval", "zero_shot", "classification")
     tasks = [task for kind in kinds for task in evaluation.get(kind, {}).values()]
     for line in dict.fromkeys(line for task in tasks for line in left_out(task)):
-        console.print(f"left out: {line}", style="yellow", highlight=False, markup=False)
+        # A path that is broken over two lines cannot be opened.
+        console.print(
+            f"left out: {line}", style="yellow", highlight=False, markup=False, soft_wrap=True
+        )
 
 
 def _table(columns: tuple[str, ...], group: Group) -> Table:
