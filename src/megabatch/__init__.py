@@ -1,18 +1,23 @@
 """Exact contrastive training at any batch size."""
 
-from megabatch import similarity
-from megabatch.evaluation.retrieval import retrieval_metrics
-from megabatch.gradient_cache import GradientCache
-from megabatch.losses import (
-    ClipLoss,
-    DCLLoss,
-    InfoNCELoss,
-    MatryoshkaLoss,
-    MultiModalLoss,
-    NTXentLoss,
-    SigLipLoss,
-    SupConLoss,
-)
+from typing import TYPE_CHECKING
+
+from megabatch.lazy import lazy
+
+if TYPE_CHECKING:
+    from megabatch import similarity
+    from megabatch.evaluation.retrieval import retrieval_metrics
+    from megabatch.gradient_cache import GradientCache
+    from megabatch.losses import (
+        ClipLoss,
+        DCLLoss,
+        InfoNCELoss,
+        MatryoshkaLoss,
+        MultiModalLoss,
+        NTXentLoss,
+        SigLipLoss,
+        SupConLoss,
+    )
 
 __all__ = [
     "ClipLoss",
@@ -28,3 +33,17 @@ __all__ = [
     "similarity",
 ]
 __version__ = "0.1.0"
+
+__getattr__ = lazy(
+    __name__,
+    dict.fromkeys(__all__, "megabatch.losses")
+    | {
+        "GradientCache": "megabatch.gradient_cache",
+        "retrieval_metrics": "megabatch.evaluation.retrieval",
+        "similarity": "megabatch.similarity",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import os
 import sys
 
+from megabatch import __version__
 from megabatch.errors import UsageError
+from megabatch.extras import named_extras
 
 COMMANDS = {
     "train": ("megabatch.training.command", "train two towers on pairs"),
@@ -21,6 +22,7 @@ COMMANDS = {
 
 USAGE = "usage: megabatch COMMAND [OPTIONS]   (megabatch COMMAND --help lists the options)\n\n" + (
     "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in COMMANDS.items())
+    + "\n\n  --version  this program's version, torch's, Triton's and CUDA's"
 )
 
 
@@ -35,15 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        print(_versions())
+        return 0
     command, options = words[0], words[1:]
     if command not in COMMANDS:
         return _complain(_unknown(command))
-    if importlib.util.find_spec("tyro") is None:
-        return _complain(
-            "the commands need the trainer's libraries: pip install 'megabatch[train]'"
-        )
     try:
-        return int(importlib.import_module(COMMANDS[command][0]).main(options))
+        with named_extras("bench" if command in ("bench", "tune") else "train"):
+            return int(importlib.import_module(COMMANDS[command][0]).main(options))
     except UsageError as error:
         return _complain(str(error), command, getattr(error, "exit_code", 2))
     except SystemExit as leaving:  # from the parser of options: after --help, or an error it told
@@ -53,6 +55,19 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `megabatch ... | head`; Python flushes what is left on its way out
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _versions() -> str:
+    import torch
+
+    try:
+        import triton
+    except ImportError:  # there is none but for Linux
+        kernels = "no Triton"
+    else:
+        kernels = f"Triton {triton.__version__}"
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    return f"megabatch {__version__} (torch {torch.__version__}, {kernels}, {cuda})"
 
 
 def _unknown(command: str) -> str:

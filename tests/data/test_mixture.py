@@ -140,7 +140,7 @@ def test_bad_samples_and_damage_of_the_sources():
         ([1, -1, 1], "expected numbers above 0"),
         ([1, float("nan"), 1], "expected numbers above 0"),
         ([1, float("inf"), 1], "expected numbers above 0"),
-        ([1, 0.04, 1], "upsampling_factors: 0.04 of the 10 pairs of b is not one"),
+        ([1, 0.04, 1], "--train-data-upsampling-factors: 0.04 of the 10 pairs of b is not one"),
     ],
 )
 def test_factors_that_cannot_be(factors: list[float], expected: str):
@@ -151,7 +151,9 @@ def test_factors_that_cannot_be(factors: list[float], expected: str):
 def test_factors_as_openclip_writes_them():
     assert parse_factors("1::0.5::2") == [1, 0.5, 2]
     for text in ("", "1::", "1:2", "one"):
-        with pytest.raises(UsageError, match=f"upsampling_factors: '{text}'; expected numbers"):
+        with pytest.raises(
+            UsageError, match=f"--train-data-upsampling-factors: '{text}'; expected numbers"
+        ):
             parse_factors(text)
 
 

@@ -141,7 +141,9 @@ def test_one_source_with_a_factor(shards: Path):
 def test_columns_for_another_number_of_sources(tmp_path: Path):
     (tmp_path / "a.csv").write_text("a::b,c\nx,y.png\n")
     (tmp_path / "y.png").write_bytes(png())
-    with pytest.raises(UsageError, match=r"caption_column: 'x::y' names 2; expected one, or .* 3"):
+    with pytest.raises(
+        UsageError, match=r"--csv-caption-key: 'x::y' names 2; expected one, or .* 3"
+    ):
         open_pairs("a.csv::b.csv::c.csv", caption_column="x::y")
     pairs = open_pairs(str(tmp_path / "a.csv"), image_column="c", caption_column="a::b")
     assert len(pairs) == 1  # of one source it is one name

@@ -85,7 +85,7 @@ def test_one_encoder_or_two(folder: Path) -> None:
     assert counts[1] == 2 * counts[0]
     tokens = torch.tensor([[2, 4, 3]])
     torch.testing.assert_close(two.encode_image(tokens), two.encode_text(tokens))  # start alike
-    with pytest.raises(UsageError, match="lock_image: one encoder serves both sides"):
+    with pytest.raises(UsageError, match="--lock-image: one encoder serves both sides"):
         lock(one, "image")
     lock(two, "image", unlocked=1)  # what comes after the layers, of which BERT has nothing
     lock(two, "text")
@@ -194,7 +194,7 @@ def test_context_length(folder: Path) -> None:
         [2, 4, 5, 6, 3]
     ]
     assert made(folder).tokenizer([]).shape == (0, 12)
-    with pytest.raises(UsageError, match=r"force_context_length: 13, but .* positions for 12"):
+    with pytest.raises(UsageError, match=r"--force-context-length 13: .* positions for 12"):
         made(folder, force_context_length=13)
 
 

@@ -186,10 +186,10 @@ def test_other_kinds_are_named(clip: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hf_pooling": "cls"}, "hf_pooling: of pairs of texts"),
-        ({"force_image_size": 64}, "force_image_size: Hugging Face's clip has no such choice"),
-        ({"force_patch_dropout": 0.5}, "force_patch_dropout: Hugging Face's clip"),
-        ({"force_context_length": 13}, "force_context_length: 13, but .* has positions for 12"),
+        ({"hf_pooling": "cls"}, "--hf-pooling: of pairs of texts"),
+        ({"force_image_size": 64}, "--force-image-size: Hugging Face's clip has no such choice"),
+        ({"force_patch_dropout": 0.5}, "--force-patch-dropout: Hugging Face's clip"),
+        ({"force_context_length": 13}, "--force-context-length 13: .* has positions for 12"),
     ],
 )
 def test_options_it_has_not_are_refused(

@@ -122,9 +122,9 @@ def test_options(tmp_path: Path) -> None:
     assert smaller.module.logit_bias.item() == -10
     with pytest.raises(UsageError, match="multiples of 8"):
         create("icon-small", options=ModelOptions(force_image_size=60))
-    with pytest.raises(UsageError, match="force_patch_dropout: 1"):
+    with pytest.raises(UsageError, match="--force-patch-dropout 1"):
         create("icon-small", options=ModelOptions(force_patch_dropout=1.0))
-    with pytest.raises(UsageError, match="hf_share: icon-small has no such option"):
+    with pytest.raises(UsageError, match="--hf-share: icon-small has no such option"):
         create("icon-small", options=ModelOptions(hf_share=False))
 
 

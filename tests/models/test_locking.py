@@ -60,7 +60,7 @@ def test_only_wholly_locked_towers_are_in_evaluation_mode() -> None:
 
 
 def test_a_model_that_cannot_be_locked_says_so() -> None:
-    with pytest.raises(UsageError, match=r"lock_image: .*lock_image_tower"):
+    with pytest.raises(UsageError, match=r"--lock-image: .*lock_image_tower"):
         lock(nn.ModuleDict({"visual": nn.Linear(2, 2)}), "image")
     with pytest.raises(UsageError, match="nothing of the image tower stays locked"):
         lock(create(TINY).module, "image", unlocked=99)

@@ -8,7 +8,7 @@ from megabatch import cli
 from megabatch.planning.machine import other_machine, parse_bytes
 from tests.training.synthetic import write_shard
 
-SMALL = ["plan", "--global-batch-size", "512", "--micro-batch-size", "64"]
+SMALL = ["plan", "--model", "glyph-small", "--global-batch-size", "512", "--micro-batch-size", "64"]
 
 
 def test_a_table_of_what_fits_here(capsys):
@@ -29,7 +29,7 @@ def test_json_of_another_machine(capsys):
 
 def test_what_does_not_fit_ends_with_1_and_a_suggestion(capsys):
     options = ["--global-batch-size", "65536", "--micro-batch-size", "65536"]
-    assert cli.main(["plan", *options, "--gpu-memory", "4GiB"]) == 1
+    assert cli.main([*SMALL, *options, "--gpu-memory", "4GiB"]) == 1
     assert "does not fit" in (out := capsys.readouterr().out)
     assert "--micro-batch-size" in out
 
@@ -48,14 +48,14 @@ def test_late_decoding_is_planned_by_the_images_that_there_are(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpus", "0"], "gpus: 0"),
-        (["--gpu-memory", "lots"], "gpu_memory: expected a size such as 80GiB, got 'lots'"),
-        (["--micro-batch-size", "0"], "micro_batch_size: 0"),
-        (["--model", "no-such"], "model: 'no-such'"),
+        (["--gpus", "0"], "--gpus 0: expected"),
+        (["--gpu-memory", "lots"], "--gpu-memory lots: expected a size such as 80GiB, got 'lots'"),
+        (["--micro-batch-size", "0"], "--micro-batch-size 0: expected"),
+        (["--model", "no-such"], "--model: 'no-such' is not known"),
     ],
 )
 def test_mistakes_are_one_line(options, message, capsys):
-    assert cli.main(["plan", *options]) == 2
+    assert cli.main([*SMALL, *options]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err

@@ -8,7 +8,10 @@ import torch
 from megabatch import cli
 from megabatch.planning import Machine, plan
 
-SHORT = "train --global-batch-size 64 --micro-batch-size 32 --steps 1 --warmup 0 --device cpu"
+SHORT = (
+    "train --model glyph-small --train-data glyphs --device cpu "
+    "--global-batch-size 64 --micro-batch-size 32 --steps 1"
+)
 
 
 @pytest.fixture

@@ -47,10 +47,10 @@ def test_what_cannot_be_synchronised() -> None:
     assert problems(wanted, FOUR) == []
     assert problems(CONFIG, World(torch.device("cpu"), 0, 2)) == []
     assert problems(wanted, World(torch.device("cpu"), 0, 2)) == [
-        "use_bn_sync: torch synchronises batch normalisation on GPUs only"
+        "--use-bn-sync: torch synchronises batch normalisation on GPUs only"
     ]
     assert problems(replace(wanted, global_batch_size=4097), FOUR) == [
-        "use_bn_sync: 4097 pairs over 4 processes; expected as many on each"
+        "--use-bn-sync: --global-batch-size 4097 over 4 processes, expected as many on each"
     ]
 
 

@@ -32,7 +32,8 @@ from megabatch.training.config import problems
 )
 def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
     (reason,) = problems(replace(TrainConfig(), **{name: value}))
-    assert reason.startswith(f"{name}: {value}; expected ")
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    assert reason.startswith(f"--{name.replace('_', '-')} {shown}: expected ")
 
 
 @pytest.mark.parametrize(
@@ -40,41 +41,41 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
     [
         (
             {"loss": "siglip", "duplicates": "ignored"},
-            "duplicates: ignored; the siglip loss can take them for negatives or positives",
+            "--duplicates ignored: the siglip loss can take them for negatives or positives",
         ),
         (
             {"loss": "infonce", "duplicates": "positives"},
-            "duplicates: positives; the infonce loss can take them for negatives or ignored",
+            "--duplicates positives: the infonce loss can take them for negatives or ignored",
         ),
         (
             {"loss": "dcl", "duplicates": "ignored"},
-            "duplicates: ignored; the dcl loss can take them for negatives",
+            "--duplicates ignored: the dcl loss can take them for negatives",
         ),
         (
             {"loss": "siglip", "label_smoothing": 0.1},
-            "label_smoothing: 0.1; only the clip loss has it",
+            "--label-smoothing 0.1: only the clip loss has it",
         ),
         (
             {"duplicates": "ignored", "label_smoothing": 0.1},
-            "label_smoothing: 0.1; expected 0 where duplicates are ignored",
+            "--label-smoothing 0.1: expected 0 with --duplicates ignored",
         ),
-        ({"infonce_margin": 0.1}, "infonce_margin: 0.1; only the infonce loss has it"),
-        ({"lr_cooldown": 5}, "lr_cooldown: 5; lr_scheduler cosine has none"),
+        ({"infonce_margin": 0.1}, "--infonce-margin 0.1: only the infonce loss has it"),
+        ({"lr_cooldown": 5}, "--lr-cooldown 5: --lr-scheduler cosine has none"),
         (
             {"lock_image_unlocked_groups": 2},
-            "lock_image: false, but 2 of its groups are to stay unlocked",
+            "--lock-image-unlocked-groups 2: expected with --lock-image",
         ),
         (
             {"lock_text_unlocked_layers": 1},
-            "lock_text: false, but 1 of its groups are to stay unlocked",
+            "--lock-text-unlocked-layers 1: expected with --lock-text",
         ),
         (
             {"lock_image_freeze_bn_stats": True},
-            "lock_image_freeze_bn_stats: true; expected with lock_image",
+            "--lock-image-freeze-bn-stats: expected with --lock-image",
         ),
         (
             {"lock_image": True, "lock_text": True},
-            "lock_image, lock_text: both towers locked leave nothing to train",
+            "--lock-image --lock-text: both towers locked leave nothing to train",
         ),
     ],
 )

@@ -50,8 +50,7 @@ def test_the_defaults_are_possible() -> None:
 )
 def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
     (reason,) = problems(replace(TrainConfig(), **{name: value}))
-    assert reason.startswith(f"{name}: ")
-    assert str(value) in reason
+    assert reason.startswith(f"--{name.replace('_', '-')} {value}: ")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
 )
 def test_a_value_of_the_wrong_type_is_refused(name: str, value: Any, expected: str) -> None:
     assert problems(replace(TrainConfig(), **{name: value})) == [
-        f"{name}: {value!r}; expected {expected}"
+        f"--{name.replace('_', '-')} {value!r}: expected {expected}"
     ]
 
 
@@ -80,7 +79,7 @@ def test_whole_numbers_will_do_where_any_number_goes() -> None:
 
 def test_all_reasons_come_at_once() -> None:
     reasons = problems(TrainConfig(micro_batch_size=0, lr=-1.0, device="tpu"))
-    assert [reason.split(":")[0] for reason in reasons] == ["micro_batch_size", "lr", "device"]
+    assert [reason.split()[0] for reason in reasons] == ["--micro-batch-size", "--lr", "--device"]
 
 
 def test_epochs_do_not_matter_where_steps_are_given() -> None:

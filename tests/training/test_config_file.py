@@ -78,8 +78,8 @@ def test_all_faults_of_a_file_come_at_once(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "learning_rate is not a setting" in message
     assert "global_batchsize is not a setting; did you mean global_batch_size?" in message
-    assert "seed: 'x'; expected a whole number" in message
-    assert "precision: 'int8'; expected 'fp32' or 'bf16' or 'fp16'" in message
+    assert "seed = 'x': expected a whole number" in message
+    assert "precision = 'int8': expected 'fp32' or 'bf16' or 'fp16'" in message
 
 
 @pytest.mark.parametrize("content", [b"lr = = 1", b"\xff\xfe", b"[model]\nname = 1\n"])

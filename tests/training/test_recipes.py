@@ -82,12 +82,14 @@ def test_impossible_choices_come_together_with_all_others(
         train(config)
     reasons = str(caught.value).splitlines()[1:]
     assert [reason.split(":")[0].strip(" -") for reason in reasons] == [
-        *("micro_batch_size", "layer_decay", "duplicates")
+        *("micro-batch-size 0", "layer-decay 0.0", "duplicates ignored")
     ]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cooldown_longer_than_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", lr_scheduler="wsd", lr_cooldown=11)
-    with pytest.raises(UsageError, match=r"lr_cooldown: 11 steps, but after .* only 10"):
+    with pytest.raises(
+        UsageError, match="--warmup 2: the run has only 1 step before its --lr-cooldown 11"
+    ):
         train(config)

@@ -114,7 +114,7 @@ def test_a_run_can_be_made_longer_but_not_shorter(
     assert train(make_config(tmp_path / "once", steps=7, lr_scheduler="const")) == 0
     assert weights(output) == weights(tmp_path / "once")
     assert load_config(output / "config.toml").steps == 7
-    with pytest.raises(UsageError, match="has done 7 steps, asked are 6"):
+    with pytest.raises(UsageError, match="has done 7 steps already, more than the 6"):
         train(make_config(output, steps=6, lr_scheduler="const", resume=True))
 
 
@@ -196,11 +196,11 @@ def test_an_evaluation_without_data_is_refused_before_anything_is_trained(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path / "run", evaluate=True)
-    with pytest.raises(UsageError, match="evaluate: true; expected val_data with it"):
+    with pytest.raises(UsageError, match="--evaluate: expected --val-data with it"):
         train(config)
-    with pytest.raises(UsageError, match="val_data: nothing matches nowhere"):
+    with pytest.raises(UsageError, match="--val-data: nothing matches nowhere"):
         train(replace(config, val_data="nowhere"))
-    with pytest.raises(UsageError, match=r"val_data: x\.csv; expected with evaluate"):
+    with pytest.raises(UsageError, match=r"--val-data: .*x\.csv"):
         train(replace(config, evaluate=False, val_data="x.csv"))
     assert not config.output.exists()
 

@@ -27,9 +27,9 @@ def test_every_reason_comes_at_once_and_nothing_is_written(
     reasons = refused(config).splitlines()
     assert reasons[0] == "several things:"
     assert [reason.split(":")[0] for reason in reasons[1:]] == [
-        "  - micro_batch_size",
+        "  - --micro-batch-size 0",
         "  - nothing matches no.tar",
-        "  - model",
+        "  - --model",
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -38,7 +38,7 @@ def test_no_compiler_for_torch_compile(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++ -O1")
-    with pytest.raises(UsageError, match=r"torchcompile: .* no /nowhere/c\+\+ \(CXX names"):
+    with pytest.raises(UsageError, match=r"^--torchcompile: .* no /nowhere/c\+\+ \(CXX names"):
         prepare(make_config(tmp_path / "run", torchcompile=True))
     prepare(make_config(tmp_path / "run"))
     monkeypatch.setenv("CXX", f"{sys.executable} --flag")  # any program will do
@@ -47,14 +47,16 @@ def test_no_compiler_for_torch_compile(
 
 def test_a_batch_larger_than_the_data(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", global_batch_size=41)
-    assert refused(config) == "global_batch_size: 41, but there are only 40 pairs"
+    assert (
+        refused(config) == "--global-batch-size 41: expected at most 40, the pairs that there are"
+    )
 
 
 def test_a_warm_up_longer_than_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", warmup=13)
-    assert refused(config) == "warmup: 13 steps, but the run has only 12"
+    assert refused(config) == "--warmup 13: the run has only 12 steps"
     config = make_config(tmp_path / "run", warmup=11, steps=None, epochs=2)
-    assert refused(config) == "warmup: 11 steps, but the run has only 10"
+    assert refused(config) == "--warmup 11: the run has only 10 steps"
 
 
 def test_epochs_make_as_many_steps_as_there_are_whole_batches(
@@ -66,13 +68,20 @@ def test_epochs_make_as_many_steps_as_there_are_whole_batches(
 
 def test_a_folder_that_is_a_file(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert refused(make_config(tmp_path / "file")) == f"output: {tmp_path / 'file'} is no folder"
+    assert (
+        refused(make_config(tmp_path / "file"))
+        == f"--output {tmp_path / 'file'}: {tmp_path / 'file'} is no folder"
+    )
     inside = make_config(tmp_path / "file" / "run")
-    assert refused(inside) == f"output: {tmp_path / 'file'} is no folder"
+    assert refused(inside).endswith(
+        f"{tmp_path / 'file' / 'run'}: {tmp_path / 'file'} is no folder"
+    )
 
 
 def test_a_folder_that_cannot_be_written_to(make_config: MakeConfig) -> None:
-    assert refused(make_config("/proc/run")).startswith("output: /proc cannot be written to: ")
+    assert refused(make_config("/proc/run")).startswith(
+        "--output /proc/run: /proc cannot be written to: "
+    )
 
 
 def test_a_folder_that_holds_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -91,7 +100,8 @@ def test_a_run_is_not_resumed_with_other_settings(make_config: MakeConfig, tmp_p
     save_config(make_config(tmp_path), tmp_path / "config.toml")
     message = refused(make_config(tmp_path, resume=True, lr=0.5, seed=3, log_every=7))
     assert message == (
-        f"resume: {tmp_path} is a run with other settings: lr was 0.001, is 0.5, seed was 0, is 3"
+        f"--resume: {tmp_path} is a run with other settings: "
+        "--lr was 0.001, is 0.5, --seed was 0, is 3"
     )
 
 
@@ -106,14 +116,14 @@ def test_checkpoints_without_a_configuration_are_not_guessed_at(
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
     message = refused(make_config(tmp_path, resume=True))
-    assert message == f"resume: {tmp_path} has checkpoints but no config.toml"
+    assert message == f"--resume: {tmp_path} has checkpoints but no config.toml"
 
 
 def test_a_damaged_configuration_of_the_run_is_named(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "config.toml").write_text("lr = ")
-    assert "config.toml is not TOML" in refused(make_config(tmp_path, resume=True))
+    assert "config.toml: not TOML" in refused(make_config(tmp_path, resume=True))
 
 
 def test_a_column_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:

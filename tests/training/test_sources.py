@@ -88,14 +88,20 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     [
         (["--csv-query-key", "question::query"], "a.csv has no query column 'question'; its"),
         (["--csv-caption-key", "nope"], "a.csv has no caption column 'nope'; its columns are 'as"),
-        (["--csv-query-key", "a::b::c"], "query_column: 'a::b::c' names 3; expected one, or one"),
-        (["--csv-img-key", "x"], "csv_query_key: 'asked::query'; expected without csv_img_key"),
+        (
+            ["--csv-query-key", "a::b::c"],
+            "--csv-query-key: 'a::b::c' names 3; expected one, or one",
+        ),
+        (["--csv-img-key", "x"], "--csv-query-key asked::query: expected without --csv-img-key"),
         (
             ["--train-data-upsampling-factors", "1"],
-            "upsampling_factors: '1' are 1; expected 2, one a source",
+            "--train-data-upsampling-factors: '1' are 1; expected 2, one a source",
         ),
         (["--train-data-upsampling-factors", "1::x"], "'1::x'; expected numbers joined by '::'"),
-        (["--global-batch-size", "41"], "global_batch_size: 41, but there are only 40 pairs"),
+        (
+            ["--global-batch-size", "41"],
+            "--global-batch-size 41: expected at most 40, the pairs",
+        ),
         (["--model", "glyph-small"], "takes images with texts, but"),
     ],
 )
@@ -116,7 +122,7 @@ def test_what_cannot_be_is_told_in_one_line(
 
 def test_a_model_of_texts_on_images(texts: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", model=f"hf:{texts / 'bert'}")
-    with pytest.raises(UsageError, match=r"but .* has images \(csv_query_key names the column"):
+    with pytest.raises(UsageError, match=r"but .* has images \(--csv-query-key names the column"):
         prepare(config)
 
 
@@ -137,5 +143,5 @@ def test_an_epoch_is_what_the_factors_say(
     other = make_config(
         tmp_path / "run", **{**mixed, "train_data_upsampling_factors": "1::0.6"}, resume=True
     )
-    with pytest.raises(UsageError, match=r"_upsampling_factors was 1::0\.4, is 1::0\.6"):
+    with pytest.raises(UsageError, match=r"-upsampling-factors was 1::0\.4, is 1::0\.6"):
         train(other)

@@ -44,17 +44,23 @@ def test_a_bias_that_no_loss_looks_at_is_not_trained(model: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": "glyph-small", "layer_decay": 0.5}, "layer_decay: glyph-small has no numbered"),
-        ({"matryoshka_dims": (8, 17)}, "matryoshka_dims: 17, but the features of .* only 16"),
+        (
+            {"model": "glyph-small", "layer_decay": 0.5},
+            "--layer-decay: glyph-small has no numbered",
+        ),
+        ({"matryoshka_dims": (8, 17)}, "--matryoshka-dims 17: the features of .* only 16"),
         (
             {"lock_image": True, "lock_image_unlocked_groups": 50},
-            "lock_image: with 50 groups unlocked nothing of the image tower stays locked",
+            "--lock-image: with 50 groups unlocked nothing of the image tower stays locked",
         ),
         (
             {"model": "glyph-small", "lock_image": True, "lock_image_unlocked_groups": 1},
-            "lock_image: .*locked whole only, got 1 unlocked",
+            "--lock-image: .*locked whole only, got 1 unlocked",
         ),
-        ({"model": "glyph-small", "force_image_size": 64}, "force_image_size: glyph-small has no"),
+        (
+            {"model": "glyph-small", "force_image_size": 64},
+            "--force-image-size: glyph-small has no",
+        ),
         ({"hf_pooling": "cls"}, "is no 'hf:' model"),
     ],
 )
@@ -67,4 +73,4 @@ def test_data_that_a_model_does_not_take_are_refused() -> None:
     config = TrainConfig(model="hf:folder", train_data="shards")
     assert kind_problems(config, "image", "image") == []
     [problem] = kind_problems(config, "image", "text")
-    assert problem.startswith("model: hf:folder takes texts with texts, but shards has images")
+    assert problem.startswith("--model hf:folder: it takes texts with texts, but shards has images")

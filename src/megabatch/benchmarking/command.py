@@ -7,16 +7,15 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-import tyro
-from rich.console import Console
-
-from megabatch.benchmarking import loss, records, table
-from megabatch.benchmarking.contenders import CLIP
-from megabatch.benchmarking.measure import Effort
 from megabatch.errors import UsageError
+from megabatch.options import parse_one_of
+
+if TYPE_CHECKING:
+    from megabatch.benchmarking import loss, records
+
+# Libraries are imported by the functions that use them: --help does without.
 
 _DESCRIPTION = "Measure megabatch beside other implementations, in one run."
 
@@ -60,14 +59,18 @@ class LossOptions:
 
 def main(argv: list[str]) -> int:
     """Run `megabatch bench ...`; returns the exit code: 1 where a contender failed or was wrong."""
-    options = tyro.extras.subcommand_cli_from_dict(
-        {"loss": LossOptions}, args=argv, prog="megabatch bench", description=_DESCRIPTION
+    options = parse_one_of(
+        {"loss": LossOptions}, argv, prog="megabatch bench", description=_DESCRIPTION
     )
     return bench_loss(options, command=shlex.join(["megabatch", "bench", *argv]))
 
 
 def bench_loss(options: LossOptions, command: str) -> int:
     """Measure, print a table, write the records after each batch size."""
+    from rich.console import Console
+
+    from megabatch.benchmarking import loss, records, table
+
     plan = _plan(options)
     if options.output is not None:
         _check_output(options.output)
@@ -119,6 +122,10 @@ def _plan(options: LossOptions) -> loss.Plan:
     ):
         if number is not None and not 0 < number < math.inf:
             raise UsageError(f"{name} {number}: expected a number above 0")
+    from megabatch.benchmarking import loss
+    from megabatch.benchmarking.contenders import CLIP
+    from megabatch.benchmarking.measure import Effort
+
     device = _device(options)
     contenders = CLIP.choose(options.contenders, device)
     on_cpu = device == "cpu"
@@ -143,6 +150,8 @@ def _plan(options: LossOptions) -> loss.Plan:
 
 
 def _device(options: LossOptions) -> str:
+    import torch
+
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,6 +178,8 @@ def _check_output(path: Path) -> None:
 
 
 def _write(path: Path, command: str, done: list[records.Record]) -> None:
+    from megabatch.benchmarking import records
+
     try:
         records.write(path, command, done)
     except OSError as error:

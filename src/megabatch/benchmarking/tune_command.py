@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-import tyro
-from rich.console import Console
-
-from megabatch.benchmarking import tune
-from megabatch.benchmarking.tune import Target, Tried
 from megabatch.errors import UsageError
-from megabatch.similarity import sweep
-from megabatch.similarity.fused import tuned
-from megabatch.similarity.fused.tuned import Config, Key
+from megabatch.options import parse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megabatch.benchmarking.tune import Target, Tried
+    from megabatch.similarity.fused.tuned import Config, Key
+
+# Libraries are imported by the functions that use them: --help does without.
 
 _DESCRIPTION = """Find the fastest launches of the fused kernels on this machine's GPU, for features
 of these widths, and keep them in the user's cache, where every later run finds them."""
@@ -40,8 +40,12 @@ class TuneOptions:
 
 def main(argv: list[str]) -> int:
     """Run `megabatch tune ...`; returns the exit code."""
-    options = tyro.cli(TuneOptions, args=argv, prog="megabatch tune", description=_DESCRIPTION)
+    options = parse(TuneOptions, argv, prog="megabatch tune", description=_DESCRIPTION)
     targets = _targets(options)
+    from rich.console import Console
+
+    from megabatch.similarity.fused import tuned
+
     file = options.output or tuned.path()
     console = Console(highlight=False)
     for target in targets:
@@ -64,6 +68,11 @@ def _targets(options: TuneOptions) -> list[Target]:
             raise UsageError(f"--{name}: expected at least one")
     if not options.budget_seconds > 0:
         raise UsageError(f"--budget-seconds {options.budget_seconds}: expected a number above 0")
+    import torch
+
+    from megabatch.benchmarking.tune import Target
+    from megabatch.similarity import sweep
+
     if not torch.cuda.is_available():
         raise UsageError("this machine has no CUDA device that torch can use: nothing to tune")
     if "float32" in options.dtype:
@@ -80,6 +89,8 @@ def _targets(options: TuneOptions) -> list[Target]:
 
 
 def _tune(target: Target, seconds: float, console: Console) -> Config:
+    from megabatch.benchmarking import tune
+
     name = str(target.dtype).removeprefix("torch.")
     console.print(
         f"{target.kernel}, {name}, width {target.width}, {'few' if target.few else 'many'} rows",
@@ -104,6 +115,8 @@ def _words(tried: Tried) -> str:
 
 
 def _keep(file: Path, found: dict[Key, Config]) -> None:
+    from megabatch.similarity.fused import tuned
+
     try:
         tuned.write(file, found)
     except OSError as error:

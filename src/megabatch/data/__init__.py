@@ -1,9 +1,14 @@
 """Image-caption pairs: the built-in glyphs, WebDataset shards, tables; and batches of them."""
 
-from megabatch.data.glyphs import GlyphPairs, GlyphSet, load_glyphs
-from megabatch.data.loader import Batch, PairLoader
-from megabatch.data.pairs import ArrayDataset, BadSample, BatchTransform, Pair, PairDataset
-from megabatch.data.sources import open_pairs
+from typing import TYPE_CHECKING
+
+from megabatch.lazy import lazy
+
+if TYPE_CHECKING:
+    from megabatch.data.glyphs import GlyphPairs, GlyphSet, load_glyphs
+    from megabatch.data.loader import Batch, PairLoader
+    from megabatch.data.pairs import ArrayDataset, BadSample, BatchTransform, Pair, PairDataset
+    from megabatch.data.sources import open_pairs
 
 __all__ = [
     "ArrayDataset",
@@ -18,3 +23,11 @@ __all__ = [
     "load_glyphs",
     "open_pairs",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    dict.fromkeys(__all__, "megabatch.data.pairs")
+    | dict.fromkeys(("GlyphPairs", "GlyphSet", "load_glyphs"), "megabatch.data.glyphs")
+    | dict.fromkeys(("Batch", "PairLoader"), "megabatch.data.loader")
+    | {"open_pairs": "megabatch.data.sources"},
+)

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
-import tyro
-from PIL import Image
-from rich.console import Console
-from rich.progress import track
-
-from megabatch.data.export import write_shards
-from megabatch.data.glyphs import load_glyphs
-from megabatch.data.iconify import open_package
-from megabatch.data.icons import write_icons
-from megabatch.data.pairs import BadSample, Pair, PairDataset
-from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
+from megabatch.options import Positional, parse_one_of
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from megabatch.data.pairs import Pair, PairDataset
+
+# Libraries are imported by the functions that use them: --help does without.
 
 Split = Literal["train", "faces", "characters", "all"]
 
@@ -67,7 +63,7 @@ class Icons:
 class Inspect:
     """Read samples of a data set: how many there are, what they look like, what is wrong."""
 
-    data: tyro.conf.Positional[str]
+    data: Annotated[str, Positional("DATA")]
     """"glyphs", shards, tables, a pattern, a folder, or several joined by '::', as for training."""
     split: Split | None = None
     """Part of the glyph set."""
@@ -85,23 +81,22 @@ class Inspect:
 
 def main(argv: list[str]) -> int:
     """Run `megabatch data ...`; returns the exit code."""
-    command = tyro.cli(
-        Annotated[Glyphs, tyro.conf.subcommand("glyphs")]
-        | Annotated[Icons, tyro.conf.subcommand("icons")]
-        | Annotated[Inspect, tyro.conf.subcommand("inspect")],
-        prog="megabatch data",
-        description=__doc__,
-        args=argv,
-    )
+    commands = {"glyphs": Glyphs, "icons": Icons, "inspect": Inspect}
+    description = "Write the built-in data sets as shards, look into a data set."
+    command = parse_one_of(commands, argv, prog="megabatch data", description=description)
     if isinstance(command, Glyphs):
         return glyphs(command)
     if isinstance(command, Icons):
         return icons(command)
+    assert isinstance(command, Inspect)
     return inspect(command)
 
 
 def glyphs(options: Glyphs) -> int:
     """Write the glyph set as shards."""
+    from megabatch.data.export import write_shards
+    from megabatch.data.glyphs import load_glyphs
+
     if options.samples_per_shard < 1:
         raise UsageError(f"--samples-per-shard {options.samples_per_shard}: expected at least 1")
     pairs = load_glyphs().split(options.split)
@@ -113,6 +108,9 @@ def glyphs(options: Glyphs) -> int:
 
 def icons(options: Icons) -> int:
     """Write the icons as shards."""
+    from megabatch.data.iconify import open_package
+    from megabatch.data.icons import write_icons
+
     for name, least in (("samples_per_shard", 1), ("size", 1), ("max_bytes", 1), ("workers", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
@@ -145,6 +143,8 @@ def icons(options: Icons) -> int:
 
 def inspect(options: Inspect) -> int:
     """Read samples of a data set and print what was found; exit code 1 if none is usable."""
+    from megabatch.data.sources import open_pairs
+
     if options.limit < 0:
         raise UsageError(f"--limit {options.limit}: expected at least 0")
     dataset = open_pairs(
@@ -184,6 +184,12 @@ def _read_some(
         The first five good ones; how many bad ones for each reason; the first one's key for each
         reason; how many were read.
     """
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import track
+
+    from megabatch.data.pairs import BadSample
+
     count = min(limit or len(dataset), len(dataset))
     indices = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
     good: list[Pair] = []

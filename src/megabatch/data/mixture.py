@@ -14,6 +14,8 @@ from megabatch.errors import UsageError
 
 SEPARATOR = "::"
 
+_OPTION = "--train-data-upsampling-factors"
+
 
 class MixedPairs:
     """Sources one after another, of which an epoch draws as their factors say.
@@ -62,7 +64,7 @@ class MixedPairs:
         for name, part, factor in zip(names, self.parts, factors, strict=True):
             if part.drawn == 0:
                 raise UsageError(
-                    f"upsampling_factors: {factor:g} of the {part.size} pairs of {name} is not one"
+                    f"{_OPTION}: {factor:g} of the {part.size} pairs of {name} is not one"
                 )
             self.shares.append(
                 f"{name}: {part.size:,} pairs, of which an epoch draws {part.drawn:,}"
@@ -157,7 +159,7 @@ def parse_factors(text: str) -> list[float]:
         return [float(part) for part in text.split(SEPARATOR)]
     except ValueError as error:
         raise UsageError(
-            f"upsampling_factors: {text!r}; expected numbers joined by {SEPARATOR!r}, as in '1::2'"
+            f"{_OPTION}: {text!r}; expected numbers joined by {SEPARATOR!r}, as in '1::2'"
         ) from error
 
 
@@ -166,7 +168,7 @@ def check_factors(factors: Sequence[float], sources: int) -> None:
     said = SEPARATOR.join(f"{factor:g}" for factor in factors)
     if len(factors) != sources:
         raise UsageError(
-            f"upsampling_factors: {said!r} are {len(factors)}; expected {sources}, one a source"
+            f"{_OPTION}: {said!r} are {len(factors)}; expected {sources}, one a source"
         )
     if not all(0 < factor < math.inf for factor in factors):
-        raise UsageError(f"upsampling_factors: {said!r}; expected numbers above 0")
+        raise UsageError(f"{_OPTION}: {said!r}; expected numbers above 0")

@@ -87,18 +87,26 @@ def split_spec(spec: str) -> list[str]:
     return specs
 
 
-def one_each(names: str | None, option: str, specs: list[str]) -> list[str | None]:
+#: How the columns are named on the command line.
+_OPTIONS = {
+    "image_column": "--csv-img-key",
+    "query_column": "--csv-query-key",
+    "caption_column": "--csv-caption-key",
+}
+
+
+def one_each(names: str | None, column: str, specs: list[str]) -> list[str | None]:
     """A column's name for each source: the only one, or several joined like the sources.
 
     Raises:
-        UsageError: as many names as there are no sources; `option` is what it calls them.
+        UsageError: as many names as there are no sources; `column` is which one they name.
     """
     if names is None or SEPARATOR not in names or len(specs) == 1:
         return [names] * len(specs)
     each = names.split(SEPARATOR)
     if len(each) != len(specs):
         raise UsageError(
-            f"{option}: {names!r} names {len(each)}; expected one, or one for each of "
+            f"{_OPTIONS[column]}: {names!r} names {len(each)}; expected one, or one for each of "
             f"{len(specs)} sources"
         )
     return [name or None for name in each]

@@ -1,21 +1,24 @@
 """Retrieval and zero-shot evaluation, of features or of a whole run.
 
 `retrieval_metrics` needs torch alone; `evaluate_run` needs the trainer's libraries
-(`megabatch[train]`) and is therefore imported only when it is asked for.
+(`megabatch[train]`).
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import Any
+from megabatch.lazy import lazy
 
-from megabatch.evaluation.retrieval import chance_metrics, retrieval_metrics
+if TYPE_CHECKING:
+    from megabatch.evaluation.retrieval import chance_metrics, retrieval_metrics
+    from megabatch.evaluation.run import evaluate_run
 
 __all__ = ["chance_metrics", "evaluate_run", "retrieval_metrics"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "evaluate_run":
-        from megabatch.evaluation.run import evaluate_run
-
-        return evaluate_run
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy(
+    __name__,
+    {
+        "chance_metrics": "megabatch.evaluation.retrieval",
+        "evaluate_run": "megabatch.evaluation.run",
+        "retrieval_metrics": "megabatch.evaluation.retrieval",
+    },
+)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import tyro
-from rich.console import Console
+import inspect
+from typing import TYPE_CHECKING, Any
 
 from megabatch.errors import UsageError
 from megabatch.evaluation.config import EvalConfig
-from megabatch.evaluation.processes import is_first, torchrun
-from megabatch.evaluation.run import evaluate
-from megabatch.evaluation.table import print_evaluation
+from megabatch.options import parse
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the figures, and say where the report is; returns the exit code."""
-    config = tyro.cli(EvalConfig, args=argv, prog="megabatch eval")
+    description = inspect.getdoc(EvalConfig) or ""
+    config = parse(EvalConfig, argv, prog="megabatch eval", description=description)
+    from rich.console import Console  # as little as can be for --help
+
+    from megabatch.evaluation.processes import is_first, torchrun
+    from megabatch.evaluation.table import print_evaluation
+
     with torchrun():
         if not is_first():
             return _follow(config)
@@ -34,6 +39,8 @@ def main(argv: list[str]) -> int:
 
 
 def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
+    from megabatch.evaluation.run import evaluate
+
     what = f"evaluating {config.run or config.model}"
     with console.status(what) as status:
         return evaluate(
@@ -45,6 +52,8 @@ def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
 
 def _follow(config: EvalConfig) -> int:
     """A process that only helps: what is wrong, all have met, and the first one says it."""
+    from megabatch.evaluation.run import evaluate
+
     try:
         evaluate(config)
     except UsageError as error:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import torch
-import tyro
+from typing import Annotated, ClassVar, Literal
 
 from megabatch.errors import UsageError
-from megabatch.evaluation.embed import PRECISIONS
-from megabatch.evaluation.processes import local_rank
+from megabatch.options import Positional
 
 Method = Literal["zero-shot", "knn", "linear-probe"]
 METHODS: tuple[Method, ...] = ("zero-shot", "knn", "linear-probe")
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 #: The built-in labelled images, as `class_data`.
 DIGITS = "digits"
@@ -28,7 +25,15 @@ class EvalConfig:
     never saw. Under torchrun the work is shared out; the figures stay the same.
     """
 
-    run: tyro.conf.Positional[Annotated[Path | None, tyro.conf.arg(metavar="RUN")]] = None
+    #: Headings of the help, each under the first setting that is below it.
+    GROUPS: ClassVar = {
+        "run": "model",
+        "val_data": "retrieval",
+        "class_data": "classification",
+        "device": "device and speed",
+    }
+
+    run: Annotated[Path | None, Positional("RUN")] = None
     """The run's folder: config.toml with model.safetensors or checkpoints."""
     model: str | None = None
     """Instead of RUN: the name of a model, such as ViT-B-32."""
@@ -142,6 +147,10 @@ def choose_device(name: str, *, several: bool = False) -> str:
     Raises:
         UsageError: it cannot be used.
     """
+    import torch  # --help does without
+
+    from megabatch.evaluation.processes import local_rank
+
     if several and ":" in name:
         raise UsageError(f"--device {name}: expected auto, cpu or cuda: each process takes its own")
     if several and name == "cuda":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import UsageError
+from megabatch.extras import named_extras
 
 #: Tokens a text where nothing else is said: longer ones cost time for every short one.
 CONTEXT_LENGTH = 128
@@ -53,15 +54,13 @@ def read_config(folder: Path) -> Any:
         UsageError: transformers is not installed, or cannot read it.
     """
     if not (folder / "config.json").is_file():
-        raise UsageError(f"model: {folder} is no folder of a Hugging Face model: no config.json")
-    try:
+        raise UsageError(f"--model: {folder} is no folder of a Hugging Face model: no config.json")
+    with named_extras():
         import transformers
-    except ImportError as error:
-        raise UsageError("model: 'hf:' models need transformers: megabatch[hf]") from error
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever the architecture's own code raises
-        raise UsageError(f"model: {folder} cannot be read: {one_line(error)}") from error
+        raise UsageError(f"--model: {folder} cannot be read: {one_line(error)}") from error
 
 
 def read_model(folder: Path, config: Any, unused: str = "") -> Any:
@@ -85,10 +84,10 @@ def read_model(folder: Path, config: Any, unused: str = "") -> Any:
         else:
             model = transformers.AutoModel.from_config(config)
     except Exception as error:  # whatever the architecture's own code raises
-        raise UsageError(f"model: {folder} cannot be read: {one_line(error)}") from error
+        raise UsageError(f"--model: {folder} cannot be read: {one_line(error)}") from error
     if missing:  # transformers would go on with random ones
         raise UsageError(
-            f"model: {folder} lacks {len(missing)} tensors of its model, such as {missing[0]}"
+            f"--model: {folder} lacks {len(missing)} tensors of its model, such as {missing[0]}"
         )
     whole: Any = model.float()  # whatever it was stored in
     return whole
@@ -108,22 +107,22 @@ def read_tokenizer(folder: Path, config: Any, context_length: int | None) -> Fol
     # Without any of them transformers makes one up, of a handful of special tokens.
     files_of_one = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
     if not any(path for pattern in files_of_one for path in folder.glob(pattern)):
-        raise UsageError(f"model: {folder} has no tokenizer: none of {', '.join(files_of_one)}")
+        raise UsageError(f"--model: {folder} has no tokenizer: none of {', '.join(files_of_one)}")
     try:
         tokenizer = _read_tokenizer(folder)
     except Exception as error:
-        raise UsageError(f"model: the tokenizer of {folder}: {one_line(error)}") from error
+        raise UsageError(f"--model: the tokenizer of {folder}: {one_line(error)}") from error
     if tokenizer.pad_token_id is None:
-        raise UsageError(f"model: the tokenizer of {folder} has no token of padding")
+        raise UsageError(f"--model: the tokenizer of {folder} has no token of padding")
     if len(tokenizer) > config.vocab_size:
         raise UsageError(
-            f"model: the tokenizer of {folder} has {len(tokenizer)} tokens, but the encoder knows "
-            f"only {config.vocab_size}"
+            f"--model: the tokenizer of {folder} has {len(tokenizer)} tokens, but the encoder "
+            f"knows only {config.vocab_size}"
         )
     longest = getattr(config, "max_position_embeddings", None) or math.inf
     if context_length is not None and context_length > longest:
         raise UsageError(
-            f"force_context_length: {context_length}, but {folder} has positions for {longest}"
+            f"--force-context-length {context_length}: {folder} has positions for {longest}"
         )
     length = context_length or int(min(CONTEXT_LENGTH, longest, tokenizer.model_max_length))
     return FolderTokenizer(folder, int(tokenizer.pad_token_id), length)

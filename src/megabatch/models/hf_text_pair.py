@@ -27,7 +27,7 @@ def create(
     if given := options.given("force_patch_dropout", "force_image_size"):
         raise UsageError(f"{', '.join(given)}: {name} has no images")
     if not hasattr(config, "hidden_size"):
-        raise UsageError(f"model: {folder} is no text encoder: its config has no hidden_size")
+        raise UsageError(f"--model: {folder} is no text encoder: its config has no hidden_size")
     encoder = read_model(folder, config, unused="pooler.")
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # BERT's, of another task: no feature here comes from it
@@ -135,7 +135,7 @@ class TextPair(nn.Module):
 
     def _lock(self, side: str, unlocked: int) -> None:
         if self.share:
-            raise ValueError("one encoder serves both sides; expected two (hf_share = false)")
+            raise ValueError("one encoder serves both sides; expected two (--no-hf-share)")
         lock_layers(self, f"{side}.", unlocked)
 
 

@@ -37,7 +37,7 @@ def create(
     """
     if config.model_type not in KINDS:
         raise UsageError(
-            f"model: {folder} is of the kind {config.model_type!r}, expected one of "
+            f"--model: {folder} is of the kind {config.model_type!r}, expected one of "
             f"{', '.join(KINDS)}, or a text encoder"
         )
     if given := options.given("hf_pooling", "hf_share"):
@@ -129,8 +129,8 @@ def _transform(folder: Path, vision: Any, train: bool) -> Any:
         mean, std = tuple(read["image_mean"]), tuple(read["image_std"])
     except (KeyError, TypeError) as error:
         raise UsageError(
-            f"model: the image processor of {folder}: expected image_mean, image_std and resample "
-            f"2 or 3, got {', '.join(f'{k} {read.get(k)}' for k in _NEEDED)}"
+            f"--model: the image processor of {folder}: expected image_mean, image_std and "
+            f"resample 2 or 3, got {', '.join(f'{k} {read.get(k)}' for k in _NEEDED)}"
         ) from error
     shape = "shortest" if read.get("do_center_crop") else "squash"
     size = int(vision.image_size)
@@ -142,11 +142,11 @@ def _processor(folder: Path) -> dict[str, Any]:
     """What a folder says of its images; newer folders have it among what all processors say."""
     path = next((folder / name for name in _PROCESSORS if (folder / name).is_file()), None)
     if path is None:
-        raise UsageError(f"model: {folder} has no image processor: no {_PROCESSORS[0]}")
+        raise UsageError(f"--model: {folder} has no image processor: no {_PROCESSORS[0]}")
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
         processor: dict[str, Any] = read.get("image_processor", read)
         processor.get("image_mean")
     except (OSError, ValueError, AttributeError) as error:
-        raise UsageError(f"model: {path} cannot be used: {one_line(error)}") from error
+        raise UsageError(f"--model: {path} cannot be used: {one_line(error)}") from error
     return processor

@@ -47,10 +47,10 @@ def create(weights: Path | None, options: ModelOptions) -> Towers:
         raise UsageError(f"{', '.join(given)}: {NAME} has no such option")
     size = options.force_image_size or IMAGE_SIZE
     if size < PATCH or size % PATCH:
-        raise UsageError(f"force_image_size: {size}; {NAME} takes multiples of {PATCH}")
+        raise UsageError(f"--force-image-size {size}: {NAME} takes multiples of {PATCH}")
     dropout = options.force_patch_dropout or 0.0
     if not 0 <= dropout < 1:
-        raise UsageError(f"force_patch_dropout: {dropout}; expected at least 0 and below 1")
+        raise UsageError(f"--force-patch-dropout {dropout}: expected at least 0 and below 1")
     visual = VisionTower(EMBED_DIM, size, patch_dropout=dropout)
     text = TextFeatureTower(EMBED_DIM, _BUCKETS)
     module = TwoTowers(visual, text, options)

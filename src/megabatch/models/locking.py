@@ -25,7 +25,7 @@ def lock(
         UsageError: the model cannot lock this tower like that.
     """
     whose: Any = module
-    option = f"lock_{tower}"
+    option = f"--lock-{tower}"
     parameters = tower_parameters(module)[tower].values()
     try:
         if tower == "image":

@@ -41,14 +41,16 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     import open_clip
 
     if options.given("hf_pooling", "hf_share"):
-        raise UsageError(f"hf_pooling, hf_share: {name} is no 'hf:' model")
+        raise UsageError(f"--hf-pooling, --hf-share: {name} is no 'hf:' model")
     config = _config(name)
     if name.startswith(FOLDER):
         if weights is not None:
-            raise UsageError(f"pretrained: {name} brings its own weights, expected none beside it")
+            raise UsageError(
+                f"--pretrained: {name} brings its own weights, expected none beside it"
+            )
         weights = files.find(Path(name.removeprefix(FOLDER)))
     if "multimodal_cfg" in config:
-        raise UsageError(f"model: {name} also writes captions (CoCa), expected two towers")
+        raise UsageError(f"--model: {name} also writes captions (CoCa), expected two towers")
     stored = set() if weights is None else files.names(weights)
     with _without_warnings():
         try:
@@ -90,7 +92,7 @@ def _config(name: str) -> dict[str, Any]:
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["model_cfg"]
         return stored
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"model: {path} cannot be used: {_one_line(error)}") from error
+        raise UsageError(f"--model: {path} cannot be used: {_one_line(error)}") from error
 
 
 def _starts(options: ModelOptions, config: dict[str, Any], stored: set[str]) -> dict[str, float]:
@@ -106,8 +108,8 @@ def _starts(options: ModelOptions, config: dict[str, Any], stored: set[str]) -> 
 def _could_not_build(name: str, weights: Path | None, error: Exception) -> str:
     reason = _one_line(error)
     if weights is None:
-        return f"model: open_clip cannot build {name} here: {reason}"
-    return f"pretrained: {weights} does not hold the weights of {name}: {reason}"
+        return f"--model: open_clip cannot build {name} here: {reason}"
+    return f"--pretrained: {weights} does not hold the weights of {name}: {reason}"
 
 
 def _tokenizer(name: str, context_length: int | None) -> Callable[[Any], torch.Tensor]:
@@ -118,7 +120,7 @@ def _tokenizer(name: str, context_length: int | None) -> Callable[[Any], torch.T
             name, context_length=context_length
         )
     except Exception as error:  # Hugging Face tokenizers: not installed, not in the local cache ...
-        raise UsageError(f"model: the tokenizer of {name}: {_one_line(error)}") from error
+        raise UsageError(f"--model: the tokenizer of {name}: {_one_line(error)}") from error
     return tokenizer
 
 

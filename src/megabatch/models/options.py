@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from megabatch.hints import option
+
 Pooling = Literal["mean", "cls", "last"]
 
 
@@ -48,6 +50,6 @@ class ModelOptions:
         return cls(**chosen)
 
     def given(self, *names: str) -> list[str]:
-        """Those of the named options that differ from their defaults."""
+        """Those of the named options that differ from their defaults, as they are typed."""
         default = ModelOptions()
-        return [name for name in names if getattr(self, name) != getattr(default, name)]
+        return [option(name) for name in names if getattr(self, name) != getattr(default, name)]

@@ -49,7 +49,7 @@ def create(
     if name.startswith(huggingface.PREFIX):
         return huggingface.create(name, file, options)
     if not name.startswith(openclip.FOLDER) and name not in openclip.names():
-        raise UsageError(f"model: {name!r} is not known{_suggestion(name)}")
+        raise UsageError(f"--model: {name!r} is not known{_suggestion(name)}")
     return openclip.create(name, file, options)
 
 
@@ -57,5 +57,5 @@ def _suggestion(name: str) -> str:
     lower = {known.lower(): known for known in available()}
     close = difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)
     if not close:
-        return "; megabatch.models.available() lists all"
+        return "; python -c 'import megabatch.models as m; print(*m.available())' lists all"
     return f"; did you mean {' or '.join(lower[match] for match in close)}?"

@@ -30,7 +30,7 @@ def load_tower(module: nn.Module, tower: Tower, path: Path) -> None:
     """
     from open_clip.model import resize_pos_embed, resize_text_pos_embed
 
-    option = f"pretrained_{tower}_path"
+    option = f"--pretrained-{tower}-path"
     stored = weights.load(weights.find(path))
     wanted = {name for name in module.state_dict() if _is_of(name, tower)}
     missing: set[str] = wanted

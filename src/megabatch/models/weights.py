@@ -32,20 +32,20 @@ def find(path: Path) -> Path:
     if path.is_dir():
         found = [path / name for name in _IN_FOLDER if (path / name).is_file()]
         if not found:
-            raise UsageError(f"pretrained: {path} has none of {', '.join(_IN_FOLDER)}")
+            raise UsageError(f"--pretrained: {path} has none of {', '.join(_IN_FOLDER)}")
         if (path / "config.json").is_file() and not (path / "open_clip_config.json").is_file():
             raise UsageError(
-                f"pretrained: {path} is a folder of Hugging Face transformers, whose names of "
+                f"--pretrained: {path} is a folder of Hugging Face transformers, whose names of "
                 "weights are not open_clip's (expected as --model hf:PATH)"
             )
         return found[0]
     if path.suffix not in (".safetensors", *_TORCH):
         raise UsageError(
-            f"pretrained: expected a local .safetensors or {', '.join(_TORCH)} file, or a folder "
+            f"--pretrained: expected a local .safetensors or {', '.join(_TORCH)} file, or a folder "
             f"that open_clip or a run wrote, got {str(path)!r} (nothing is downloaded)"
         )
     if not path.is_file():
-        raise UsageError(f"pretrained: there is no file {path}")
+        raise UsageError(f"--pretrained: there is no file {path}")
     return path
 
 
@@ -61,7 +61,7 @@ def names(path: Path) -> set[str]:
         with safe_open(path, framework="pt") as file:
             return {_plain(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"pretrained: {path} is damaged: {error}") from error
+        raise UsageError(f"--pretrained: {path} is damaged: {error}") from error
 
 
 def load(path: Path) -> dict[str, Tensor]:
@@ -78,14 +78,14 @@ def load(path: Path) -> dict[str, Tensor]:
             return {_plain(name): value for name, value in load_file(path).items()}
         read: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, RuntimeError, EOFError) as error:
-        raise UsageError(f"pretrained: {path} is damaged: {_first_line(error)}") from error
+        raise UsageError(f"--pretrained: {path} is damaged: {_first_line(error)}") from error
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"pretrained: {path} holds more than tensors, and what a pickle says is not run"
+            f"--pretrained: {path} holds more than tensors, and what a pickle says is not run"
         ) from error
     state = read.get("state_dict", read) if isinstance(read, dict) else None
     if not isinstance(state, dict) or not any(isinstance(v, Tensor) for v in state.values()):
-        raise UsageError(f"pretrained: {path} has no tensors by name, nor under 'state_dict'")
+        raise UsageError(f"--pretrained: {path} has no tensors by name, nor under 'state_dict'")
     return {_plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
@@ -98,7 +98,7 @@ def fill(module: nn.Module, state: dict[str, Tensor], path: Path, name: str) -> 
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise UsageError(f"pretrained: {path} does not hold the weights of {name}") from error
+        raise UsageError(f"--pretrained: {path} does not hold the weights of {name}") from error
 
 
 def _plain(name: str) -> str:

@@ -1,7 +1,25 @@
 """What a run will take of each GPU's memory, before it starts. `megabatch plan` is its command."""
 
-from megabatch.planning.machine import Machine, this_machine
-from megabatch.planning.plan import NoPlan, Plan, make_plan
-from megabatch.planning.show import print_plan, to_json
+from typing import TYPE_CHECKING
+
+from megabatch.lazy import lazy
+
+if TYPE_CHECKING:
+    from megabatch.planning.machine import Machine, this_machine
+    from megabatch.planning.plan import NoPlan, Plan, make_plan
+    from megabatch.planning.show import print_plan, to_json
 
 __all__ = ["Machine", "NoPlan", "Plan", "make_plan", "print_plan", "this_machine", "to_json"]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "Machine": "megabatch.planning.machine",
+        "this_machine": "megabatch.planning.machine",
+        "NoPlan": "megabatch.planning.plan",
+        "Plan": "megabatch.planning.plan",
+        "make_plan": "megabatch.planning.plan",
+        "print_plan": "megabatch.planning.show",
+        "to_json": "megabatch.planning.show",
+    },
+)

@@ -25,11 +25,11 @@ def problems(config: TrainConfig, world: World) -> list[str]:
     if not config.use_bn_sync or world.size == 1:
         return []
     if world.device.type != "cuda":
-        return ["use_bn_sync: torch synchronises batch normalisation on GPUs only"]
+        return ["--use-bn-sync: torch synchronises batch normalisation on GPUs only"]
     if config.global_batch_size % world.size:
         return [
-            f"use_bn_sync: {config.global_batch_size} pairs over {world.size} processes; expected "
-            "as many on each"
+            f"--use-bn-sync: --global-batch-size {config.global_batch_size} over {world.size} "
+            "processes, expected as many on each"
         ]
     return []
 

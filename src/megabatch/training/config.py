@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_type_hints
 
-import torch
-
+from megabatch.hints import accepts, describe_type, option
 from megabatch.training import choices
+
+if TYPE_CHECKING:
+    import torch
+
+#: Headings of the settings, each under the first that is below it.
+GROUPS = {
+    "model": "model",
+    "hf_pooling": "text encoders of Hugging Face (hf: models)",
+    "lock_image": "locked towers",
+    "train_data": "data",
+    "output": "the run's folder",
+    "global_batch_size": "batch and length",
+    "loss": "loss",
+    "opt": "optimizer",
+    "lr": "learning rate",
+    "beta1": "the optimizer's constants",
+    "precision": "precision",
+    "device": "devices and processes",
+    "grad_checkpointing": "memory and speed",
+    "plan": "checks",
+    "seed": "reading data",
+    "log_every": "logs and checkpoints",
+    "evaluate": "evaluation",
+}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Train two towers on pairs with one contrastive loss over the whole global batch."""
 
-    model: str = "glyph-small"
-    """glyph-small; the name of an open_clip architecture such as ViT-B-32; local-dir:PATH, a folder
-    that open_clip saved for the hub; or hf:PATH, a folder that transformers saved: a model of
-    images and texts (CLIP, SigLIP), or a text encoder for pairs of texts."""
+    model: str = ""
+    """Needed: the name of an open_clip architecture such as ViT-B-32; local-dir:PATH, a folder that
+    open_clip saved for the hub; hf:PATH, a folder that transformers saved: a model of images and
+    texts (CLIP, SigLIP), or a text encoder for pairs of texts; or glyph-small or icon-small."""
     pretrained: Path | None = None
     """Weights to start from: a local .safetensors file, a .pt file of OpenCLIP's trainer, or a
     folder that open_clip or a run wrote."""
@@ -57,10 +79,11 @@ class TrainConfig:
     """Train the text tower no further."""
     lock_text_unlocked_layers: int = 0
     """Groups of layers at the text tower's end that are trained all the same."""
-    train_data: str = "glyphs"
-    """"glyphs"; or .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
+    train_data: str = ""
+    """Needed: .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
     tables: a path, a pattern such as 'shards/{00000..00099}.tar', or a folder of them; or a folder
-    that Hugging Face's datasets saved to disk; or several of these joined by '::'."""
+    that Hugging Face's datasets saved to disk; or several of these joined by '::'; or "glyphs",
+    which come with the library."""
     train_data_upsampling_factors: str | None = None
     """How often an epoch has each sample of a source, one number a source: '1::2' has those of the
     second twice, '1::0.5' every other one in turn. Default: each once."""
@@ -133,7 +156,8 @@ class TrainConfig:
     layer_decay: float | None = None
     """Factor of the learning rate from each layer of a tower to the one below it."""
     warmup: int = 20
-    """Steps in which the learning rate rises linearly to its peak."""
+    """Steps in which the learning rate rises linearly to its peak; a fifth of a run that is shorter
+    than the default."""
     beta1: float = 0.9
     """Decay of the mean gradient, of adamw, lamb, lion and adafactor."""
     beta2: float = 0.98
@@ -199,16 +223,18 @@ class TrainConfig:
     """How many of the newest checkpoints are kept."""
     evaluate: bool = False
     """Evaluate at the end, on val_data, as `megabatch eval` does: on all processes where each can
-    read the output folder, else on the first alone."""
+    read the output folder, else on the first alone. On where val_data is given."""
     val_data: str | None = None
     """Held-out pairs to evaluate on: what `megabatch eval --val-data` takes, with the columns of
     train_data. Default, with the glyphs as training data: glyphs that were held out."""
 
 
 def problems(config: TrainConfig) -> list[str]:
-    """Every setting that is impossible whatever the data and the model, each with its reason."""
-    wrong = list(_wrong_types(config))
-    if wrong:
+    """Every setting that is impossible whatever the data and the model, each with its reason.
+
+    A reason begins with the setting as it is typed: `--global-batch-size 0: expected at least 1`.
+    """
+    if wrong := wrong_types(config):
         return wrong
     return [reason for reason in _out_of_range(config) if reason] + choices.problems(config)
 
@@ -219,17 +245,19 @@ def resolve_device(name: str) -> torch.device:
     Raises:
         ValueError: there is no such device.
     """
+    import torch  # --help does without
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"{name!r}; expected auto, cpu, cuda or cuda:N") from error
+        raise ValueError(f"{name}: expected auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name!r}; expected auto, cpu, cuda or cuda:N")
+        raise ValueError(f"{name}: expected auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"{name!r}, but this machine has {count} CUDA devices")
+        raise ValueError(f"{name}: this machine has {count} CUDA devices")
     return device
 
 
@@ -255,42 +283,18 @@ def _out_of_range(config: TrainConfig) -> Iterator[str | None]:
     try:
         resolve_device(config.device)
     except ValueError as error:
-        yield f"device: {error}"
+        yield f"--device {error}"
 
 
 def _unless(holds: bool, config: TrainConfig, name: str, expected: str) -> str | None:
-    return None if holds else f"{name}: {getattr(config, name)}; expected {expected}"
+    return None if holds else f"{option(name)} {getattr(config, name)}: expected {expected}"
 
 
-def _wrong_types(config: TrainConfig) -> Iterator[str]:
+def wrong_types(config: TrainConfig) -> list[str]:
+    """Settings whose value is of another type, each with its reason."""
     hints = get_type_hints(TrainConfig)
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if not accepts(hints[field.name], value):
-            yield f"{field.name}: {value!r}; expected {describe_type(hints[field.name])}"
-
-
-def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value is of a field's type: exactly, but for whole numbers where a float goes."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_origin(hint) in (Union, types.UnionType):
-        return any(accepts(part, value) for part in get_args(hint))
-    if get_origin(hint) is tuple:  # of any length, all of one type
-        item = get_args(hint)[0]
-        return isinstance(value, tuple) and all(accepts(item, part) for part in value)
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def describe_type(hint: Any) -> str:
-    """A field's type in words."""
-    if get_origin(hint) is Literal:
-        return " or ".join(repr(choice) for choice in get_args(hint))
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(describe_type(p) for p in get_args(hint) if p is not types.NoneType)
-    if get_origin(hint) is tuple:
-        return f"a list, each {describe_type(get_args(hint)[0])}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return words.get(hint, "a path")
+    return [
+        f"{option(name)} {value!r}: expected {describe_type(hints[name])}"
+        for name, value in vars(config).items()
+        if not accepts(hints[name], value)
+    ]

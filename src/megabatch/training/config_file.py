@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from megabatch.errors import UsageError
-from megabatch.training.config import TrainConfig, accepts, describe_type
+from megabatch.hints import accepts, describe_type
+from megabatch.training.config import TrainConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -35,6 +36,11 @@ def load_config(name_or_path: str | Path) -> TrainConfig:
         UsageError: no such file, no TOML, keys that are no field, values of the wrong type; all
             of a file's faults in one message.
     """
+    return replace(TrainConfig(), **read_settings(name_or_path))
+
+
+def read_settings(name_or_path: str | Path) -> dict[str, Any]:
+    """The settings that a configuration has, by field; otherwise as `load_config`."""
     name = str(name_or_path)
     if name in packaged():
         return _parse((_CONFIGS / f"{name}.toml").read_text(encoding="utf-8"), name)
@@ -42,10 +48,10 @@ def load_config(name_or_path: str | Path) -> TrainConfig:
         return _parse(Path(name).read_text(encoding="utf-8"), name)
     except FileNotFoundError as error:
         raise UsageError(
-            f"config: {name!r} is neither a file nor one of {', '.join(packaged())}"
+            f"--config {name}: neither a file nor one of {', '.join(packaged())}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"config: {name} cannot be read: {error}") from error
+        raise UsageError(f"--config {name}: cannot be read: {error}") from error
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
@@ -83,11 +89,11 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _parse(text: str, source: str) -> TrainConfig:
+def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"config: {source} is not TOML: {error}") from error
+        raise UsageError(f"--config {source}: not TOML: {error}") from error
     hints = get_type_hints(TrainConfig)
     reasons = []
     for key, value in values.items():
@@ -100,7 +106,7 @@ def _parse(text: str, source: str) -> TrainConfig:
         elif isinstance(value, str) and Path in (hints[key], *get_args(hints[key])):
             values[key] = Path(value)
         elif not accepts(hints[key], value):
-            reasons.append(f"{key}: {value!r}; expected {describe_type(hints[key])}")
+            reasons.append(f"{key} = {value!r}: expected {describe_type(hints[key])}")
     if reasons:
-        raise UsageError(f"config: {source}: {'; '.join(reasons)}")
-    return replace(TrainConfig(), **values)
+        raise UsageError(f"--config {source}: {'; '.join(reasons)}")
+    return values

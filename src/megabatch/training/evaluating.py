@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from rich.console import Console
 
 from megabatch.errors import UsageError
+from megabatch.extras import MissingLibrary, named_extras
 from megabatch.training.config import TrainConfig
 from megabatch.training.world import World
 
@@ -18,7 +20,16 @@ def problems(config: TrainConfig, first: str) -> list[str]:
 
     `first`: what the model takes first, "image" or "text".
     """
-    if not config.evaluate or config.val_data in (None, "glyphs"):
+    if not config.evaluate:
+        return []
+    try:
+        with named_extras():
+            importlib.import_module("megabatch.evaluation.run")
+            if config.val_data is None:  # the glyphs, and digits beside them
+                importlib.import_module("sklearn.datasets")
+    except MissingLibrary as missing:
+        return [f"--evaluate: {missing}"]
+    if config.val_data in (None, "glyphs"):
         return []
     from megabatch.evaluation.val_data import open_val_data, reading_of
 
@@ -27,7 +38,7 @@ def problems(config: TrainConfig, first: str) -> list[str]:
         reading = reading_of(vars(config), config.val_data)
         open_val_data(config.val_data, config.model, first, reading)
     except UsageError as error:
-        return [f"val_data: {error}"]
+        return [f"--val-data: {error}"]
     return []
 
 

@@ -195,7 +195,7 @@ def _check_all_used(module: nn.Module) -> None:
     if unused:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         raise UsageError(
-            "parallel: ddp needs a gradient of every trainable parameter, and there is none of "
+            "--parallel: ddp needs a gradient of every trainable parameter, and there is none of "
             f"{', '.join(unused[:5])}{more}"
         )
 

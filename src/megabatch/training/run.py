@@ -214,8 +214,8 @@ class Run:
             return
         if state["step"] > self.trainer.total_steps:
             raise TrainingStopped(
-                f"resume: the run has done {state['step']} steps, asked are "
-                f"{self.trainer.total_steps}"
+                f"--resume: the run has done {state['step']} steps already, more than the "
+                f"{self.trainer.total_steps} that are asked for"
             )
         if state["total_steps"] != self.trainer.total_steps:
             self.console.print(

@@ -13,19 +13,29 @@ from megabatch.training import evaluating
 from megabatch.training.config import TrainConfig
 from megabatch.training.interrupt import exit_code
 from megabatch.training.lock import locked
+from megabatch.training.resolve import Given
 from megabatch.training.run import Run
 from megabatch.training.setup import Setup, check_folder, prepare
 from megabatch.training.trainer import TrainingStopped
 from megabatch.training.world import Gone, World, joined
 
 
-def train(config: TrainConfig, *, resume_command: str = "the same with --resume") -> int:
+def train(
+    config: TrainConfig,
+    *,
+    resume_command: str = "the same with --resume",
+    given: Given | None = None,
+) -> int:
     """Train as configured; writes `config.output` (see the package's page on run folders).
 
     Where `torchrun` or `srun` started several processes, each calls this, and they train together;
     rank 0 writes and speaks.
 
-    `resume_command`: what to tell a user who interrupts.
+    Args:
+        config: the run's settings. Those that were asked for less give way where two cannot be
+            together, and a line says so.
+        resume_command: what to tell a user who interrupts.
+        given: where settings come from; by default what differs from the defaults was asked for.
 
     Returns:
         0; or, after a checkpoint, 130 where SIGINT ended it and 75 (EX_TEMPFAIL: give the same
@@ -40,7 +50,7 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
     with joined(config) as world:
         console = Console(highlight=False, soft_wrap=True, quiet=not world.main)
         try:
-            received = _train(config, world, console, resume_command)
+            received, config = _train(config, world, console, resume_command, given)
             if config.evaluate and not received and evaluating.readable(config.output, world):
                 evaluating.evaluate(config, world, console)
                 evaluated = True
@@ -55,9 +65,18 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
     return 0
 
 
-def _train(config: TrainConfig, world: World, console: Console, resume_command: str) -> int:
-    """The run; returns the signal that ended it, or 0."""
-    setup = prepare(config, world)
+def _train(
+    config: TrainConfig,
+    world: World,
+    console: Console,
+    resume_command: str,
+    given: Given | None,
+) -> tuple[int, TrainConfig]:
+    """The run; returns the signal that ended it, or 0, and the settings that it had."""
+    setup = prepare(config, world, given=given)
+    config = setup.config
+    for note in setup.notes:
+        console.print(note)
     if config.plan != "off":
         world.attempt(lambda: _plan(setup, console))
     with contextlib.ExitStack() as stack:
@@ -74,7 +93,7 @@ def _train(config: TrainConfig, world: World, console: Console, resume_command: 
             f"interrupted after step {run.trainer.step} of {run.trainer.total_steps}; "
             f"continue with: {resume_command}"
         )
-    return received
+    return received, config
 
 
 def _plan(setup: Setup, console: Console) -> None:

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,11 +15,14 @@ import torch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, all_of
+from megabatch.hints import option, with_value
 from megabatch.models import Towers
 from megabatch.training import batch_norm, evaluating
-from megabatch.training.config import TrainConfig, problems
+from megabatch.training.choices import Conflict
+from megabatch.training.config import TrainConfig, problems, wrong_types
 from megabatch.training.config_file import load_config, to_dict
+from megabatch.training.resolve import Given, given_in, length_conflicts, resolve
 from megabatch.training.towers import build_towers
 from megabatch.training.world import World
 
@@ -32,38 +35,58 @@ MAY_DIFFER = (
     *("evaluate", "val_data", "epochs", "steps"),
     *("parallel", "dist_timeout", "grad_checkpointing", "torchcompile", "on_nonfinite"),
     *("plan", "max_nonfinite", "check_replicas_every", "data_timeout", "decode"),
-    *("lr_cooldown", "lr_cooldown_shape", "lr_cooldown_power", "lr_cooldown_end"),
+    *("warmup", "lr_cooldown", "lr_cooldown_shape", "lr_cooldown_power"),
+    "lr_cooldown_end",
 )
 
 
 @dataclass
 class Setup:
-    """What a run works with."""
+    """What a run works with; `notes`: what was changed about the configuration, a line each."""
 
     config: TrainConfig
     world: World
     towers: Towers
     loader: PairLoader
     total_steps: int
+    notes: Sequence[str] = ()
 
 
-def prepare(config: TrainConfig, world: World | None = None) -> Setup:
+def prepare(
+    config: TrainConfig, world: World | None = None, *, given: Given | None = None
+) -> Setup:
     """Open the data, build the model, and check that the run can be done.
+
+    Args:
+        config: the run's.
+        world: its processes.
+        given: where the configuration's values come from; by default what differs from the
+            defaults was asked for, and all of that alike.
 
     Raises:
         UsageError: it cannot, here or on another rank; the message has every reason found.
     """
     world = world or World(torch.device("cpu"))
-    return world.attempt(lambda: _prepare(config, world))
+    known = given_in(config) if given is None else given
+    return world.attempt(lambda: _prepare(config, world, known))
 
 
-def _prepare(config: TrainConfig, world: World) -> Setup:
+def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
+    if missing := unnamed(config):
+        raise UsageError(missing)
+    notes: list[str] = []
+    types_right = not wrong_types(config)
+    if types_right:
+        config, notes = resolve(config, given)
     reasons = problems(config) + compiler_problems(config, world.device)
     if not reasons and world.main:
         reasons += folder_problems(config)
     dataset = _attempt(reasons, lambda: open_data(config))
-    if dataset is not None:
-        too_few = length_problems(config, pairs_per_epoch(dataset), world.size)
+    if dataset is not None and types_right:
+        pairs = pairs_per_epoch(dataset)
+        config, more = resolve(config, given, lambda c: too_short(c, pairs))
+        notes += more
+        too_few = length_problems(config, pairs, world.size)
         reasons += too_few
         if too_few:  # which may be why
             reasons += [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
@@ -76,10 +99,10 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
         reasons += evaluating.problems(config, towers.first)
         if config.decode == "late" and towers.first == "text":
             reasons.append(
-                f"decode: late, but {config.model} takes texts, of which nothing is decoded"
+                f"--decode late: {config.model} takes texts, of which nothing is decoded"
             )
     if reasons or dataset is None or towers is None:
-        raise UsageError(_all_of(reasons))
+        raise UsageError(all_of(reasons))
     loader = PairLoader(
         dataset,
         batch_size=config.global_batch_size,
@@ -92,13 +115,28 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
         timeout=config.data_timeout,
         late=config.micro_batch_size if config.decode == "late" else None,
     )
-    return Setup(config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)))
+    return Setup(
+        config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)), notes
+    )
+
+
+def unnamed(config: TrainConfig, *names: str) -> str:
+    """What to write where settings that a run cannot do without are not named; "" if all are."""
+    lacking = [name for name in names or ("model", "train_data") if not getattr(config, name)]
+    if not lacking:
+        return ""
+    examples = {"model": "--model ViT-B-32", "train_data": "--train-data 'shards/{000..099}.tar'"}
+    written = " ".join(examples[name] for name in lacking)
+    return (
+        f"{' and '.join(map(option, lacking))}: not given; name {'both' if lacking[1:] else 'it'}, "
+        f"such as {written}, or a configuration, such as --config quickstart"
+    )
 
 
 def check_folder(config: TrainConfig) -> None:
     """Raise a UsageError where the output folder cannot take this run."""
     if reasons := folder_problems(config):
-        raise UsageError(_all_of(reasons))
+        raise UsageError(all_of(reasons))
 
 
 def folder_problems(config: TrainConfig) -> list[str]:
@@ -106,20 +144,20 @@ def folder_problems(config: TrainConfig) -> list[str]:
     folder = config.output
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not existing.is_dir():
-        return [f"output: {existing} is no folder"]
+        return [f"--output {folder}: {existing} is no folder"]
     try:
         # Permissions alone do not tell: root may do anything, and a disk may be read-only.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        return [f"output: {existing} cannot be written to: {error.strerror or error}"]
+        return [f"--output {folder}: {existing} cannot be written to: {error.strerror or error}"]
     begun = [f for f in ("config.toml", "checkpoints", "metrics.jsonl") if (folder / f).exists()]
     if begun and not config.resume:
         return [
-            f"output: {folder} holds a run already; continue it with --resume, or choose another"
+            f"--output {folder}: holds a run already; continue it with --resume, or choose another"
         ]
     if begun and "config.toml" not in begun:
-        return [f"resume: {folder} has {begun[0]} but no config.toml"]
+        return [f"--resume: {folder} has {begun[0]} but no config.toml"]
     return _differences(config) if begun else []
 
 
@@ -133,7 +171,7 @@ def compiler_problems(config: TrainConfig, device: torch.device) -> list[str]:
     if any(map(shutil.which, wanted)):
         return []
     return [
-        f"torchcompile: torch.compile needs a compiler, and there is no {' or '.join(wanted)}"
+        f"--torchcompile: torch.compile needs a compiler, and there is no {' or '.join(wanted)}"
         f" ({variable} names another one)"
     ]
 
@@ -142,10 +180,10 @@ def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
     """Why a model does not take what the pairs have first, "image" or "text"."""
     if given == taken:
         return []
-    hint = " (csv_query_key names the column of first texts)" if taken == "text" else ""
+    hint = " (--csv-query-key names the column of first texts)" if taken == "text" else ""
     return [
-        f"model: {config.model} takes {taken}s with texts, but {config.train_data} has {given}s"
-        f"{hint}"
+        f"--model {config.model}: it takes {taken}s with texts, but {config.train_data} "
+        f"has {given}s{hint}"
     ]
 
 
@@ -153,31 +191,35 @@ def length_problems(config: TrainConfig, pairs: int, ranks: int = 1) -> list[str
     """Why a data set of so many pairs an epoch is too small for this run."""
     if config.global_batch_size < 1:
         return []
+    batch = with_value("global_batch_size", config.global_batch_size)
     if config.global_batch_size < ranks:
-        return [f"global_batch_size: {config.global_batch_size}, but there are {ranks} processes"]
+        return [f"{batch}: expected at least 1 for each of {ranks} processes"]
     if config.global_batch_size > pairs:
-        return [f"global_batch_size: {config.global_batch_size}, but there are only {pairs} pairs"]
-    steps = _total_steps(config, pairs)
-    if config.warmup > steps >= 1:
-        return [f"warmup: {config.warmup} steps, but the run has only {steps}"]
-    if (config.lr_cooldown or 0) + config.warmup > steps >= 1:
-        return [
-            f"lr_cooldown: {config.lr_cooldown} steps, but after the warm-up the run has only "
-            f"{steps - config.warmup}"
-        ]
-    return []
+        return [f"{batch}: expected at most {pairs}, the pairs that there are"]
+    return [conflict.reason for conflict in too_short(config, pairs)]
+
+
+def too_short(config: TrainConfig, pairs: int) -> list[Conflict]:
+    """What the run is too short for, with so many pairs an epoch."""
+    if config.global_batch_size < 1:
+        return []
+    return length_conflicts(config, _total_steps(config, pairs))
 
 
 def _differences(config: TrainConfig) -> list[str]:
     now, before = to_dict(config), to_dict(load_config(config.output / "config.toml"))
     changed = [
-        f"{key} was {before[key]}, is {now[key]}"
+        f"{option(key)} was {_shown(before[key])}, is {_shown(now[key])}"
         for key in now
         if now[key] != before[key] and key not in MAY_DIFFER
     ]
     if not changed:
         return []
-    return [f"resume: {config.output} is a run with other settings: {', '.join(changed)}"]
+    return [f"--resume: {config.output} is a run with other settings: {', '.join(changed)}"]
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else str(value)
 
 
 def open_data(config: TrainConfig) -> PairDataset:
@@ -204,7 +246,3 @@ def _attempt(reasons: list[str], make: Callable[[], T]) -> T | None:
     except UsageError as error:
         reasons.append(str(error))
         return None
-
-
-def _all_of(reasons: list[str]) -> str:
-    return reasons[0] if len(reasons) == 1 else "\n  - ".join(["several things:", *reasons])

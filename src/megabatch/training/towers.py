@@ -35,10 +35,10 @@ def build_towers(config: TrainConfig) -> Towers:
         # It cancels in a softmax: DDP would wait for a gradient that does not come.
         bias.requires_grad_(False)
     if config.layer_decay is not None and not layer_ids(module):
-        raise UsageError(f"layer_decay: {config.model} has no numbered layers")
+        raise UsageError(f"--layer-decay: {config.model} has no numbered layers")
     if max(config.matryoshka_dims, default=0) > towers.embed_dim:
         raise UsageError(
-            f"matryoshka_dims: {max(config.matryoshka_dims)}, but the features of {config.model} "
+            f"--matryoshka-dims {max(config.matryoshka_dims)}: the features of {config.model} "
             f"have only {towers.embed_dim}"
         )
     return towers

@@ -271,16 +271,18 @@ def _device_of(name: str, local_rank: int) -> torch.device:
     try:
         device = resolve_device(name)
     except ValueError as error:
-        raise UsageError(f"device: {error}") from error
+        raise UsageError(f"--device {error}") from error
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
     if device.index is not None:
-        raise UsageError(f"device: {name}; with several processes each takes its own: cuda or auto")
+        raise UsageError(
+            f"--device {name}: with several processes each takes its own: cuda or auto"
+        )
     if count == 1:  # the launcher shows each process its own device only
         return torch.device("cuda", 0)
     if local_rank >= count:
-        raise UsageError(f"device: process {local_rank} of this machine, which has {count} GPUs")
+        raise UsageError(f"--device: process {local_rank} of this machine, which has {count} GPUs")
     return torch.device("cuda", local_rank)
 
 

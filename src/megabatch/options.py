@@ -1,0 +1,296 @@
+"""A command's options: the fields of a dataclass, with the texts below them as help."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import inspect
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from megabatch.errors import UsageError, all_of
+from megabatch.hints import describe_type, option, parse_value, placeholder
+
+T = TypeVar("T")
+
+_NARROWEST, _WIDEST = 60, 100  # columns of a help text
+
+
+@dataclass(frozen=True)
+class Positional:
+    """Marks a field that is given by its place: `Annotated[Path | None, Positional("RUN")]`."""
+
+    metavar: str
+
+
+@dataclass
+class Parser:
+    """Reads the options of one command.
+
+    classes: dataclasses; each field is an option, True and False as `--name` and `--no-name`.
+    prog, description: as in the help.
+    groups: the help's headings, each under the name of the first field below it.
+    elsewhere: options that users of other programs type, and what to do instead.
+    values: by field, values that they type, likewise.
+    """
+
+    classes: Sequence[type]
+    prog: str
+    description: str
+    groups: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def parse(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The values that were given, by field; what was not given is not in it.
+
+        Raises:
+            UsageError: options that do not exist or have a wrong value, all in one message.
+            SystemExit: after `--help`, which is printed.
+        """
+        words = [_normalized(word) for word in _joined(argv)]
+        read, unknown = self._build().parse_known_args(words)
+        reasons = list(self._unknown(words, unknown))
+        given: dict[str, Any] = {}
+        hints = self._hints()
+        for name, word in vars(read).items():
+            try:
+                given[name] = _value(hints[name], word)
+            except ValueError as error:
+                advice = self.values.get(name, {}).get(str(word))
+                expected = f"expected {error}" if advice is None else advice
+                reasons.append(f"{_label(name, hints[name])} {_plain(word)}: {expected}")
+        if reasons:
+            raise UsageError(all_of(reasons))
+        return given
+
+    def _build(self) -> argparse.ArgumentParser:
+        parser = _Arguments(
+            prog=self.prog,
+            usage=f"{self.prog} [OPTIONS]",
+            description=self.description,
+            formatter_class=_Help,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        group: argparse._ActionsContainer = parser
+        hints, all_texts = self._hints(), _texts(self.classes)
+        for cls in self.classes:
+            for one in fields(cls):
+                if one.name in self.groups:
+                    group = parser.add_argument_group(self.groups[one.name])
+                text = _spelled(all_texts.get(one.name, ""), hints) + _default(one)
+                _add(group, one.name, hints[one.name], text.strip().replace("%", "%%"))
+        parser.add_argument("-h", "--help", action="help", help="Show this text.")
+        return parser
+
+    def _hints(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for cls in self.classes:
+            hints = get_type_hints(cls, include_extras=True)
+            found |= {one.name: hints[one.name] for one in fields(cls)}
+        return found
+
+    def _unknown(self, words: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
+        for i, word in enumerate(unknown):
+            name = word.partition("=")[0]
+            if name in self.elsewhere:
+                yield f"{name}: {self.elsewhere[name]}"
+            elif name.startswith("-"):
+                close = difflib.get_close_matches(name, map(option, self._hints()), n=1)
+                hint = f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
+                yield f"{name}: no such option; {hint}"
+            elif i == 0 or not unknown[i - 1].startswith("-"):  # else it is that one's value
+                before = words[words.index(word) - 1] if words.index(word) else ""
+                field_name = before.removeprefix("--").replace("-", "_")
+                if advice := self.values.get(field_name, {}).get(word):
+                    yield f"{before} {word}: {advice}"
+                else:
+                    after = f" after {before}" if before else ""
+                    yield f"{word!r}: not expected{after}; options begin with --"
+
+
+def parse(cls: Callable[..., T], argv: Sequence[str], *, prog: str, description: str) -> T:
+    """Read a command's options into an instance of the dataclass that declares them.
+
+    Raises:
+        UsageError, SystemExit: as `Parser.parse`; an option without a default was not given.
+    """
+    assert isinstance(cls, type)
+    given = Parser((cls,), prog, description, groups=getattr(cls, "GROUPS", {})).parse(argv)
+    for one in fields(cls):
+        needed = one.default is MISSING and one.default_factory is MISSING
+        if needed and one.name not in given:
+            hint = get_type_hints(cls, include_extras=True)[one.name]
+            raise UsageError(f"{_label(one.name, hint)}: needed, but not given")
+    return cls(**given)
+
+
+def parse_one_of(
+    commands: Mapping[str, Callable[..., T]], argv: Sequence[str], *, prog: str, description: str
+) -> T:
+    """Read the options of the command that the first word names.
+
+    Raises:
+        UsageError, SystemExit: as `parse`; there is no such command.
+    """
+    lines = [f"  {name:<10}{_summary(cls)}" for name, cls in commands.items()]
+    usage = "\n".join([f"usage: {prog} COMMAND [OPTIONS]", "", description, "", *lines])
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage)
+        raise SystemExit(0 if argv else 2)
+    name = argv[0]
+    if name not in commands:
+        raise UsageError(f"{name!r} is not a command; expected {' or '.join(commands)}")
+    cls = commands[name]
+    return parse(cls, argv[1:], prog=f"{prog} {name}", description=inspect.getdoc(cls) or "")
+
+
+class _Arguments(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+class _Flag(argparse.Action):
+    """`--name` and `--no-name`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **more)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, option_string == self.option_strings[0])
+
+
+class _Help(argparse.HelpFormatter):
+    """Options on lines of their own, texts below them, broken at spaces alone."""
+
+    def __init__(self, prog: str) -> None:
+        columns = shutil.get_terminal_size().columns if _has_width() else _WIDEST
+        width = max(_NARROWEST, min(columns, _WIDEST))
+        super().__init__(prog, indent_increment=2, max_help_position=6, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrapped(text, width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join("\n".join(_wrapped(part, width)) for part in text.split("\n\n"))
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return ", ".join(action.option_strings) or str(action.metavar)
+        values = " ..." if action.nargs == "*" else ""
+        return f"{action.option_strings[0]} {action.metavar}{values}"
+
+
+def _has_width() -> bool:
+    return "COLUMNS" in os.environ or os.isatty(1)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    whole = " ".join(text.split())
+    return textwrap.wrap(whole, width, break_long_words=False, break_on_hyphens=False)
+
+
+def _add(group: argparse._ActionsContainer, name: str, hint: Any, text: str) -> None:
+    more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+    if positional := _positional(hint):
+        group.add_argument(name, nargs="?", metavar=positional.metavar, **more)
+    elif hint is bool:
+        group.add_argument(option(name), option(f"no_{name}"), dest=name, action=_Flag, **more)
+    else:
+        if get_origin(hint) is tuple:
+            more["nargs"] = "*"
+        group.add_argument(option(name), dest=name, metavar=placeholder(hint), **more)
+
+
+def _value(hint: Any, words: Any) -> Any:
+    """What the words after an option mean; a ValueError says what was expected."""
+    if isinstance(words, bool):
+        return words
+    if _positional(hint) is not None:
+        hint = get_args(hint)[0]
+    several = get_origin(hint) is tuple
+    item = get_args(hint)[0] if several else hint
+    try:
+        values = [parse_value(item, word) for word in (words if several else [words])]
+    except ValueError:
+        raise ValueError(describe_type(hint)) from None
+    return tuple(values) if several else values[0]
+
+
+def _label(name: str, hint: Any) -> str:
+    positional = _positional(hint)
+    return option(name) if positional is None else positional.metavar
+
+
+def _plain(words: Any) -> str:
+    return " ".join(words) if isinstance(words, list) else str(words)
+
+
+def _positional(hint: Any) -> Positional | None:
+    marks = getattr(hint, "__metadata__", ())
+    return next((mark for mark in marks if isinstance(mark, Positional)), None)
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """Join `--lr -1e-3` to `--lr=-1e-3`, which argparse would take for two options."""
+    words: list[str] = []
+    for word in argv:
+        before = words[-1] if words else ""
+        if before.startswith("--") and "=" not in before and re.fullmatch(r"-[\d.i].*", word):
+            words[-1] = f"{before}={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _normalized(word: str) -> str:
+    """Options may be written with underscores, as in configuration files."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _texts(classes: Iterable[type]) -> dict[str, str]:
+    """The text below each field."""
+    found: dict[str, str] = {}
+    for cls in classes:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, below in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                found[statement.target.id] = str(below.value.value)
+    return found
+
+
+def _spelled(text: str, names: Iterable[str]) -> str:
+    """Name other settings in a text as they are typed."""
+    several = [name for name in names if "_" in name]
+    if not several:
+        return text
+    pattern = rf"(?<![\w-])({'|'.join(sorted(several, key=len, reverse=True))})(?![\w-])"
+    return re.sub(pattern, lambda found: option(found[1]), text)
+
+
+def _default(one: Any) -> str:
+    value = one.default
+    if value in (MISSING, None, False, "", ()):
+        return ""
+    shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f" (default: {'on' if value is True else shown})"
+
+
+def _summary(cls: Callable[..., Any]) -> str:
+    return (inspect.getdoc(cls) or "").partition("\n")[0]

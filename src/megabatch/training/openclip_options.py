@@ -1,0 +1,107 @@
+"""Options of OpenCLIP's trainer that this one lacks, and what to use instead.
+
+All of open_clip_train/params.py (3.3) that is no field of TrainConfig, in that file's order.
+"""
+
+from __future__ import annotations
+
+_NO_DOWNLOAD = "nothing is downloaded; --pretrained takes a local file or folder"
+_LAUNCHER = "processes find each other through what torchrun or srun sets; leave it out"
+_MODEL_CONFIG = (
+    "images are prepared as the model's own configuration says; save one with open_clip and name "
+    "it by --model local-dir:PATH"
+)
+_AT_THE_END = (
+    "a run is evaluated once, at its end (--evaluate --val-data ...); at other times use "
+    "megabatch eval RUN"
+)
+_EVAL = (
+    "classification is a command of its own, after the run: megabatch eval RUN --class-data PATH"
+)
+_COCA = "there is no captioning loss (CoCa); leave it out"
+_WANDB = "there is no Weights & Biases logging; leave it out"
+_REMOTE = "nothing is copied elsewhere; --output may be a mounted folder"
+_OUTPUT = "use --output FOLDER, which holds everything that a run writes"
+_RANKS = "the gradient is exact over all processes whatever this says; leave it out"
+_DISTILL = "there is no distillation; leave it out"
+_CHECKPOINTS = "use --checkpoint-every STEPS and --keep-checkpoints N"
+
+#: By option, the end of a sentence that begins with it.
+INSTEAD = {
+    "--train-num-samples": "the samples are counted; use --epochs or --steps for the length",
+    "--val-num-samples": "the samples are counted; leave it out",
+    "--dataset-type": "it is seen from the files' names; leave it out",
+    "--dataset-resampled": "an epoch has each sample as often as --train-data-upsampling-factors "
+    "says, without replacement; leave it out",
+    "--imagenet-val": _EVAL,
+    "--imagenet-v2": _EVAL,
+    "--cache-dir": _NO_DOWNLOAD,
+    "--logs": _OUTPUT,
+    "--log-local": "one process writes the log, in --output; leave it out",
+    "--name": _OUTPUT,
+    "--batch-size": "use --global-batch-size, the pairs of all processes together (OpenCLIP's "
+    "times processes times --accum-freq), and --micro-batch-size for what a process encodes "
+    "at a time",
+    "--epochs-cooldown": "use --lr-scheduler const-cooldown --lr-cooldown STEPS",
+    "--skip-scheduler": "use --lr-scheduler const --warmup 0",
+    "--save-frequency": _CHECKPOINTS,
+    "--save-most-recent": _CHECKPOINTS,
+    "--zeroshot-frequency": _AT_THE_END,
+    "--val-frequency": _AT_THE_END,
+    "--pretrained-image": "use --pretrained-image-path FILE, the image tower's weights",
+    "--image-mean": _MODEL_CONFIG,
+    "--image-std": _MODEL_CONFIG,
+    "--image-interpolation": _MODEL_CONFIG,
+    "--image-resize-mode": _MODEL_CONFIG,
+    "--aug-cfg": "there is no augmentation beside the model's own transform; leave it out",
+    "--local-loss": _RANKS,
+    "--gather-with-grad": _RANKS,
+    "--force-quick-gelu": "name the architecture that has it, such as --model ViT-B-32-quickgelu",
+    "--force-custom-text": "weights of either layout are read; leave it out",
+    "--torchscript": "use --torchcompile",
+    "--trace": "use --torchcompile",
+    "--accum-freq": "use --micro-batch-size: a --global-batch-size of any size goes through the "
+    "towers in micro-batches, with the gradient of the whole batch",
+    "--dist-url": _LAUNCHER,
+    "--dist-backend": _LAUNCHER,
+    "--report-to": "TensorBoard is always written, in --output; leave it out",
+    "--wandb-notes": _WANDB,
+    "--wandb-project-name": _WANDB,
+    "--debug": "there is no such log; metrics.jsonl in --output has every step",
+    "--copy-codebase": "the code is not copied; config.toml in --output repeats a run",
+    "--horovod": "start processes with torchrun or srun; leave it out",
+    "--ddp-static-graph": "DDP needs no such promise here; leave it out",
+    "--no-set-device-rank": "use --device cuda where each process sees one GPU",
+    "--lock-text-freeze-layer-norm": "layer normalisation has no running statistics; --lock-text "
+    "locks its weights",
+    "--log-every-n-steps": "use --log-every STEPS",
+    "--coca-caption-loss-weight": _COCA,
+    "--coca-contrastive-loss-weight": _COCA,
+    "--remote-sync": _REMOTE,
+    "--remote-sync-frequency": _REMOTE,
+    "--remote-sync-protocol": _REMOTE,
+    "--delete-previous-checkpoint": "use --keep-checkpoints 1",
+    "--distill-model": _DISTILL,
+    "--distill-pretrained": _DISTILL,
+    "--use-bnb-linear": "there are no 8-bit layers; leave it out",
+    "--siglip": "use --loss siglip",
+    "--loss-dist-impl": "use --loss siglip; how ranks exchange features is chosen for you",
+}
+
+_PURE = "weights are never in half precision; use --precision {0}, autocast over fp32 weights"
+
+#: By setting and OpenCLIP's value of it, the end of a sentence that begins with both.
+VALUES = {
+    "precision": {
+        "amp": "use --precision fp16, autocast with a scaled loss",
+        "amp_bf16": "use --precision bf16, which is autocast",
+        "amp_bfloat16": "use --precision bf16, which is autocast",
+        "pure_bf16": _PURE.format("bf16"),
+        "pure_fp16": _PURE.format("fp16"),
+    },
+    "opt": {
+        f"timm/{name}": f"use --opt {name}"
+        for name in ("adamw", "lamb", "lars", "adafactor", "lion", "sgd")
+    },
+    "resume": {"latest": "it takes the newest checkpoint in --output anyway; leave the value out"},
+}

@@ -1,0 +1,214 @@
+"""Settings that give way to others that were asked for more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabatch.cli import main
+from megabatch.errors import UsageError
+from megabatch.training import TrainConfig, load_config, save_config, train
+from megabatch.training.command import parse
+from megabatch.training.config import problems
+from megabatch.training.resolve import Level, given_in, length_conflicts, resolve
+from megabatch.training.setup import prepare
+from tests.training.conftest import MakeConfig
+
+DEFAULT, FILE, OPTION = Level
+
+
+def options(config: TrainConfig, *names: str) -> list[str]:
+    """A small run's settings as a user would type them."""
+    names = ("model", "train_data", "output", "global_batch_size", "micro_batch_size", *names)
+    words = [[f"--{n.replace('_', '-')}", str(getattr(config, n))] for n in names]
+    always = ["--precision", "fp32", "--device", "cpu", "--plan", "off"]
+    return ["train", *(word for pair in words for word in pair), *always]
+
+
+def test_few_steps_take_a_short_warm_up_and_say_so(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path / "run", steps=6)
+    assert main(options(config, "steps")) == 0
+    out = capsys.readouterr().out
+    assert "--warmup 20: the run has only 6 steps; taking --warmup 1\n" in out
+    assert load_config(tmp_path / "run/config.toml").warmup == 1
+
+
+def test_the_value_taken_is_recorded_and_repeats_the_run(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train(make_config(first, steps=6, warmup=TrainConfig.warmup)) == 0
+    assert "taking --warmup 1" in capsys.readouterr().out
+    assert main(["train", "--config", f"{first}/config.toml", "--output", str(second)]) == 0
+    assert "taking" not in capsys.readouterr().out
+    weights = [(run / "model.safetensors").read_bytes() for run in (first, second)]
+    assert weights[0] == weights[1]
+
+
+def test_a_warm_up_that_was_asked_for_is_refused(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*options(make_config(tmp_path / "run", steps=6), "steps"), "--warmup", "20"]
+    assert main(asked) == 2
+    assert capsys.readouterr().err == ("megabatch train: --warmup 20: the run has only 6 steps\n")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["quickstart", "icons"])
+def test_a_packaged_configuration_takes_other_data(
+    name: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    small = make_config(tmp_path / "run", steps=6)
+    more = ["--no-torchcompile", "--workers", "0"]
+    config, given = parse(["--config", name, *options(small, "steps")[1:], *more])
+    setup = prepare(config, given=given)
+    assert not setup.config.evaluate
+    assert setup.config.warmup == 1
+    evaluation = ["--evaluate: expected --val-data with it, held-out pairs; taking --no-evaluate"]
+    assert [note for note in setup.notes if "evaluate" in note] == evaluation * config.evaluate
+
+
+def test_an_evaluation_that_was_asked_for_needs_its_data(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    small = make_config(tmp_path / "run", steps=6)
+    config, given = parse([*options(small, "steps")[1:], "--config", "quickstart", "--evaluate"])
+    with pytest.raises(UsageError, match=r"^--evaluate: expected --val-data with it"):
+        prepare(config, given=given)
+
+
+def test_a_file_that_contradicts_itself_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    save_config(make_config(tmp_path, evaluate=True, warmup=13), tmp_path / "c.toml")
+    config, given = parse(["--config", str(tmp_path / "c.toml"), "--output", str(tmp_path / "r")])
+    with pytest.raises(UsageError, match="--evaluate"):
+        prepare(config, given=given)
+    with pytest.raises(UsageError, match=r"^--warmup 13: the run has only 12 steps$"):
+        prepare(replace(config, evaluate=False), given=given)
+
+
+CASES: list[tuple[dict[str, Any], str, str, Any]] = [
+    # settings; of which one gives way; to which; what it then is
+    ({"decode": "late", "workers": 0}, "workers", "decode", 1),
+    ({"decode": "late", "workers": 0}, "decode", "workers", "early"),
+    ({"csv_img_key": "a", "csv_query_key": "b"}, "csv_img_key", "csv_query_key", None),
+    ({"csv_img_key": "a", "csv_query_key": "b"}, "csv_query_key", "csv_img_key", None),
+    ({"evaluate": True, "train_data": "x.csv"}, "evaluate", "train_data", False),
+    ({"evaluate": False, "val_data": "x.csv"}, "evaluate", "val_data", True),
+    ({"evaluate": False, "val_data": "x.csv"}, "val_data", "evaluate", None),
+    ({"duplicates": "positives", "loss": "infonce"}, "duplicates", "loss", "negatives"),
+    ({"label_smoothing": 0.1, "loss": "siglip"}, "label_smoothing", "loss", 0.0),
+    ({"label_smoothing": 0.1, "duplicates": "ignored"}, "label_smoothing", "duplicates", 0.0),
+    (
+        {"label_smoothing": 0.1, "duplicates": "ignored"},
+        *("duplicates", "label_smoothing", "negatives"),
+    ),
+    ({"infonce_margin": 0.1, "loss": "clip"}, "infonce_margin", "loss", None),
+    ({"lr_cooldown": 5, "lr_scheduler": "cosine"}, "lr_cooldown", "lr_scheduler", None),
+    (
+        {"lock_image": False, "lock_image_unlocked_groups": 2},
+        *("lock_image", "lock_image_unlocked_groups", True),
+    ),
+    (
+        {"lock_text": False, "lock_text_unlocked_layers": 2},
+        *("lock_text_unlocked_layers", "lock_text", 0),
+    ),
+    (
+        {"lock_image": False, "lock_image_freeze_bn_stats": True},
+        *("lock_image_freeze_bn_stats", "lock_image", False),
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "lower", "higher", "value"), CASES)
+@pytest.mark.parametrize(("low", "high"), [(DEFAULT, FILE), (DEFAULT, OPTION), (FILE, OPTION)])
+def test_what_was_asked_for_less_gives_way(
+    settings: dict[str, Any], lower: str, higher: str, value: Any, low: Level, high: Level
+) -> None:
+    config = replace(TrainConfig(), **settings)
+    (reason,) = problems(config)
+    resolved, (note,) = resolve(config, {lower: low, higher: high})
+    assert resolved == replace(config, **{lower: value})
+    assert problems(resolved) == []
+    assert note.startswith(f"{reason}; taking ")
+
+
+@pytest.mark.parametrize(("settings", "lower", "higher", "value"), CASES)
+@pytest.mark.parametrize("level", [FILE, OPTION])
+def test_what_was_asked_for_alike_is_left_to_be_refused(
+    settings: dict[str, Any], lower: str, higher: str, value: Any, level: Level
+) -> None:
+    config = replace(TrainConfig(), **settings)
+    assert resolve(config, dict.fromkeys(settings, level)) == (config, [])
+
+
+def test_a_configuration_in_python_asks_for_what_is_no_default() -> None:
+    config = TrainConfig(steps=6, lr=0.5)
+    assert given_in(config) == {"steps": OPTION, "lr": OPTION}
+
+
+@pytest.mark.parametrize(
+    ("settings", "levels", "expected", "note"),
+    [
+        ({"steps": 6}, {"steps": OPTION}, {"warmup": 1}, "--warmup 20: the run has only 6 steps"),
+        ({"steps": 1}, {"steps": FILE}, {"warmup": 0}, "--warmup 20: the run has only 1 step;"),
+        ({"steps": 20}, {"steps": OPTION}, {}, ""),
+        (
+            {"steps": 30, "lr_cooldown": 20, "lr_scheduler": "wsd"},
+            {"steps": OPTION, "lr_cooldown": OPTION, "lr_scheduler": OPTION},
+            {"warmup": 2},
+            "--warmup 20: the run has only 10 steps before its --lr-cooldown 20; taking --warmup 2",
+        ),
+        (
+            {"steps": 30, "lr_cooldown": 20, "lr_scheduler": "wsd", "warmup": 15},
+            {"steps": OPTION, "lr_cooldown": FILE, "lr_scheduler": FILE, "warmup": OPTION},
+            {"lr_cooldown": None},
+            "; taking no --lr-cooldown",
+        ),
+        (
+            {"steps": 6, "lr_cooldown": 20, "lr_scheduler": "wsd", "warmup": 2},
+            {"steps": OPTION, "lr_cooldown": FILE, "lr_scheduler": FILE, "warmup": FILE},
+            {"lr_cooldown": None},
+            "--lr-cooldown 20: the run has only 6 steps; taking no --lr-cooldown",
+        ),
+    ],
+)
+def test_what_a_short_run_has_no_room_for(
+    settings: dict[str, Any], levels: dict[str, Level], expected: dict[str, Any], note: str
+) -> None:
+    config = replace(TrainConfig(), **settings)
+    steps = settings["steps"]
+    resolved, notes = resolve(config, levels, lambda c: length_conflicts(c, steps))
+    assert resolved == replace(config, **expected)
+    assert len(notes) == len(expected)
+    assert note in "".join(notes)
+    assert length_conflicts(resolved, steps) == []
+
+
+def test_a_resumed_run_keeps_the_settings_that_are_not_given_again(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path / "run", steps=6)
+    assert main([*options(config, "steps"), "--lr", "0.002"]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", "--output", str(config.output), "--steps", "40"]) == 0
+    recorded = load_config(config.output / "config.toml")
+    assert (recorded.steps, recorded.lr, recorded.warmup) == (40, 0.002, 1)
+    assert "continuing after step 6" in capsys.readouterr().out
+
+
+def test_the_same_command_continues_a_run_whose_warm_up_gave_way(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(tmp_path / "run", steps=6)
+    save_config(make_config("anywhere", warmup=10, steps=40), tmp_path / "c.toml")
+    command = [*options(config), "--config", str(tmp_path / "c.toml")]
+    assert main([*command, "--steps", "6"]) == 0
+    assert "taking --warmup 1" in capsys.readouterr().out
+    assert main([*command, "--steps", "6", "--resume"]) == 0
+    assert main([*command, "--steps", "12", "--resume"]) == 0
+    assert load_config(config.output / "config.toml").warmup == 10
