@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import megabatch
 from megabatch import cli
 from megabatch.errors import UsageError
+from megabatch.training import TrainConfig
 
 
 def run_command(monkeypatch: pytest.MonkeyPatch, main: object) -> int:
@@ -86,14 +92,6 @@ def test_a_parser_that_exits_gives_its_code(monkeypatch: pytest.MonkeyPatch) -> 
     assert run_command(monkeypatch, raising(SystemExit(2))) == 2
 
 
-def test_without_the_trainers_libraries_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda _: None)
-    assert cli.main(["train"]) == 2
-    assert "megabatch[train]" in capsys.readouterr().err
-
-
 def test_an_unknown_option_is_refused_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--learning-rate-typo", "1"]) == 2
     assert "--learning-rate-typo" in capsys.readouterr().err
@@ -103,7 +101,8 @@ def test_an_unknown_model_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "run"
-    assert cli.main(["train", "--model", "ViT-B32", "--output", str(output)]) == 2
+    named = ["--model", "ViT-B32", "--train-data", "glyphs", "--output", str(output)]
+    assert cli.main(["train", *named]) == 2
     assert "did you mean ViT-B-32" in capsys.readouterr().err
     assert not output.exists()
 
@@ -115,3 +114,75 @@ def test_python_m_megabatch_is_the_same_program() -> None:
     assert done.returncode == 2
     assert "unknown command 'nonsense'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+COMMANDS = [
+    *(["train"], ["eval"], ["plan"], ["tune"], ["bench", "loss"]),
+    *(["data", name] for name in ("glyphs", "icons", "inspect")),
+]
+GUARD = """
+import sys
+from megabatch.cli import main
+import os
+for words in sys.argv[1].split(","):
+    print("###", words, flush=True)
+    assert main([*words.split(), "--help"]) == 0
+third_party = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+print("###", *sorted(name for name in third_party if not name.startswith("_")))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[int, str]:
+    """What all commands print after --help, by the width of the terminal; one process each."""
+    words = ",".join(" ".join(command) for command in [*COMMANDS, ["data"], ["bench"]])
+    told = {}
+    for columns in (80, 100, 120):
+        environment = os.environ | {"COLUMNS": str(columns), "FORCE_COLOR": "1"}
+        ended = subprocess.run(
+            [sys.executable, "-c", GUARD, words], capture_output=True, text=True, env=environment
+        )
+        assert ended.returncode == 0, ended.stderr
+        told[columns] = ended.stdout
+    return told
+
+
+def test_help_waits_for_no_library(helps: dict[int, str]) -> None:
+    modules = helps[80].splitlines()[-1].split()[1:]
+    assert "megabatch" in modules
+    assert not {"torch", "numpy", "rich", "PIL"} & set(modules)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_help_fits_the_terminal_and_is_plain_text(columns: int, helps: dict[int, str]) -> None:
+    lines = helps[columns].splitlines()
+    assert max(len(line) for line in lines if not line.startswith("###")) <= columns
+    assert "\x1b" not in helps[columns]
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_help_breaks_no_word_and_no_line_early(columns: int, helps: dict[int, str]) -> None:
+    wide = " ".join(helps[120].split())
+    assert " ".join(helps[columns].split()) == wide  # broken between words alone
+    lines = helps[columns].splitlines()
+    width = min(columns, 100)
+    for line, after in itertools.pairwise(lines):
+        if line.startswith("      ") and after.startswith("      "):  # a text and how it goes on
+            assert len(line) + 1 + len(after.split()[0]) > width
+
+
+def test_help_has_every_option_of_training_in_a_group(helps: dict[int, str]) -> None:
+    text = helps[80].split("### ")[1]
+    for field in fields(TrainConfig):
+        assert f"\n  --{field.name.replace('_', '-')}" in text
+    for group in ("model", "data", "loss", "optimizer", "learning rate", "precision"):
+        assert f"\n\n{group}:\n" in text
+    assert "--lr-base-batch-size" in text.split("\n  --lr X")[1].split("\n  --")[0]
+
+
+def test_versions_are_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"megabatch {megabatch.__version__} (torch {torch.__version__}, ")
+    assert "Triton" in line
+    assert "CUDA" in line

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # Not jinja2 and what else torch itself requires. numpy is only optional to torch.
 EXTRAS = (
     "PIL fontTools matplotlib numpy open_clip psutil pyarrow rich safetensors scipy sklearn "
-    "tensorboard timm torchvision tyro webdataset"
+    "tensorboard timm torchvision webdataset"
 )
 
 TORCH_ALONE = f"""
@@ -34,6 +34,8 @@ warnings.simplefilter("ignore")
 import torch
 started = time.process_time()
 import megabatch
+for name in megabatch.__all__:
+    getattr(megabatch, name)
 taken = time.process_time() - started
 x = torch.randn(6, 3, requires_grad=True)
 megabatch.GradientCache((torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)),
@@ -55,7 +57,7 @@ def test_the_core_works_with_torch_alone_and_imports_quickly() -> None:
 
 
 def test_the_guard_would_notice() -> None:
-    script = TORCH_ALONE.replace("import megabatch\n", "import megabatch, megabatch.data\n")
+    script = TORCH_ALONE.replace("import megabatch\n", "import megabatch, megabatch.data.order\n")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "ModuleNotFoundError: No module named 'numpy'" in ended.stderr
 

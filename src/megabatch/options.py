@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -140,8 +141,12 @@ def parse_one_of(
     Raises:
         UsageError, SystemExit: as `parse`; there is no such command.
     """
-    lines = [f"  {name:<10}{_summary(cls)}" for name, cls in commands.items()]
-    usage = "\n".join([f"usage: {prog} COMMAND [OPTIONS]", "", description, "", *lines])
+    lines = [
+        _wrapped(_summary(cls), _width(), f"  {name:<10}", " " * 12)
+        for name, cls in commands.items()
+    ]
+    told = [line for several in lines for line in several]
+    usage = "\n".join([f"usage: {prog} COMMAND [OPTIONS]", "", description, "", *told])
     if not argv or argv[0] in ("-h", "--help"):
         print(usage)
         raise SystemExit(0 if argv else 2)
@@ -171,9 +176,7 @@ class _Help(argparse.HelpFormatter):
     """Options on lines of their own, texts below them, broken at spaces alone."""
 
     def __init__(self, prog: str) -> None:
-        columns = shutil.get_terminal_size().columns if _has_width() else _WIDEST
-        width = max(_NARROWEST, min(columns, _WIDEST))
-        super().__init__(prog, indent_increment=2, max_help_position=6, width=width)
+        super().__init__(prog, indent_increment=2, max_help_position=6, width=_width())
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return _wrapped(text, width)
@@ -188,13 +191,22 @@ class _Help(argparse.HelpFormatter):
         return f"{action.option_strings[0]} {action.metavar}{values}"
 
 
-def _has_width() -> bool:
-    return "COLUMNS" in os.environ or os.isatty(1)
+def _width() -> int:
+    """Columns for a help text: the terminal's, within bounds."""
+    known = "COLUMNS" in os.environ or sys.stdout.isatty()
+    columns = shutil.get_terminal_size().columns if known else _WIDEST
+    return max(_NARROWEST, min(columns, _WIDEST))
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    whole = " ".join(text.split())
-    return textwrap.wrap(whole, width, break_long_words=False, break_on_hyphens=False)
+def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()),
+        width,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _add(group: argparse._ActionsContainer, name: str, hint: Any, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_a_run_leaves_what_it_promises(straight: TrainConfig) -> None:
     assert list((run / "tensorboard").glob("events.*"))
     records = logged(run)
     assert [record["step"] for record in records] == list(range(1, 13))
-    assert [record["epoch"] for record in records] == [0] * 5 + [1] * 5 + [2] * 2
+    assert [record["epoch"] for record in records] == [step / 5 for step in range(1, 13)]
     assert records[0]["samples"] == 8
     expected = {"step", "epoch", "samples", "loss", "lr", "logit_scale", "grad_norm"}
     measured = {"pairs_per_second", "data_wait", "seconds", "memory_bytes"}
@@ -213,3 +214,23 @@ def test_a_finished_run_made_longer_has_no_stale_weights_meanwhile(
         signal_after(patch, 6, signal.SIGINT)
         assert train(make_config(tmp_path / "run", steps=12, resume=True)) == 130
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_everything_that_a_run_writes_has_the_mode_that_the_umask_leaves(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    before = os.umask(0o027)
+    try:
+        assert train(make_config(tmp_path / "run", steps=2, ema_decay=0.5)) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len([path for path in files if path.suffix == ".safetensors"]) == 4
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o640)}
+
+
+def test_a_run_of_two_epochs_ends_at_epoch_2(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", steps=None, epochs=2, log_every=10)
+    assert train(config) == 0
+    (record,) = logged(config.output)
+    assert (record["step"], record["epoch"]) == (10, 2.0)

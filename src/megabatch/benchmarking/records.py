@@ -19,6 +19,7 @@ import psutil
 import torch
 
 import megabatch
+from megabatch import files
 from megabatch.benchmarking.inputs import Case
 from megabatch.benchmarking.measure import Result
 
@@ -132,9 +133,7 @@ def write(path: Path, command: str, records: Sequence[Any]) -> None:
         "versions": versions(),
         "records": [asdict(record) for record in records],
     }
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    os.replace(partial, path)
+    files.write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def machine() -> dict[str, Any]:

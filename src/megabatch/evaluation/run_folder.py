@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from megabatch import files
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, Towers, create
 
@@ -85,14 +85,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write beside and rename, so that a reader never finds half a file."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        files.write_text(path, text)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)  # after success there is none
 
 
 def _moving_average(folder: Path) -> list[Path]:

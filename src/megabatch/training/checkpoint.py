@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megabatch.errors import UsageError
+from megabatch.files import replacing
 
 FORMAT = 1
 _PARTIAL = ".partial-"
@@ -118,7 +119,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a .safetensors file and flush it to the disk.
+    """Write a .safetensors file, whole or not at all, and flush it to the disk.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
@@ -131,9 +132,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         shared = value.data_ptr() in seen or value.untyped_storage().nbytes() > value.nbytes
         separate[name] = value.clone() if shared else value
         seen.add(value.data_ptr())
-    save_file(separate, path, metadata={"format": "pt"})
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    with replacing(path) as partial:
+        save_file(separate, partial, metadata={"format": "pt"})
 
 
 def _write_files(partial: Path, checkpoint: Checkpoint) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import sys
 from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from megabatch import files
 from megabatch.errors import UsageError
 from megabatch.hints import accepts, describe_type
 from megabatch.training.config import TrainConfig
@@ -64,12 +64,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
     for key, value in to_dict(config).items():
         # TOML has no null.
         lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write("\n".join(lines) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    files.write_text(path, "\n".join(lines) + "\n")
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

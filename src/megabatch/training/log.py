@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import psutil
 import torch
 from torch.utils.tensorboard import SummaryWriter
+
+from megabatch import files
 
 _NO_CURVE = ("step", "epoch", "samples", "seconds")  # what a curve is drawn against
 
@@ -106,9 +107,4 @@ def _cut_back(path: Path, last_step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    files.write_text(path, "".join(kept))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,7 +73,7 @@ class Run:
         check_replicas(trainer.module, self.world)
         batches, since = self._batches(), trainer.step
         while trainer.step < trainer.total_steps:
-            received, epoch, batch = self._next(batches, interrupt)
+            received, batch = self._next(batches, interrupt)
             if received:
                 return received
             self.meter.data_came()
@@ -85,7 +84,7 @@ class Run:
             last = trainer.step == trainer.total_steps
             if log is not None and (last or trainer.step % config.log_every == 0):
                 pairs = (trainer.step - since) * config.global_batch_size
-                record = self._record(epoch, values, self.meter.lap(pairs))
+                record = self._record(values, self.meter.lap(pairs))
                 since = trainer.step
                 if trouble := log.write(record):
                     self.console.print(f"{trouble}; going on")
@@ -97,10 +96,8 @@ class Run:
             self.meter.mark()
         return 0
 
-    def _next(
-        self, batches: Iterator[tuple[int, Batch]], interrupt: Interrupt
-    ) -> tuple[int, int, Batch]:
-        """A signal that any rank got, or 0; the epoch; this rank's part of the next batch.
+    def _next(self, batches: Iterator[Batch], interrupt: Interrupt) -> tuple[int, Batch]:
+        """A signal that any rank got, or 0; this rank's part of the next batch.
 
         Raises:
             UsageError: a rank has no data; what was trained is saved.
@@ -108,7 +105,7 @@ class Run:
         failure: UsageError | None = None
         rows = 0
         try:
-            epoch, batch = next(batches)
+            batch = next(batches)
             rows = len(batch)
         except UsageError as error:
             failure = error
@@ -126,7 +123,7 @@ class Run:
                 f"{self.config.global_batch_size}"
             )
         # Several kinds: SIGTERM's number is the largest.
-        return int(max(signals)), epoch, batch
+        return int(max(signals)), batch
 
     def finish(self) -> None:
         """Export the weights and say what came out."""
@@ -149,22 +146,19 @@ class Run:
         if not self.config.evaluate:
             self.console.print(f"next:    megabatch eval {self.folder}")
 
-    def _batches(self) -> Iterator[tuple[int, Batch]]:
-        """Batches up to the last step, each with its epoch; an epoch without one is an error."""
+    def _batches(self) -> Iterator[Batch]:
+        """Batches up to the last step; an epoch without one is an error."""
         while self.trainer.step < self.trainer.total_steps:
-            epoch = self.loader.epoch
             for batch in self.loader:
-                yield epoch, batch
+                yield batch
                 if self.trainer.step >= self.trainer.total_steps:
                     return
 
-    def _record(
-        self, epoch: int, values: dict[str, float], speed: dict[str, float]
-    ) -> dict[str, float]:
+    def _record(self, values: dict[str, float], speed: dict[str, float]) -> dict[str, float]:
         step = self.trainer.step
         return {
             "step": step,
-            "epoch": epoch,
+            "epoch": step / self.loader.batches_per_epoch,  # passes over the data so far
             "samples": step * self.config.global_batch_size,
             **values,
             **speed,
@@ -197,12 +191,9 @@ class Run:
     def _export(self, state: dict[str, Tensor], path: Path) -> None:
         error: UsageError | None = None
         if self.world.main:
-            partial = path.with_name(path.name + ".partial")
             try:
-                checkpoint.save_tensors(state, partial)
-                os.replace(partial, path)
+                checkpoint.save_tensors(state, path)
             except (OSError, SafetensorError) as caught:
-                partial.unlink(missing_ok=True)
                 error = TrainingStopped(f"{path} could not be written: {caught}")
         self.world.settle(error)
 

@@ -1,0 +1,52 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megabatch.files import replacing, write_text
+
+
+@pytest.fixture(params=[0o022, 0o027, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_file_has_the_mode_that_the_umask_leaves(umask: int, tmp_path: Path) -> None:
+    with replacing(tmp_path / "file") as partial:
+        partial.write_text("new")
+        partial.chmod(0o600)  # as safetensors does
+    assert mode(tmp_path / "file") == 0o666 & ~umask
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    write_text(tmp_path / "file", "old")
+
+    def write() -> None:
+        with replacing(tmp_path / "file") as partial:
+            partial.write_text("ne")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_what_a_killed_process_left_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / "file.partial").write_text("half")
+    (tmp_path / "file.partial").chmod(0o600)
+    write_text(tmp_path / "file", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert mode(tmp_path / "file") != 0o600
