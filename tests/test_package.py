@@ -67,6 +67,11 @@ def test_every_public_name_is_there() -> None:
         assert getattr(megabatch, name) is not None
 
 
+def test_packages_are_there_without_an_import_of_their_own() -> None:
+    script = "import megabatch\nprint(megabatch.evaluation.retrieval_metrics, megabatch.losses)"
+    assert "retrieval_metrics" in run(script)[0]
+
+
 def test_the_version_is_the_projects() -> None:
     found = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), flags=re.M)
     assert found is not None

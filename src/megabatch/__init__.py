@@ -34,14 +34,19 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+_PACKAGES = (
+    *("data", "evaluation", "gradient_cache", "losses", "models", "planning", "similarity"),
+    "training",
+)
+
 __getattr__ = lazy(
     __name__,
     dict.fromkeys(__all__, "megabatch.losses")
     | {
         "GradientCache": "megabatch.gradient_cache",
         "retrieval_metrics": "megabatch.evaluation.retrieval",
-        "similarity": "megabatch.similarity",
-    },
+    }
+    | {name: f"megabatch.{name}" for name in _PACKAGES},
 )
 
 

@@ -21,7 +21,6 @@ from tests.training.bn_towers import alone
 from tests.training.synthetic import CONFIG, write_shard
 
 pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
-pytest.importorskip("tyro", reason="the command reads its options by tyro")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ def test_every_reason_comes_at_once_and_nothing_is_written(
     assert reasons[0] == "several things:"
     assert [reason.split(":")[0] for reason in reasons[1:]] == [
         "  - --micro-batch-size 0",
-        "  - nothing matches no.tar",
+        "  - --train-data",
         "  - --model",
     ]
     assert list(tmp_path.iterdir()) == []

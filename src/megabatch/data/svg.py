@@ -7,7 +7,7 @@ from xml.parsers import expat
 
 from PIL import Image
 
-from megabatch.errors import UsageError
+from megabatch.extras import named_extras
 
 SVG_SIZE = 224  # pixels of the longer side, where nothing else is asked for
 
@@ -35,14 +35,10 @@ def draw_svg(data: bytes, size: int = SVG_SIZE) -> Image.Image:
     Raises:
         BadSvg: not an SVG, or one that embeds images, declares entities, or is nested so deeply
             that drawing it would crash the process or never end.
-        UsageError: resvg_py is not installed.
+        MissingLibrary: resvg_py is not installed; a UsageError.
     """
-    try:
+    with named_extras():
         import resvg_py
-    except ImportError as error:
-        raise UsageError(
-            "drawing .svg images needs resvg_py: pip install 'megabatch[train]'"
-        ) from error
     _check(data)
     try:
         png = resvg_py.svg_to_bytes(

@@ -56,6 +56,7 @@ def read_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise UsageError(f"--model: {folder} is no folder of a Hugging Face model: no config.json")
     with named_extras():
+        import tokenizers  # noqa: F401  (transformers' own message without it is about types)
         import transformers
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -16,6 +16,7 @@ from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of
+from megabatch.extras import MissingLibrary
 from megabatch.hints import option, with_value
 from megabatch.models import Towers
 from megabatch.training import batch_norm, evaluating
@@ -225,15 +226,23 @@ def _shown(value: object) -> str:
 def open_data(config: TrainConfig) -> PairDataset:
     """The configuration's training data; a UsageError where there are none."""
     factors = config.train_data_upsampling_factors
-    return open_pairs(
-        config.train_data,
-        upsampling_factors=None if factors is None else parse_factors(factors),
-        image_column=config.csv_img_key,
-        query_column=config.csv_query_key,
-        caption_column=config.csv_caption_key,
-        separator=config.csv_separator,
-        svg_size=config.svg_size,
-    )
+    try:
+        return open_pairs(
+            config.train_data,
+            upsampling_factors=None if factors is None else parse_factors(factors),
+            image_column=config.csv_img_key,
+            query_column=config.csv_query_key,
+            caption_column=config.csv_caption_key,
+            separator=config.csv_separator,
+            svg_size=config.svg_size,
+        )
+    except MissingLibrary:
+        raise
+    except UsageError as error:
+        reason = str(error)
+        raise UsageError(
+            reason if reason.startswith("--") else f"--train-data: {reason}"
+        ) from error
 
 
 def _total_steps(config: TrainConfig, pairs: int) -> int:

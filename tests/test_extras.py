@@ -1,0 +1,128 @@
+"""A library that is not installed: named with its extra, by each command that needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megabatch.extras import DISTRIBUTIONS, EXTRAS, MissingLibrary, missing, named_extras
+from tests.data.samples import png, write_tar
+from tests.models.tiny_bert import save_tiny_bert
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+
+SMALL = "--steps 1 --global-batch-size 2 --micro-batch-size 2 --device cpu --plan off --output new"
+TRAIN = f"train --model glyph-small --train-data pairs.csv {SMALL}"
+BENCH = "bench loss --batch-size 8 --width 8 --contenders megabatch --device cpu"
+
+#: By command, the libraries that it cannot do without.
+NEEDS = {
+    TRAIN: "numpy PIL psutil pyarrow rich safetensors tensorboard webdataset",
+    f"train --model glyph-small --train-data glyphs {SMALL}": "matplotlib",
+    f"{TRAIN} --evaluate --val-data pairs.csv": "torchvision",
+    f"{TRAIN} --opt lamb": "timm",
+    f"train --model ViT-B-32 --train-data pairs.csv {SMALL}": "open_clip",
+    f"train --model hf:bert --train-data texts.jsonl {SMALL}": "tokenizers transformers",
+    "plan --model glyph-small --device cpu": "numpy PIL psutil rich safetensors",
+    "eval new --val-data pairs.csv": "jinja2 numpy PIL rich safetensors",
+    BENCH: "psutil rich",
+    "data inspect pairs.csv": "numpy PIL pyarrow rich webdataset",
+    "data inspect svg.tar": "resvg_py",
+    "data glyphs --output shards": "matplotlib numpy PIL webdataset",
+    "data icons --output shards": "numpy PIL webdataset",
+    "from megabatch.evaluation import evaluate_run": "matplotlib",
+    "import megabatch; megabatch.evaluation.evaluate_run('new')": "jinja2",
+    "from megabatch.data import open_pairs": "numpy PIL",
+    "from megabatch.training import train": "psutil rich",
+}
+CASES = [(asked, library) for asked, names in NEEDS.items() for library in names.split()]
+
+UNNEEDED = "jinja2 matplotlib open_clip resvg_py sklearn timm tokenizers torchvision transformers"
+ALL = " ".join(sorted(set().union(*EXTRAS.values())))
+HELP = ["train --help", "plan --help", "eval --help", "data icons --help", "tune --help"]
+WITHOUT = [(TRAIN, UNNEEDED), *((asked, ALL) for asked in [*HELP, "bench loss --help"])]
+
+
+def is_python(asked: str) -> bool:
+    return asked.split()[0] in ("from", "import")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[object, str]]:
+    """How each case ended, and what it printed."""
+    folder = tmp_path_factory.mktemp("libraries")
+    save_tiny_bert(folder / "bert")
+    (folder / "pairs.csv").write_text("filepath,title\na.png,one\nb.png,two\n")
+    (folder / "texts.jsonl").write_text('{"query": "a", "positive": "b"}\n' * 2)
+    for name in ("a.png", "b.png"):
+        (folder / name).write_bytes(png())
+    drawing = b'<svg xmlns="http://www.w3.org/2000/svg" width="4" height="4"/>'
+    write_tar(folder / "svg.tar", [("0.svg", drawing), ("0.txt", b"nothing")])
+    cases = [*CASES, *WITHOUT]
+    given = [(names.split(), a if is_python(a) else a.split()) for a, names in cases]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.without_libraries"],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {case: (code, text) for case, (code, text) in zip(cases, lines, strict=True)}
+
+
+@pytest.mark.parametrize(("asked", "library"), CASES)
+def test_a_missing_library_is_named_with_its_extra(
+    asked: str, library: str, ended: dict[tuple[str, str], tuple[object, str]]
+) -> None:
+    code, text = ended[asked, library]
+    extra = {"transformers": "hf", "tokenizers": "hf"}.get(library, "train")
+    extra = "bench" if asked == BENCH else extra
+    sentence = f"{DISTRIBUTIONS.get(library, library)} is not installed, which this needs: pip "
+    told = text.splitlines()[0 if is_python(asked) else -1]
+    assert f"{sentence}install 'megabatch[{extra}]'" in told
+    assert code == ("MissingLibrary" if is_python(asked) else 2)
+    assert is_python(asked) or "Traceback" not in text
+
+
+@pytest.mark.parametrize(("asked", "libraries"), WITHOUT)
+def test_what_is_not_needed_is_not_asked_for(
+    asked: str, libraries: str, ended: dict[tuple[str, str], tuple[object, str]]
+) -> None:
+    code, text = ended[asked, libraries]
+    assert code == 0, text
+
+
+def test_the_extras_are_the_projects() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, modules in EXTRAS.items():
+        listed = project["optional-dependencies"][extra]
+        names = {re.split(r"[ ;>=]", line)[0].replace("-", "_").lower() for line in listed}
+        ours = {DISTRIBUTIONS.get(module, module).replace("-", "_").lower() for module in modules}
+        assert ours == names
+
+
+def test_the_commands_own_extra_is_named_first() -> None:
+    assert missing("psutil", "bench").endswith("'megabatch[bench]'")
+    assert missing("psutil").endswith("'megabatch[train]'")
+    assert missing("scipy", "bench").endswith("'megabatch[bench]'")  # which sklearn needs itself
+
+
+def test_our_own_mistakes_are_no_missing_library() -> None:
+    with pytest.raises(ModuleNotFoundError, match="megabatch"), named_extras():
+        import megabatch.nothing  # noqa: F401
+    with pytest.raises(MissingLibrary, match="nothing is not"), named_extras():
+        import nothing.at_all  # noqa: F401

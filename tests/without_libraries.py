@@ -1,0 +1,75 @@
+"""Run commands in forks of one process, in each of which some libraries are not installed.
+
+Started as a program: reads a list of [libraries, words or a Python expression] as JSON, writes a
+line for each: [exit code or the error's name, what was printed]. A fork costs no import of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import traceback
+import warnings
+from typing import Any
+
+# Once for all forks; no other library comes with them.
+import torch
+import torch.distributed.fsdp
+import torch.nn.parallel
+import torch.utils.data
+
+from megabatch import cli
+
+
+class Hiding:
+    """A finder for which libraries are not installed."""
+
+    def __init__(self, finder: Any, libraries: list[str]) -> None:
+        self.finder, self.libraries = finder, libraries
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        hidden = name.partition(".")[0] in self.libraries
+        return None if hidden else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.finder, name)
+
+
+def run(libraries: list[str], asked: list[str] | str) -> tuple[object, str]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in libraries]:
+        del sys.modules[name]
+    sys.meta_path[:] = [Hiding(finder, libraries) for finder in sys.meta_path]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            if isinstance(asked, list):
+                return cli.main(asked), printed.getvalue()
+            exec(asked)
+        except Exception as error:
+            return type(error).__name__, f"{printed.getvalue()}{error}\n{traceback.format_exc()}"
+    return 0, printed.getvalue()
+
+
+def in_a_fork(libraries: list[str], asked: list[str] | str) -> str:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        with os.fdopen(writing, "w") as pipe:
+            pipe.write(json.dumps(run(libraries, asked)))
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        told = pipe.read()
+    os.waitpid(child, 0)
+    return told
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for case in json.load(sys.stdin):
+        print(in_a_fork(*case), flush=True)
