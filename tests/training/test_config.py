@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import megabatch
 from megabatch.training import TrainConfig
 from megabatch.training.config import problems, resolve_device
 
@@ -101,3 +104,22 @@ def test_every_setting_is_explained() -> None:
 def test_auto_takes_what_there_is() -> None:
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_every_reason_names_its_setting_as_it_is_typed() -> None:
+    for name in (field.name for field in fields(TrainConfig)):
+        (reason,) = problems(replace(TrainConfig(), **{name: object()}))
+        assert reason.startswith(f"--{name.replace('_', '-')} <object")
+
+
+@pytest.mark.parametrize("package", ["training", "planning", "models", "data"])
+def test_no_message_begins_with_a_settings_name_as_files_have_it(package: str) -> None:
+    names = "|".join(field.name for field in fields(TrainConfig))
+    begins = re.compile(rf"({names})(, ({names}))*(: |=| = )")
+    for source in (Path(megabatch.__file__).parent / package).glob("*.py"):
+        tree = ast.parse(source.read_text())
+        raised = (node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise))
+        for made in (call for call in raised if isinstance(call, ast.Call)):
+            if getattr(made.func, "id", "") == "UsageError":
+                texts = [n.value for n in ast.walk(made) if isinstance(n, ast.Constant)]
+                assert not [t for t in texts if isinstance(t, str) and begins.match(t)], source
