@@ -71,7 +71,7 @@ X = torch.randn(5, 3)
         ((X, X[:4], 1.0, 0.0), {}, ValueError, ("text_features", "5 rows", "4")),
         ((X[:0], X[:0], 1.0, 0.0), {}, ValueError, ("image_features", "one row", "0")),
         ((X, X, "x", 0.0), {}, TypeError, ("logit_scale", "str")),
-        ((X, X, 1.0, None), {}, TypeError, ("logit_bias", "NoneType")),
+        ((X, X, 1.0, "x"), {}, TypeError, ("logit_bias", "str")),
         ((X, X, 1.0, torch.ones(2)), {}, ValueError, ("logit_bias", "(2,)")),
         ((X, X, 1.0, 0.0), {"ids": torch.arange(4)}, ValueError, ("ids", "(5,)", "(4,)")),
         ((X, X, 1.0, 0.0), {"weights": torch.ones(4)}, ValueError, ("weights", "(5,)", "(4,)")),

@@ -99,7 +99,7 @@ X, L = torch.randn(6, 4), torch.arange(6)
         ((X[0], L), ValueError, ("embeddings", "(4,)")),
         ((X, L[:5]), ValueError, ("labels", "(6,)", "(5,)")),
         ((X, L.float()), TypeError, ("labels", "int64", "float32")),
-        ((X, L.int()), TypeError, ("labels", "int64", "int32")),
+        ((X, L.bool()), TypeError, ("labels", "int64", "bool")),
         ((X, list("abcdef")), TypeError, ("labels", "list")),
         ((X, None), TypeError, ("labels", "NoneType")),
         ((X, L, X), ValueError, ("reference_labels", "None")),

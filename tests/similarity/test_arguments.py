@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nested import nested_tensor
 
 from megabatch import similarity
+from megabatch.similarity.arguments import extremes
 
 X, Y = torch.randn(6, 4), torch.randn(5, 4)
 IDS = torch.arange(6), torch.arange(5)
@@ -21,12 +28,19 @@ IDS = torch.arange(6), torch.arange(5)
         ((X[:, :0], Y), ValueError, ("x", "(6, 0)", "d > 0")),
         ((X, Y[:, :3]), ValueError, ("y", "width 4", "3")),
         ((X.long(), Y), TypeError, ("x", "int64", "float32")),
+        ((X.to(torch.complex64), Y), TypeError, ("x", "complex64", "float32")),
+        ((X.to_sparse(), Y), TypeError, ("x", "dense", "sparse_coo")),
+        ((X, Y.to_sparse_csr()), TypeError, ("y", "dense", "sparse_csr")),
+        ((nested_tensor([X, Y], layout=torch.jagged), Y), TypeError, ("x", "dense", "nested")),
         ((X, Y.double()), TypeError, ("y", "float32", "float64")),
         ((X, Y.to("meta")), ValueError, ("y", "cpu", "meta")),
         ((X, Y, "hot"), TypeError, ("scale", "str", "number")),
         ((X, Y, torch.ones(2)), ValueError, ("scale", "(2,)", "(1,)")),
         ((X, Y, torch.tensor(1)), TypeError, ("scale", "int64")),
         ((X, Y, True), TypeError, ("scale", "bool")),
+        ((X, Y, np.True_), TypeError, ("scale", "bool")),
+        ((X, Y, np.ones(1)), TypeError, ("scale", "ndarray")),
+        ((X, Y, 1j), TypeError, ("scale", "complex")),
     ],
 )
 def test_features_and_scale(arguments: Any, error: type, words: tuple[str, ...]) -> None:
@@ -47,7 +61,8 @@ def test_features_and_scale(arguments: Any, error: type, words: tuple[str, ...])
         ({"ids": IDS, "positives": "paired"}, ValueError, ("y", "6 rows", "5")),
         ({"ids": (IDS[1], IDS[1])}, ValueError, ("ids[0]", "(6,)", "(5,)")),
         ({"ids": (IDS[0], IDS[0])}, ValueError, ("ids[1]", "(5,)", "(6,)")),
-        ({"ids": (IDS[0].int(), IDS[1])}, TypeError, ("ids[0]", "int64", "int32")),
+        ({"ids": (IDS[0].bool(), IDS[1])}, TypeError, ("ids[0]", "int64", "bool")),
+        ({"ids": (IDS[0].to(torch.uint64), IDS[1])}, TypeError, ("ids[0]", "int64", "uint64")),
         ({"ids": (IDS[0], [1, 2])}, TypeError, ("ids[1]", "list")),
         ({"ids": IDS, "ceiling": torch.ones(5)}, ValueError, ("ceiling", "(6,)", "(5,)")),
         ({"ids": IDS, "ceiling": 0.5}, TypeError, ("ceiling", "float")),
@@ -80,3 +95,124 @@ def test_other_calls(call: Any, error: type, words: tuple[str, ...]) -> None:
     with pytest.raises(error) as caught:
         call()
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [np.float32(2.5), np.float64(2.5), np.float16(2.5), np.array(2.5), Fraction(5, 2)],
+    ids=lambda scale: type(scale).__name__,
+)
+def test_any_real_number_is_a_scale(scale: Any) -> None:
+    for ours, expected in zip(
+        similarity.logsumexp(X, Y, scale), similarity.logsumexp(X, Y, 2.5), strict=True
+    ):
+        assert torch.equal(ours, expected)
+    assert torch.equal(similarity.paired(Y, Y, scale), similarity.paired(Y, Y, 2.5))
+    sums = [similarity.softplus_sum(Y, Y, value, value) for value in (scale, 2.5)]
+    assert torch.equal(*sums)
+    assert torch.equal(
+        similarity.logsumexp(X, Y, np.int64(2))[0], similarity.logsumexp(X, Y, 2.0)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32]
+)
+def test_ids_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    ids = IDS[0] // 2, IDS[1] // 2
+    small = tuple(i.to(dtype) for i in ids)
+    for mine, expected in zip(
+        similarity.split_logsumexp(X, Y, ids=small),
+        similarity.split_logsumexp(X, Y, ids=ids),
+        strict=True,
+    ):
+        assert all(map(torch.equal, mine, expected))
+    assert all(
+        map(
+            torch.equal,
+            similarity.ranks(X, Y, small[0], ids=small),
+            similarity.ranks(X, Y, ids[0], ids=ids),
+        )
+    )
+    assert torch.equal(
+        similarity.topk(X, Y, np.int64(2), ids=small)[1], similarity.topk(X, Y, 2, ids=ids)[1]
+    )
+
+
+def test_negative_ids_of_a_smaller_dtype_stay_negative() -> None:
+    ids = torch.tensor([-1, -1, 0, 0, 1], dtype=torch.int8)
+    rows, _ = similarity.split_logsumexp(Y, None, ids=ids)
+    assert rows.positive_count.tolist() == [0, 0, 1, 1, 0]
+
+
+def calls(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    split, _ = similarity.split_logsumexp(x, y)
+    return [
+        *similarity.logsumexp(x, y, 3.0),
+        *split,
+        similarity.paired(x, y),
+        similarity.softplus_sum(x, y, 3.0, -1.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+)
+def test_two_dtypes_under_autocast_as_a_product_takes_them(dtypes: Any) -> None:
+    x, y = Y.to(dtypes[0]).requires_grad_(), Y.roll(1, 0).to(dtypes[1]).requires_grad_()
+    cast = [t.detach().bfloat16().requires_grad_() for t in (x, y)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x @ y.T).dtype == torch.bfloat16
+        mine = calls(x, y)
+        (mine[0].sum() + mine[1].sum()).backward()
+    expected = calls(*cast)
+    (expected[0].sum() + expected[1].sum()).backward()
+    assert all(map(torch.equal, mine, expected))
+    for ours, theirs in zip((x, y), cast, strict=True):
+        assert ours.grad is not None
+        assert ours.grad.dtype == ours.dtype
+        assert torch.equal(ours.grad, theirs.grad.to(ours.dtype))
+
+
+def test_two_dtypes_that_a_product_would_not_take() -> None:
+    with pytest.raises(TypeError, match=r"y: expected torch.bfloat16 as x has, got torch.float32"):
+        similarity.logsumexp(Y.bfloat16(), Y)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(TypeError, match=r"y: expected torch.float32 as x has, got torch.float64"),
+    ):
+        similarity.logsumexp(Y, Y.double())
+
+
+def test_values_are_read_only_where_that_is_free() -> None:
+    values = torch.tensor([3.0, -1.0, 2.0])
+    assert extremes(values) == (-1.0, 3.0)
+    assert extremes(values.requires_grad_()) == (-1.0, 3.0)
+    assert extremes(torch.tensor([2**62, -(2**63)])) == (-(2**63), 2**62)
+    assert all(math.isnan(v) for v in extremes(torch.tensor([1.0, torch.nan, 0.0])) or [0])
+    assert extremes(values[:0]) is None
+    assert extremes(values.to("meta")) is None
+    with FakeTensorMode():
+        assert extremes(torch.ones(3)) is None
+    seen: list[Any] = []
+
+    def look(v: torch.Tensor) -> torch.Tensor:
+        seen.append(extremes(v))
+        return v * 2
+
+    torch.vmap(look)(torch.ones(2, 3))
+    make_fx(look)(torch.ones(3))
+    make_fx(look, tracing_mode="symbolic")(torch.ones(3))
+    torch.compile(look, backend="eager", fullgraph=True)(torch.ones(3))
+    torch.export.export(Look(look), (torch.ones(3),))
+    assert seen
+    assert not any(seen)
+
+
+class Look(torch.nn.Module):
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.look = look
+
+    def forward(self, v: torch.Tensor) -> torch.Tensor:
+        return self.look(v)

@@ -6,66 +6,70 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megabatch.similarity.arguments import (
+    as_number,
     check_features,
     check_integers,
     check_same_rows,
     check_scalar,
     check_two,
     check_vector,
+    extremes,
 )
-from megabatch.similarity.parallel import pair_ids, replicated
+from megabatch.similarity.parallel import pair_ids
 
 #: Ids from here on are given to pairs that have none of their own.
 RESERVED = 1 << 62
 
 
-class TemperatureLoss(nn.Module):
-    """A loss whose logits are similarities divided by a temperature.
+def check_temperature(temperature: Any) -> float | Tensor:
+    """A positive, finite number, or a tensor of shape () or (1,) that holds one.
 
-    Args:
-        temperature: a positive number, or a tensor of shape () or (1,); an `nn.Parameter` is
-            learnt and becomes a parameter of this module.
-        group: processes that share one batch: None, "local" or a process group.
-    """
-
-    def __init__(self, temperature: float | Tensor, *, group: object = None) -> None:
-        super().__init__()
-        check_temperature(temperature)
-        self.temperature = temperature
-        self.group = group
-
-    def _scale(self, temperature: float | Tensor | None, like: Tensor) -> Tensor:
-        """1 / temperature: of this call, or where that is None of the constructor."""
-        if temperature is None:
-            temperature = self.temperature
-        else:
-            check_temperature(temperature)
-        return replicated(check_scalar("temperature", temperature, like), self.group).reciprocal()
-
-
-def check_temperature(temperature: Any) -> None:
-    """A number must be positive; of a tensor only type and shape are looked at.
+    The value of a tensor is looked at where that is free: see `extremes`.
 
     Raises:
         TypeError, ValueError: naming `temperature`.
     """
+    values: tuple[float, float] | None
     if isinstance(temperature, Tensor):
         check_scalar("temperature", temperature, temperature)
-        return
-    check_number("temperature", temperature)
-    if temperature <= 0:
-        raise ValueError(f"temperature: expected a positive number, got {temperature}")
+        values = extremes(temperature)
+    else:
+        temperature = check_number("temperature", temperature)
+        values = temperature, temperature
+    if values is not None and not 0 < values[0] < math.inf:
+        raise ValueError(f"temperature: expected a positive, finite number, got {values[0]}")
+    return temperature
 
 
-def check_number(name: str, value: Any) -> None:
-    """`value` must be a finite number, not a tensor."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def check_number(name: str, value: Any) -> float:
+    """`value` must be a finite number, not a tensor; returned as a float."""
+    number = as_number(value)
+    if number is None:
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not math.isfinite(number):
         raise ValueError(f"{name}: expected a finite number, got {value}")
+    return number
+
+
+def check_factors(name: str, values: Any, number: int, what: str) -> tuple[float, ...]:
+    """`number` factors that are not negative, one for each `what`; 1 each if `values` is None."""
+    factors = [1.0] * number if values is None else [check_number(name, v) for v in values]
+    if len(factors) != number:
+        raise ValueError(f"{name}: expected {number}, one for each {what}, got {len(factors)}")
+    for factor in factors:
+        if factor < 0:
+            raise ValueError(f"{name}: expected no negative number, got {factor}")
+    return tuple(factors)
+
+
+def check_flag(name: str, value: Any, *, optional: bool = False) -> None:
+    """`value` must be True or False, or None if that is allowed."""
+    if not (isinstance(value, bool) or (optional and value is None)):
+        choices = "True, False or None" if optional else "True or False"
+        raise TypeError(f"{name}: expected {choices}, got {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -81,12 +85,21 @@ def check_pairs(x: Any, y: Any, names: tuple[str, str]) -> None:
 
 
 def check_weights(weights: Any, like: Tensor) -> Tensor | None:
-    """One number a row, or None; weights are data and need no gradient."""
+    """One number a row, not negative and finite, or None; weights are data and need no gradient.
+
+    Their values are looked at where that is free: see `extremes`.
+    """
     if weights is None:
         return None
     weights = check_vector("weights", weights, like.shape[0], like)
     if weights.requires_grad:
         raise ValueError("weights: expected a tensor that needs no gradient, got one that does")
+    values = extremes(weights)
+    if values is not None and not 0 <= values[0] <= values[1] < math.inf:
+        raise ValueError(
+            "weights: expected finite numbers that are not negative, "
+            f"got {values[0]:.6g} to {values[1]:.6g}"
+        )
     return weights
 
 
@@ -98,19 +111,23 @@ def own_ids(ids: Any, like: Tensor, group: object) -> Tensor:
             is seen on the CPU alone: a look at a GPU's numbers would stall it.
     """
     ids = check_integers("ids", ids, like.shape[0], like)
-    eager = not torch.compiler.is_compiling()
-    if eager and ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= RESERVED:
-        raise ValueError(f"ids: expected numbers below 2**62, got {int(ids.max())}")
+    values = extremes(ids)
+    if values is not None and values[1] >= RESERVED:
+        raise ValueError(f"ids: expected numbers below 2**62, got {values[1]}")
     alone = pair_ids(ids.shape[0], group, device=ids.device) + RESERVED
     return torch.where(ids < 0, alone, ids)
 
 
-def stack_views(views: tuple[Any, ...], group: object) -> tuple[Tensor, Tensor]:
-    """Views (b, d) of the same b instances as one matrix, and the instance of each of its rows."""
+def check_views(views: tuple[Any, ...]) -> None:
+    """Two or more feature matrices, row i of each of which belongs to instance i."""
     if len(views) < 2:
         raise TypeError(f"views: expected two or more, got {len(views)}")
     check_features("views[0]", views[0])
     for i, view in enumerate(views[1:], start=1):
         check_pairs(views[0], view, ("views[0]", f"views[{i}]"))
+
+
+def stack_views(views: tuple[Tensor, ...], group: object) -> tuple[Tensor, Tensor]:
+    """Views (b, d) of the same b instances as one matrix, and the instance of each of its rows."""
     ids = pair_ids(views[0].shape[0], group, device=views[0].device)
     return torch.cat(views), ids.repeat(len(views))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megabatch.losses.arguments import (
     check_choice,
@@ -14,15 +14,16 @@ from megabatch.losses.arguments import (
     check_weights,
     own_ids,
 )
+from megabatch.losses.base import ContrastiveLoss, keep_in_graph
 from megabatch.losses.paired import paired_losses
 from megabatch.losses.terms import cross_entropy
 from megabatch.similarity import Split
-from megabatch.similarity.arguments import cast_for_autocast, check_scalar
+from megabatch.similarity.arguments import check_scalar
 from megabatch.similarity.parallel import global_mean, mean_row, replicated
 from megabatch.similarity.statistics import split_of, stacks_and_count
 
 
-class ClipLoss(nn.Module):
+class ClipLoss(ContrastiveLoss):
     """Symmetric cross-entropy of each image against all texts and each text against all images.
 
     Called as OpenCLIP's loss. Memory grows with b·d, not with b²; one sweep serves both directions.
@@ -33,21 +34,25 @@ class ClipLoss(nn.Module):
         duplicates: what pairs of equal `ids` are to each other. "positive": further positives, the
             target spread evenly over them (Khosla et al. 2020, arXiv 2004.11362, L_out).
             "ignored": left out of each other's negatives.
+        normalize: scale each row of the features to unit length first, as `F.normalize` does.
         group: processes that share one batch: None, "local" or a process group.
 
     Raises:
         TypeError, ValueError: the message names the argument; "ignored" excludes label smoothing.
     """
 
+    settings = ("label_smoothing", "duplicates", *ContrastiveLoss.settings)
+
     def __init__(
         self,
         *,
         label_smoothing: float = 0.0,
         duplicates: Literal["positive", "ignored"] = "positive",
+        normalize: bool = False,
         group: object = None,
     ) -> None:
-        super().__init__()
-        check_number("label_smoothing", label_smoothing)
+        super().__init__(normalize=normalize, group=group)
+        label_smoothing = check_number("label_smoothing", label_smoothing)
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected 0 to below 1, got {label_smoothing}")
         check_choice("duplicates", duplicates, ("positive", "ignored"))
@@ -55,7 +60,7 @@ class ClipLoss(nn.Module):
             raise ValueError(
                 f"label_smoothing: expected 0 with duplicates='ignored', got {label_smoothing}"
             )
-        self.label_smoothing, self.duplicates, self.group = label_smoothing, duplicates, group
+        self.label_smoothing, self.duplicates = label_smoothing, duplicates
 
     def forward(
         self,
@@ -72,12 +77,12 @@ class ClipLoss(nn.Module):
 
         Args:
             image_features, text_features: (b, d), row i of one belongs to row i of the other;
-                as the model gives them (this loss does not normalise).
+                under autocast in any dtypes that it casts.
             logit_scale: 1 / temperature, exponentiated already, as OpenCLIP's models give it.
             logit_bias: accepted as OpenCLIP does; a bias common to all logits cancels in a
-                softmax, so it has no influence and no gradient.
+                softmax, so it has no influence and its gradient is 0.
             output_dict: return `{"contrastive_loss": loss}`.
-            ids: (b,) int64 below 2**62; equal ids mark pairs that share a caption or document. A
+            ids: (b,) integers below 2**62; equal ids mark pairs that share a caption or document. A
                 negative id is shared with no other pair.
             weights: (b,) factors of the pairs' losses, data, not negative; the loss is their
                 weighted mean, 0 where all weights are 0.
@@ -89,12 +94,11 @@ class ClipLoss(nn.Module):
             TypeError, ValueError: the message names the argument, what came, what was expected.
         """
         check_pairs(image_features, text_features, ("image_features", "text_features"))
-        x, y = cast_for_autocast(image_features, text_features)
+        x, y = self._operands(image_features, text_features)
         scale = check_scalar("logit_scale", logit_scale, x)
         if self.label_smoothing:  # which uses it outside the engine
             scale = replicated(scale, self.group)
-        if logit_bias is not None:
-            check_scalar("logit_bias", logit_bias, x)
+        bias = None if logit_bias is None else check_scalar("logit_bias", logit_bias, x)
         weights = check_weights(weights, x)
         if ids is not None:
             ids = own_ids(ids, x, self.group)
@@ -119,6 +123,7 @@ class ClipLoss(nn.Module):
         loss = global_mean(losses, self.group, weights, name="image_features", batch=batch)
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)
+        loss = keep_in_graph(loss, bias)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _losses(self, side: Split) -> Tensor:

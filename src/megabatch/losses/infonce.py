@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.losses.arguments import (
-    TemperatureLoss,
     check_choice,
     check_number,
     check_pairs,
     check_weights,
     own_ids,
 )
+from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
 from megabatch.losses.terms import minus_log_probability
 from megabatch.similarity import Split, logsumexp, paired, split_logsumexp
-from megabatch.similarity.arguments import accumulator_dtype, cast_for_autocast, check_two
+from megabatch.similarity.arguments import accumulator_dtype, check_dense, check_two
 from megabatch.similarity.parallel import global_mean, pair_ids
 
 #: Elements of per-query negatives widened at a time.
@@ -41,8 +41,12 @@ class InfoNCELoss(TemperatureLoss):
             temperature. A negative number leaves out close ones too. None: all are kept.
         same_tower: of "query" and "positive": whose other rows become negatives too, queries of a
             query, positives of its positive (Li et al. 2023, arXiv 2308.03281).
+        normalize: scale each row of all features, negatives and queue included, to unit length
+            first, as `F.normalize` does.
         group: processes that share one batch: None, "local" or a process group.
     """
+
+    settings = ("temperature", "margin", "same_tower", *ContrastiveLoss.settings)
 
     def __init__(
         self,
@@ -50,16 +54,18 @@ class InfoNCELoss(TemperatureLoss):
         *,
         margin: float | None = None,
         same_tower: Collection[str] = (),
+        normalize: bool = False,
         group: object = None,
     ) -> None:
-        super().__init__(temperature, group=group)
-        if margin is not None:
-            check_number("margin", margin)
+        super().__init__(temperature, normalize=normalize, group=group)
         if isinstance(same_tower, str):
             raise TypeError(f"same_tower: expected a collection of names, got {same_tower!r}")
-        for name in same_tower:
+        self.margin = None if margin is None else check_number("margin", margin)
+        self.same_tower = tuple(same_tower)
+        for name in self.same_tower:
             check_choice("same_tower", name, ("query", "positive"))
-        self.margin, self.same_tower = margin, tuple(same_tower)
+        if len(set(self.same_tower)) < len(self.same_tower):
+            raise ValueError(f"same_tower: expected each name once, got {self.same_tower}")
 
     def forward(
         self,
@@ -75,13 +81,12 @@ class InfoNCELoss(TemperatureLoss):
         """The mean loss over queries; a query without any negative has loss 0.
 
         Args:
-            query, positive: (b, d), row i of one belongs to row i of the other; as the model gives
-                them (this loss does not normalise).
+            query, positive: (b, d), row i of one belongs to row i of the other.
             negatives: (k, d), negatives of every query, of all processes; or (b, k, d), k of each
                 query's own. The latter cost O(b·k) beside themselves.
             queue: (q, d), negatives that every process holds alike, such as MoCo's memory (He et
                 al. 2019, arXiv 1911.05722); no gradient flows into it.
-            ids: (b,) int64 below 2**62; pairs of equal ids (the same document) are left out of
+            ids: (b,) integers below 2**62; pairs of equal ids (the same document) are left out of
                 each other's negatives. A negative id is shared with no other pair.
             weights: (b,) factors of the queries' losses, data, not negative; the loss is their
                 weighted mean, 0 where all weights are 0.
@@ -94,9 +99,13 @@ class InfoNCELoss(TemperatureLoss):
             TypeError, ValueError: the message names the argument, what came, what was expected.
         """
         check_pairs(query, positive, ("query", "positive"))
-        shared, own = _check_negatives(query, negatives)
+        _check_negatives(query, negatives)
         if queue is not None:
             check_two(query, queue, ("query", "queue"))
+            queue = queue.detach()
+        query, positive, negatives, queue = self._operands(query, positive, negatives, queue)
+        shared = negatives if negatives is not None and negatives.dim() == 2 else None
+        own = negatives if negatives is not None and negatives.dim() == 3 else None
         weights = check_weights(weights, query)
         scale = self._scale(temperature, query)
         if ids is not None:
@@ -112,10 +121,10 @@ class InfoNCELoss(TemperatureLoss):
         if own is not None:
             parts.append(_own_logsumexp(query, own, scale, ceiling))
         if queue is not None and ceiling is None:
-            parts.append(logsumexp(query, queue.detach(), scale, sides="rows", group="local")[0])
+            parts.append(logsumexp(query, queue, scale, sides="rows", group="local")[0])
         elif queue is not None:
             nobody = _nothing(query), _nothing(queue)
-            parts.append(split(query, queue.detach(), ids=nobody, group="local")[0].negative)
+            parts.append(split(query, queue, ids=nobody, group="local")[0].negative)
         for name in self.same_tower:
             tower = query if name == "query" else positive
             same = "paired" if ids is None else ids
@@ -151,24 +160,22 @@ class InfoNCELoss(TemperatureLoss):
         return paired(query.detach(), positive.detach(), scale) + self.margin * scale
 
 
-def _check_negatives(query: Tensor, negatives: Any) -> tuple[Tensor | None, Tensor | None]:
-    """(shared (k, d), each query's own (b, k, d)) negatives, one of them or none."""
+def _check_negatives(query: Tensor, negatives: Any) -> None:
+    """None, shared negatives (k, d) or each query's own (b, k, d)."""
     if negatives is None:
-        return None, None
+        return
     if not isinstance(negatives, Tensor) or negatives.dim() not in (2, 3):
         came = tuple(negatives.shape) if isinstance(negatives, Tensor) else type(negatives).__name__
         raise (ValueError if isinstance(negatives, Tensor) else TypeError)(
             f"negatives: expected a tensor of shape (k, d) or (b, k, d), got {came}"
         )
+    check_dense("negatives", negatives)
     check_two(query, negatives.flatten(0, -2), ("query", "negatives"))
-    if negatives.dim() == 2:
-        return negatives, None
-    if negatives.shape[0] != query.shape[0]:
+    if negatives.dim() == 3 and negatives.shape[0] != query.shape[0]:
         raise ValueError(
             f"negatives: expected {query.shape[0]} rows of own negatives, one for each query, "
             f"got {negatives.shape[0]}"
         )
-    return None, negatives
 
 
 def _nothing(features: Tensor) -> Tensor:
@@ -180,7 +187,6 @@ def _own_logsumexp(
     query: Tensor, negatives: Tensor, scale: Tensor, ceiling: Tensor | None
 ) -> Tensor:
     """Log-sum-exp of each query's logits with its own negatives (b, k, d), (b,)."""
-    query, negatives = cast_for_autocast(query, negatives)
     rows = max(1, CHUNK // max(1, negatives[:1].numel()))
     chunks = [
         # Checkpointed: only the logits are kept, not the wider copies of the features.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.losses.arguments import check_number
-from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.losses.arguments import check_factors, check_flag
+from megabatch.losses.base import shown
+from megabatch.losses.normalization import unit_rows
 
 
 class MatryoshkaLoss(nn.Module):
@@ -22,7 +23,7 @@ class MatryoshkaLoss(nn.Module):
         dims: widths of the prefixes, each from 1 to the features' width.
         weights: a number for each of `dims`, not negative; 1 each by default.
         normalize: scale each prefix to unit length, since a prefix of a unit vector is shorter.
-            False hands them to the loss as they are.
+            False hands them to the loss as they are, which may normalise them itself.
 
     Raises:
         TypeError, ValueError: the message names the argument, what came, what was expected.
@@ -43,18 +44,13 @@ class MatryoshkaLoss(nn.Module):
         if not dims:
             raise ValueError("dims: expected at least one width, got none")
         for dim in dims:
-            if isinstance(dim, bool) or not isinstance(dim, int):
+            if isinstance(dim, bool) or not isinstance(dim, numbers.Integral):
                 raise TypeError(f"dims: expected integers, got {type(dim).__name__}")
             if dim < 1:
                 raise ValueError(f"dims: expected widths of 1 and more, got {dim}")
-        weights = (1.0,) * len(dims) if weights is None else tuple(weights)
-        if len(weights) != len(dims):
-            raise ValueError(f"weights: expected {len(dims)}, one for each dim, got {len(weights)}")
-        for weight in weights:
-            check_number("weights", weight)
-            if weight < 0:
-                raise ValueError(f"weights: expected no negative number, got {weight}")
-        self.loss, self.dims, self.weights, self.normalize = loss, dims, weights, normalize
+        check_flag("normalize", normalize)
+        self.loss, self.dims, self.normalize = loss, tuple(map(int, dims)), normalize
+        self.weights = check_factors("weights", weights, len(dims), "dim")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The weighted sum of `loss(*args, **kwargs)` over the prefixes.
@@ -83,16 +79,17 @@ class MatryoshkaLoss(nn.Module):
                 total = weight * loss if total is None else total + weight * loss
         return total
 
+    def extra_repr(self) -> str:
+        """The settings, for `repr`."""
+        return shown(self, ("loss", "dims", "weights", "normalize"))
+
     def _cut(self, value: Any, dim: int) -> Any:
         if isinstance(value, Mapping):
             return {name: self._cut(v, dim) for name, v in value.items()}
         if not _is_features(value):
             return value
         prefix = value[..., :dim]
-        if not self.normalize:
-            return prefix
-        # In float32, so that half precision rounds once.
-        return F.normalize(prefix.to(accumulator_dtype(value.dtype)), dim=-1).to(value.dtype)
+        return unit_rows(prefix, value.dtype) if self.normalize else prefix
 
 
 def _is_features(value: Any) -> bool:

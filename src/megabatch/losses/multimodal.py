@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megabatch.losses.arguments import check_number
+from megabatch.losses.arguments import check_factors
+from megabatch.losses.base import ContrastiveLoss, keep_in_graph
 from megabatch.losses.clip import ClipLoss
 from megabatch.similarity.arguments import check_features, check_same_rows, check_two
 
@@ -16,7 +17,7 @@ Pair = tuple[str, str]
 Scale = float | Tensor
 
 
-class MultiModalLoss(nn.Module):
+class MultiModalLoss(ContrastiveLoss):
     """The weighted sum of a two-sided loss over chosen pairs of modalities.
 
     A sample that lacks one modality of a pair takes no part in that pair, neither as an anchor nor
@@ -28,11 +29,14 @@ class MultiModalLoss(nn.Module):
         loss: for each pair called as `loss(x, y, logit_scale, logit_bias, weights=ones)`:
             `ClipLoss` (the default) or `SigLipLoss`. Weights of 1 because a weighted mean over
             no rows is 0.
+        normalize: scale each row of each modality to unit length first, as `F.normalize` does.
         group: of the default loss; a loss of your own has its own.
 
     Raises:
         TypeError, ValueError: the message names the argument, what came, what was expected.
     """
+
+    settings = ("pairs", "weights", "loss", *ContrastiveLoss.settings)
 
     def __init__(
         self,
@@ -40,27 +44,16 @@ class MultiModalLoss(nn.Module):
         *,
         weights: Sequence[float] | None = None,
         loss: Callable[..., Any] | None = None,
+        normalize: bool = False,
         group: object = None,
     ) -> None:
-        super().__init__()
-        pairs = tuple(tuple(pair) for pair in pairs)  # type: ignore[misc]
-        if not pairs:
+        super().__init__(normalize=normalize, group=group)
+        self.pairs = tuple(_as_pair(pair) for pair in pairs)
+        if not self.pairs:
             raise ValueError("pairs: expected at least one, got none")
-        for pair in pairs:
-            if len(pair) != 2 or not all(isinstance(name, str) for name in pair):
-                raise ValueError(f"pairs: expected two names each, got {pair!r}")
-            if pair[0] == pair[1]:
-                raise ValueError(f"pairs: expected two different modalities, got {pair!r}")
-        weights = (1.0,) * len(pairs) if weights is None else tuple(weights)
-        if len(weights) != len(pairs):
-            raise ValueError(f"weights: expected {len(pairs)}, one a pair, got {len(weights)}")
-        for weight in weights:
-            check_number("weights", weight)
-            if weight < 0:
-                raise ValueError(f"weights: expected no negative number, got {weight}")
+        self.weights = check_factors("weights", weights, len(self.pairs), "pair")
         if loss is not None and not callable(loss):
             raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
-        self.pairs, self.weights = pairs, weights
         self.loss = ClipLoss(group=group) if loss is None else loss
 
     def forward(
@@ -76,7 +69,8 @@ class MultiModalLoss(nn.Module):
         Args:
             features: for each modality (b, d), row i of each belongs to sample i; None where no
                 sample has it. Where samples of some processes have it, the others give a tensor,
-                masked by `present`: all must agree on what needs a gradient.
+                masked by `present`: all must agree on what needs a gradient. A modality that no
+                pair names is not used, and its gradient is 0.
             logit_scale: 1 / temperature, exponentiated already: one for all pairs, or a mapping
                 with one for each.
             logit_bias: likewise.
@@ -103,14 +97,14 @@ class MultiModalLoss(nn.Module):
                 index = both.nonzero().squeeze(1).to(x.device, non_blocking=True)
                 x, y = x.index_select(0, index), y.index_select(0, index)
             loss = self.loss(
-                x,
-                y,
+                *self._operands(x, y),
                 _of(pair, logit_scale, "logit_scale"),
                 _of(pair, logit_bias, "logit_bias"),
                 weights=x.new_ones(x.shape[0], dtype=torch.float32),
             )
             total = weight * loss if total is None else total + weight * loss
-        return total
+        used = {name for pair in self.pairs for name in pair}
+        return keep_in_graph(total, *(f for name, f in features.items() if name not in used))
 
     def _check(
         self, features: Mapping[str, Tensor | None], present: Mapping[str, Tensor]
@@ -140,6 +134,17 @@ class MultiModalLoss(nn.Module):
         for name, mask in present.items():
             _check_mask(name, mask, like, features)
         return like
+
+
+def _as_pair(pair: Any) -> Pair:
+    """Two names of different modalities; a string of two letters is no such pair."""
+    if isinstance(pair, str) or not isinstance(pair, Sequence):
+        raise TypeError(f"pairs: expected pairs of names, got {pair!r}")
+    if len(pair) != 2 or not all(isinstance(name, str) for name in pair):
+        raise ValueError(f"pairs: expected two names each, got {pair!r}")
+    if pair[0] == pair[1]:
+        raise ValueError(f"pairs: expected two different modalities, got {pair!r}")
+    return pair[0], pair[1]
 
 
 def _check_mask(name: str, mask: Any, like: Tensor, features: Mapping[str, Any]) -> None:

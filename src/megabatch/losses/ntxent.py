@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megabatch.losses.arguments import TemperatureLoss, stack_views
+from megabatch.losses.arguments import check_views, stack_views
+from megabatch.losses.base import TemperatureLoss
 from megabatch.losses.terms import cross_entropy
 from megabatch.similarity.parallel import global_mean
 from megabatch.similarity.statistics import split_and_count
@@ -15,15 +16,30 @@ class NTXentLoss(TemperatureLoss):
 
     With more than two views the mean over all ordered pairs of views of one instance, each against
     a softmax over everything but the anchor itself. The matrix is symmetric, so half of it is
-    computed. Arguments of the constructor: see `TemperatureLoss`.
+    computed.
+
+    Args:
+        temperature: see `TemperatureLoss`.
+        normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
+            take them as they are, and warn at the first eager call if their lengths are far from 1
+            (on a GPU at the second, since nothing waits for a look at them); False: do not warn.
+        group: processes that share one batch: None, "local" or a process group.
     """
+
+    def __init__(
+        self,
+        temperature: float | Tensor,
+        *,
+        normalize: bool | None = None,
+        group: object = None,
+    ) -> None:
+        super().__init__(temperature, normalize=normalize, group=group)
 
     def forward(self, *views: Tensor, temperature: float | Tensor | None = None) -> Tensor:
         """The mean loss over all views of all instances.
 
         Args:
-            views: two or more of shape (b, d), row i of each belongs to instance i; as the model
-                gives them (this loss does not normalise).
+            views: two or more of shape (b, d), row i of each belongs to instance i.
             temperature: this call's, instead of the constructor's.
 
         Returns:
@@ -32,7 +48,9 @@ class NTXentLoss(TemperatureLoss):
         Raises:
             TypeError, ValueError: the message names the argument, what came, what was expected.
         """
-        x, instances = stack_views(views, self.group)
+        check_views(views)
+        self._look_at_lengths(views[0])
+        x, instances = stack_views(self._operands(*views), self.group)
         scale = self._scale(temperature, x)
         rows, _, batch = split_and_count(
             x, None, scale, ids=instances, sides="rows", group=self.group

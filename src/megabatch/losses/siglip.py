@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megabatch.losses.arguments import check_pairs, check_weights, own_ids
+from megabatch.losses.base import ContrastiveLoss
 from megabatch.similarity.arguments import check_scalar
 from megabatch.similarity.parallel import share_of_mean
 from megabatch.similarity.sigmoid import softplus_sum
 
 
-class SigLipLoss(nn.Module):
+class SigLipLoss(ContrastiveLoss):
     """For each image and text alone: do they belong together? Called as OpenCLIP's loss.
 
     The sum over all b² pairs of -log sigmoid(z * logit), z = +1 for a pair's own and -1 for all
     others, divided by b as published. Loss and gradients come from one sweep.
 
     Args:
+        normalize: scale each row of the features to unit length first, as `F.normalize` does.
         group: processes that share one batch: None, "local" or a process group.
     """
 
-    def __init__(self, *, group: object = None) -> None:
-        super().__init__()
-        self.group = group
+    def __init__(self, *, normalize: bool = False, group: object = None) -> None:
+        super().__init__(normalize=normalize, group=group)
 
     def forward(
         self,
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: float | Tensor,
-        logit_bias: float | Tensor,
+        logit_bias: float | Tensor | None,
         output_dict: bool = False,
         *,
         ids: Tensor | None = None,
@@ -39,12 +40,12 @@ class SigLipLoss(nn.Module):
 
         Args:
             image_features, text_features: (b, d), row i of one belongs to row i of the other;
-                as the model gives them (this loss does not normalise).
+                under autocast in any dtypes that it casts.
             logit_scale: exponentiated already, as OpenCLIP's models give it.
-            logit_bias: added to all logits; the paper starts it at -10.
+            logit_bias: added to all logits; the paper starts it at -10. None: no bias, as 0.
             output_dict: return `{"contrastive_loss": loss}`.
-            ids: (b,) int64 below 2**62; pairs of equal ids are positives of each other. A negative
-                id is shared with no other pair.
+            ids: (b,) integers below 2**62; pairs of equal ids are positives of each other. A
+                negative id is shared with no other pair.
             weights: (b,) factors, not negative, of each image's sum over texts; data, without a
                 gradient. The loss is the weighted mean, 0 where all weights are 0.
 
@@ -54,10 +55,10 @@ class SigLipLoss(nn.Module):
         Raises:
             TypeError, ValueError: the message names the argument, what came, what was expected.
         """
-        x, y = image_features, text_features
-        check_pairs(x, y, ("image_features", "text_features"))
+        check_pairs(image_features, text_features, ("image_features", "text_features"))
+        x, y = self._operands(image_features, text_features)
         scale = check_scalar("logit_scale", logit_scale, x)
-        bias = check_scalar("logit_bias", logit_bias, x)
+        bias = check_scalar("logit_bias", 0.0 if logit_bias is None else logit_bias, x)
         weights = check_weights(weights, x)
         if ids is not None:
             ids = own_ids(ids, x, self.group)

@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megabatch.losses.arguments import TemperatureLoss, check_choice
-from megabatch.losses.terms import cross_entropy, minus_log_probability
+from megabatch.losses.arguments import check_choice
+from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
+from megabatch.losses.terms import cross_entropy, minus_log_probability, zero_without_positive
 from megabatch.similarity import Split, split_logsumexp
 from megabatch.similarity.arguments import check_features, check_integers, check_two
 from megabatch.similarity.parallel import global_mean
@@ -26,17 +27,23 @@ class SupConLoss(TemperatureLoss):
         form: "out", the paper's L_out: the mean over positives of -log p; or "in", its L_in: -log
             of the mean over positives of p, which one close positive suffices to satisfy. The
             paper finds "out" better.
+        normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
+            take them as they are, and warn at the first eager call if their lengths are far from 1
+            (on a GPU at the second, since nothing waits for a look at them); False: do not warn.
         group: processes that share one batch: None, "local" or a process group.
     """
+
+    settings = ("temperature", "form", *ContrastiveLoss.settings)
 
     def __init__(
         self,
         temperature: float | Tensor,
         *,
         form: Literal["out", "in"] = "out",
+        normalize: bool | None = None,
         group: object = None,
     ) -> None:
-        super().__init__(temperature, group=group)
+        super().__init__(temperature, normalize=normalize, group=group)
         check_choice("form", form, ("out", "in"))
         self.form = form
 
@@ -52,11 +59,11 @@ class SupConLoss(TemperatureLoss):
         """The mean loss over the anchors that have a positive.
 
         Args:
-            embeddings: (n, d) anchors, as the model gives them (this loss does not normalise).
-            labels: (n,) int64. A negative label is shared with nothing: such a row has no positive
-                and serves as a negative only.
+            embeddings: (n, d) anchors.
+            labels: (n,) integers. A negative label is shared with nothing: such a row has no
+                positive and serves as a negative only.
             references: (m, d); anchors are held against these and not against each other.
-            reference_labels: (m,) int64.
+            reference_labels: (m,) integers.
             temperature: this call's, instead of the constructor's.
 
         Returns:
@@ -75,10 +82,10 @@ class SupConLoss(TemperatureLoss):
             check_two(embeddings, references, ("embeddings", "references"))
             size = references.shape[0]
             ids = labels, check_integers("reference_labels", reference_labels, size, references)
-        scale = self._scale(temperature, embeddings)
-        rows, _ = split_logsumexp(
-            embeddings, references, scale, ids=ids, sides="rows", group=self.group
-        )
+        self._look_at_lengths(embeddings)
+        x, y = self._operands(embeddings, references)
+        scale = self._scale(temperature, x)
+        rows, _ = split_logsumexp(x, y, scale, ids=ids, sides="rows", group=self.group)
         losses = cross_entropy(rows) if self.form == "out" else _minus_log_mean(rows)
         some = (rows.positive_count > 0).to(losses.dtype)
         return global_mean(losses, self.group, some, name="embeddings")
@@ -90,4 +97,4 @@ def _minus_log_mean(side: Split) -> Tensor:
     positive = torch.where(side.positive_count == 1, side.positive_sum, side.positive)
     count = side.positive_count.clamp(min=1)
     losses = minus_log_probability(positive, side.negative) + count.log()
-    return torch.where(side.positive_count == 0, 0.0, losses)
+    return zero_without_positive(losses, side)

@@ -22,7 +22,14 @@ def cross_entropy(side: Split) -> Tensor:
     positive = torch.where(single, mean, side.positive)
     spread = torch.where(single, 0.0, side.positive - mean)
     losses = spread + minus_log_probability(positive, side.negative)
-    return torch.where(side.positive_count == 0, 0.0, losses)
+    return zero_without_positive(losses, side)
+
+
+def zero_without_positive(losses: Tensor, side: Split) -> Tensor:
+    """A row's loss, or 0 if it has no positive; not 0 but NaN if a logit of it is not finite."""
+    known = side.negative < torch.inf  # -inf: there is no negative either
+    nothing = torch.zeros_like(losses).masked_fill(~known, torch.nan)
+    return torch.where(side.positive_count == 0, nothing, losses)
 
 
 def minus_log_probability(positive: Tensor, negative: Tensor) -> Tensor:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+#: Those that int64 can hold.
+INTEGERS = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -16,9 +28,10 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_features(name: str, value: Any) -> None:
-    """`value` must be an (n, d) floating-point tensor with d > 0."""
+    """`value` must be a dense (n, d) floating-point tensor with d > 0."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor of shape (n, d), got {type(value).__name__}")
+    check_dense(name, value)
     if value.dtype not in FLOATS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         raise TypeError(f"{name}: expected one of {names}, got {value.dtype}")
@@ -26,15 +39,22 @@ def check_features(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected shape (n, d) with d > 0, got {tuple(value.shape)}")
 
 
+def check_dense(name: str, value: Tensor) -> None:
+    """`value` must be neither sparse nor nested."""
+    if value.is_nested or value.layout != torch.strided:
+        came = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {came}")
+
+
 def check_two(x: Any, y: Any, names: tuple[str, str] = ("x", "y")) -> None:
-    """Two feature matrices that can be multiplied: same width, dtype and device."""
+    """Two feature matrices that can be multiplied: same width, device and dtype after autocast."""
     check_features(names[0], x)
     check_features(names[1], y)
     if x.shape[1] != y.shape[1]:
         raise ValueError(
             f"{names[1]}: expected width {x.shape[1]} as {names[0]} has, got {y.shape[1]}"
         )
-    if x.dtype != y.dtype:
+    if product_dtype(x) != product_dtype(y):
         raise TypeError(f"{names[1]}: expected {x.dtype} as {names[0]} has, got {y.dtype}")
     if x.device != y.device:
         raise ValueError(f"{names[1]}: expected device {x.device} as {names[0]}, got {y.device}")
@@ -49,6 +69,18 @@ def check_same_rows(x: Tensor, y: Tensor, names: tuple[str, str] = ("x", "y")) -
         )
 
 
+def as_number(value: Any) -> float | None:
+    """A real number as a float, NumPy's scalars and 0-d arrays included; None for all else."""
+    if isinstance(value, (int, float)):
+        return None if isinstance(value, bool) else float(value)
+    if isinstance(value, Tensor):
+        return None
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return float(value) if real else None
+
+
 def check_scalar(name: str, value: Any, like: Tensor) -> Tensor:
     """A number, or a tensor of shape () or (1,), as a 0-d tensor in the accumulator's dtype.
 
@@ -56,8 +88,9 @@ def check_scalar(name: str, value: Any, like: Tensor) -> Tensor:
     not capture.
     """
     dtype = accumulator_dtype(like.dtype)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return torch.full((), float(value), dtype=dtype, device=like.device)
+    number = as_number(value)
+    if number is not None:
+        return torch.full((), number, dtype=dtype, device=like.device)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}")
     if value.shape not in ((), (1,)):
@@ -81,15 +114,15 @@ def check_vector(name: str, value: Any, length: int, like: Tensor) -> Tensor:
 
 
 def check_integers(name: str, value: Any, length: int, like: Tensor) -> Tensor:
-    """An int64 vector of one number a row."""
+    """One integer a row, in any integer dtype that int64 can hold, as int64."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{name}: expected an int64 tensor of shape ({length},), got {type(value).__name__}"
         )
-    if value.dtype != torch.int64:
-        raise TypeError(f"{name}: expected int64, got {value.dtype}")
+    if value.dtype not in INTEGERS:
+        raise TypeError(f"{name}: expected int64 or a smaller integer dtype, got {value.dtype}")
     _check_place(name, value, length, like)
-    return value
+    return value.to(torch.int64)
 
 
 def _check_place(name: str, value: Tensor, length: int, like: Tensor) -> None:
@@ -99,10 +132,30 @@ def _check_place(name: str, value: Tensor, length: int, like: Tensor) -> None:
         raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
 
 
+def extremes(values: Tensor) -> tuple[float, float] | None:
+    """The smallest and the largest of some numbers, NaN if one is, where reading them is free.
+
+    None if there are none, and where there is nothing to read yet or reading would stall: on
+    devices other than the CPU, in `torch.compile`, for fake tensors, under `vmap`.
+    """
+    plain = type(values) in (Tensor, nn.Parameter) and values.device.type == "cpu"
+    if torch.compiler.is_compiling() or not plain or not values.numel():
+        return None
+    try:
+        low, high = torch.aminmax(values.detach())
+        return low.item(), high.item()
+    except RuntimeError:  # of torch.func and make_fx: the tensor stands for others
+        return None
+
+
+def product_dtype(features: Tensor) -> torch.dtype:
+    """The dtype that features would have as a matmul's operand under the current autocast."""
+    kind = features.device.type
+    if kind == "meta" or features.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return features.dtype
+    return torch.get_autocast_dtype(kind)
+
+
 def cast_for_autocast(*features: Tensor) -> tuple[Tensor, ...]:
     """Features in the dtype that a matmul's operands would have under the current autocast."""
-    kind = features[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return features
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(f if f.dtype == torch.float64 else f.to(dtype) for f in features)
+    return tuple(f.to(product_dtype(f)) for f in features)

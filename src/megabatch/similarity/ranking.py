@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -103,8 +104,9 @@ def topk(
     check_two(x, y)
     _check_not_batched("topk", x, y)
     sweep.tell_of_float32(x)
-    if not isinstance(k, int) or isinstance(k, bool):
+    if not isinstance(k, numbers.Integral) or isinstance(k, bool):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")
+    k = int(k)
     row_ids, column_ids = _check_ids(ids, x, y)
     columns = _Columns(y, column_ids, group, f"topk, k {k}")
     if not 1 <= k <= columns.number:
