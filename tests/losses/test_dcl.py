@@ -9,6 +9,9 @@ import megabatch as mb
 from tests.losses.reference import assert_equal, dcl_of_logits, leaves
 from tests.similarity.features import MAKERS
 
+#: Of features that are meant to have other lengths here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
+
 
 @pytest.mark.parametrize("views", [2, 3])
 @pytest.mark.parametrize("scale", [0.01, 14.3, 100.0])

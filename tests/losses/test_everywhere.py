@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch as mb
 
+#: Of features that are meant to have other lengths here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
+
 B, D = 7, 8
 IDS = torch.arange(B) % 4
 WEIGHTS = torch.linspace(0, 1, B)

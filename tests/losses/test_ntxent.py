@@ -10,6 +10,9 @@ from megabatch.similarity import sweep
 from tests.losses.reference import assert_equal, leaves, ntxent_of_logits
 from tests.similarity.features import MAKERS
 
+#: Of features that are meant to have other lengths here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
+
 
 @pytest.mark.parametrize("views", [2, 3])
 @pytest.mark.parametrize("scale", [0.01, 14.3, 100.0])

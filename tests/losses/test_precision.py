@@ -19,6 +19,9 @@ from tests.losses.reference import clip_of_logits, siglip_of_logits, soft_cross_
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, row_errors
 
+#: Of features that are meant to have other lengths here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
+
 B, D, K = 96, 32, 40
 BIAS = -5.0
 IDS = torch.arange(B) % 37

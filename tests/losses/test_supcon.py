@@ -11,6 +11,9 @@ import megabatch as mb
 from tests.losses.reference import assert_equal, leaves, supcon_of_logits
 from tests.similarity.features import MAKERS
 
+#: Of features that are meant to have other lengths here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
+
 LABELS = torch.tensor([0, 0, 0, 1, 1, -1, -1, 2, 3, 3, 3, 3])
 
 

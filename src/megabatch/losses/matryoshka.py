@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megabatch.losses.arguments import check_factors, check_flag
 from megabatch.losses.base import shown
 from megabatch.losses.normalization import unit_rows
+from megabatch.similarity.arguments import check_dense
 
 
 class MatryoshkaLoss(nn.Module):
@@ -102,6 +103,7 @@ def _check_width(name: str, value: Any, width: int) -> bool:
         return any([_check_width(f"{name}[{key!r}]", v, width) for key, v in value.items()])
     if not _is_features(value):
         return False
+    check_dense(name, value)
     if value.shape[-1] < width:
         raise ValueError(
             f"{name}: expected width {width} or more, the largest of dims, got {value.shape[-1]}"

@@ -88,6 +88,9 @@ class SupConLoss(TemperatureLoss):
         rows, _ = split_logsumexp(x, y, scale, ids=ids, sides="rows", group=self.group)
         losses = cross_entropy(rows) if self.form == "out" else _minus_log_mean(rows)
         some = (rows.positive_count > 0).to(losses.dtype)
+        if x.shape[0] == 1 or (y is not None and y.shape[0] == 0):
+            # Of anchors that are in no pair, a NaN shows in no logit.
+            losses = losses + 0.0 * x.detach().sum(1, dtype=losses.dtype)
         return global_mean(losses, self.group, some, name="embeddings")
 
 
