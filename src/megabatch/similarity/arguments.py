@@ -138,8 +138,9 @@ def extremes(values: Tensor) -> tuple[float, float] | None:
     None if there are none, and where there is nothing to read yet or reading would stall: on
     devices other than the CPU, in `torch.compile`, for fake tensors, under `vmap`.
     """
-    plain = type(values) in (Tensor, nn.Parameter) and values.device.type == "cpu"
-    if torch.compiler.is_compiling() or not plain or not values.numel():
+    if torch.compiler.is_compiling() or type(values) not in (Tensor, nn.Parameter):
+        return None
+    if values.device.type != "cpu" or not values.numel():
         return None
     try:
         low, high = torch.aminmax(values.detach())

@@ -1,0 +1,124 @@
+"""Random calls of all losses and similarity functions against naive dense expressions.
+
+    python benchmarks/fuzz.py --cases 20000 --seed 0 --output benchmarks/results/fuzz-cpu.json
+    python benchmarks/fuzz.py --cases 1000 --device cuda --output benchmarks/results/fuzz-gpu.json
+    python benchmarks/fuzz.py --only 4711      # that case again, with its configuration
+
+Values and all gradients in float64, to 1e-9 of each tensor's largest number: shapes with 0 and 1,
+ids, weights, labels, masks, margins, queues, further negatives, workspaces, normalisation, shards
+on two and three ranks (Gloo), frozen, expanded, strided and aliased inputs. On a GPU, where float64
+does not reach the kernels, also bfloat16, float16 and float32 (TF32), bounded by the error of the
+dense expression in the same precision. Needs torch alone. Ends with status 1 if a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections import Counter
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megabatch
+from fuzzing.cases import draw
+from fuzzing.groups import FINE, run
+
+DTYPES = {"cpu": ("float64",), "cuda": ("float64", "bfloat16", "float16", "float32")}
+
+
+def main() -> int:
+    options = parse()
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = options.device == "cuda"
+    dtypes = tuple(options.dtypes or DTYPES[options.device])
+    # Low precisions are compared on one rank, and several GPUs are a matter of the tests.
+    largest = options.ranks if dtypes == ("float64",) and options.device == "cpu" else 1
+    numbers = options.only or range(options.cases)
+    cases = [draw(options.seed, number, dtypes, largest) for number in numbers]
+    if options.only:
+        print(json.dumps(cases, indent=1))
+    began = time.monotonic()
+    counts: Counter[tuple[str, str, int, str]] = Counter()
+    failures: list[dict[str, Any]] = []
+    for done, (case, outcome) in enumerate(run(cases, options.device), start=1):
+        status = (outcome or "ok") if outcome in FINE else "failed"
+        counts[case["call"], case["dtype"], case["ranks"], status] += 1
+        if status == "failed":
+            failures.append({"case": case, "failure": outcome})
+            print(f"case {case['index']} ({case['call']}): {outcome}", file=sys.stderr)
+        if done % max(1, len(cases) // 50) == 0 or done == len(cases):
+            shown = f"{done} of {len(cases)} cases, {len(failures)} failed"
+            print(f"{shown}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    seconds = round(time.monotonic() - began, 1)
+    undecided = sum(n for key, n in counts.items() if key[3] == "undecided")
+    print(f"{len(cases)} cases, {len(failures)} failed, {undecided} undecided, {seconds} s")
+    if options.output:
+        content = head(options.output) | {
+            "seed": options.seed,
+            "cases": len(cases),
+            "failed": len(failures),
+            "undecided": undecided,
+            "seconds": seconds,
+            "records": [
+                dict(zip(("call", "dtype", "ranks", "status", "cases"), (*key, n), strict=True))
+                for key, n in sorted(counts.items())
+            ],
+            "failures": failures,
+        }
+        options.output.write_text(json.dumps(content, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, action="append", help="a case's number, repeatable")
+    parser.add_argument("--device", choices=tuple(DTYPES), default="cpu")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES["cuda"])
+    parser.add_argument("--ranks", type=int, default=3, help="of the largest group (CPU, float64)")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def head(output: Path) -> dict[str, Any]:
+    """Command, date, machine and versions, as in the other records, without their extras."""
+    versions = {"python": platform.python_version(), "megabatch": megabatch.__version__}
+    for package in ("torch", "triton", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    words = [word.replace(f"{output.parent}/", "") for word in sys.argv]
+    return {
+        "command": shlex.join(["python", *words]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "system": platform.platform(),
+        },
+        "versions": versions,
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

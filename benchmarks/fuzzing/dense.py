@@ -1,0 +1,298 @@
+"""The calls of cases.py as dense expressions, from the papers' formulas in plain torch.
+
+Nothing here comes from the library. The whole matrix of logits is formed, of all ranks' rows; with
+`product` rounded as a GPU's, the same expressions say how exact a low precision can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fuzzing.calls import ceiling, target
+from fuzzing.cases import Case, Given
+
+#: (m, d), (n, d) -> (m, n) products
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def plain(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y.T
+
+
+class Rounded(torch.autograd.Function):
+    """Products in float32 of half-precision features, whose gradient is rounded to them once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x.float() @ y.float().T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        # float16 has no range for gradients of a mean: as in training, they are scaled first.
+        size = gradient.abs().max().clamp(min=1e-30) if gradient.numel() else gradient.new_ones(())
+        ds = (gradient / size).to(x.dtype).float() * size
+        return (ds @ y.float()).to(x.dtype), (ds.T @ x.float()).to(x.dtype)
+
+
+def rounded(x: Tensor, y: Tensor) -> Tensor:
+    made: Tensor = Rounded.apply(x, y)
+    return made
+
+
+def unit(x: Tensor, wanted: bool) -> Tensor:
+    if not wanted:
+        return x
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide / wide.pow(2).sum(-1, keepdim=True).sqrt()).to(x.dtype)
+
+
+def same(ids: Tensor | None, rows: int, device: torch.device) -> Tensor:
+    """(rows, rows): a pair with itself, or two that share an id."""
+    eye = torch.eye(rows, dtype=torch.bool, device=device)
+    return eye if ids is None else eye | equal(ids, ids)
+
+
+def equal(a: Tensor, b: Tensor) -> Tensor:
+    return (a[:, None] == b[None, :]) & (a >= 0)[:, None]
+
+
+def lse(s: Tensor, kept: Tensor) -> Tensor:
+    """Log-sum-exp of each row's kept entries; -inf, with a gradient of 0, where there is none."""
+    if s.shape[1] == 0:
+        return s.sum(1) - torch.inf
+    some = kept.any(1)
+    values = s.masked_fill(~kept, -torch.inf).masked_fill(~some[:, None], 0.0).logsumexp(1)
+    return values.masked_fill(~some, -torch.inf)
+
+
+def weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
+    if weights is None:
+        return values.mean()
+    total = weights.sum()
+    return (weights * values).sum() / (total if total > 0 else 1.0)
+
+
+def clip_of(
+    s: Tensor,
+    ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    duplicates: str = "positive",
+    smoothing: float = 0.0,
+) -> Tensor:
+    b = len(s)
+    eye = torch.eye(b, dtype=torch.bool, device=s.device)
+    alike = same(ids, b, s.device)
+    dropped = alike & ~eye if duplicates == "ignored" else torch.zeros_like(eye)
+    positive = (eye if duplicates == "ignored" else alike).to(s.dtype)
+    target = (1 - smoothing) * positive / positive.sum(1, keepdim=True) + smoothing / b
+    losses = torch.zeros_like(s[:, 0])
+    for direction in (s, s.T):
+        logp = direction.masked_fill(dropped, -torch.inf).log_softmax(1)
+        losses = losses - (target * logp.masked_fill(dropped, 0.0)).sum(1) / 2
+    return weighted_mean(losses, weights)
+
+
+def siglip_of(s: Tensor, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
+    signs = torch.where(same(ids, len(s), s.device), 1.0, -1.0).to(s.dtype)
+    return weighted_mean(-F.logsigmoid(signs * s).sum(1), weights)
+
+
+def _pair(case: Case, g: Given, product: Product) -> Tensor:
+    x, y = (unit(g.features[name], case["normalize"]) for name in ("x", "y"))
+    return g.scale * product(x, y)
+
+
+def clip(case: Case, g: Given, product: Product) -> list[Tensor]:
+    o, s = case["options"], _pair(case, g, product)
+    return [clip_of(s, g.ids.get("x"), g.weights, o["duplicates"], o["label_smoothing"])]
+
+
+def siglip(case: Case, g: Given, product: Product) -> list[Tensor]:
+    bias = g.bias if case["options"]["bias"] else 0.0
+    return [siglip_of(_pair(case, g, product) + bias, g.ids.get("x"), g.weights)]
+
+
+def infonce(case: Case, g: Given, product: Product) -> list[Tensor]:
+    o = case["options"]
+    f = {name: unit(value, case["normalize"]) for name, value in g.features.items()}
+    query, positive = f["x"], f["y"]
+    b, device = len(query), query.device
+    others = ~same(g.ids.get("x"), b, device)
+    s = product(query, positive)
+    hit = s.diagonal()
+    logits, kept = [s], [others]
+    towers = {"query": query, "positive": positive}
+    matrices = [product(towers[name], towers[name]) for name in o["same_tower"]]
+    logits, kept = logits + matrices, kept + [others] * len(matrices)
+    more = []
+    if o["negatives"] == "shared":
+        more.append(product(query, f["negatives"]))
+    if o["negatives"] == "own":
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        more.append((query.to(wide)[:, None] * f["negatives"].to(wide)).sum(-1))
+    if o["queue"] is not None:
+        more.append(product(query, f["queue"].detach()))
+    logits, kept = logits + more, kept + [torch.ones_like(m, dtype=torch.bool) for m in more]
+    all_logits, all_kept = torch.cat(logits, 1), torch.cat(kept, 1)
+    if o["margin"] is not None:
+        limit = hit.detach()[:, None] + o["margin"]
+        note_gaps(g, all_logits.detach() - limit, all_kept)
+        all_kept = all_kept & ~(all_logits.detach() > limit)
+    negative = lse(g.scale * all_logits, all_kept)
+    return [weighted_mean(torch.logaddexp(negative, g.scale * hit) - g.scale * hit, g.weights)]
+
+
+def note_gaps(g: Given, difference: Tensor, kept: Tensor) -> None:
+    if kept.any():
+        g.gaps.append(difference[kept].abs().min().item())
+
+
+def views(case: Case, g: Given, product: Product) -> list[Tensor]:
+    number = len(g.features)
+    x = torch.cat([unit(v, case["normalize"]) for v in g.features.values()])
+    n = len(x)
+    s = g.scale * product(x, x)
+    instance = torch.arange(n // number, device=x.device).repeat(number)
+    itself = torch.eye(n, dtype=torch.bool, device=x.device)
+    alike = equal(instance, instance) & ~itself
+    positives = s.masked_fill(~alike, 0.0).sum(1) / (number - 1)
+    if case["call"] == "ntxent":
+        return [(lse(s, ~itself) - positives).mean()]
+    if n == number:
+        return [0.0 * s.sum()]
+    return [(lse(s, ~itself & ~alike) - positives).mean()]
+
+
+def supcon(case: Case, g: Given, product: Product) -> list[Tensor]:
+    f = [unit(v, case["normalize"]) for v in g.features.values()]
+    s = g.scale * product(f[0], f[-1])
+    labels = list(g.ids.values())
+    kept = torch.ones_like(s, dtype=torch.bool)
+    if len(f) == 1:
+        kept.fill_diagonal_(False)
+    positive = equal(labels[0], labels[-1]) & kept
+    anchors = positive.any(1)
+    if not anchors.any():
+        return [0.0 * s.sum()]
+    s, kept, positive = s[anchors], kept[anchors], positive[anchors]
+    logp = s - lse(s, kept)[:, None]
+    count = positive.sum(1).to(s.dtype)
+    if case["options"]["form"] == "out":
+        return [(-logp.masked_fill(~positive, 0.0).sum(1) / count).mean()]
+    return [(count.log() - lse(logp, positive)).mean()]
+
+
+def _inner(case: Case, s: Tensor, bias: Any) -> Tensor:
+    return clip_of(s) if case["options"]["inner"] == "clip" else siglip_of(s + bias)
+
+
+def matryoshka(case: Case, g: Given, product: Product) -> list[Tensor]:
+    x, y = g.features["x"], g.features["y"]
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for dim, weight in zip(case["options"]["dims"], case["options"]["weights"], strict=True):
+        a, b = (unit(t[:, :dim], case["normalize"]) for t in (x, y))
+        total = total + weight * _inner(case, g.scale * product(a, b), g.bias)
+    return [total]
+
+
+def multimodal(case: Case, g: Given, product: Product) -> list[Tensor]:
+    o = case["options"]
+    total: Any = 0.0
+    for (a, b), weight in zip(o["pairs"], o["weights"], strict=True):
+        x, y = g.features[a], g.features[b]
+        have = torch.ones(len(x), dtype=torch.bool, device=x.device)
+        for name in (a, b):
+            have &= g.masks.get(name, have) if name != o["absent"] else torch.zeros_like(have)
+        x, y = (unit(t[have], case["normalize"]) for t in (x, y))
+        s = g.scale * product(x, y)
+        total = total + (weight * _inner(case, s, g.bias) if len(x) else 0.0 * s.sum())
+    return [total]
+
+
+def logsumexp(case: Case, g: Given, product: Product) -> list[Tensor]:
+    s = _pair(case | {"normalize": False}, g, product)
+    kept = torch.ones_like(s, dtype=torch.bool)
+    return [lse(s, kept), lse(s.T, kept.T)][: 1 + (case["options"]["sides"] == "both")]
+
+
+def split_logsumexp(case: Case, g: Given, product: Product) -> list[Tensor]:
+    o, x = case["options"], g.features["x"]
+    y = x if o["itself"] else g.features["y"]
+    s = g.scale * product(x, y)
+    kept = torch.ones_like(s, dtype=torch.bool)
+    eye = torch.eye(*s.shape, dtype=torch.bool, device=s.device)
+    if o["itself"]:
+        kept &= ~eye
+        alike = equal(g.ids["x"], g.ids["x"]) if g.ids else eye
+    else:
+        alike = equal(g.ids["x"], g.ids["y"]) if g.ids else eye
+    positive = alike & kept
+    negative = ~alike & kept
+    if not o["itself"] and (o["positives"] == "paired" or not g.ids):
+        positive, negative = eye, negative & ~eye
+    limit = ceiling(case, g)
+    if limit is not None:
+        note_gaps(g, s.detach() - limit[:, None], negative)
+        negative = negative & ~(s.detach() > limit[:, None])
+    sides = [(s, positive, negative), (s.T, positive.T, negative.T)]
+    return [
+        part
+        for m, p, n in sides[: 1 + (o["sides"] == "both")]
+        for part in (lse(m, n), lse(m, p), m.masked_fill(~p, 0.0).sum(1), p.sum(1).to(m.dtype))
+    ]
+
+
+def softplus_sum(case: Case, g: Given, product: Product) -> list[Tensor]:
+    s = _pair(case | {"normalize": False}, g, product) + g.bias
+    eye = torch.eye(*s.shape, dtype=torch.bool, device=s.device)
+    alike = equal(g.ids["x"], g.ids["y"]) if g.ids else eye
+    losses = -F.logsigmoid(torch.where(alike, s, -s)).sum(1)
+    return [(losses if g.weights is None else g.weights * losses).sum()]
+
+
+def paired(case: Case, g: Given, product: Product) -> list[Tensor]:
+    wide = torch.float64 if g.features["x"].dtype == torch.float64 else torch.float32
+    return [g.scale * (g.features["x"].to(wide) * g.features["y"].to(wide)).sum(1)]
+
+
+def ranks(case: Case, g: Given, product: Product) -> list[Tensor]:
+    s = product(g.features["x"], g.features["y"])
+    wanted = torch.cat([target(case, s[:n]) for n in case["rows"]])
+    score = s.gather(1, wanted[:, None])
+    skip = torch.zeros_like(s, dtype=torch.bool).scatter_(1, wanted[:, None], True)
+    if g.ids:
+        skip |= equal(g.ids["x"], g.ids["y"])
+    return [((s > score) & ~skip).sum(1), ((s == score) & ~skip).sum(1)]
+
+
+def topk(case: Case, g: Given, product: Product) -> list[Tensor]:
+    """The scores, and the whole matrix instead of indices, of which several may be right."""
+    s = product(g.features["x"], g.features["y"])
+    if g.ids:
+        s = s.masked_fill(equal(g.ids["x"], g.ids["y"]), -torch.inf)
+    return [s.sort(1, descending=True).values[:, : case["options"]["k"]], s]
+
+
+TRUTHS: dict[str, Callable[[Case, Given, Product], list[Tensor]]] = {
+    "clip": clip,
+    "siglip": siglip,
+    "infonce": infonce,
+    "ntxent": views,
+    "dcl": views,
+    "supcon": supcon,
+    "matryoshka": matryoshka,
+    "multimodal": multimodal,
+    "logsumexp": logsumexp,
+    "split_logsumexp": split_logsumexp,
+    "softplus_sum": softplus_sum,
+    "paired": paired,
+    "ranks": ranks,
+    "topk": topk,
+}

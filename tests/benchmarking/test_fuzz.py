@@ -1,0 +1,218 @@
+"""benchmarks/fuzz.py: a short run of it, and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+DTYPES = ("float64",)
+
+
+@pytest.fixture(autouse=True)
+def _scripts_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+def outcomes(cases: list[Any]) -> list[str]:
+    from fuzzing.groups import run
+
+    return [outcome for _, outcome in run(cases, "cpu")]
+
+
+def some(number: int, wanted: Callable[[Any], bool]) -> list[Any]:
+    from fuzzing.cases import draw
+
+    found = (draw(1, index, DTYPES, 3) for index in range(5000))
+    return [case for case in found if wanted(case)][:number]
+
+
+def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two and three ranks: tests/similarity/distributed/test_fuzz.py."""
+    import fuzz
+    from fuzzing.calls import CALLS
+
+    output = tmp_path / "fuzz.json"
+    words = ["fuzz.py", "--cases=150", "--ranks=1", f"--output={output}"]
+    monkeypatch.setattr(sys, "argv", words)
+    threads = torch.get_num_threads()
+    try:
+        assert fuzz.main() == 0
+    finally:
+        torch.set_num_threads(threads)
+    content = json.loads(output.read_text())
+    assert content["command"] == "python fuzz.py --cases=150 --ranks=1 --output=fuzz.json"
+    assert {"date", "machine", "versions"} <= set(content)
+    assert content["cases"] == 150
+    assert content["failed"] == 0
+    assert content["failures"] == []
+    assert {record["call"] for record in content["records"]} == set(CALLS)
+    assert sum(r["cases"] for r in content["records"] if r["status"] == "ok") > 140
+
+
+def test_a_failure_is_recorded_with_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fuzz
+    from fuzzing import check
+    from fuzzing.cases import draw
+
+    (case,) = some(1, lambda case: case["call"] == "siglip" and case["ranks"] == 1)
+    monkeypatch.setitem(check.TRUTHS, "siglip", lambda case, given, product: [torch.ones(())])
+    output = tmp_path / "fuzz.json"
+    words = ["--seed=1", f"--only={case['index']}", f"--output={output}"]
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", *words])
+    assert fuzz.main() == 1
+    (failure,) = json.loads(output.read_text())["failures"]
+    assert failure["case"] == draw(1, case["index"], DTYPES, 3)
+    assert "result 0" in failure["failure"]
+    assert json.dumps([case], indent=1) in capsys.readouterr().out
+
+
+def test_low_precisions_on_the_cpu() -> None:
+    from fuzzing.cases import draw
+
+    dtypes = ("bfloat16", "float16", "float32")
+    assert set(outcomes([draw(2, index, dtypes, 1) for index in range(60)])) <= {"", "undecided"}
+
+
+def test_a_case_is_the_same_again_and_covers_all_options() -> None:
+    from fuzzing.cases import draw
+
+    assert draw(3, 17, DTYPES, 3) == draw(3, 17, DTYPES, 3) != draw(4, 17, DTYPES, 3)
+    drawn = [draw(3, index, DTYPES, 3) for index in range(2000)]
+    assert json.loads(json.dumps(drawn)) == drawn
+    seen = Counter(
+        what
+        for case in drawn
+        for what in (
+            f"{case['ranks']} ranks",
+            *(f"{case['call']}: {name}={value}" for name, value in case["options"].items()),
+            *(f"{made['layout']}, {made['frozen']}" for made in case["features"].values()),
+            *(f"is {made['is'] is not None}" for made in case["features"].values()),
+            *(f"{size} rows of {case['ranks']}" for size in case["rows"] if size < 2),
+        )
+    )
+    for what in (
+        "3 ranks",
+        "clip: duplicates=ignored",
+        "infonce: negatives=own",
+        "infonce: margin=0.0",
+        "infonce: same_tower=['query', 'positive']",
+        "supcon: references=True",
+        "split_logsumexp: positives=paired",
+        "split_logsumexp: margin=0.5",
+        "one row, False",
+        "transposed, True",
+        "is True",
+        "0 rows of 3",
+        "1 rows of 1",
+    ):
+        assert seen[what] >= 5, what
+
+
+@pytest.mark.parametrize("name", ["clip", "supcon", "logsumexp", "softplus_sum", "ranks"])
+def test_a_wrong_value_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuzzing import check
+
+    cases = some(4, lambda case: case["call"] == name and case["ranks"] == 1)
+    cases = [case for case in cases if min(case["rows"] + case["columns"]) > 3]
+    assert set(outcomes(cases)) == {""}
+    truth = check.TRUTHS[name]
+    wrong = (lambda t: t + 1) if name == "ranks" else lambda t: t + 3e-9 * (1 + t.abs())
+    monkeypatch.setitem(
+        check.TRUTHS, name, lambda *args: [wrong(output) for output in truth(*args)]
+    )
+    for outcome in outcomes(cases):
+        assert "result 0" in outcome
+
+
+@pytest.mark.parametrize("leaf", ["x", "y", "scale"])
+def test_a_wrong_gradient_is_seen(leaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuzzing import check
+
+    (case,) = some(
+        1,
+        lambda case: (
+            case["call"] == "clip"
+            and case["ranks"] == 1
+            and case["scale_learnt"]
+            and case["weights"] != "zero"
+            and case["rows"][0] > 3
+            and not any(made["frozen"] or made["is"] for made in case["features"].values())
+        ),
+    )
+    assert outcomes([case]) == [""]
+    gradients = check.Side.gradients
+
+    def wrong(side: Any, outputs: list[torch.Tensor]) -> Any:
+        found = gradients(side, outputs)
+        key = leaf, -1 if leaf == "scale" else 0
+        return {**found, key: found[key] * (1 + 1e-7 * (side.dtype == torch.float64))}
+
+    calls_of: list[Any] = []
+    monkeypatch.setattr(
+        check.Side,
+        "gradients",
+        lambda side, outputs: (
+            calls_of.append(side) or (gradients if len(calls_of) > 1 else wrong)(side, outputs)
+        ),
+    )
+    (outcome,) = outcomes([case])
+    assert f"gradient of {leaf}" in outcome
+
+
+class Ranks:
+    """Of a group, all there or all gone."""
+
+    def __init__(self, alive: bool) -> None:
+        self.alive = alive
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+
+@pytest.mark.parametrize(
+    ("told", "alive", "expected", "done"),
+    [
+        (
+            [(0, 0, "", True), (1, 0, "", True), (0, 1, "undecided", True), (1, 1, "", True)],
+            True,
+            [(0, ""), (1, "undecided")],
+            2,
+        ),
+        (
+            [(1, 0, "off", True), (0, 0, "", True), (1, 1, "", True), (0, 1, "", True)],
+            True,
+            [(0, "rank 1: off"), (1, "")],
+            2,
+        ),
+        ([(0, 0, "lost", False), (1, 0, "raised", False)], False, [(0, "rank 0: lost")], 1),
+        ([(0, 0, "", True)], False, [(0, "the ranks lost each other; rank 0: ")], 1),
+    ],
+)
+def test_what_ranks_tell(told: Any, alive: bool, expected: Any, done: int) -> None:
+    from fuzzing.groups import _collect
+
+    outcomes: Any = queue.Queue()
+    for item in told:
+        outcomes.put(item)
+    collected = _collect([{"index": 0}, {"index": 1}], outcomes, [Ranks(alive)] * 2)
+    ended: list[int] = []
+
+    def follow() -> Any:
+        ended.append((yield from collected))
+
+    for (case, outcome), (index, wanted) in zip(list(follow()), expected, strict=True):
+        assert case["index"] == index
+        assert outcome.startswith(wanted)
+        assert bool(outcome) == bool(wanted)
+    assert ended == [done]  # those that remain go to a new group

@@ -1,0 +1,24 @@
+"""Some of benchmarks/fuzz.py's random cases on two and on three ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+from tests.similarity.distributed.processes import World, on_processes
+
+SCRIPTS = Path(__file__).parents[3] / "benchmarks"
+
+
+@on_processes(2, 3)
+def test_random_cases(world: World) -> None:
+    with mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
+        from fuzzing.cases import draw
+        from fuzzing.groups import FINE, attempt
+    drawn = (draw(6, index, ("float64",), 3) for index in range(400))
+    cases = [case for case in drawn if case["ranks"] == world.size][:40]
+    assert len(cases) == 40
+    for case in cases:
+        outcome, _ = attempt(case, world.rank, "cpu")
+        assert outcome in FINE, (case, outcome)
