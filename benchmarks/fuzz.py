@@ -5,10 +5,11 @@
     python benchmarks/fuzz.py --only 4711      # that case again, with its configuration
 
 Values and all gradients in float64, to 1e-9 of each tensor's largest number: shapes with 0 and 1,
-ids, weights, labels, masks, margins, queues, further negatives, workspaces, normalisation, shards
-on two and three ranks (Gloo), frozen, expanded, strided and aliased inputs. On a GPU, where float64
-does not reach the kernels, also bfloat16, float16 and float32 (TF32), bounded by the error of the
-dense expression in the same precision. Needs torch alone. Ends with status 1 if a case failed.
+ids, weights, labels, masks, margins, queues, further negatives, workspaces (another one in the
+backward pass), normalisation, shards on two and three ranks (Gloo), frozen, expanded, strided and
+aliased inputs. On a GPU, where float64 does not reach the kernels, also bfloat16, float16 and
+float32 (TF32), bounded by the error of the dense expression in the same precision. Needs torch
+alone. Ends with status 1 if a case failed.
 """
 
 from __future__ import annotations

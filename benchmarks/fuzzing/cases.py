@@ -48,6 +48,7 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
     case["rows"] = _sizes(rng, world, least=0 if name in (*SUMS, *RANKING) else 1)
     case["columns"] = _sizes(rng, world, least=1 if name in RANKING else 0)
     case["workspace"] = rng.choice([None, None, 64 << 10, 128 << 10, 1 << 20])
+    case["workspace_after"] = rng.choice([None, None, 64 << 10, 2 << 20])
     case["gather"] = rng.choice([None, None, 0, 512, 4096]) if world > 1 else None
     case["piece"] = rng.choice([None, 64, 1000]) if world > 1 else None
     case["values"] = rng.choice(["normal", "normal", "small", "learnt"])

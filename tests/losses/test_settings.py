@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -128,6 +129,30 @@ def test_towers_of_the_same_tensor() -> None:
     mb.ClipLoss()(y, z, 2.0).backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, y.grad + z.grad)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_features_on_meta(name: str, autocast: bool) -> None:
+    """No check reads a value; what comes out has its shape, dtype and device."""
+    x, y, own, ids = (t.to("meta") for t in (X, Y, OWN, IDS))
+    x.requires_grad_()
+    scale = torch.tensor(0.5, device="meta", requires_grad=True)
+    with mock.patch.dict(globals(), OWN=own, IDS=ids), torch.autocast("cpu", enabled=autocast):
+        loss = LOSSES[name](x, y, scale)
+        loss.backward()
+    assert loss.is_meta
+    assert loss.dtype == torch.float32
+    assert x.grad is not None
+    assert x.grad.is_meta
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "infonce"])
+def test_weights_on_meta(name: str) -> None:
+    x, y, w = (t.to("meta") for t in (X, Y, torch.ones(B)))
+    with mock.patch.dict(globals(), X=x, Y=y):
+        assert WEIGHTED[name](w).is_meta
 
 
 # --- what is refused ------------------------------------------------------------------------------

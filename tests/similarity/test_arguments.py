@@ -30,7 +30,7 @@ IDS = torch.arange(6), torch.arange(5)
         ((X.long(), Y), TypeError, ("x", "int64", "float32")),
         ((X.to(torch.complex64), Y), TypeError, ("x", "complex64", "float32")),
         ((X.to_sparse(), Y), TypeError, ("x", "dense", "sparse_coo")),
-        ((X, Y.to_sparse_csr()), TypeError, ("y", "dense", "sparse_csr")),
+        ((X, Y.to_sparse()), TypeError, ("y", "dense", "sparse_coo")),
         ((nested_tensor([X, Y], layout=torch.jagged), Y), TypeError, ("x", "dense", "nested")),
         ((X, Y.double()), TypeError, ("y", "float32", "float64")),
         ((X, Y.to("meta")), ValueError, ("y", "cpu", "meta")),

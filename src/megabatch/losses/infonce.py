@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -202,5 +203,6 @@ def _own_logsumexp(
 def _products(query: Tensor, negatives: Tensor) -> Tensor:
     """<query_i, negative_ik>, (rows, k), in the accumulator's dtype."""
     dtype = accumulator_dtype(query.dtype)
-    with torch.autocast(query.device.type, enabled=False):
+    kind = query.device.type  # autocast knows no such one as meta
+    with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         return torch.bmm(negatives.to(dtype), query.to(dtype).unsqueeze(2)).squeeze(2)
