@@ -19,9 +19,7 @@ from megabatch.evaluation.processes import gather_rows, gather_values, share, to
 from megabatch.evaluation.run import evaluate
 from megabatch.models import create
 from tests.evaluation.material import caption_table, class_shards, image_folder
-from tests.similarity.distributed.processes import World, on_processes, outcomes
-
-__all__ = ["outcomes"]
+from tests.similarity.distributed.processes import World, on_processes
 
 
 @given(n=st.integers(0, 200), size=st.integers(1, 7), block=st.integers(1, 50))

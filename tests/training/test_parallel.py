@@ -20,10 +20,8 @@ from megabatch.training.trainer import Trainer, TrainingStopped
 from megabatch.training.world import World
 from tests.models.tiny import TINY
 from tests.similarity.distributed.processes import World as Processes
-from tests.similarity.distributed.processes import on_processes, outcomes
+from tests.similarity.distributed.processes import on_processes
 from tests.training.toy import CPU, Block, batch_of, config_of, share_of, toy, trainer_of
-
-__all__ = ["outcomes"]
 
 LAYOUTS = ("ddp", "fsdp")
 

@@ -24,19 +24,21 @@ from megabatch.data import Batch, PairLoader
 from megabatch.evaluation import evaluate_run
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.trainer import Trainer
-from tests.similarity.distributed.processes import start
+from tests.similarity.distributed.processes import new_store, start
 from tests.training.conftest import MakeConfig
 
 SIZE = 2
 
 
-def worker(rank: int, size: int, port: int, jobs: list[tuple[str, Path, list[str]]]) -> None:
+def worker(rank: int, size: int, port: int, jobs: list[tuple[str, Path, list[str], int]]) -> None:
     """Give the command once for each job, with a disturbance; write down what came of each."""
     torch.set_num_threads(1)
     launched = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    # As torchrun's, which has a store at a port that it found free.
+    launched |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ.update({name: str(value) for name, value in launched.items()})
-    for number, (disturbance, folder, options) in enumerate(jobs):
-        os.environ["MASTER_PORT"] = str(port + number)
+    for disturbance, folder, options, own_port in jobs:
+        os.environ["MASTER_PORT"] = str(own_port)
         out, err = io.StringIO(), io.StringIO()
         begun = time.monotonic()
         redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
@@ -95,20 +97,22 @@ def launch(tmp_path: Path) -> Launch:
 
     def go(*jobs: tuple[str, TrainConfig], size: int = SIZE) -> list[list[dict[str, Any]]]:
         told = []
+        stores = [new_store() for _ in jobs]  # one keeps what an earlier group said
         for number, (how, config) in enumerate(jobs):
             folder = tmp_path / f"job-{size}-{number}-{time.monotonic_ns()}"
             folder.mkdir()
             save_config(config, folder / "config.toml")
             options = ["--config", str(folder / "config.toml")] + ["--resume"] * config.resume
-            told.append((how, folder, options))
+            told.append((how, folder, options, stores[number].port))
         processes = start(size, worker, told)
+        deadline = time.monotonic() + 240
         for process in processes:
-            process.join(100)
+            process.join(max(0.0, deadline - time.monotonic()))
             alive = process.is_alive()
             process.kill()
             process.join()
             assert not alive, "a process was left over"
-        found = [[folder / f"{rank}.json" for rank in range(size)] for _, folder, _ in told]
+        found = [[folder / f"{rank}.json" for rank in range(size)] for _, folder, *_ in told]
         return [[json.loads(p.read_text()) if p.exists() else {} for p in ps] for ps in found]
 
     return go

@@ -1,16 +1,10 @@
-"""On two processes as on one: optimizers and averages on shards, locked towers under DDP and FSDP2.
-
-One start of the processes serves all checks.
-"""
+"""On two processes as on one: optimizers and averages on shards, locked towers by DDP and FSDP2."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
@@ -26,29 +20,16 @@ from megabatch.training.parallel import lay_out
 from megabatch.training.towers import build_towers
 from megabatch.training.world import World as Ranks
 from tests.models.tiny import TINY
-from tests.similarity.distributed.processes import World, run
+from tests.similarity.distributed.processes import World, on_processes
 from tests.training.test_optimizer import NAMES, give_gradients, small
 
 CPU = torch.device("cpu")
-CHECKS: list[Any] = []
 
 
-def check(function: Callable[[World], None]) -> Callable[[World], None]:
-    function.check = function  # type: ignore[attr-defined]  # what a process looks for
-    CHECKS.append(function)
-    return function
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run(2, CHECKS, tmp_path_factory.mktemp("processes"))
-
-
-@check
-def shards_are_stepped_and_averaged_as_whole_parameters(world: World) -> None:
+@on_processes(2)
+def test_shards_are_stepped_and_averaged_as_whole_parameters(world: World) -> None:
     # Norms over whole tensors (LAMB, LARS) and means over rows and columns (Adafactor) must not be
     # those of a rank's shard.
-    warnings.filterwarnings("ignore", module="torch")
     for name in NAMES:
         whole = small()
         layout = lay_out(small(), "fsdp", Ranks(CPU, world.rank, world.size))
@@ -78,9 +59,8 @@ def shards_are_stepped_and_averaged_as_whole_parameters(world: World) -> None:
             torch.testing.assert_close(other, value, msg=lambda m, at=(name, key): f"{at}: {m}")
 
 
-@check
-def locked_towers_and_all_losses_are_as_on_one_process(world: World) -> None:
-    warnings.filterwarnings("ignore", module="torch")
+@on_processes(2)
+def test_locked_towers_and_all_losses_are_as_on_one_process(world: World) -> None:
     recipes: list[dict[str, Any]] = [
         {"lock_image": True},
         {"lock_text": True, "loss": "siglip", "duplicates": "positives"},
@@ -137,10 +117,3 @@ def _count(module: nn.Module) -> Counter[str]:
 def _full(tensor: Any) -> torch.Tensor:
     full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
-
-
-@pytest.mark.parametrize("name", [function.__name__ for function in CHECKS])
-def test_on_two_processes(name: str, outcomes: list[dict[str, str]]) -> None:
-    for rank, outcome in enumerate(outcomes):
-        failure = outcome.get(f"{__name__}.{name}", "not run: a check before it failed")
-        assert not failure, f"rank {rank}: {failure}"

@@ -10,9 +10,7 @@ from megabatch.similarity import set_abort_on_lost_rank
 from megabatch.training import TrainConfig, world
 from megabatch.training.world import Gone, World, joined, place
 from tests.similarity.distributed.processes import World as Processes
-from tests.similarity.distributed.processes import on_processes, outcomes
-
-__all__ = ["outcomes"]
+from tests.similarity.distributed.processes import on_processes
 
 CPU = torch.device("cpu")
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}

@@ -7,39 +7,50 @@
 They meet by Gloo, on the CPU. Those `on_devices` run there as well, and with `-m gpu` once more on
 as many GPUs by NCCL, where new tensors are made on the GPU by default.
 
-One start of the processes runs the checks of all files for that number of processes. A check that
-fails on one process ends them all: what comes after it fails too, and says so.
+Starting processes takes seconds, so one group of each size serves all checks of a session, one by
+one. A check that fails, hangs or kills a process ends its group, and with it nothing else: the next
+check gets a new group.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import functools
 import importlib
-import json
+import math
 import multiprocessing
 import os
+import signal
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 
-from megabatch.benchmarking.ranks import free_port
 from megabatch.training.world import leave
 
 Check = Callable[["World"], None]
-#: of a number of processes and a kind of device: by rank, each check's failure or ""
-Outcomes: TypeAlias = Callable[[int, str], list[dict[str, str]]]
 
-#: by number of processes and kind of device, the checks of all files that were imported
-REGISTERED: dict[tuple[int, str], list[Check]] = {}
+#: Seconds that a check may take: on GPUs its kernels are compiled first. (pytest gives it 300.)
+LIMITS = {"cpu": 120.0, "cuda": 250.0}
+#: Seconds until a group has started.
+START = 150.0
+#: Seconds more than its limit until a check whose process did not end itself is given up.
+SPARE = 30.0
+#: Seconds that the other ranks have to tell what they saw once a check has failed on one.
+GRACE = 10.0
+
+#: What processes start with, whatever a test has changed in the meantime.
+ENVIRONMENT = dict(os.environ)
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class World:
 
     rank: int
     size: int
-    folder: Path
+    folder: Path  #: of this check, common to all ranks
     device: str = "cpu"
 
     def shard(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -73,16 +84,13 @@ def on_devices(*sizes: int) -> Callable[[Check], Callable[..., None]]:
 
 
 def _as_test(worlds: list[tuple[int, str]], check: Check) -> Callable[..., None]:
-    for world in worlds:
-        REGISTERED.setdefault(world, []).append(check)
-
+    @pytest.mark.concurrency
     @pytest.mark.parametrize(("processes", "device"), list(map(_parameters, worlds)))
-    def test(processes: int, device: str, outcomes: Outcomes) -> None:
+    def test(processes: int, device: str, process_groups: Groups, tmp_path: Path) -> None:
         if device == "cuda" and torch.cuda.device_count() < processes:
             pytest.skip(f"needs {processes} CUDA devices")
-        for rank, outcome in enumerate(outcomes(processes, device)):
-            failure = outcome.get(_name(check), "not run: a check before it failed")
-            assert not failure, f"rank {rank}: {failure}"
+        failures = process_groups.failures(check, processes, device, tmp_path)
+        assert not failures, "\n".join(failures)
 
     test.__name__ = test.__qualname__ = check.__name__
     test.__module__ = check.__module__
@@ -103,38 +111,155 @@ def shard_sizes(n: int) -> Iterator[list[int]]:
     yield [5, 0, 4, 1][:n]
 
 
-def run(size: int, checks: list[Check], folder: Path, device: str = "cpu") -> list[dict[str, str]]:
-    """What came of each check on each process: "" or a traceback."""
-    names = [(check.__module__, check.__name__) for check in checks]
-    processes = start(size, _run_checks, names, folder, device, device=device)
-    for process in processes:
-        process.join(200 if device == "cpu" else 600)  # GPUs' kernels are compiled first
-        if process.is_alive():
+class Groups:
+    """A group of each size and kind of device, started when a check first asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder  #: where groups note what their processes did last
+        self._groups: dict[tuple[int, str], Group] = {}
+        self._started = 0
+
+    def failures(self, check: Check, size: int, device: str, folder: Path) -> list[str]:
+        """What failed when this check ran on a group: nothing, or the first failure first."""
+        group = self._groups.pop((size, device), None)
+        if group is None:
+            self._started += 1
+            own = self._folder / f"group-{self._started}"
+            own.mkdir()
+            group = Group(size, device, own)
+        failures = group.failures(check, folder)
+        if not failures:
+            self._groups[size, device] = group
+        return failures
+
+    def end(self) -> None:
+        """End all groups."""
+        for group in self._groups.values():
+            group.end()
+        self._groups.clear()
+
+
+class Group:
+    """Processes that run one check after the other, up to the first that fails."""
+
+    def __init__(self, size: int, device: str, folder: Path, limit: float | None = None) -> None:
+        """`limit`: seconds that a check may take; None: as `LIMITS` says."""
+        self._limit = LIMITS[device] if limit is None else limit
+        self._traces = [folder / f"rank-{rank}.txt" for rank in range(size)]
+        pipes = [multiprocessing.Pipe() for _ in range(size)]
+        self._connections = [ours for ours, _ in pipes]
+        theirs = [end for _, end in pipes]
+        arguments = theirs, device, self._limit, self._traces
+        self.processes = start(size, _run_checks, *arguments, device=device)
+        for end in theirs:
+            end.close()
+        self._last = "its start"
+        self._ready = False
+
+    def failures(self, check: Check, folder: Path) -> list[str]:
+        """What failed, the first failure first. The group has ended if anything did."""
+        name = f"{check.__module__}.{check.__name__}"
+        try:
+            failures = [] if self._ready else self._answers("its start", START)
+            self._ready = True
+            if not failures:
+                for connection in self._connections:
+                    with contextlib.suppress(OSError):  # of a process that is gone: found below
+                        connection.send((check.__module__, check.__name__, folder))
+                failures = self._answers(name, self._limit + SPARE)
+        except BaseException:
+            self._kill()
+            raise
+        self._last = name
+        if failures:
+            self._kill()
+        return failures
+
+    def end(self) -> None:
+        """Let the processes end by themselves; one that does not is killed."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        for process in self.processes:
+            process.join(10)
+        self._kill()
+
+    def _answers(self, name: str, seconds: float) -> list[str]:
+        """Every process's failure, by time; one that ended comes first, as others miss it."""
+        failures: list[tuple[float, str]] = []
+        waiting = dict(enumerate(self._connections))
+        deadline = time.monotonic() + seconds
+        while waiting:
+            ends = [self.processes[rank].sentinel for rank in waiting]
+            ready = wait([*waiting.values(), *ends], max(0.0, deadline - time.monotonic()))
+            for rank, connection in list(waiting.items()):
+                if not ready:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(self.processes[rank].pid, signal.SIGABRT)  # it leaves where it was
+                    when, failure = math.inf, self._ended(rank, name)
+                elif connection in ready or self.processes[rank].sentinel in ready:
+                    when, failure = self._answer(rank, name)
+                else:
+                    continue
+                del waiting[rank]
+                if failure:
+                    failures.append((when, f"rank {rank}: {failure}"))
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return [failure for _, failure in sorted(failures)]
+
+    def _answer(self, rank: int, name: str) -> tuple[float, str]:
+        """When it failed and how, "" if it did not; what a process said counts though it ended."""
+        connection = self._connections[rank]
+        with contextlib.suppress(EOFError, OSError):
+            if connection.poll():
+                answer: tuple[float, str] = connection.recv()
+                return answer
+        return -math.inf, self._ended(rank, name)
+
+    def _ended(self, rank: int, name: str) -> str:
+        self.processes[rank].join(GRACE)
+        code, trace = self.processes[rank].exitcode, self._traces[rank]
+        where = trace.read_text() if trace.exists() else ""
+        return f"ended with exit code {code} in {name} (before: {self._last})\n{where}"
+
+    def _kill(self) -> None:
+        for process, connection in zip(self.processes, self._connections, strict=True):
             process.kill()
-    found = [folder / f"{rank}.json" for rank in range(size)]
-    return [json.loads(path.read_text()) if path.exists() else {} for path in found]
+            process.join()
+            connection.close()
 
 
 def start(
     size: int, target: Callable[..., None], *arguments: Any, device: str = "cpu"
 ) -> list[Any]:
-    """Start `target(rank, size, port, *arguments)` on `size` processes."""
+    """Start `target(rank, size, port, *arguments)` on `size` processes.
+
+    A store listens at that port, on this side, where `join` finds it.
+    """
     context: Any = multiprocessing.get_context("spawn")
-    environment = {}
+    environment = ENVIRONMENT
     if device == "cpu":
         # From a server that has imported torch once, but used no thread of it; and with Triton's
         # interpreter, also where there are GPUs.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "megabatch"])
-        environment["TRITON_INTERPRET"] = "1"
-    port = free_port()
+        environment = ENVIRONMENT | {"TRITON_INTERPRET": "1"}
+    store = new_store()
     processes = [
-        context.Process(target=target, args=(rank, size, port, *arguments)) for rank in range(size)
+        context.Process(target=target, args=(rank, size, store.port, *arguments))
+        for rank in range(size)
     ]
-    with mock.patch.dict(os.environ, environment):
+    with mock.patch.dict(os.environ, environment, clear=True):
         for process in processes:
             process.start()
+    for process in processes:
+        process.store = store
     return processes
+
+
+def new_store() -> dist.TCPStore:
+    """A store at a port that is free, which it keeps as long as anyone holds it."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def join(rank: int, size: int, port: int, seconds: float = 60, device: str = "cpu") -> None:
@@ -142,55 +267,64 @@ def join(rank: int, size: int, port: int, seconds: float = 60, device: str = "cp
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=seconds)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        store=dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timeout,
     )
 
 
 def _run_checks(
-    rank: int, size: int, port: int, names: list[tuple[str, str]], folder: Path, device: str
+    rank: int,
+    size: int,
+    port: int,
+    connections: Sequence[Connection],
+    device: str,
+    limit: float,
+    traces: Sequence[Path],
 ) -> None:
-    join(rank, size, port, device=device)
-    if device != "cpu":
-        torch.set_default_device(device)
-    outcome = {}
-    for module, name in names:
-        check = getattr(importlib.import_module(module), name).check
-        try:
+    connection = connections[rank]
+    with open(traces[rank], "w") as trace:
+        faulthandler.enable(trace)
+        _tell(connection, _failure(join, rank, size, port, device=device))
+        if device != "cpu":
+            torch.set_default_device(device)
+        while (told := _next(connection)) is not None:
+            module, name, folder = told
+            test = getattr(importlib.import_module(module), name)
+            # One that hangs ends itself, and leaves where.
+            faulthandler.dump_traceback_later(limit, exit=True, file=trace)
             torch.manual_seed(0)
-            check(World(rank, size, folder, device))
-            outcome[_name(check)] = ""
-        except (Exception, pytest.fail.Exception):
-            outcome[_name(check)] = traceback.format_exc()
-        (folder / f"{rank}.json").write_text(json.dumps(outcome))
-        if outcome[_name(check)]:
-            os._exit(1)
-    leave()
+            world = World(rank, size, folder, device)
+            failure = _failure(getattr(test, "check", test), world)
+            faulthandler.cancel_dump_traceback_later()
+            _tell(connection, failure)
+        faulthandler.dump_traceback_later(GRACE, exit=True, file=trace)
+        leave()
+        os._exit(0)  # no library's clean-up may hang
 
 
-def _name(check: Check) -> str:
-    return f"{check.__module__}.{check.__name__}"
+def _next(connection: Connection) -> tuple[str, str, Path] | None:
+    """The next check; None: there is none, or nobody is left to ask for it."""
+    try:
+        told: tuple[str, str, Path] | None = connection.recv()
+    except EOFError:
+        return None
+    return told
 
 
-@pytest.fixture(scope="session")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Runs the checks for that many processes: once, for all of xdist's workers and all modules."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
+def _tell(connection: Connection, failure: str) -> None:
+    connection.send((time.monotonic(), failure))
+    if failure:
+        os._exit(1)  # the others, who may wait for this rank, find its connections closed
 
-    def get(size: int, device: str) -> list[dict[str, str]]:
-        mine = folder / f"processes-{size}-{device}"
-        found = mine / "outcomes.json"
-        with FileLock(f"{mine}.lock"):
-            if not found.exists():
-                mine.mkdir(exist_ok=True)
-                found.write_text(json.dumps(run(size, REGISTERED[size, device], mine, device)))
-        outcomes: list[dict[str, str]] = json.loads(found.read_text())
-        return outcomes
 
-    return get
+def _failure(function: Callable[..., None], *arguments: Any, **options: Any) -> str:
+    try:
+        function(*arguments, **options)
+    except BaseException:  # also those with which pytest and programs end
+        return traceback.format_exc()
+    return ""

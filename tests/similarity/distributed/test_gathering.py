@@ -13,7 +13,7 @@ from megabatch import similarity
 from megabatch.similarity import gathering, ring, sigmoid_blocks, sweep
 from megabatch.similarity.exchange import Pending, Swap
 from tests.similarity.distributed.processes import World, on_processes
-from tests.similarity.distributed.travel import gathered, in_rounds, noting
+from tests.similarity.distributed.travel import by_copies, gathered, in_rounds, noting
 
 
 @on_processes(3)
@@ -171,6 +171,7 @@ def test_features_of_three_rounds_and_gradients_of_two_are_in_memory(world: Worl
         (sigmoid_blocks.Blocks, "accumulator", 1, lambda: similarity.softplus_sum(x, y, one, one)),
     ):
         with in_rounds(2 * 2 * 12 * 4) as patch:  # six
+            by_copies(patch)
             features = Alive(patch, gathering, "gather", 4 * 12)
             gradients = Alive(patch, blocks, name, 4 * 12)
             loss().backward()
@@ -184,6 +185,7 @@ def test_one_round_is_in_memory_when_the_gradient_of_x_is_completed(world: World
     x, y = (torch.randn(12, 12, requires_grad=True) for _ in range(2))
     complete, found = sweep.Blocks.finish, []
     with in_rounds(2 * 2 * 12 * 4) as patch:  # six
+        by_copies(patch)
         features = Alive(patch, gathering, "gather", 4 * 12)
         gradients = Alive(patch, sweep.Blocks, "buffer", 4 * 12)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megabatch.benchmarking.parallel import gathering_up_to
 from megabatch.similarity import gathering, ring
@@ -63,6 +67,31 @@ def gathered(patch: pytest.MonkeyPatch) -> list[str]:
         patch.setattr(gathering, name, note)
     patch.setattr(Swap, "start", lambda self: done.append("swap"))
     return done
+
+
+class Copied:
+    """A collective of copies, so that none of its threads holds the tensors themselves.
+
+    Gloo's keep what they transferred for a moment after it has arrived. As torch's own work, this
+    one holds both tensors until it is let go.
+    """
+
+    def __init__(
+        self, collective: Callable[..., dist.Work], out: Tensor, given: Tensor, **options: Any
+    ) -> None:
+        self._out, self._given = out, given
+        self._arriving = torch.empty_like(out)
+        self._work = collective(self._arriving, given.clone(), **options)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._out.copy_(self._arriving)
+
+
+def by_copies(patch: pytest.MonkeyPatch) -> None:
+    """Let rounds' asynchronous transfers be of copies."""
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        patch.setattr(dist, name, functools.partial(Copied, getattr(dist, name)))
 
 
 def noting(events, name, function):  # type: ignore[no-untyped-def]

@@ -1,3 +1,0 @@
-from tests.similarity.distributed.processes import outcomes
-
-__all__ = ["outcomes"]

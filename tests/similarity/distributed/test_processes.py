@@ -1,0 +1,193 @@
+"""Checks of several processes: one that fails is one failure, however it does."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.similarity.distributed import processes
+from tests.similarity.distributed.processes import Check, Group, Groups, World, on_processes
+
+pytestmark = pytest.mark.concurrency
+
+
+def passes(world: World) -> None:
+    dist.all_reduce(total := torch.tensor(world.rank))
+    assert total == sum(range(world.size))
+    (world.folder / f"{world.rank}").write_text(str(os.getpid()))
+
+
+def nothing(world: World) -> None:
+    pass
+
+
+def raises(world: World) -> None:
+    if world.rank == 1:
+        raise KeyError("an error of its own")
+    dist.barrier()
+
+
+def does_not_hold(world: World) -> None:
+    assert world.size == 7
+
+
+def skips(world: World) -> None:
+    pytest.skip("not here")
+
+
+def leaves_the_program(world: World) -> None:
+    sys.exit(0)
+
+
+def ends_at_once(world: World) -> None:
+    if world.rank == 1:
+        os._exit(5)
+    dist.barrier()
+
+
+def reads_where_nothing_is(world: World) -> None:
+    if world.rank == 1:
+        ctypes.string_at(0)
+    dist.barrier()
+
+
+def hangs(world: World) -> None:
+    if world.rank == 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+def is_stopped(world: World) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
+    """Those of the session are used to checks that pass."""
+    made = Groups(tmp_path_factory.mktemp("groups"))
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def pids(groups: Groups, tmp_path: Path) -> Callable[[], list[str]]:
+    """Runs a check that passes; who ran it."""
+
+    def find() -> list[str]:
+        assert groups.failures(passes, 2, "cpu", tmp_path) == []
+        return [(tmp_path / str(rank)).read_text() for rank in range(2)]
+
+    return find
+
+
+def test_one_group_serves_many_checks(pids: Callable[[], list[str]]) -> None:
+    assert pids() == pids()
+
+
+@pytest.mark.parametrize(
+    ("check", "rank", "told"),
+    [
+        (raises, 1, ["KeyError: 'an error of its own'", "in raises"]),
+        (does_not_hold, None, ["assert world.size == 7"]),
+        (skips, None, ["Skipped: not here"]),
+        (leaves_the_program, None, ["SystemExit: 0"]),
+        (ends_at_once, 1, ["exit code 5", "test_processes.ends_at_once"]),
+        (reads_where_nothing_is, 1, ["exit code -11", "in reads_where_nothing_is"]),
+    ],
+)
+def test_one_failure_is_one_failure(
+    groups: Groups,
+    pids: Callable[[], list[str]],
+    tmp_path: Path,
+    check: Check,
+    rank: int | None,
+    told: list[str],
+) -> None:
+    before = pids()
+    begun = time.monotonic()
+    failures = groups.failures(check, 2, "cpu", tmp_path)
+    assert time.monotonic() - begun < 60  # the other rank waits for this one, but not for long
+    assert rank is None or failures[0].startswith(f"rank {rank}: ")
+    assert all(words in failures[0] for words in told), failures[0]
+    after = pids()
+    assert not set(before) & set(after)
+
+
+def test_a_check_that_hangs_is_ended_and_says_where(tmp_path: Path) -> None:
+    group = Group(2, "cpu", tmp_path, limit=2)
+    failures = group.failures(hangs, tmp_path)
+    assert len(failures) == 2
+    (one,) = (failure for failure in failures if failure.startswith("rank 1: "))
+    assert "test_processes.hangs" in one
+    assert "in hangs" in one
+    assert not any(process.is_alive() for process in group.processes)
+
+
+def test_a_process_that_answers_nothing_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(2, "cpu", tmp_path, limit=2)
+    assert group.failures(nothing, tmp_path) == []
+    monkeypatch.setattr(processes, "SPARE", 0)
+    monkeypatch.setattr(processes, "GRACE", 0.5)
+    (failure,) = group.failures(is_stopped, tmp_path)
+    assert failure.startswith("rank 1: ")
+    assert not any(process.is_alive() for process in group.processes)
+
+
+def test_a_process_that_ends_after_its_check_is_told_with_the_next(tmp_path: Path) -> None:
+    group = Group(2, "cpu", tmp_path)
+    assert group.failures(nothing, tmp_path) == []
+    group.processes[1].kill()
+    group.processes[1].join()
+    failures = group.failures(passes, tmp_path)
+    assert failures[0].startswith("rank 1: ended with exit code -9 in ")
+    assert "before: tests.similarity.distributed.test_processes.nothing)" in failures[0]
+
+
+def test_an_interrupted_wait_ends_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C, or when pytest's own time is up."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    group = Group(2, "cpu", tmp_path)
+    monkeypatch.setattr(processes, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.failures(passes, tmp_path)
+    assert not any(process.is_alive() for process in group.processes)
+
+
+def test_processes_end_with_whoever_asked_them(tmp_path: Path) -> None:
+    group = Group(2, "cpu", tmp_path)
+    assert group.failures(passes, tmp_path) == []
+    for connection in group._connections:
+        connection.close()  # as the system does for a process that dies
+    for process in group.processes:
+        process.join(30)
+        assert process.exitcode == 0
+
+
+@on_processes(2)
+def test_a_check_is_a_test_of_its_own_folder(world: World) -> None:
+    (world.folder / str(world.rank)).touch()
+    dist.barrier()
+    assert sorted(path.name for path in world.folder.iterdir()) == ["0", "1"]
+
+
+def test_what_a_check_finds_is_what_its_test_says(groups: Groups, tmp_path: Path) -> None:
+    test = on_processes(2)(does_not_hold)
+    with pytest.raises(AssertionError, match=r"rank [01]: (.|\n)*assert world.size == 7"):
+        test(2, "cpu", groups, tmp_path)
