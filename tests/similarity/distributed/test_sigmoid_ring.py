@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import losses
-from megabatch.similarity import softplus_sum
+from megabatch.similarity import softplus_sum, sweep
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.test_statistics_ring import PIECES, leaf, some_ids
 from tests.similarity.distributed.travel import bytes_sent, in_rounds, pieces_of
@@ -105,16 +105,20 @@ def test_one_process_without_any_weight(world: World) -> None:
 
 @on_devices(3)
 def test_what_travels(world: World) -> None:
+    """Features 2 d bytes a row, gradients 4 d; for the kernels both are padded to a width of 16."""
+    pytest.importorskip("triton")
     rows, d = 7, 10
-    features, gradient = rows * d * 2, rows * d * 4
-    x, y = (torch.randn(rows, d).bfloat16().requires_grad_() for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch, pieces_of(1 << 20):
-        sent = bytes_sent(patch)
-        value = softplus_sum(x, y, 1.0, 0.0)
-        assert sent == [features, features + gradient, gradient, gradient]
-        sent.clear()
-        value.backward()
-        assert not sent
+    for fused, width in ((False, d), (True, 16)):
+        features, gradient = rows * width * 2, rows * width * 4
+        x, y = (torch.randn(rows, d).bfloat16().requires_grad_() for _ in range(2))
+        with pytest.MonkeyPatch.context() as patch, pieces_of(1 << 20):
+            patch.setattr(sweep, "fused_available", lambda x, fused=fused: fused)
+            sent = bytes_sent(patch)
+            value = softplus_sum(x, y, 1.0, 0.0)
+            assert sent == [features, features + gradient, gradient, gradient]
+            sent.clear()
+            value.backward()
+            assert not sent
 
 
 @on_devices(2)
