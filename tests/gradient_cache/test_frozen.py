@@ -1,15 +1,21 @@
 """Locked parts of one model: run once, remembered in the second pass."""
 
 import copy
+import functools
+import inspect
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megabatch.gradient_cache import GradientCache
 from tests.gradient_cache.towers import (
     BATCH,
     DIMS,
+    WIDTH,
     Tower,
     TwoTowers,
     assert_same_gradients,
@@ -60,21 +66,41 @@ def test_the_model_is_whole_again_after_an_error():
     assert model.image is image
 
 
+class Counted(nn.Linear):
+    """Counts its forward passes where no attribute of it changes."""
+
+    def __init__(self, width=DIMS, out=DIMS):
+        super().__init__(width, out)
+        self.requires_grad_(False).seen = SimpleNamespace(calls=0)
+
+    def forward(self, x):
+        self.seen.calls += 1
+        return super().forward(x)
+
+
 class Model(nn.Module):
     """`head` is frozen; what it is applied to, and how often, is the test's."""
 
-    def __init__(self, use):
+    def __init__(self, use, head=None):
         super().__init__()
-        self.tower, self.head, self.use = Tower(), nn.Linear(DIMS, DIMS), use
-        self.head.requires_grad_(False).calls = 0
-        self.head.register_forward_hook(self.count)
-
-    @staticmethod
-    def count(head, args, output):
-        head.calls += 1
+        self.tower, self.use = Tower(), use
+        self.head = Counted() if head is None else head.requires_grad_(False)
 
     def forward(self, x, y):
         return self.use(self, x, y)
+
+
+def assert_cached_as_plain(model, batches, step=None):
+    """The gradients of a step in micro-batches are those of the whole batch in one graph."""
+    clip_loss(*model(*batches)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    for module in model.modules():
+        if isinstance(module, Counted):
+            module.seen.calls = 0
+    (step or GradientCache(model, clip_loss, 3))(*batches)
+    assert_same_gradients(gradients(model), expected)
+    model.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -88,19 +114,256 @@ class Model(nn.Module):
         (lambda m, x, y: (m.head(x[:, None, :DIMS]).squeeze(1), m.tower(y)), 6),
         # Asked for more than to be called.
         (lambda m, x, y: (m.head(x[:, :DIMS]) / m.head.in_features, m.tower(y)), 3),
-        # Constant, but used by its weight alone: nothing to note.
+        # Constant, but used by its weight alone: nothing to record.
         (lambda m, x, y: (x[:, :DIMS] @ m.head.weight, m.tower(y)), 0),
+        # Its output is changed in place: what was recorded is no longer what it returned.
+        (lambda m, x, y: (m.head(x[:, :DIMS]).mul_(2), m.tower(y)), 6),
+        # In inference mode nothing tells whether its output was changed.
+        (lambda m, x, y: (in_inference_mode(m.head, x[:, :DIMS]).clone(), m.tower(y)), 6),
+        # Called twice with a graph, once without: 2 + 1 + 1, then 2 in each micro-batch.
+        (lambda m, x, y: (m.head(once_more_with_a_graph(m, x)[:, :DIMS]), m.tower(y)), 10),
     ],
 )
 def test_how_a_frozen_module_is_used(use, calls):
-    model, batches = Model(use), pairs()
-    clip_loss(*model(*batches)).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    model.head.calls = 0
-    GradientCache(model, clip_loss, 3)(*batches)
-    assert model.head.calls == calls
-    assert_same_gradients(gradients(model), expected)
+    model = Model(use)
+    assert_cached_as_plain(model, pairs())
+    assert model.head.seen.calls == calls
+
+
+def in_inference_mode(module, x):
+    with torch.inference_mode():
+        return module(x)
+
+
+def once_more_with_a_graph(model, x):
+    if torch.is_grad_enabled():
+        model.head(x[:, :DIMS] + 1)
+    return x
+
+
+def seen_inside(model):
+    """What the code of a model can see of its frozen parts while it runs."""
+    parts = [model.layers[0], *model.layers, *model.stack, model.named["a"], model.plain]
+    return {
+        "classes": [type(part) for part in parts],
+        "isinstance": [isinstance(part, nn.Linear) for part in parts],
+        "identity": [id(part) for part in parts],
+        "parameters": [id(next(part.parameters())) for part in parts],
+        "names": [name for name, _ in model.named_parameters()],
+        "modules": [id(module) for module in model.modules()],
+        "state": list(model.state_dict()),
+        "training": [part.training for part in parts],
+        "attributes": [part.in_features for part in parts],
+        "set": [part.note for part in parts],
+        "containers": [len(model.layers), len(model.stack), list(model.named), "a" in model.named],
+        "slice": [type(model.stack[:1]), type(model.layers[1:])],
+        "membership": [part in set(model.modules()) for part in parts],
+        "signature": [str(inspect.signature(part.forward)) for part in parts],
+        "hooks": [len(part._forward_hooks) for part in parts],
+    }
+
+
+class Containers(nn.Module):
+    """Frozen layers in all of PyTorch's containers; iterates over them in its forward."""
+
+    def __init__(self, trained_beside):
+        super().__init__()
+        self.layers = nn.ModuleList([Counted(WIDTH, DIMS), Counted(), Counted()])
+        self.stack = nn.Sequential(Counted(), Counted())
+        self.named = nn.ModuleDict({"a": Counted()})
+        self.plain = Counted().eval()
+        self.plain.register_forward_hook(lambda *_: None)
+        self.tower = Tower()
+        if trained_beside:  # each layer is a part of its own, else each container
+            self.layers.append(nn.Linear(2, 2))
+            self.stack.register_parameter("unused", nn.Parameter(torch.ones(2)))
+            self.named["b"] = nn.Linear(2, 2)
+        for module in self.modules():
+            module.note = object()
+        self.seen = SimpleNamespace(inside=[])
+
+    def forward(self, x, y):
+        self.seen.inside.append(seen_inside(self))
+        for layer in list(self.layers)[:3]:
+            x = layer(x)
+        for layer in self.stack:
+            x = layer(x)
+        return self.plain(self.named["a"](self.stack(x))), self.tower(y)
+
+
+@pytest.mark.parametrize("trained_beside", [False, True])
+def test_a_model_looks_the_same_from_inside(trained_beside):
+    model = Containers(trained_beside)
+    expected = seen_inside(model)
+    assert_cached_as_plain(model, pairs())
+    assert len(model.seen.inside) == 7
+    for inside in model.seen.inside:
+        assert inside == expected
+    assert model.plain.seen.calls == 3
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("fails_at", [2, 5])  # first pass, second pass
+def test_frozen_parts_are_as_before_after_an_error(fails_at):
+    def use(model, x, y):
+        features = model.head(x[:, :DIMS])
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise RuntimeError("stop")
+        return features, model.tower(y)
+
+    calls, model = [], Model(use)
+    before = dict(vars(model.head))
+    with pytest.raises(RuntimeError, match="stop"):
+        GradientCache(model, clip_loss, 3)(*pairs())
+    assert vars(model.head) == before
+    assert model._modules["head"] is model.head
+
+
+def test_a_forward_of_the_instance_is_there_again():
+    model = Model(lambda m, x, y: (m.head(x[:, :DIMS]), m.tower(y)))
+    model.head.forward = own = functools.partial(
+        checkpoint, model.head.forward, use_reentrant=False
+    )
+    assert_cached_as_plain(model, pairs())
+    assert model.head.seen.calls == 3
+    assert vars(model.head)["forward"] is own
+
+
+def test_hooks_on_a_frozen_part_are_called_in_both_passes():
+    model, seen = Model(lambda m, x, y: (m.head(x[:, :DIMS]), m.tower(y))), []
+    model.head.register_forward_pre_hook(lambda head, args: (args[0] + 1,))
+    model.head.register_forward_hook(lambda head, args, output: seen.append(output) or 2 * output)
+    assert_cached_as_plain(model, pairs())
+    assert model.head.seen.calls == 3
+    assert len(seen) == 1 + 6
+    for first, second in zip(seen[1:4], seen[4:], strict=True):
+        torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre"])
+def test_a_part_with_a_hook_inside_is_run_again(kind):
+    """As features are taken from the layers of a frozen backbone."""
+    taken = {}
+
+    def use(model, x, y):
+        model.head(x)
+        return taken["hidden"], model.tower(y)
+
+    model = Model(use, nn.Sequential(Counted(WIDTH, DIMS), Counted()))
+    if kind == "forward":
+        model.head[0].register_forward_hook(lambda m, args, output: taken.update(hidden=output))
+    else:
+        model.head[1].register_forward_pre_hook(lambda m, args: taken.update(hidden=args[0]))
+    assert_cached_as_plain(model, pairs())
+    assert model.head[1].seen.calls == 6
+
+
+class Remembers(nn.Module):
+    """Keeps its hidden layer where its owner reads it."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.first, self.second, self.keep = Counted(WIDTH, DIMS), Counted(), keep
+        self.found, self.hidden = {}, None
+
+    def forward(self, x):
+        hidden = self.first(x)
+        self.keep(self, hidden)
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize(
+    ("keep", "read"),
+    [
+        (lambda m, hidden: setattr(m, "hidden", hidden), lambda m: m.hidden),
+        (lambda m, hidden: m.found.update(hidden=hidden), lambda m: m.found["hidden"]),
+        (lambda m, hidden: setattr(m.second, "input", hidden), lambda m: m.second.input),
+    ],
+)
+def test_a_part_that_sets_attributes_is_run_again(keep, read):
+    def use(model, x, y):
+        model.head(x)
+        return read(model.head), model.tower(y)
+
+    model = Model(use, Remembers(keep))
+    assert_cached_as_plain(model, pairs())
+    assert model.head.second.seen.calls == 6
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_a_compiled_frozen_part_is_neither_run_again_nor_compiled_again(how):
+    torch.compiler.reset()
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(1)
+        return graph.forward
+
+    head = nn.Sequential(nn.Linear(DIMS, DIMS), nn.GELU()).requires_grad_(False)
+    if how == "in place":
+        head.compile(backend=backend, dynamic=True)
+    else:
+        head = torch.compile(head, backend=backend, dynamic=True)
+    model, batches = Model(lambda m, x, y: (m.head(x[:, :DIMS]), m.tower(y)), head), pairs()
+    step = GradientCache(model, clip_loss, 3)
+    assert_cached_as_plain(model, batches, step)
+    before = len(compiled)
+    assert before > 0
+    assert_cached_as_plain(model, batches, step)
+    assert len(compiled) == before
+    if how == "in place":
+        assert model.head.__dict__["_compiled_call_impl"].__name__ != "replacement"
+
+
+def test_a_part_that_another_wrapper_calls():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def forward(self, *args):
+            return self.gain * self.inner(*args)
+
+    head = Counted()
+    model = Model(lambda m, x, y: (m.head(x[:, :DIMS]), m.tower(y)), Wrapper(Wrapper(head)))
+    model.head.gain.requires_grad_()
+    model.head.inner.gain.requires_grad_()
+    assert_cached_as_plain(model, pairs())
+    assert head.seen.calls == 3
+
+
+def test_another_thread_runs_the_part_itself():
+    """Another thread may use the module meanwhile, for an evaluation say."""
+    outputs = []
+
+    def use(model, x, y):
+        thread = threading.Thread(target=lambda: outputs.append(model.head(torch.zeros(5, DIMS))))
+        thread.start()
+        thread.join()
+        return model.head(x[:, :DIMS]), model.tower(y)
+
+    model = Model(use)
+    assert_cached_as_plain(model, pairs())
+    assert len(outputs) == 7
+    for output in outputs:
+        torch.testing.assert_close(output, model.head.bias.expand(5, DIMS))
+
+
+def test_a_fast_path_without_a_graph_that_calls_no_layer():
+    """PyTorch's transformer layers call their parts in training, or with a graph, alone."""
+    layer = nn.TransformerEncoderLayer(WIDTH + 3, 2, 8, 0.0, batch_first=True)
+    layer.requires_grad_(False).eval()
+    layer.linear1.requires_grad_()
+
+    def use(model, x, y):
+        padded = torch.nn.functional.pad(x, (0, 3))
+        return model.head(padded[:, None])[:, 0, :DIMS], model.tower(y)
+
+    model = Model(use)
+    model.head = layer
+    assert_cached_as_plain(model, pairs())
 
 
 def test_a_module_with_two_parents_and_inputs_that_require_gradients():

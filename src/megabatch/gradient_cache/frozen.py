@@ -1,14 +1,19 @@
 """Parts of a model that pass no gradient on: run in the first pass, remembered in the second.
 
-A model of a locked and a live tower (LiT) is one encoder: the second pass calls it whole. While a
-pass runs, a stand-in takes the place of each locked part in its parent; it notes what the part gave
-for a micro-batch, and gives it again.
+A model of a locked and a live tower (LiT) is one encoder: the second pass calls it whole. During a
+pass each locked part has another `forward`, set on the instance: in the first pass it records the
+part's outputs, in the second it returns them. The module itself stays in its place, so a model that
+iterates over its layers, reads their parameters or looks at their class, mode and hooks finds what
+it always finds, and hooks on the part are called in both passes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,95 +26,145 @@ class FrozenParts:
     """The largest frozen modules below trained ones that give a vector a sample.
 
     Frozen: it has parameters, and none requires a gradient. Only features, (rows, width), are
-    remembered: what a frozen stem gives to trained layers can be as large as their activations. A
-    part whose output depends on something trained before it is run again.
+    remembered: a frozen stem's output for trained layers can be as large as their activations. A
+    part is run again if its absence could be noticed: its output depends on something trained
+    before it, or was changed in place; its forward sets attributes, which the model may read; a
+    module inside it has a hook; or it was called a different number of times without a graph.
     """
 
     def __init__(self, modules: list[nn.Module], devices: Iterable[torch.device]) -> None:
-        self.devices = set(devices)
-        self._places = _places(modules)
-        self._stand_ins = {id(part): _StandIn(part, self) for _, _, part in self._places}
+        self._parts = [_Part(module, set(devices)) for module in _largest_frozen(modules)]
 
     def __bool__(self) -> bool:
         """Whether there is any."""
-        return bool(self._places)
+        return bool(self._parts)
 
     @contextlib.contextmanager
     def first_pass(self, micro_batch: int) -> Iterator[None]:
-        """Note what the parts give; the graph of micro-batch 0 shows which of them are constant."""
-        yield from self._standing_in(micro_batch, again=False)
+        """Record the parts' outputs; micro-batch 0's graph shows which parts are constant."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.recording(micro_batch))
+            yield
 
     @contextlib.contextmanager
     def second_pass(self, micro_batch: int) -> Iterator[None]:
-        """Give what was noted, once, instead of running the parts."""
-        yield from self._standing_in(micro_batch, again=True)
-
-    def _standing_in(self, micro_batch: int, again: bool) -> Iterator[None]:
-        for stand_in in self._stand_ins.values():
-            stand_in.begin(micro_batch, again)
-        for parent, name, part in self._places:
-            parent._modules[name] = self._stand_ins[id(part)]
-        try:
+        """Return each recorded output, once, instead of running the parts."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.replaying(micro_batch))
             yield
-        finally:
-            for parent, name, part in self._places:
-                parent._modules[name] = part
 
 
-class _StandIn(nn.Module):
-    """Called in the place of a part; everything else asked of it, the part answers."""
+@dataclass
+class _Call:
+    """An output, and the random state and the tensor's version right after it was made."""
 
-    def __init__(self, part: nn.Module, parts: FrozenParts) -> None:
-        super().__init__()
-        # Not as a submodule: nobody who looks through the model sees the part twice.
-        self.__dict__["part"] = part
-        self.__dict__["parts"] = parts
-        self.noted: dict[int, list[tuple[Tensor, dict[torch.device, Tensor]]]] = {}
+    output: Tensor
+    version: int
+    random_state: dict[torch.device, Tensor]
+
+
+class _Part:
+    """A frozen module with what it returned in the first pass, by micro-batch and in order."""
+
+    def __init__(self, module: nn.Module, devices: set[torch.device]) -> None:
+        self.module = module
+        self.devices = devices
         self.constant = True
-        self.micro_batch, self.again = 0, False
+        self.calls: dict[int, list[_Call]] = {}
 
-    def begin(self, micro_batch: int, again: bool) -> None:
-        """What calls from here on are."""
-        self.micro_batch, self.again = micro_batch, again
+    @contextlib.contextmanager
+    def recording(self, micro_batch: int) -> Iterator[None]:
+        """Record the outputs inside, if nothing has shown yet that the part is not constant."""
+        if not self.constant:
+            yield
+            return
+        calls = self.calls[micro_batch] = []
+        # Attributes are compared in one micro-batch only: a forward pass sets them in all or none.
+        before = _attributes(self.module) if micro_batch == 0 else None
+        with _forward_replaced(self.module, functools.partial(self._record, calls)):
+            yield
+        changed = before is not None and not _same(before, _attributes(self.module))
+        if self.constant and (changed or len(calls) != len(self.calls[0])):
+            self._drop()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The part's output, now or as it was."""
-        if self.again and self.constant:
-            calls = self.noted[self.micro_batch]
-            output, random_state = calls.pop(0)
-            set_random_state(random_state)  # where the part's own draws left it
-            return output
-        output = self.part(*args, **kwargs)
-        if not self.again:
-            self._note(output)
+    @contextlib.contextmanager
+    def replaying(self, micro_batch: int) -> Iterator[None]:
+        """Return the recorded outputs instead of making them."""
+        calls = self.calls.pop(micro_batch, [])
+        if not calls:
+            yield
+            return
+        with _forward_replaced(self.module, functools.partial(self._replay, calls)):
+            yield
+
+    def _record(
+        self, calls: list[_Call], forward: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Any:
+        output = forward(*args, **kw)
+        features = isinstance(output, Tensor) and output.ndim == 2 and not output.requires_grad
+        if features and not output.is_inference():  # inference tensors do not count changes
+            calls.append(_Call(output, output._version, get_random_state(self.devices)))
+        else:
+            self._drop()
         return output
 
-    def _note(self, output: Any) -> None:
-        features = isinstance(output, Tensor) and output.ndim == 2 and not output.requires_grad
-        if not (self.constant and features):
-            self.constant = False
-            self.noted.clear()
-            return
-        random_state = get_random_state(self.parts.devices)
-        self.noted.setdefault(self.micro_batch, []).append((output, random_state))
+    def _replay(
+        self, calls: list[_Call], forward: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Any:
+        call = calls.pop(0) if calls else None
+        if call is None or call.output._version != call.version:
+            return forward(*args, **kw)
+        set_random_state(call.random_state)  # where the part's own draws left it
+        return call.output
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["part"], name)
+    def _drop(self) -> None:
+        """Run the part in the second pass, as any other module."""
+        self.constant = False
+        self.calls.clear()
 
 
-def _places(modules: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, part) wherever a module that is not frozen has a frozen one."""
+@contextlib.contextmanager
+def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """This thread's calls of the module inside go to `function(forward, *args, **kwargs)`.
+
+    A module that torch.compile has translated is called by its compiled call, which stays as it is:
+    another `forward` would have it compiled again.
+    """
+    name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+    forward, thread, own = getattr(module, name), threading.get_ident(), vars(module)
+
+    @functools.wraps(forward)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return forward(*args, **kwargs)
+        return function(forward, *args, **kwargs)
+
+    own_before = {name: own[name]} if name in own else {}
+    own[name] = replacement  # not by setattr, which wrappers pass on to the module inside
+    try:
+        yield
+    finally:
+        if own.get(name) is replacement:
+            del own[name]
+            own.update(own_before)
+
+
+def _largest_frozen(modules: list[nn.Module]) -> list[nn.Module]:
+    """Frozen children of modules that are not, but for those whose absence would be noticed."""
     parameters = [p for module in modules for p in module.parameters(recurse=False)]
     if all(parameter.requires_grad for parameter in parameters):
         return []
-    compiled = _compiled(modules)
-    return [
-        (parent, name, child)
+    out_of_reach = _out_of_reach(modules)
+    parts = [
+        child
         for parent in modules
-        if parent not in compiled and not _frozen(parent)
-        for name, child in parent._modules.items()
-        if child is not None and _frozen(child)
+        if parent not in out_of_reach and not _frozen(parent)
+        for child in parent.children()
+        if _frozen(child) and not _has_hooks_inside(child)
     ]
+    return list(dict.fromkeys(parts))
 
 
 def _frozen(module: nn.Module) -> bool:
@@ -121,7 +176,67 @@ def _frozen(module: nn.Module) -> bool:
     return found
 
 
-def _compiled(modules: list[nn.Module]) -> set[nn.Module]:
-    """Modules inside what torch.compile translates as one: there nobody can stand in."""
-    roots = (m for m in modules if m._compiled_call_impl is not None or hasattr(m, "_orig_mod"))
+def _out_of_reach(modules: list[nn.Module]) -> set[nn.Module]:
+    """Modules that a caller runs in another form: one compiled whole, or copies in threads."""
+    roots = (
+        module
+        for module in modules
+        if module._compiled_call_impl is not None
+        or hasattr(module, "_orig_mod")
+        or isinstance(module, nn.DataParallel)
+    )
     return {inner for root in roots for inner in root.modules()}
+
+
+def _has_hooks_inside(part: nn.Module) -> bool:
+    """Whether a user's hook would not be called if the part's forward (or compiled call) is not.
+
+    PyTorch's own hooks, FSDP2's say, serve the forward pass that they belong to.
+    """
+    compiled = part._compiled_call_impl is not None
+    return any(
+        not _from_torch(hook)
+        for module in part.modules()
+        if module is not part or compiled
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
+
+
+def _from_torch(hook: Callable[..., Any]) -> bool:
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.split(".")[0] == "torch"
+
+
+def _attributes(part: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of all modules of a part, with the members of lists and the like.
+
+    Without parameters, which FSDP2 exchanges in a forward pass.
+    """
+    return [
+        {name: _members(value) for name, value in vars(module).items() if name != "_parameters"}
+        for module in part.modules()
+    ]
+
+
+def _members(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [value, *value.keys(), *value.values()]
+    return [value, *value] if isinstance(value, (list, tuple, set)) else [value]
+
+
+def _same(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
+    """Whether all attributes are the same objects, or equal numbers or strings."""
+    return len(before) == len(after) and all(
+        old.keys() == new.keys()
+        and all(
+            len(values) == len(new[name]) and all(map(_identical, values, new[name]))
+            for name, values in old.items()
+        )
+        for old, new in zip(before, after, strict=True)
+    )
+
+
+def _identical(old: Any, new: Any) -> bool:
+    return old is new or (
+        isinstance(old, (int, float, str)) and type(old) is type(new) and old == new
+    )
