@@ -7,7 +7,7 @@ with `len(rows)` and `rows[slice] -> Tensor`, compressed images say.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -134,18 +134,26 @@ def mapped(batch: Any, function: Callable[[Any], Tensor]) -> Any:
     return batch if batch is None else function(batch)
 
 
-def agree_on_counts(rows: int, micro_batches: int, group: Any) -> tuple[int, int]:
-    """(rows of all ranks, largest number of micro-batches); alone in one process or for "local".
+def ranks_of(group: Any) -> list[int]:
+    """The global ranks that belong to a group; only this process's for "local", or alone."""
+    name = group_name(group)
+    return torch.distributed.get_process_group_ranks(resolve(name)) if name else [0]
+
+
+def told_by_all(numbers: Sequence[int], group: Any) -> list[list[int]]:
+    """Every rank's numbers, by rank in the group; this process's alone, or for "local".
 
     Hosts tell each other; no device is waited for.
+
+    Args:
+        numbers: up to 8, as many on each rank.
 
     Raises:
         CommunicationError: a rank is gone or does not come.
     """
     name = group_name(group)
     if not name:
-        return rows, micro_batches
+        return [list(numbers)]
     on_gpu = torch.distributed.get_backend(resolve(name)) == "nccl"
     device = torch.device("cuda" if on_gpu else "cpu")
-    counts = agree(name, "GradientCache", [rows, micro_batches], device)
-    return sum(count[0] for count in counts), max(count[1] for count in counts)
+    return agree(name, "GradientCache", numbers, device)

@@ -41,8 +41,25 @@ def set_random_state(states: dict[torch.device, Tensor]) -> None:
 
 def modules_in(function: Any) -> list[nn.Module]:
     """Modules and submodules that a callable is, is a method of, or refers to."""
+    modules = (module for root in _roots_in(function) for module in root.modules())
+    return list(dict.fromkeys(modules))
+
+
+def parameters_in(function: Any) -> dict[str, Tensor]:
+    """The parameters of the modules of `modules_in`, by their names there."""
     if isinstance(function, nn.Module):
-        return list(function.modules())
+        return dict(function.named_parameters())
+    roots = _roots_in(function)
+    return {
+        f"{type(root).__name__} {i}: {name}" if len(roots) > 1 else name: parameter
+        for i, root in enumerate(roots)
+        for name, parameter in root.named_parameters()
+    }
+
+
+def _roots_in(function: Any) -> list[nn.Module]:
+    if isinstance(function, nn.Module):
+        return [function]
     if isinstance(function, functools.partial):
         inside = [function.func, *function.args, *function.keywords.values()]
     elif inspect.ismethod(function):
@@ -53,7 +70,7 @@ def modules_in(function: Any) -> list[nn.Module]:
         inside = [value for value in values if isinstance(value, nn.Module)]
     else:
         inside = []
-    return list(dict.fromkeys(module for part in inside for module in modules_in(part)))
+    return list(dict.fromkeys(root for part in inside for root in _roots_in(part)))
 
 
 def gradient_wrappers(modules: list[nn.Module]) -> list[nn.Module]:

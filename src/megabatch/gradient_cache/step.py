@@ -14,17 +14,23 @@ The second forward pass sees the random state of the first, so the two agree als
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.batches import agree_on_counts, batch_size
+from megabatch.gradient_cache.batches import batch_size, ranks_of, told_by_all
+from megabatch.gradient_cache.drift import DriftCheck
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.room import Room, to_host
-from megabatch.gradient_cache.state import cuda_devices, get_random_state, set_random_state
+from megabatch.gradient_cache.state import (
+    cuda_devices,
+    get_random_state,
+    parameters_in,
+    set_random_state,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,7 +74,9 @@ class GradientCache:
     whose outputs are dropped; a rank without any row does so with two rows of ones. Wrappers, and
     batch normalisation, are found inside modules, methods of modules, partials, and among the
     modules that a function refers to; a wrapper hidden deeper still gives right gradients, but
-    synchronises in each micro-batch.
+    synchronises in each micro-batch. Encoders that nothing synchronises drift apart: a few weights
+    are compared over the ranks at the beginning of the second and the tenth step, and a warning
+    names one that differs. The ranks of a group tell each other their sizes by way of their hosts.
     """
 
     def __init__(
@@ -150,6 +158,7 @@ class GradientCache:
         self.feature_dtype = feature_dtype
         self.gradients_on_host = gradients_on_host
         self._room = Room()
+        self._drift = DriftCheck()
 
     @torch.enable_grad()
     def __call__(self, /, *batches: Any, **loss_kwargs: Any) -> Tensor:
@@ -235,10 +244,28 @@ class GradientCache:
         """Row ranges of the micro-batches; empty ones at the end where other ranks have more."""
         starts = range(0, rows, self.micro_batch_size)
         micro_batches = [slice(start, min(start + self.micro_batch_size, rows)) for start in starts]
-        total, most = agree_on_counts(rows, len(micro_batches), self.group)
+        told = self._told_by_all([rows, len(micro_batches)])
+        total, most = sum(row[0] for row in told), max(row[1] for row in told)
         if not total:
             raise ValueError("batches: expected at least one row over all processes, got 0")
         return micro_batches + [slice(rows, rows)] * (most - len(micro_batches))
+
+    def _told_by_all(self, counts: list[int]) -> list[list[int]]:
+        """Every rank's counts; weights are compared on the way, in a few steps."""
+        ranks = ranks_of(self.group)
+        if len(ranks) == 1:
+            return [counts]
+        table = told_by_all([*counts, *self._drift.numbers(self._parameters())], self.group)
+        self._drift.compare([row[len(counts) :] for row in table], ranks)
+        return table
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The encoders' parameters, with their names for messages."""
+        if self.encoders is None:
+            yield from parameters_in(self.model).items()
+        for i, encoder in enumerate(self.encoders or ()):
+            for name, parameter in parameters_in(encoder).items():
+                yield f"{name} of encoder {i}", parameter
 
     def _keep_gradients(self, encodings: list[Encoding]) -> None:
         """Let go of the features; their gradients wait for the second pass where there is room."""

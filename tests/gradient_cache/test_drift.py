@@ -1,0 +1,156 @@
+"""A warning where nothing averages the encoders' gradients over the ranks, and only there."""
+
+import functools
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.gradient_cache import GradientCache
+from megabatch.gradient_cache.drift import PARAMETERS, DriftCheck
+from tests.gradient_cache.towers import Tower, clip_loss, pairs
+from tests.similarity.distributed.processes import World, on_processes, outcomes
+
+__all__ = ["outcomes"]
+
+STEPS = 12
+
+
+def warnings_of_training(world, make, synchronise=lambda model: None, every=1, **options):
+    """What a run of a few steps warned of on this rank; each rank has batches of its own."""
+    torch.manual_seed(0)
+    model = make(Tower())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = GradientCache((model, model), clip_loss, 3, **options)
+    torch.manual_seed(world.rank)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for i in range(STEPS):
+            step(*pairs())
+            if (i + 1) % every == 0:
+                synchronise(model)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(warning.message) for warning in seen if "ranks differ" in str(warning.message)]
+
+
+@on_processes(2, 3)
+def test_encoders_that_nobody_synchronises_are_told_once(world: World) -> None:
+    messages = warnings_of_training(world, lambda tower: tower)
+    assert len(messages) == (world.rank == 0)
+    for message in messages:
+        assert "at the beginning of step 2" in message
+        assert "layers.0.weight of encoder 0 add up to" in message
+        assert "on rank 0 and" in message
+        assert "on rank 1, a difference of" in message
+        assert "DistributedDataParallel" in message
+
+
+@on_processes(2)
+def test_accumulation_over_several_steps_is_told_at_the_tenth(world: World) -> None:
+    messages = warnings_of_training(world, lambda tower: tower, every=4)
+    assert len(messages) == (world.rank == 0)
+    assert all("step 10" in message for message in messages)
+
+
+@on_processes(2)
+def test_a_function_is_an_encoder_too(world: World) -> None:
+    def encode(x):
+        return tower(x)
+
+    torch.manual_seed(0)
+    tower = Tower()
+    optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
+    step = GradientCache((encode, functools.partial(tower)), clip_loss, 3)
+    torch.manual_seed(world.rank)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(*pairs())
+            optimizer.step()
+    assert [w.category for w in seen if "ranks differ" in str(w.message)] == [UserWarning] * (
+        world.rank == 0
+    )
+
+
+def average(model):
+    """As DeepSpeed does, or Lightning's DDP around a whole training step."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def sharded_by_fsdp1(tower):
+    return FullyShardedDataParallel(tower, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+@on_processes(2)
+def test_nothing_is_said_where_weights_stay_the_same(world: World) -> None:
+    mesh = init_device_mesh("cpu", (world.size,))
+    for make in (DistributedDataParallel, lambda tower: fully_shard(tower, mesh=mesh)):
+        assert warnings_of_training(world, make) == []
+    assert warnings_of_training(world, lambda tower: tower, average) == []
+    assert warnings_of_training(world, lambda tower: tower, average, every=2) == []
+
+
+@on_processes(2)
+def test_a_local_group_compares_nothing(world: World) -> None:
+    assert warnings_of_training(world, lambda tower: tower, group="local") == []
+
+
+@on_processes(2)
+def test_shards_are_no_replicas(world: World) -> None:
+    tower = Tower().float()
+    check = DriftCheck()
+    check.numbers([])
+    sharded = fully_shard(tower, mesh=init_device_mesh("cpu", (world.size,)))
+    assert check.numbers(list(sharded.named_parameters())) == [0] * PARAMETERS
+    check = DriftCheck()
+    check.numbers([])
+    parameters = list(sharded_by_fsdp1(Tower().float()).named_parameters())
+    assert check.numbers(parameters) == [0] * PARAMETERS
+
+
+def test_parameters_are_looked_at_in_two_steps_only():
+    asked = []
+
+    def parameters(step):
+        asked.append(step)
+        yield from Tower().named_parameters()
+
+    check = DriftCheck()
+    lengths = {len(check.numbers(parameters(step))) for step in range(1, 15)}
+    assert asked == [2, 10]
+    assert lengths == {PARAMETERS}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 100])
+def test_parameters_from_the_first_to_the_last(count, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    torch.manual_seed(0)
+    named = [(f"p{i}", nn.Parameter(torch.randn(3))) for i in range(count)]
+    other = [(name, nn.Parameter(p.detach() + (name == f"p{count - 1}"))) for name, p in named]
+    table, check = [], DriftCheck()
+    for parameters in (named, other):
+        check = DriftCheck()
+        check.numbers([])
+        table.append(check.numbers(parameters))
+    with pytest.warns(UserWarning, match=f"the elements of p{count - 1} add up to"):
+        check.compare(table, [0, 1])
+
+
+def test_numbers_that_are_none_are_equal():
+    named = [("a", nn.Parameter(torch.tensor(math.nan))), ("b", nn.Parameter(torch.zeros(2)))]
+    check = DriftCheck()
+    check.numbers([])
+    numbers = check.numbers(named)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check.compare(list(itertools.repeat(numbers, 3)), [0, 1, 2])
