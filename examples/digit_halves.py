@@ -54,7 +54,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW([*left.parameters(), *right.parameters(), log_scale], lr=2e-3)
     for i in range(steps):
         optimizer.zero_grad()
-        loss = step(train[:, :, :4], train[:, :, 4:])  # fills every .grad, log_scale's too
+        loss = step(train[:, :, :4], train[:, :, 4:])
+        loss.backward()  # fills every .grad, log_scale's too
         optimizer.step()
         if (i + 1) % 50 == 0 or i + 1 == steps:
             print(f"step {i + 1}: loss {loss:.3f}")

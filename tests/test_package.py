@@ -39,7 +39,7 @@ for name in megabatch.__all__:
 taken = time.process_time() - started
 x = torch.randn(6, 3, requires_grad=True)
 megabatch.GradientCache((torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)),
-                        lambda a, b: megabatch.ClipLoss()(a, b, 10.0), 2)(x, x)
+                        lambda a, b: megabatch.ClipLoss()(a, b, 10.0), 2)(x, x).backward()
 megabatch.retrieval_metrics(x.detach(), x.detach(), ks=(1,))
 print(taken)
 """

@@ -208,6 +208,11 @@ def reference_gradients(setup, whole, steps):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
+def backpropagated(loss):
+    loss.backward()
+    return loss.detach()
+
+
 def run_case(setup, sizes, micro_batch_size, rank, steps=2):
     """Largest errors of loss and gradients, and reductions per step, of one setup on this rank."""
     shard, whole = batches(sizes, rank)
@@ -216,7 +221,7 @@ def run_case(setup, sizes, micro_batch_size, rank, steps=2):
     encoders, loss = setup(model, counts)
     step = GradientCache(encoders, loss, micro_batch_size)
     with CountReduceScatter() as scattered:
-        values = [step(*shard, sizes=sizes) for _ in range(steps)]
+        values = [backpropagated(step(*shard, sizes=sizes)) for _ in range(steps)]
     dist.all_reduce(values[-1], dist.ReduceOp.SUM)
 
     error = 0.0
@@ -274,7 +279,9 @@ def _one_process():
 def test_a_static_graph_is_refused():
     encoder = DistributedDataParallel(Tower(), static_graph=True)
     with pytest.raises(ValueError, match="static_graph"):
-        GradientCache((encoder, encoder), clip_loss, 2)(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+        GradientCache((encoder, encoder), clip_loss, 2)(
+            torch.ones(4, WIDTH), torch.ones(4, WIDTH)
+        ).backward()
 
 
 @pytest.mark.usefixtures("_one_process")
@@ -282,7 +289,7 @@ def test_an_encoder_that_the_loss_does_not_use_stops_no_later_step():
     encoders = tuple(DistributedDataParallel(Tower()) for _ in range(2))
     x, unused = torch.randn(4, WIDTH), encoders[1].module
     for loss in (lambda x, y: x.square().sum(), lambda x, y: (x * y).sum()):
-        GradientCache(encoders, loss, 4)(x, x)
+        GradientCache(encoders, loss, 4)(x, x).backward()
     gradients = torch.autograd.grad(
         (encoders[0].module(x) * unused(x)).sum(), list(unused.parameters())
     )
@@ -301,7 +308,8 @@ def test_any_group_with_one_process(group):
         group=dist.group.WORLD if group == "world" else group,
     )
     value = step(x, 2 * x)
-    torch.testing.assert_close(value, clip_loss(tower(x), tower(2 * x), 3.0).detach())
+    value.backward()
+    torch.testing.assert_close(value, clip_loss(tower(x), tower(2 * x), 3.0))
 
 
 @pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)

@@ -33,7 +33,7 @@ def warnings_of_training(world, make, synchronise=lambda model: None, every=1, *
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for i in range(STEPS):
-            step(*pairs())
+            step(*pairs()).backward()
             if (i + 1) % every == 0:
                 synchronise(model)
                 optimizer.step()
@@ -73,7 +73,7 @@ def test_a_function_is_an_encoder_too(world: World) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(3):
-            step(*pairs())
+            step(*pairs()).backward()
             optimizer.step()
     assert [w.category for w in seen if "ranks differ" in str(w.message)] == [UserWarning] * (
         world.rank == 0

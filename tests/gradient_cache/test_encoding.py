@@ -26,7 +26,7 @@ from tests.gradient_cache.towers import (
 def test_a_frozen_tower_runs_once(callable_of):
     frozen, tower = Tower().requires_grad_(False), Tower()
     batches = pairs()
-    GradientCache((callable_of(frozen), callable_of(tower)), clip_loss, 3)(*batches)
+    GradientCache((callable_of(frozen), callable_of(tower)), clip_loss, 3)(*batches).backward()
     assert (len(frozen.graph_recorded), len(tower.graph_recorded)) == (3, 6)
     actual = gradients(tower)
     tower.zero_grad()
@@ -36,7 +36,7 @@ def test_a_frozen_tower_runs_once(callable_of):
 
 def test_the_first_pass_records_no_graph_where_a_second_is_sure_to_come():
     module, function = Tower(), Tower()
-    GradientCache((module, lambda x: function(x)), clip_loss, 3)(*pairs())
+    GradientCache((module, lambda x: function(x)), clip_loss, 3)(*pairs()).backward()
     assert module.graph_recorded == [False] * 3 + [True] * 3
     assert function.graph_recorded == [True, False, False] + [True] * 3  # until it is sure
 
@@ -57,7 +57,7 @@ def test_a_partly_frozen_tower_and_parameters_that_a_module_does_not_list():
     clip_loss(*(t(b) for t, b in zip(towers, batches, strict=True))).backward()
     expected = gradients(towers)
     towers.zero_grad()
-    GradientCache((towers[0], Hidden(towers[1])), clip_loss, 3)(*batches)
+    GradientCache((towers[0], Hidden(towers[1])), clip_loss, 3)(*batches).backward()
     assert_same_gradients(gradients(towers), expected)
 
 
@@ -94,7 +94,7 @@ def test_only_one_micro_batch_keeps_activations(wrap):
     one = live_rows(small[:1], lambda x: tower(x).sum().backward())
     assert one >= 4  # two saved activations of two rows
     step = GradientCache((wrap(tower), wrap(tower)), clip_loss, 2)
-    assert live_rows(large, step) == one
+    assert live_rows(large, lambda x, y: step(x, y).backward()) == one
     whole = live_rows(large, lambda x, y: clip_loss(tower(x), tower(y)).backward())
     assert whole == 40 * one  # two towers, 20 times the rows
 
@@ -109,11 +109,12 @@ def outputs_of(extra, loss, micro_batch_size=3, batch=BATCH):
 
     batches = pairs(batch)
     value = GradientCache(encode, loss, micro_batch_size)(*batches)
+    value.backward()
     actual = gradients(model)
     model.zero_grad()
     expected = loss(**{k: v for k, v in encode(*batches).items() if v is not None})
     expected.backward()
-    torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
     assert_same_gradients(actual, gradients(model))
 
 
@@ -151,7 +152,7 @@ def test_a_none_keeps_its_position():
         seen.append(bias)
         return clip_loss(x, y)
 
-    GradientCache(lambda a, b: (model(a), None, model(b)), loss, 3)(*pairs())
+    GradientCache(lambda a, b: (model(a), None, model(b)), loss, 3)(*pairs()).backward()
     assert seen == [None]
     assert model.layers[0].weight.grad.abs().sum() > 0
 
@@ -168,7 +169,7 @@ def test_an_output_that_the_loss_ignores_gets_no_gradient_as_in_a_plain_step():
 
 def test_an_encoder_that_the_loss_ignores_has_no_second_pass():
     towers = (Tower(), Tower())
-    GradientCache(towers, lambda x, y: x.square().sum() + x[:, 0].sum(), 3)(*pairs())
+    GradientCache(towers, lambda x, y: x.square().sum() + x[:, 0].sum(), 3)(*pairs()).backward()
     assert [len(tower.graph_recorded) for tower in towers] == [6, 3]
     assert towers[1].layers[0].weight.grad is None
 
@@ -194,7 +195,9 @@ def test_outputs_that_fit_no_rule(extra, micro_batch_size, error, message):
         return {"x": x, "y": y, **extra(model, x)}
 
     with pytest.raises(error, match=message):
-        GradientCache(encode, lambda x, y, z: clip_loss(x, y), micro_batch_size)(*pairs())
+        GradientCache(encode, lambda x, y, z: clip_loss(x, y), micro_batch_size)(
+            *pairs()
+        ).backward()
     assert all(gradient is None for gradient in gradients(model))
 
 
@@ -214,4 +217,4 @@ def test_a_scale_that_is_nan_gives_a_nan_loss():
 )
 def test_bad_outputs_of_several_encoders(output, message):
     with pytest.raises(TypeError, match=message):
-        GradientCache((Tower(), output), clip_loss, 3)(*pairs())
+        GradientCache((Tower(), output), clip_loss, 3)(*pairs()).backward()

@@ -57,7 +57,7 @@ def test_compressed_rows_are_decoded_once_a_pass_and_give_the_same_gradients(dev
     packed = Compressed(images)
     GradientCache(lambda x, y: model(x["pixels"], y), biased_loss, 3, device=device)(
         {"pixels": packed}, texts
-    )
+    ).backward()
     assert_same_gradients(gradients(model), expected)
     assert packed.asked == [(0, 3), (3, 6), (6, 7)] * 2
     assert packed.threads == {FEED if device else threading.main_thread().name}
@@ -89,7 +89,7 @@ def test_the_next_rows_are_made_while_one_micro_batch_is_encoded():
             event.clear()
         return clip_loss(x, y)
 
-    step(Compressed(images, before), texts)
+    step(Compressed(images, before), texts).backward()
     assert [e for e in events if e != "second pass"] == [f"decode {i}" for i in range(BATCH)] * 2
 
 
@@ -98,7 +98,7 @@ def test_plain_host_tensors_need_no_thread_on_the_cpu():
     begin = threading.Thread.start
     try:
         threading.Thread.start = lambda thread: (started.append(thread), begin(thread))
-        GradientCache(towers, clip_loss, 3, device="cpu")(*pairs())
+        GradientCache(towers, clip_loss, 3, device="cpu")(*pairs()).backward()
     finally:
         threading.Thread.start = begin
     assert not started
@@ -109,7 +109,9 @@ def test_inputs_that_require_gradients_get_them_although_they_are_moved():
     clip_loss(tower(images), tower(texts)).backward()
     expected = images.grad
     images.grad = None
-    GradientCache((tower, tower), clip_loss, 3, device=torch.device("cpu"))(images, texts)
+    GradientCache((tower, tower), clip_loss, 3, device=torch.device("cpu"))(
+        images, texts
+    ).backward()
     assert_same_gradients([images.grad], [expected])
 
 
@@ -125,7 +127,7 @@ def test_an_error_in_the_thread_surfaces_with_its_traceback(second_pass):
     packed.before = spoil
     towers = (Tower(), Tower())
     with pytest.raises(OSError, match="image 3 is truncated") as caught:
-        GradientCache(towers, clip_loss, 3, device="cpu")(packed, texts)
+        GradientCache(towers, clip_loss, 3, device="cpu")(packed, texts).backward()
     assert "spoil" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert not feeding()
     if not second_pass:
@@ -139,7 +141,7 @@ def test_an_error_of_the_encoder_or_ctrl_c_ends_the_thread():
 
     packed = Compressed(pairs()[0], before=lambda rows: time.sleep(0.05))
     with pytest.raises(KeyboardInterrupt):
-        GradientCache((encode, Tower()), clip_loss, 1, device="cpu")(packed, pairs()[1])
+        GradientCache((encode, Tower()), clip_loss, 1, device="cpu")(packed, pairs()[1]).backward()
     assert not feeding()
     assert len(packed.asked) == 2  # the one in use and the one on its way
 
@@ -161,7 +163,7 @@ def test_rows_that_are_none(made, error, message):
 
     towers = (Tower(), Tower())
     with pytest.raises(error, match=message):
-        GradientCache(towers, clip_loss, 3, device="cpu")(Rows(), pairs()[1])
+        GradientCache(towers, clip_loss, 3, device="cpu")(Rows(), pairs()[1]).backward()
     assert not feeding()
 
 
@@ -171,7 +173,7 @@ def test_where_gradients_of_features_wait_changes_nothing(gradients_on_host):
     biased_loss(**model(*batches)).backward()
     expected = gradients(model)
     model.zero_grad()
-    GradientCache(model, biased_loss, 3, gradients_on_host=gradients_on_host)(*batches)
+    GradientCache(model, biased_loss, 3, gradients_on_host=gradients_on_host)(*batches).backward()
     assert_same_gradients(gradients(model), expected)
 
 
@@ -186,8 +188,9 @@ def test_features_kept_in_another_dtype_are_what_autocast_would_make_of_them():
     values = []
     for dtype in (None, torch.bfloat16):
         towers.zero_grad()
-        values.append(GradientCache(tuple(towers), loss, 3, feature_dtype=dtype)(*batches))
-        values += gradients(towers)
+        value = GradientCache(tuple(towers), loss, 3, feature_dtype=dtype)(*batches)
+        value.backward()
+        values += [value, *gradients(towers)]
     assert seen == [torch.float32, torch.bfloat16]
     half = len(values) // 2
     assert all(torch.equal(a, b) for a, b in zip(values[:half], values[half:], strict=True))
@@ -212,7 +215,7 @@ def test_from_the_host_to_a_gpu():
         torch.manual_seed(1)
         towers.zero_grad()
         step = GradientCache(tuple(towers), clip_loss, 3, device=device, gradients_on_host=True)
-        step(*batches)
+        step(*batches).backward()
         results.append(gradients(towers))
     for other in results[1:]:
         assert_same_gradients(other, results[0])
@@ -232,6 +235,6 @@ def test_inputs_on_the_gpu_do_not_grow_with_the_batch():
     for rows in (64, 512):
         towers, batches = (Wide().cuda(), Wide().cuda()), [torch.ones(rows, 1 << 16).float()] * 2
         torch.cuda.reset_peak_memory_stats()
-        GradientCache(towers, clip_loss, 16, device="cuda")(*batches)
+        GradientCache(towers, clip_loss, 16, device="cuda")(*batches).backward()
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[1] - peaks[0] < 2 << 20  # one micro-batch of inputs is 4 MiB

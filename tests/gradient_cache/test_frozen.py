@@ -44,7 +44,7 @@ def test_a_locked_tower_of_one_model_is_not_run_again(locked, dropout):
     torch.manual_seed(1)
     one_graph_in_micro_batches(reference, batches, biased_loss, 3)
     torch.manual_seed(1)
-    GradientCache(model, biased_loss, 3)(*batches)
+    GradientCache(model, biased_loss, 3)(*batches).backward()
     assert len(frozen.graph_recorded) == 3
     # That the tower is constant shows in the graph of the first micro-batch.
     assert live.graph_recorded == [True, False, False] + [True] * 3
@@ -62,7 +62,7 @@ def test_the_model_is_whole_again_after_an_error():
         raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        GradientCache(model, loss, 3)(*pairs())
+        GradientCache(model, loss, 3)(*pairs()).backward()
     assert model.image is image
 
 
@@ -98,7 +98,7 @@ def assert_cached_as_plain(model, batches, step=None):
     for module in model.modules():
         if isinstance(module, Counted):
             module.seen.calls = 0
-    (step or GradientCache(model, clip_loss, 3))(*batches)
+    (step or GradientCache(model, clip_loss, 3))(*batches).backward()
     assert_same_gradients(gradients(model), expected)
     model.zero_grad()
 
@@ -215,7 +215,7 @@ def test_frozen_parts_are_as_before_after_an_error(fails_at):
     calls, model = [], Model(use)
     before = dict(vars(model.head))
     with pytest.raises(RuntimeError, match="stop"):
-        GradientCache(model, clip_loss, 3)(*pairs())
+        GradientCache(model, clip_loss, 3)(*pairs()).backward()
     assert vars(model.head) == before
     assert model._modules["head"] is model.head
 
@@ -372,7 +372,9 @@ def test_a_module_with_two_parents_and_inputs_that_require_gradients():
     biased_loss(*model(images, texts)).backward()
     expected = [images.grad, texts.grad]
     images.grad = texts.grad = None
-    GradientCache(model, biased_loss, 3)(images, texts)  # the locked tower passes a gradient on
+    GradientCache(model, biased_loss, 3)(
+        images, texts
+    ).backward()  # the locked tower passes a gradient on
     assert_same_gradients([images.grad, texts.grad], expected)
 
 
@@ -383,6 +385,6 @@ def test_locks_may_change_between_steps():
     for trained in (True, False, True):
         model.image.requires_grad_(trained)
         model.image.graph_recorded.clear()
-        step(*batches)
+        step(*batches).backward()
         counts.append(len(model.image.graph_recorded))
     assert counts == [6, 3, 6]

@@ -103,7 +103,7 @@ def test_every_parameter_gets_the_gradient_of_the_whole_batch(folder: Path, shar
     expected = {name: p.grad for name, p in module.named_parameters()}
     assert all(gradient is not None for gradient in expected.values())
     module.zero_grad()
-    GradientCache(module, ClipLoss(), 2)(texts, others)
+    GradientCache(module, ClipLoss(), 2)(texts, others).backward()
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-4, msg=name)
 
@@ -118,7 +118,7 @@ def test_a_locked_first_encoder_runs_once(folder: Path) -> None:
         )
     texts = towers.tokenizer(["a", "b", "c", "d"])
     step = CachedStep(towers.module, create_objective(TrainConfig()), 2, device=torch.device("cpu"))
-    step(Batch(texts, texts, torch.arange(4)))
+    step(Batch(texts, texts, torch.arange(4))).backward()
     assert calls == ["first"] * 2 + ["second"] * 4
 
 

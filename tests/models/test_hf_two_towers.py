@@ -123,7 +123,7 @@ def test_every_parameter_gets_the_gradient_of_the_whole_batch(folder: Path) -> N
     expected = {n: p.grad for n, p in module.named_parameters() if n != "logit_bias"}
     assert all(gradient is not None for gradient in expected.values())
     module.zero_grad()
-    GradientCache(module, ClipLoss(), 2)(images, tokens)
+    GradientCache(module, ClipLoss(), 2)(images, tokens).backward()
     for name, gradient in expected.items():
         found = module.get_parameter(name).grad
         torch.testing.assert_close(found, gradient, atol=1e-9, rtol=1e-9, msg=name)

@@ -122,6 +122,7 @@ def test_the_loss_and_gradients_are_those_of_the_other_pairs(locked: bool) -> No
             module.lock_image_tower()  # type: ignore[operator]
         step = CachedStep(module, create_objective(config), 3, device=torch.device("cpu"))
         loss = step(one, labels)
+        loss.backward()
         found.append((loss, {n: p.grad for n, p in module.named_parameters()}))
     torch.testing.assert_close(found[0], found[1])
 

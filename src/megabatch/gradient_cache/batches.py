@@ -1,19 +1,18 @@
 """Batches as encoders take them: tensors, or nested mappings, lists and tuples of tensors.
 
 In the place of a tensor may stand anything whose rows are made when they are asked for: an object
-with `len(rows)` and `rows[slice] -> Tensor`, compressed images say.
+with `len(rows)` and `rows[slice] -> Tensor`, compressed images say. Anything else in a batch, a
+string or a flag, goes to the encoder as it is, in each micro-batch.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
-
-from megabatch.similarity.exchange import agree, group_name, resolve
 
 
 class Rows(Protocol):
@@ -38,22 +37,19 @@ PLACEHOLDER_ROWS = 2
 
 
 def leaves(batch: Any, name: str = "batch") -> Iterator[tuple[str, Leaf]]:
-    """The tensors and rows of a batch, each with its path for messages; None is passed over."""
-    if isinstance(batch, Tensor):
-        yield name, batch
-    elif isinstance(batch, Mapping):
+    """The tensors and rows of a batch, each with its path for messages."""
+    if isinstance(batch, Mapping):
         for key, value in batch.items():
             yield from leaves(value, f"{name}[{key!r}]")
     elif isinstance(batch, (list, tuple)):
         for i, value in enumerate(batch):
             yield from leaves(value, f"{name}[{i}]")
-    elif _makes_rows(batch):
+    elif _is_leaf(batch):
         yield name, batch
-    elif batch is not None:
-        raise TypeError(
-            f"{name}: expected a tensor, a mapping, list or tuple of tensors, or an object with "
-            f"__len__ and __getitem__(slice), got {type(batch).__name__}"
-        )
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) or _makes_rows(value)
 
 
 def _makes_rows(value: Any) -> bool:
@@ -66,24 +62,21 @@ def tensors_in(batch: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
 
 
-def batch_size(batches: tuple[Any, ...]) -> int:
-    """The number of rows that all leaves of all batches share.
+def batch_size(batches: Mapping[str, Any]) -> int:
+    """The number of rows that all leaves of some batches share; the batches by name, for messages.
 
     Raises:
-        TypeError: something in a batch is neither rows nor a container of them.
-        ValueError: a batch without tensors, or two numbers of rows.
+        ValueError: no tensor in any batch, or two numbers of rows.
     """
     size, first = 0, ""
-    for i, batch in enumerate(batches):
-        found = list(leaves(batch, f"batch {i}"))
-        if not found:
-            raise ValueError(f"batch {i}: expected tensors, got none")
-        for name, leaf in found:
-            if isinstance(leaf, Tensor) and leaf.ndim == 0:
-                raise ValueError(f"{name}: expected a dimension of samples, got shape ()")
-            if first and len(leaf) != size:
-                raise ValueError(f"{name}: expected {size} rows as in {first}, got {len(leaf)}")
-            size, first = len(leaf), first or name
+    for name, leaf in itertools.chain.from_iterable(leaves(b, n) for n, b in batches.items()):
+        if isinstance(leaf, Tensor) and leaf.ndim == 0:
+            raise ValueError(f"{name}: expected a dimension of samples, got shape ()")
+        if first and len(leaf) != size:
+            raise ValueError(f"{name}: expected {size} rows as in {first}, got {len(leaf)}")
+        size, first = len(leaf), first or name
+    if not first:
+        raise ValueError(f"{' and '.join(batches)}: expected tensors, got none")
     return size
 
 
@@ -131,29 +124,4 @@ def mapped(batch: Any, function: Callable[[Any], Tensor]) -> Any:
     if isinstance(batch, (list, tuple)):
         values = [mapped(value, function) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch if batch is None else function(batch)
-
-
-def ranks_of(group: Any) -> list[int]:
-    """The global ranks that belong to a group; only this process's for "local", or alone."""
-    name = group_name(group)
-    return torch.distributed.get_process_group_ranks(resolve(name)) if name else [0]
-
-
-def told_by_all(numbers: Sequence[int], group: Any) -> list[list[int]]:
-    """Every rank's numbers, by rank in the group; this process's alone, or for "local".
-
-    Hosts tell each other; no device is waited for.
-
-    Args:
-        numbers: up to 8, as many on each rank.
-
-    Raises:
-        CommunicationError: a rank is gone or does not come.
-    """
-    name = group_name(group)
-    if not name:
-        return [list(numbers)]
-    on_gpu = torch.distributed.get_backend(resolve(name)) == "nccl"
-    device = torch.device("cuda" if on_gpu else "cpu")
-    return agree(name, "GradientCache", numbers, device)
+    return function(batch) if _is_leaf(batch) else batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from megabatch.gradient_cache.batches import tensors_in
 from megabatch.gradient_cache.feed import Feed, Parts
 from megabatch.gradient_cache.frozen import FrozenParts
+from megabatch.gradient_cache.graph import reached_from
+from megabatch.gradient_cache.outputs import OutputForm, Outputs, assembled
 from megabatch.gradient_cache.room import allocated
 from megabatch.gradient_cache.state import (
     cuda_devices,
@@ -21,11 +23,14 @@ from megabatch.gradient_cache.state import (
     gradient_wrappers,
     keep_running_statistics,
     modules_in,
+    nothing_synchronised,
+    parameters_in,
     set_random_state,
-    without_synchronisation,
+    synchronises,
+    synchronising,
 )
-
-Outputs = dict[Any, Tensor | None]  # by position (int) or keyword (str)
+from megabatch.gradient_cache.sums import GradientSums
+from megabatch.gradient_cache.versions import Versions
 
 
 class Encoding:
@@ -35,89 +40,100 @@ class Encoding:
     and `per_sample` the names of those that have a row per sample. After `backward`, `activations`
     is the most that a micro-batch's graph took of the GPUs' memory, in bytes. `graph` holds the
     outputs of the only micro-batch where its graph was kept.
+
+    `inputs` are the tensors that gradients are for: trainable parameters, and batches that require
+    a gradient. `direct`: gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP and
+    FSDP2 want it, and parameters that are out of sight and reentrant checkpoints need it.
     """
 
     def __init__(
-        self, name: str, encoder: Any, feed: Feed, feature_dtype: torch.dtype | None = None
+        self,
+        name: str,
+        encoder: Any,
+        feed: Feed,
+        form: OutputForm,
+        feature_dtype: torch.dtype | None = None,
     ) -> None:
         """Look into the encoder; `name` is for messages."""
         self.name = name
         self.encoder = encoder
         self.feed = feed
+        self.form = form
         self.feature_dtype = feature_dtype
+        self.micro_batches: list[slice] = []
         self.modules = modules_in(encoder)
         self.wrappers = gradient_wrappers(self.modules)
-        parameters = (module.parameters(recurse=False) for module in self.modules)
-        self.devices = cuda_devices(tensors_in(feed.batches), *parameters)
+        self._synchronises = synchronises(self.wrappers)
+        self._nothing_yet = nothing_synchronised(self.wrappers)
+        parameters = parameters_in(encoder)
+        tensors = tensors_in(feed.batches)
+        self.devices = cuda_devices(tensors, parameters.values())
         if feed.device is not None and feed.device.type == "cuda":
             self.devices.add(feed.device)
+        self.inputs = [t for t in (*parameters.values(), *tensors) if t.requires_grad]
+        self.direct = bool(self.wrappers)
         self.requires_grad = isinstance(encoder, nn.Module) and any(
-            parameter.requires_grad for parameter in encoder.parameters()
+            parameter.requires_grad for parameter in parameters.values()
         )
+        self.versions = Versions(parameters, feed.named, self.wrappers)
         self.random_states: list[dict[torch.device, Tensor]] = []
         self.cached: Outputs = {}
         self.gradients: Outputs = {}
         self.activations = 0
         self.graph: Outputs | None = None
         self.per_sample: set[Any] = set()
-        self.by_keyword = False
 
     @functools.cached_property
     def frozen(self) -> FrozenParts:
         """What need not run in the second pass; not looked for where there is none."""
         return FrozenParts(self.modules, self.devices)
 
-    def forward(self, micro_batches: list[slice]) -> None:
-        """Encode all micro-batches without a graph, remembering the random state before each."""
+    def forward(self, *, second_pass: bool) -> None:
+        """Encode all micro-batches without a graph.
+
+        With a `second_pass` to come, the random state before each is remembered.
+        """
         pieces = []
-        feed = contextlib.closing(self.feed(micro_batches))
-        with without_synchronisation(self.wrappers), feed as fed:
-            for i, (rows, parts) in enumerate(zip(micro_batches, fed, strict=True)):
-                pieces.append(self._forward_one(i, rows, parts))
+        feed = contextlib.closing(self.feed(self.micro_batches))
+        with synchronising(self._nothing_yet), feed as fed:
+            for i, (rows, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
+                forward = self._forward_one if second_pass else self._evaluate_one
+                pieces.append(forward(i, rows, parts))
                 del parts
         if any(piece.keys() != pieces[0].keys() for piece in pieces):
             raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
         for key in pieces[0]:
-            self._cache(key, [piece[key] for piece in pieces], micro_batches)
+            self._cache(key, [piece[key] for piece in pieces])
 
-    def forward_once(self, micro_batch: slice) -> None:
+    def forward_once(self) -> None:
         """Encode the only micro-batch, keeping its graph for `backward`.
 
         Wrappers prepare here for the gradients that they will reduce over ranks.
         """
         before = allocated(self.devices)
-        with contextlib.closing(self.feed([micro_batch])) as fed:
+        (rows,) = self.micro_batches
+        with contextlib.closing(self.feed([rows])) as fed:
             (parts,) = fed
-            with self._statistics_of(micro_batch):
+            with self._statistics_of(rows):
                 self.graph = self._encode(parts)
         self.activations = allocated(self.devices) - before
-        tensors = [output for output in self.graph.values() if output is not None]
-        self.requires_grad |= any(output.requires_grad for output in tensors)
+        self._look_into(self.graph)
         for key, output in self.graph.items():
-            self._cache(key, [None if output is None else self._kept(output)], [micro_batch])
+            self._cache(key, [None if output is None else self._kept(output)])
 
-    def large_gradients(self) -> list[Tensor]:
-        """The gradients of outputs that grow with the batch."""
-        outputs = (self.cached[key] for key in self.per_sample)
-        return [t.grad for t in outputs if t is not None and t.grad is not None]
-
-    def take_gradients(self, keep: Callable[[Tensor], Tensor]) -> None:
-        """Let go of the outputs and keep what the loss sent to them, where `keep` puts it."""
-        outputs, self.cached = self.cached, {}
-        self.gradients = {
-            key: None if tensor is None or tensor.grad is None else tensor.grad
-            for key, tensor in outputs.items()
-        }
-        del outputs
+    def take_gradients(self, gradients: Outputs, keep: Callable[[Tensor], Tensor]) -> None:
+        """Let go of the outputs; keep what the loss sent to them, where `keep` puts it."""
+        self.cached = {}
+        self.gradients = gradients
         for key in self.per_sample:
-            gradient = self.gradients[key]
-            self.gradients[key] = None if gradient is None else keep(gradient)
+            gradient = gradients[key]
+            gradients[key] = None if gradient is None else keep(gradient)
 
     def has_gradients(self) -> bool:
         """Whether the loss sent a gradient to any output, so that `backward` has work to do."""
         return any(gradient is not None for gradient in self.gradients.values())
 
-    def backward_once(self, micro_batch: slice) -> None:
+    def backward_once(self, sums: GradientSums) -> None:
         """Send the gradients through the graph of the only micro-batch, which is gone then."""
         graph, self.graph = self.graph, None
         assert graph is not None
@@ -127,42 +143,39 @@ class Encoding:
                 key: None if output is None else torch.zeros_like(output)
                 for key, output in graph.items()
             }
-        self._send(graph, micro_batch, last=True)
+        with synchronising(self._synchronises):
+            self._send(graph, self.micro_batches[0], True, sums)
         self.gradients = {}
 
-    def backward(self, micro_batches: list[slice], synchronise: bool) -> None:
+    def backward(self, sums: GradientSums, *, synchronise: bool) -> None:
         """Encode all micro-batches again, with a graph, and send the cached gradients through it.
 
-        With `synchronise` DDP and FSDP2 reduce the gradients over ranks in the last micro-batch.
+        With `synchronise` DDP and FSDP2 do in the last micro-batch what they were set to do when
+        the step was called: reduce the gradients over ranks, unless the user said `no_sync`.
         """
-        feed = contextlib.closing(self.feed(micro_batches))
+        feed = contextlib.closing(self.feed(self.micro_batches))
         with keep_running_statistics(self.modules), feed as fed:
-            for i, (rows, parts) in enumerate(zip(micro_batches, fed, strict=True)):
-                last = i == len(micro_batches) - 1
+            for i, (rows, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
+                last = i == len(self.micro_batches) - 1
                 set_random_state(self.random_states[i])
-                with without_synchronisation([] if last and synchronise else self.wrappers):
-                    self._backward_one(i, rows, parts, last)
+                at_the_end = self._synchronises if last and synchronise else self._nothing_yet
+                with synchronising(at_the_end):
+                    self._backward_one(i, rows, parts, last, sums)
                 del parts
         self.gradients = {}
 
-    def arguments(self) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-        """The cached outputs as positional and keyword arguments of the loss."""
-        if self.by_keyword:
-            return [], {key: t for key, t in self.cached.items() if t is not None}
-        return list(self.cached.values()), {}
-
     def single_output(self) -> Tensor:
         """The cached output of an encoder that has only one."""
-        output = self.cached.get(0)
+        output = next(iter(self.cached.values()), None)
         if len(self.cached) != 1 or output is None:
             got = ", ".join(type(value).__name__ for value in self.cached.values())
             raise TypeError(
-                "encoders: with several encoders each must return one tensor, "
-                f"but {self.name} returned ({got})"
+                "encoders: with several encoders each must return one tensor (or outputs= say "
+                f"which one counts), but {self.name} returned ({got})"
             )
         return output
 
-    # The two functions below are functions so that a micro-batch's graph is gone when they return.
+    # The functions below are functions so that a micro-batch's graph is gone when they return.
 
     def _forward_one(self, i: int, rows: slice, parts: Parts) -> Outputs:
         self.random_states.append(get_random_state(self.devices))
@@ -172,12 +185,33 @@ class Encoding:
         first_pass = self.frozen.first_pass(i)
         with self._statistics_of(rows), torch.set_grad_enabled(graph), first_pass:
             outputs = self._encode(parts)
-        tensors = [output for output in outputs.values() if output is not None]
-        self.requires_grad |= any(output.requires_grad for output in tensors)
+        if graph:
+            self._look_into(outputs)
         return {key: None if out is None else self._kept(out) for key, out in outputs.items()}
 
+    def _evaluate_one(self, i: int, rows: slice, parts: Parts) -> Outputs:
+        with self._statistics_of(rows):
+            outputs = self._encode(parts)
+        return {key: None if out is None else self._kept(out) for key, out in outputs.items()}
+
+    def _look_into(self, outputs: Outputs) -> None:
+        """Learn from a graph what the outputs depend on."""
+        tensors = [tensor for tensor in outputs.values() if tensor is not None]
+        if not any(tensor.requires_grad for tensor in tensors):
+            return
+        self.requires_grad = True
+        known = {id(tensor) for tensor in self.inputs}
+        reached = reached_from(tensors, self._moved())
+        hidden = [leaf for key, leaf in reached.leaves.items() if key not in known]
+        self.inputs += hidden
+        self.direct |= bool(hidden) or reached.reentrant
+
+    def _moved(self) -> list[Tensor]:
+        """Batches that another graph leads to."""
+        return [tensor for tensor in self.inputs if not tensor.is_leaf]
+
     def _statistics_of(self, rows: slice) -> AbstractContextManager[None]:
-        """What an idle micro-batch has in it is nobody's data."""
+        """An idle micro-batch holds nobody's data: its statistics are not recorded."""
         idle = rows.start == rows.stop
         return keep_running_statistics(self.modules) if idle else contextlib.nullcontext()
 
@@ -186,14 +220,16 @@ class Encoding:
         narrow = self.feature_dtype is not None and output.ndim > 1 and output.is_floating_point()
         return output.to(self.feature_dtype) if narrow else output
 
-    def _backward_one(self, i: int, rows: slice, parts: Parts, last: bool) -> None:
+    def _backward_one(
+        self, i: int, rows: slice, parts: Parts, last: bool, sums: GradientSums
+    ) -> None:
         before = allocated(self.devices)
         with self.frozen.second_pass(i):
             encoded = self._encode(parts)
         self.activations = max(self.activations, allocated(self.devices) - before)
-        self._send(encoded, rows, last)
+        self._send(encoded, rows, last, sums)
 
-    def _send(self, encoded: Outputs, rows: slice, last: bool) -> None:
+    def _send(self, encoded: Outputs, rows: slice, last: bool, sums: GradientSums) -> None:
         """Send the gradients of one micro-batch's outputs through its graph."""
         outputs, upstream = [], []
         for key, output in encoded.items():
@@ -207,68 +243,29 @@ class Encoding:
             else:  # once; but every micro-batch reaches the same parameters, as DDP expects
                 outputs.append(output)
                 upstream.append(gradient if last else torch.zeros_like(gradient))
-        if outputs:
+        if not outputs:
+            return
+        moved = self._moved()
+        reached = reached_from(outputs, moved)
+        known = all(leaf in sums for leaf in reached.leaves.values())
+        if self.direct or reached.reentrant or not known:
             torch.autograd.backward(outputs, upstream)
+        else:
+            sums.add_from(outputs, upstream, [*reached.leaves.values(), *moved])
 
     def _encode(self, parts: Parts) -> Outputs:
-        output = self.encoder(*parts)
-        if isinstance(output, Tensor):
-            return {0: output}
-        self.by_keyword = isinstance(output, Mapping)
-        if not isinstance(output, (Mapping, tuple, list)):
-            raise TypeError(
-                f"encoders: expected {self.name} to return a tensor, or a tuple or mapping of "
-                f"tensors, got {type(output).__name__}"
-            )
-        outputs = dict(output) if isinstance(output, Mapping) else dict(enumerate(output))
-        for key, value in outputs.items():
-            if value is not None and not isinstance(value, Tensor):
-                raise TypeError(
-                    f"encoders: output {key!r} of {self.name} is of type {type(value).__name__}, "
-                    "expected a tensor or None"
-                )
-        return outputs
+        *positional, named = parts
+        return self.form.read(self.encoder(*positional, **named))
 
-    def _cache(self, key: Any, pieces: list[Tensor | None], micro_batches: list[slice]) -> None:
+    def _cache(self, key: Any, pieces: list[Tensor | None]) -> None:
         """Put one output's micro-batches together, as a leaf that collects the loss's gradient."""
         name = f"encoders: output {key!r} of {self.name}"
-        tensors = [piece for piece in pieces if piece is not None]
-        if not tensors:
-            self.cached[key] = None
-            return
-        if len(tensors) < len(pieces):
-            raise ValueError(f"{name} is None in some micro-batches only")
-        kept = [rows.stop - rows.start for rows in micro_batches]
-        encoded = [self.feed.encoded(rows) for rows in micro_batches]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        if shapes[0] in ((), (1,)) and len(set(shapes)) == 1:
-            if not _all_equal(tensors):
-                raise ValueError(
-                    f"{name} has shape {shapes[0]}, as a value shared by all samples, but differs "
-                    "between micro-batches (if it is per sample: return shape (rows, 1), or use "
-                    "micro-batches of at least 2 rows)"
-                )
-            whole = tensors[0]
-        elif shapes == [(n, *shapes[0][1:]) for n in encoded]:
+        kept = [rows.stop - rows.start for rows in self.micro_batches]
+        encoded = [self.feed.encoded(rows) for rows in self.micro_batches]
+        whole, per_sample = assembled(name, pieces, kept, encoded)
+        if per_sample:
             self.per_sample.add(key)
-            whole = torch.cat([tensor[:n] for tensor, n in zip(tensors, kept, strict=True)])
-        else:
-            raise ValueError(
-                f"{name} has shape {_either(shapes)} in micro-batches of {_either(encoded)} rows; "
-                "expected a row per sample, or shape () or (1,)"
-            )
-        differentiable = whole.is_floating_point() or whole.is_complex()
-        self.cached[key] = whole.requires_grad_(self.requires_grad and differentiable)
-
-
-def _all_equal(tensors: list[Tensor]) -> bool:
-    """Whether all are the same, NaN equal to NaN: the one value that a step reads back."""
-    if len(tensors) == 1:
-        return True
-    values, first = torch.stack(tensors), tensors[0]
-    both_nan = (values != values) & (first != first)
-    return bool(((values == first) | both_nan).all())
-
-
-def _either(values: list[Any]) -> str:
-    return " or ".join(str(value) for value in dict.fromkeys(values))
+        if whole is not None:
+            differentiable = whole.is_floating_point() or whole.is_complex()
+            whole = whole.requires_grad_(self.requires_grad and differentiable)
+        self.cached[key] = whole

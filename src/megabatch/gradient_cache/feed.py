@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +20,8 @@ from megabatch.gradient_cache.batches import (
     tensors_in,
 )
 
-Parts: TypeAlias = "tuple[Any, ...]"  # of each batch, the rows of one micro-batch
+#: Of each batch the rows of one micro-batch; last, a dict of those that go by keyword.
+Parts: TypeAlias = "tuple[Any, ...]"
 
 _THREAD = "megabatch-feed"
 
@@ -34,8 +35,21 @@ class Feed:
     micro-batches, whatever the batch.
     """
 
-    def __init__(self, batches: Parts, rows: int, device: torch.device | None) -> None:
-        """`rows`: how many each batch has; none is legal."""
+    def __init__(
+        self,
+        named: Mapping[str, Any],
+        keywords: Collection[str],
+        rows: int,
+        device: torch.device | None,
+    ) -> None:
+        """Take batches by name, some of which go to the encoder by keyword.
+
+        `rows`: how many each batch has; none is legal.
+        """
+        self.named = named
+        self.rows = rows
+        positional = [batch for name, batch in named.items() if name not in keywords]
+        batches = (*positional, {name: named[name] for name in keywords})
         # Without a row of its own a rank takes part all the same in what ranks do together.
         self.batches = batches if rows else tuple(placeholder(batch) for batch in batches)
         if device is not None and device.type == "cuda" and device.index is None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,18 +89,61 @@ def gradient_wrappers(modules: list[nn.Module]) -> list[nn.Module]:
     return wrappers
 
 
+def synchronises(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]:
+    """What each wrapper is set to do, as its user left it (`no_sync`, say)."""
+    return {wrapper: _sync(wrapper) for wrapper in wrappers}
+
+
 @contextlib.contextmanager
-def without_synchronisation(wrappers: list[nn.Module]) -> Iterator[None]:
-    """Forward and backward passes inside leave the wrappers' gradients on their ranks."""
-    with contextlib.ExitStack() as stack:
-        for wrapper in wrappers:
-            if isinstance(wrapper, DistributedDataParallel):
-                stack.enter_context(wrapper.no_sync())
-            else:
-                fsdp: Any = wrapper
-                stack.callback(fsdp.set_requires_gradient_sync, True, recurse=False)
-                fsdp.set_requires_gradient_sync(False, recurse=False)
+def synchronising(settings: dict[nn.Module, Sync]) -> Iterator[None]:
+    """Inside, wrappers are set so; afterwards as they were."""
+    before = synchronises(settings)
+    try:
+        for wrapper, sync in settings.items():
+            _set_sync(wrapper, sync)
         yield
+    finally:
+        for wrapper, sync in before.items():
+            _set_sync(wrapper, sync)
+
+
+class Sync(NamedTuple):
+    """Whether a wrapper's gradients go to their shards' ranks, and are added up over replicas."""
+
+    reduce: bool
+    all_reduce: bool
+
+
+def nothing_synchronised(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]:
+    """Settings that leave the wrappers' gradients on their ranks."""
+    return dict.fromkeys(wrappers, Sync(False, False))
+
+
+def _sync(wrapper: nn.Module) -> Sync:
+    if isinstance(wrapper, DistributedDataParallel):
+        return Sync(wrapper.require_backward_grad_sync, wrapper.require_backward_grad_sync)
+    groups = _fsdp_groups(wrapper)
+    return Sync(
+        all(group.reduce_grads for group in groups), all(group.all_reduce_grads for group in groups)
+    )
+
+
+def _set_sync(wrapper: Any, sync: Sync) -> None:
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper.require_backward_grad_sync = sync.reduce
+        return
+    wrapper.set_requires_gradient_sync(sync.reduce, recurse=False)
+    wrapper.set_requires_all_reduce(sync.all_reduce, recurse=False)
+
+
+def _fsdp_groups(wrapper: Any) -> list[Any]:
+    """FSDP2's groups of parameters of one module; it has functions to set them, none to ask.
+
+    (A module without parameters of its own has none. Newer PyTorch knows several.)
+    """
+    state = wrapper._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)
 
 
 @contextlib.contextmanager

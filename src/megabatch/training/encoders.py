@@ -16,7 +16,7 @@ from megabatch.models.locking import locked_towers
 
 
 class CachedStep:
-    """Fills `.grad` with the gradient of a batch's loss, the towers' features being cached.
+    """The loss of a batch, whose `backward()` fills `.grad`, the towers' features being cached.
 
     A wholly locked tower runs once a step, micro-batch by micro-batch, without a graph, before the
     loss; its features are data to the loss, which then spends nothing on their gradient either. The
@@ -28,7 +28,7 @@ class CachedStep:
         micro_batch_size: rows that go through a tower at a time.
         device: where micro-batches go, the next one while one is computed on.
         locked: the wholly locked towers, at most one. Default: those of the module.
-        scaler, group, feature_dtype: see GradientCache.
+        group, feature_dtype: see GradientCache.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class CachedStep:
         *,
         device: torch.device,
         locked: frozenset[Tower] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
         group: Any = None,
         feature_dtype: torch.dtype | None = None,
     ) -> None:
@@ -60,14 +59,13 @@ class CachedStep:
             model,
             self._loss,
             micro_batch_size,
-            scaler=scaler,
             group=group,
             device=device,
             feature_dtype=feature_dtype,
         )
 
     def __call__(self, batch: Batch, ids: Tensor | None = None) -> Tensor:
-        """The loss, shape (), without a graph. ids: what the objective takes, or None."""
+        """The loss, shape (). ids: what the objective takes, or None."""
         self._images = batch.images
         try:
             return self._step(batch, ids)
@@ -103,9 +101,9 @@ class CachedStep:
         assert self.locked is not None
         tower, size, rows = OneTower(self.module, self.locked), self.micro_batch_size, len(inputs)
         micro_batches = [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
-        feed = Feed((inputs,), rows, self.device)
+        feed = Feed({f"{self.locked}s": inputs}, [], rows, self.device)
         with contextlib.closing(feed(micro_batches)) as parts:
-            return torch.cat([tower(*part)[f"{self.locked}_features"] for part in parts])
+            return torch.cat([tower(part)[f"{self.locked}_features"] for part, _ in parts])
 
 
 class OneTower(nn.Module):

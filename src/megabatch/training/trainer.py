@@ -97,7 +97,6 @@ class Trainer:
             config.micro_batch_size,
             locked=locked_towers(self.module),
             device=device,
-            scaler=self.scaler if enabled else None,
             # What the losses cast features to; but prefixes are normalised first.
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
         )
@@ -195,6 +194,7 @@ class Trainer:
         with self.world.failures(f"step {self.step + 1}"):
             with self._autocast():
                 loss = self._step(batch, ids)
+            self.scaler.scale(loss).backward()
             self.layout.end_step(first=self.step == 0)
             self.scaler.unscale_(self.optimizer)
             parameters = list(self.module.parameters())

@@ -86,7 +86,9 @@ def plainly(model: nn.Module, loss: Loss, images: Tensor, texts: Tensor, weights
 
 
 def cached(model: nn.Module, loss: Loss, images: Tensor, texts: Tensor, weights: Tensor) -> Tensor:
-    return GradientCache(model, loss, 2)(images, texts, weights=weights)
+    value = GradientCache(model, loss, 2)(images, texts, weights=weights)
+    value.backward()
+    return value.detach()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,166 @@
+"""The arguments of a GradientCache, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megabatch.gradient_cache.outputs import Key
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a step is made of.
+
+    several: whether each batch has an encoder of its own; else there is one, which takes them all.
+    micro_batch_sizes, outputs: one for each encoder; of outputs, the keys that are cached, or None
+    for everything.
+    """
+
+    encoders: tuple[Any, ...]
+    several: bool
+    micro_batch_sizes: tuple[int, ...]
+    device: torch.device | None
+    feature_dtype: torch.dtype | None
+    input_names: tuple[str, ...]
+    outputs: tuple[tuple[Key, ...] | None, ...]
+
+    @classmethod
+    def checked(
+        cls,
+        encoders: Any,
+        loss: Any,
+        micro_batch_size: Any,
+        group: Any,
+        device: Any,
+        feature_dtype: Any,
+        input_names: Any,
+        outputs: Any,
+        unknown: Mapping[str, Any],
+    ) -> Settings:
+        """See GradientCache.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        _check_unknown(unknown)
+        several = isinstance(encoders, (tuple, list, nn.ModuleList))
+        each = tuple(encoders) if several else (encoders,)
+        if not each:
+            raise ValueError("encoders: expected at least one, got none")
+        for encoder in each:
+            if not callable(encoder):
+                raise TypeError(f"encoders: expected callables, got {type(encoder).__name__}")
+        if not callable(loss):
+            raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
+        sizes = _micro_batch_sizes(micro_batch_size, len(each), several)
+        _check_group(group)
+        _check_feature_dtype(feature_dtype)
+        return cls(
+            encoders=each,
+            several=several,
+            micro_batch_sizes=sizes,
+            device=None if device is None else torch.device(device),
+            feature_dtype=feature_dtype,
+            input_names=_input_names(input_names, len(each), several),
+            outputs=_outputs(outputs, len(each), several),
+        )
+
+    def named_batches(
+        self, batches: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> list[tuple[dict[str, Any], list[str]]]:
+        """For each encoder its batches by name, for messages, and which it takes by keyword.
+
+        Raises:
+            TypeError: a batch too few or too many.
+        """
+        by_name = {name: keywords[name] for name in self.input_names if name in keywords}
+        by_position = {f"batch {i}": batch for i, batch in enumerate(batches)}
+        if not by_position and not by_name:
+            raise TypeError("batches: expected at least one, got none")
+        if not self.several:
+            return [({**by_position, **by_name}, list(by_name))]
+        if by_position and by_name:
+            names = ", ".join(self.input_names)
+            raise TypeError(
+                f"batches: expected all by position or all by keyword ({names}), got "
+                f"{len(by_position)} by position"
+            )
+        given = by_name or by_position
+        if len(given) != len(self.encoders):
+            raise TypeError(
+                f"batches: expected one per encoder, {len(self.encoders)}, got {len(given)}"
+            )
+        return [({name: batch}, []) for name, batch in given.items()]
+
+
+def _check_unknown(unknown: Mapping[str, Any]) -> None:
+    if "scaler" in unknown:
+        raise TypeError(
+            "scaler: a step returns a loss with a backward pass now, which a gradient scaler "
+            "scales as any other: scaler.scale(step(...)).backward()"
+        )
+    if unknown:
+        raise TypeError(
+            f"GradientCache: got an unexpected keyword argument {next(iter(unknown))!r}"
+        )
+
+
+def _check_group(group: Any) -> None:
+    available = torch.distributed.is_available()
+    is_group = available and isinstance(group, torch.distributed.ProcessGroup)
+    if not (group is None or group == "local" or is_group):
+        raise TypeError(f'group: expected a process group, None or "local", got {group!r}')
+
+
+def _check_feature_dtype(feature_dtype: Any) -> None:
+    if not isinstance(feature_dtype, (torch.dtype, type(None))):
+        kind = type(feature_dtype).__name__
+        raise TypeError(f"feature_dtype: expected a torch.dtype or None, got {kind}")
+    if feature_dtype is not None and not feature_dtype.is_floating_point:
+        raise ValueError(f"feature_dtype: expected a floating point type, got {feature_dtype}")
+
+
+def _micro_batch_sizes(value: Any, encoders: int, several: bool) -> tuple[int, ...]:
+    sizes = tuple(value) if several and isinstance(value, (tuple, list)) else (value,) * encoders
+    if len(sizes) != encoders:
+        raise ValueError(
+            f"micro_batch_size: expected one number, or one per encoder, {encoders}, "
+            f"got {len(sizes)}"
+        )
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"micro_batch_size: expected an int, got {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"micro_batch_size: expected at least 1, got {size}")
+    return sizes
+
+
+def _input_names(value: Any, encoders: int, several: bool) -> tuple[str, ...]:
+    names = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"input_names: expected a sequence of strings, got {value!r}")
+    if several and names and len(names) != encoders:
+        raise ValueError(
+            f"input_names: expected one per encoder, {encoders}, got {', '.join(names)}"
+        )
+    return names
+
+
+def _outputs(value: Any, encoders: int, several: bool) -> tuple[tuple[Key, ...] | None, ...]:
+    if value is None:
+        return (None,) * encoders
+    keys = (value,) if isinstance(value, (int, str)) else tuple(value)
+    if not keys or not all(isinstance(key, (int, str)) for key in keys):
+        raise TypeError(f"outputs: expected keys or positions, got {value!r}")
+    if not several:
+        return (keys,)
+    if len(keys) == 1:
+        keys *= encoders
+    if len(keys) != encoders:
+        raise ValueError(f"outputs: expected one, or one per encoder, {encoders}, got {len(keys)}")
+    return tuple((key,) for key in keys)

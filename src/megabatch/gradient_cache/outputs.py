@@ -1,0 +1,130 @@
+"""What encoders return: what of it is cached, and in which form the loss gets it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Key: TypeAlias = "int | str"  # a position in a tuple, or a mapping's key
+Outputs: TypeAlias = "dict[Key, Tensor | None]"
+
+
+class OutputForm:
+    """Takes the tensors out of an encoder's output, and puts cached ones in their place.
+
+    A tensor, and the items of a tuple or list, reach the loss by position, the items of a dict by
+    keyword. Any other mutable mapping, Hugging Face's ModelOutput say, reaches it as itself: one
+    object of its class, with the cached tensors, and None for what is not cached.
+    """
+
+    def __init__(self, name: str, wanted: Sequence[Key] | None) -> None:
+        """`name` of the encoder, for messages; `wanted`: what is cached, or None for everything."""
+        self.name = name
+        self.wanted = wanted
+        self._by_keyword = False
+        self._empty: MutableMapping[Any, Any] | None = None
+
+    def read(self, output: Any) -> Outputs:
+        """The tensors that are to be cached.
+
+        Raises:
+            TypeError: something else than a tensor or None is among them.
+            ValueError: one that is wanted is not there.
+        """
+        if isinstance(output, Tensor):
+            items: dict[Any, Any] = {0: output}
+        elif isinstance(output, Mapping):
+            items = dict(output)
+            self._remember_class(output)
+        elif isinstance(output, (tuple, list)):
+            items = dict(enumerate(output))
+        else:
+            raise TypeError(
+                f"encoders: expected {self.name} to return a tensor, or a tuple or mapping of "
+                f"tensors, got {type(output).__name__}"
+            )
+        if self.wanted is not None:
+            items = {key: self._wanted(items, key) for key in self.wanted}
+        for key, value in items.items():
+            if value is not None and not isinstance(value, Tensor):
+                raise TypeError(
+                    f"encoders: output {key!r} of {self.name} is of type {type(value).__name__}, "
+                    "expected a tensor or None (outputs= names those that are to be cached)"
+                )
+        return items
+
+    def arguments(self, cached: Outputs) -> tuple[list[Any], dict[Any, Any]]:
+        """The loss's positional and keyword arguments."""
+        if self._empty is not None:
+            whole = copy.copy(self._empty)
+            whole.update(cached)
+            return [whole], {}
+        if self._by_keyword:
+            return [], {key: tensor for key, tensor in cached.items() if tensor is not None}
+        return list(cached.values()), {}
+
+    def _remember_class(self, output: Mapping[Any, Any]) -> None:
+        self._by_keyword = True
+        if self._empty is None and type(output) is not dict and isinstance(output, MutableMapping):
+            empty = copy.copy(output)
+            empty.update(dict.fromkeys(output))
+            self._empty = empty
+
+    def _wanted(self, items: dict[Any, Any], key: Key) -> Any:
+        if key in items:
+            return items[key]
+        there = ", ".join(map(repr, items))
+        raise ValueError(f"outputs: expected {self.name} to return {key!r}, got {there}")
+
+
+def assembled(
+    name: str, pieces: list[Tensor | None], kept: list[int], encoded: list[int]
+) -> tuple[Tensor | None, bool]:
+    """One output of the whole batch, from those of the micro-batches, and whether it has rows.
+
+    Args:
+        name: of the output, for messages.
+        pieces: one a micro-batch.
+        kept: rows of the micro-batches.
+        encoded: rows that the encoder got, more than none even for an idle micro-batch.
+
+    Raises:
+        ValueError: it is neither per sample nor shared by all samples.
+    """
+    tensors = [piece for piece in pieces if piece is not None]
+    if not tensors:
+        return None, False
+    if len(tensors) < len(pieces):
+        raise ValueError(f"{name} is None in some micro-batches only")
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if shapes[0] in ((), (1,)) and len(set(shapes)) == 1:
+        if not _all_equal(tensors):
+            raise ValueError(
+                f"{name} has shape {shapes[0]}, as a value shared by all samples, but differs "
+                "between micro-batches (if it is per sample: return shape (rows, 1), or use "
+                "micro-batches of at least 2 rows)"
+            )
+        return tensors[0], False
+    if shapes == [(n, *shapes[0][1:]) for n in encoded]:
+        return torch.cat([tensor[:n] for tensor, n in zip(tensors, kept, strict=True)]), True
+    raise ValueError(
+        f"{name} has shape {_either(shapes)} in micro-batches of {_either(encoded)} rows; "
+        "expected a row per sample, or shape () or (1,)"
+    )
+
+
+def _all_equal(tensors: list[Tensor]) -> bool:
+    """Whether all are the same, NaN equal to NaN: the one value that a step reads back."""
+    if len(tensors) == 1:
+        return True
+    values, first = torch.stack(tensors), tensors[0]
+    both_nan = (values != values) & (first != first)
+    return bool(((values == first) | both_nan).all())
+
+
+def _either(values: list[Any]) -> str:
+    return " or ".join(str(value) for value in dict.fromkeys(values))

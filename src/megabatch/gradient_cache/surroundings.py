@@ -1,0 +1,81 @@
+"""What a forward pass depends on besides its inputs, as it is when a step is called.
+
+The second pass runs when `.backward()` is called: outside autocast as a rule, perhaps after a call
+of `eval()`, under another default dtype. It has to compute what the first pass did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+class Surroundings:
+    """Autocast, default dtype and device, precision of float32 products, modes, CUDA streams."""
+
+    def __init__(self, modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> None:
+        """As they are now."""
+        self._autocast = {device: _autocast(device) for device in AUTOCAST_DEVICES}
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._dtype = torch.get_default_dtype()
+        self._device = torch.get_default_device()
+        self._precision = _float32_precision()
+        self._training = {module: module.training for module in modules}
+        self._streams = [torch.cuda.current_stream(device) for device in devices]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """As they were inside, and as they are now afterwards."""
+        with contextlib.ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(_on_stream(stream))
+            for device, state in self._autocast.items():
+                if state != _autocast(device):
+                    enabled, dtype = state
+                    cached = self._autocast_cache
+                    stack.enter_context(torch.autocast(device, dtype, enabled, cached))
+            if self._device != torch.get_default_device():
+                stack.enter_context(self._device)
+            if self._dtype != (dtype := torch.get_default_dtype()):
+                stack.callback(torch.set_default_dtype, dtype)
+                torch.set_default_dtype(self._dtype)
+            precision = _float32_precision()
+            if self._precision and precision and self._precision != precision:
+                stack.callback(torch.set_float32_matmul_precision, precision)
+                torch.set_float32_matmul_precision(self._precision)
+            for module, training in self._training.items():
+                if module.training != training:
+                    stack.callback(setattr, module, "training", module.training)
+                    module.training = training
+            yield
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _float32_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by the newer names, one for each backend; PyTorch refuses to mix
+        return ""
+
+
+@contextlib.contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """On this stream, which begins after the current one's work, and before what follows there."""
+    current = torch.cuda.current_stream(stream.device)
+    if stream == current:
+        yield
+        return
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)

@@ -1,0 +1,249 @@
+"""A step between its loss and the backward pass of that loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.gradient_cache.encoding import Encoding
+from megabatch.gradient_cache.graph import graph_is_retained, is_accumulated, reached_from
+from megabatch.gradient_cache.outputs import Outputs
+from megabatch.gradient_cache.room import Room, to_host
+from megabatch.gradient_cache.state import cuda_devices, get_random_state, set_random_state
+from megabatch.gradient_cache.sums import GradientSums, may_add_in_place
+from megabatch.gradient_cache.surroundings import Surroundings
+
+_AGAIN = (
+    "GradientCache: expected one backward pass of a loss, got a second one; call the step again, "
+    "or add losses up before loss.backward()"
+)
+
+
+class WaitingStep:
+    """The first pass is done; the second one comes when the loss is backpropagated.
+
+    Called, it is the backward pass of the loss's node: it sends the upstream factor through the
+    loss's own graph to the cached features, frees that graph, and encodes again. Every error that
+    can be known comes before any `.grad` changes. Then it lets go of everything.
+    """
+
+    def __init__(
+        self,
+        encodings: list[Encoding],
+        *,
+        once: bool,
+        room: Room,
+        gradients_on_host: bool | None,
+        tell: Callable[[], None],
+    ) -> None:
+        """Remember what the second pass has to see again.
+
+        Args:
+            encodings: before their first pass.
+            once: whether they keep the graph of their only micro-batch.
+            room: knows where gradients of features are to wait.
+            gradients_on_host: as GradientCache takes it.
+            tell: tells the other ranks that the backward pass begins here.
+        """
+        self.encodings = encodings
+        self.begun = False
+        self._once = once
+        self._room = room
+        self._gradients_on_host = gradients_on_host
+        self._tell = tell
+        modules = [module for encoding in encodings for module in encoding.modules]
+        self._devices = set().union(*(encoding.devices for encoding in encodings), cuda_devices())
+        self._surroundings = Surroundings(dict.fromkeys(modules), self._devices)
+        self._aliases: dict[Tensor, Tensor] = {}
+        self._loss_leaves: list[Tensor] = []
+        self.loss: Tensor | None = None
+        self.inputs: list[Tensor] = []
+
+    def loss_of(
+        self,
+        function: Callable[..., Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[Any, Any],
+        loss_kwargs: Mapping[str, Any],
+    ) -> Tensor:
+        """Compute the loss of the cached outputs, and keep its graph; the value, shape ().
+
+        Args:
+            function: the loss.
+            args, kwargs: the cached outputs.
+            loss_kwargs: the caller's keywords.
+
+        Raises:
+            TypeError, ValueError: it is no number, or depends on nothing that requires a gradient.
+        """
+        cut = {name: self._cut(value) for name, value in loss_kwargs.items()}
+        loss = checked_loss(function(*args, **kwargs, **cut))
+        if not loss.requires_grad:
+            raise ValueError("loss: the value returned depends on nothing that requires a gradient")
+        features = {id(t) for encoding in self.encodings for t in _trained(encoding.cached)}
+        aliases = {id(alias) for alias in self._aliases.values()}
+        self._loss_leaves = [
+            leaf
+            for key, leaf in reached_from([loss]).leaves.items()
+            if key not in features and key not in aliases
+        ]
+        inputs = [t for encoding in self.encodings for t in encoding.inputs]
+        inputs += [*self._loss_leaves, *self._aliases]
+        self.inputs = list({id(tensor): tensor for tensor in inputs}.values())
+        self.loss = loss.reshape(())
+        return self.loss
+
+    def __call__(self, upstream: Tensor, nodes: Sequence[Any]) -> Sequence[Tensor | None]:
+        """The second pass; see `node.Replay`."""
+        accumulated = [is_accumulated(node) for node in nodes]
+        self._check(all(accumulated))
+        self._tell()
+        self.begun = True
+        sums = GradientSums(
+            self.inputs,
+            [
+                added and tensor.is_leaf and may_add_in_place(tensor)
+                for added, tensor in zip(accumulated, self.inputs, strict=False)
+            ],
+        )
+        random_state = get_random_state(self._devices)
+        try:
+            with sums, self._surroundings.restored(), torch.enable_grad():
+                torch.clear_autocast_cache()  # of casts without a graph, which pass nothing on
+                self._backward_of_loss(upstream, sums)
+                self._second_pass(sums)
+            return sums.results() or [None]
+        finally:
+            set_random_state(random_state)
+            self._let_go()
+
+    def _check(self, all_accumulated: bool) -> None:
+        if self.begun:
+            raise RuntimeError(_AGAIN)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "GradientCache: create_graph=True is not possible: the second pass keeps no graph "
+                "to differentiate again"
+            )
+        if graph_is_retained():
+            raise RuntimeError(
+                "GradientCache: retain_graph=True is not possible: the step frees its graph when "
+                "it is backpropagated; call the step again for another backward pass"
+            )
+        for encoding in self.encodings:
+            if encoding.direct and not all_accumulated:
+                raise RuntimeError(
+                    f"GradientCache: torch.autograd.grad and inputs= are not possible here: "
+                    f"{encoding.name} has gradients that go to .grad in each micro-batch (of "
+                    "DistributedDataParallel, fully_shard, a reentrant checkpoint, or a parameter "
+                    "that is out of sight); call loss.backward()"
+                )
+            changed = encoding.requires_grad and encoding.versions.changed()
+            if changed:
+                raise RuntimeError(
+                    f"GradientCache: {changed} of {encoding.name} was changed in place after the "
+                    "step was called; call loss.backward() before optimizer.step(), and leave "
+                    "batches as they are until then"
+                )
+
+    def _backward_of_loss(self, upstream: Tensor, sums: GradientSums) -> None:
+        """Bring the loss's gradient to the cached features, whose memory is free then."""
+        loss, self.loss = self.loss, None
+        assert loss is not None
+        wrapped = {id(t) for e in self.encodings if e.wrappers for t in e.inputs}
+        # DDP and FSDP2 reduce these with what the second pass adds to their .grad.
+        reduced = [leaf for leaf in self._loss_leaves if id(leaf) in wrapped]
+        others = [leaf for leaf in self._loss_leaves if id(leaf) not in wrapped]
+        features = [tensor for encoding in self.encodings for tensor in _trained(encoding.cached)]
+        aliases = list(self._aliases.values())
+        wanted = [*features, *reduced, *aliases]
+        found = iter(sums.add_from([loss], [upstream.to(loss).reshape(())], others, wanted))
+        gradients: list[Outputs] = [
+            {key: next(found) if _is_trained(t) else None for key, t in e.cached.items()}
+            for e in self.encodings
+        ]
+        for leaf in reduced:
+            _add_to_grad(leaf, next(found))
+        for tensor in self._aliases:
+            gradient = next(found)
+            if gradient is not None:
+                sums.add(tensor, gradient)
+        del loss, features, wanted, found
+        self._keep(gradients)
+
+    def _keep(self, gradients: list[Outputs]) -> None:
+        """Let go of the features; their gradients wait for the second pass where there is room."""
+        host = False if self._once else self._gradients_on_host
+        if host is None:
+            large = [
+                gradient
+                for encoding, found in zip(self.encodings, gradients, strict=True)
+                for key, gradient in found.items()
+                if gradient is not None and key in encoding.per_sample
+            ]
+            modules = (module for encoding in self.encodings for module in encoding.modules)
+            host = not self._room.suffices(large, modules)
+            del large
+        for encoding, found in zip(self.encodings, gradients, strict=True):
+            encoding.take_gradients(found, to_host if host else lambda gradient: gradient)
+
+    def _second_pass(self, sums: GradientSums) -> None:
+        if self._once:
+            for encoding in self.encodings:
+                encoding.backward_once(sums)
+            return
+        replayed = [encoding for encoding in self.encodings if encoding.has_gradients()]
+        for i, encoding in enumerate(replayed):
+            again = any(encoding.encoder is later.encoder for later in replayed[i + 1 :])
+            encoding.backward(sums, synchronise=not again)
+            self._room.measured(encoding.activations)
+
+    def _cut(self, value: Any) -> Any:
+        """A leaf in the place of a tensor that another graph leads to.
+
+        That graph belongs to the caller, who may use it elsewhere as well; the gradient goes there
+        through the step's node.
+        """
+        if not (isinstance(value, Tensor) and value.requires_grad and not value.is_leaf):
+            return value
+        if value not in self._aliases:
+            self._aliases[value] = value.detach().requires_grad_()
+        return self._aliases[value]
+
+    def _let_go(self) -> None:
+        """Whoever keeps the loss keeps no batch alive by it."""
+        self.encodings, self.inputs, self._loss_leaves = [], [], []
+        self._aliases = {}
+        self.loss = None
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """The loss, if it is one number.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss: expected it to return a tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(f"loss: expected it to return one number, got shape {(*loss.shape,)}")
+    return loss
+
+
+def _trained(cached: Mapping[Any, Tensor | None]) -> list[Tensor]:
+    """The cached outputs that collect a gradient."""
+    return [tensor for tensor in cached.values() if tensor is not None and tensor.requires_grad]
+
+
+def _is_trained(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
+
+
+def _add_to_grad(leaf: Tensor, gradient: Tensor | None) -> None:
+    """Add to `.grad` without calling a hook, as DDP's would reduce it now."""
+    if gradient is None:
+        return
+    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
