@@ -118,10 +118,19 @@ def mapped(batch: Any, function: Callable[[Any], Tensor]) -> Any:
         part = {key: mapped(value, function) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return part
-        same_type = copy.copy(batch)  # a Hugging Face BatchEncoding stays one
-        same_type.update(part)
-        return same_type
+        return filled(batch, part)
     if isinstance(batch, (list, tuple)):
         values = [mapped(value, function) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return function(batch) if _is_leaf(batch) else batch
+
+
+def filled(mapping: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """A copy of a mapping, of its class, with these items in the place of its own.
+
+    Hugging Face's BatchEncoding and ModelOutput stay what they are. (The latter has no `update`.)
+    """
+    copied = copy.copy(mapping)
+    for key, value in items.items():
+        copied[key] = value
+    return copied

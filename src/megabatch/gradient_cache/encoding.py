@@ -18,6 +18,7 @@ from megabatch.gradient_cache.graph import reached_from
 from megabatch.gradient_cache.outputs import OutputForm, Outputs, assembled
 from megabatch.gradient_cache.room import allocated
 from megabatch.gradient_cache.state import (
+    are_prepared,
     cuda_devices,
     get_random_state,
     gradient_wrappers,
@@ -25,6 +26,7 @@ from megabatch.gradient_cache.state import (
     modules_in,
     nothing_synchronised,
     parameters_in,
+    prepare,
     set_random_state,
     synchronises,
     synchronising,
@@ -81,6 +83,7 @@ class Encoding:
         self.gradients: Outputs = {}
         self.activations = 0
         self.graph: Outputs | None = None
+        self._preparation = object()
         self.per_sample: set[Any] = set()
 
     @functools.cached_property
@@ -112,6 +115,8 @@ class Encoding:
         """
         before = allocated(self.devices)
         (rows,) = self.micro_batches
+        self.random_states.append(get_random_state(self.devices))
+        self._preparation = prepare(self.wrappers)
         with contextlib.closing(self.feed([rows])) as fed:
             (parts,) = fed
             with self._statistics_of(rows):
@@ -137,6 +142,12 @@ class Encoding:
         """Send the gradients through the graph of the only micro-batch, which is gone then."""
         graph, self.graph = self.graph, None
         assert graph is not None
+        if not are_prepared(
+            self.wrappers, self._preparation
+        ):  # of two losses added up, the one that comes later
+            del graph
+            self.backward(sums, synchronise=True)
+            return
         if self.wrappers and not self.has_gradients():
             # They wait for each of their gradients, and would refuse the next step.
             self.gradients = {
@@ -153,6 +164,7 @@ class Encoding:
         With `synchronise` DDP and FSDP2 do in the last micro-batch what they were set to do when
         the step was called: reduce the gradients over ranks, unless the user said `no_sync`.
         """
+        prepare(self.wrappers)
         feed = contextlib.closing(self.feed(self.micro_batches))
         with keep_running_statistics(self.modules), feed as fed:
             for i, (rows, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from megabatch.gradient_cache.batches import filled
 
 Key: TypeAlias = "int | str"  # a position in a tuple, or a mapping's key
 Outputs: TypeAlias = "dict[Key, Tensor | None]"
@@ -60,9 +61,7 @@ class OutputForm:
     def arguments(self, cached: Outputs) -> tuple[list[Any], dict[Any, Any]]:
         """The loss's positional and keyword arguments."""
         if self._empty is not None:
-            whole = copy.copy(self._empty)
-            whole.update(cached)
-            return [whole], {}
+            return [filled(self._empty, cached)], {}
         if self._by_keyword:
             return [], {key: tensor for key, tensor in cached.items() if tensor is not None}
         return list(cached.values()), {}
@@ -70,9 +69,7 @@ class OutputForm:
     def _remember_class(self, output: Mapping[Any, Any]) -> None:
         self._by_keyword = True
         if self._empty is None and type(output) is not dict and isinstance(output, MutableMapping):
-            empty = copy.copy(output)
-            empty.update(dict.fromkeys(output))
-            self._empty = empty
+            self._empty = filled(output, dict.fromkeys(output))
 
     def _wanted(self, items: dict[Any, Any], key: Key) -> Any:
         if key in items:

@@ -8,6 +8,7 @@ import inspect
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,29 @@ def synchronising(settings: dict[nn.Module, Sync]) -> Iterator[None]:
     finally:
         for wrapper, sync in before.items():
             _set_sync(wrapper, sync)
+
+
+def prepare(wrappers: Iterable[nn.Module]) -> object:
+    """Begin a forward pass with a graph, in which wrappers prepare for the gradients to come.
+
+    Returns:
+        What `are_prepared` takes.
+    """
+    preparation = object()
+    for wrapper in wrappers:
+        _prepared[wrapper] = preparation
+    return preparation
+
+
+def are_prepared(wrappers: Iterable[nn.Module], preparation: object) -> bool:
+    """Whether no wrapper has prepared for another forward pass of ours since.
+
+    DDP would let the gradients of the earlier one pass by without reducing them.
+    """
+    return all(_prepared[wrapper] is preparation for wrapper in wrappers)
+
+
+_prepared: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
 
 class Sync(NamedTuple):

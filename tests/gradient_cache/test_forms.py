@@ -1,0 +1,286 @@
+"""Batches by keyword, numbers of rows and sizes for each encoder, and which outputs are cached."""
+
+import copy
+import functools
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.utils import ModelOutput
+
+from megabatch.gradient_cache import GradientCache
+from tests.gradient_cache.towers import (
+    BATCH,
+    WIDTH,
+    Tower,
+    TwoTowers,
+    assert_same_gradients,
+    biased_loss,
+    clip_loss,
+    gradients,
+    pairs,
+)
+
+SIZES = [3, 100]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_model_takes_batches_by_keyword(size):
+    class Model(TwoTowers):
+        def forward(self, images, *, texts, mask=None, mode):
+            assert (mask is None, mode) == (True, "train")
+            return super().forward(images, texts["ids"])
+
+    model = Model(dict)
+    images, texts = pairs()
+    weight = torch.rand(BATCH)
+
+    def loss(weight, **outputs):
+        assert weight.shape == (BATCH,)
+        return biased_loss(**outputs) * weight.sum()
+
+    names = ("images", "texts", "mask", "mode")
+    step = GradientCache(model, loss, size, input_names=names)
+    inputs = {"texts": {"ids": texts}, "mask": None, "mode": "train"}
+    loss(weight, **model(images, **inputs)).backward()
+    expected = gradients(model)
+    for call in (
+        functools.partial(step, images, **inputs),
+        functools.partial(step, images=images, **inputs),
+    ):
+        model.zero_grad()
+        call(weight=weight).backward()
+        assert_same_gradients(gradients(model), expected)
+    loss = step(images, **inputs, weight=weight)
+    texts.zero_()
+    with pytest.raises(RuntimeError, match=r"texts\['ids'\] of the model was changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_encoder_takes_a_batch_by_keyword(size):
+    towers = (Tower(), Tower())
+    x, y = pairs()
+    clip_loss(towers[0](x), towers[1](y), 2.0).backward()
+    expected = gradients(*towers)
+    for tower in towers:
+        tower.zero_grad()
+    step = GradientCache(towers, clip_loss, size, input_names=["query", "passage"])
+    step(passage=y, query=x, logit_scale=2.0).backward()
+    assert_same_gradients(gradients(*towers), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_anything_that_is_no_tensor_passes_through_whole(size):
+    tower, seen = Tower(), []
+
+    def encode(features):
+        seen.append({k: v for k, v in features.items() if k != "input"})
+        return tower(features["input"]) * features["factor"]
+
+    x, y = pairs()
+    rest = {
+        "modality": "text",
+        "names": ["a", "b"],
+        "factor": 2.0,
+        "flags": {True, False},
+        "none": None,
+        "object": object(),
+        "bytes": b"abc",
+    }
+    clip_loss(encode({"input": x, **rest}), encode({"input": y, **rest})).backward()
+    expected = gradients(tower)
+    tower.zero_grad()
+    step = GradientCache((encode, encode), clip_loss, size, device="cpu")
+    step({"input": x, **rest}, {"input": y, **rest}).backward()
+    assert_same_gradients(gradients(tower), expected)
+    assert seen == [rest] * len(seen)
+
+
+def retrieval_loss(queries, passages):
+    """Each query's passages follow one another, the right one first."""
+    k = len(passages) // len(queries)
+    return F.cross_entropy(queries @ passages.T, torch.arange(len(queries)) * k)
+
+
+@pytest.mark.parametrize("sizes", [3, (2, 9), (7, 100), (3, 28), [100, 100]])
+@pytest.mark.parametrize("shared", [True, False])
+def test_encoders_with_different_numbers_of_rows(sizes, shared):
+    queries, passages = torch.randn(BATCH, WIDTH), torch.randn(4 * BATCH, WIDTH)
+    towers = (tower := Tower(), tower if shared else Tower())
+    rows = {"query": [], "passage": []}
+
+    def counted(kind, encoder, x):
+        rows[kind].append(len(x))
+        return encoder(x)
+
+    encoders = [functools.partial(counted, k, t) for k, t in zip(rows, towers, strict=True)]
+    retrieval_loss(towers[0](queries), towers[1](passages)).backward()
+    expected = gradients(*towers)
+    for one in towers:
+        one.zero_grad()
+    GradientCache(encoders, retrieval_loss, sizes)(queries, passages).backward()
+    assert_same_gradients(gradients(*towers), expected)
+    each = (sizes, sizes) if isinstance(sizes, int) else sizes
+    counts = (BATCH, 4 * BATCH)
+    passes = 1 if all(size >= n for size, n in zip(each, counts, strict=True)) else 2
+    for kind, size, count in zip(rows, each, counts, strict=True):
+        parts = [len(part) for part in torch.arange(count).split(size)]
+        assert rows[kind] == parts * passes
+
+
+@dataclass
+class TwoTowersOutput(ModelOutput):
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    image_embeds: torch.Tensor | None = None
+    text_embeds: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    vision: ModelOutput | None = None
+
+
+class HuggingFaceLike(TwoTowers):
+    """Returns logits of its micro-batch alone, and an output of an inner model, as CLIP does."""
+
+    def __init__(self, kind=TwoTowersOutput):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, images, texts):
+        x, y, scale, _ = super().forward(images, texts)
+        return self.kind(
+            logits=x @ y.T, image_embeds=x, text_embeds=y, scale=scale, vision=ModelOutput(a=x)
+        )
+
+
+WANTED = ["image_embeds", "text_embeds", "scale"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", [TwoTowersOutput, UserDict, OrderedDict])
+def test_a_mapping_of_a_class_of_its_own_reaches_the_loss_as_itself(kind, size):
+    model, batches = HuggingFaceLike(kind), pairs()
+    plain = copy.deepcopy(model)
+
+    def loss(outputs, factor):
+        assert type(outputs) is kind
+        if kind is TwoTowersOutput:
+            assert outputs.image_embeds is outputs["image_embeds"]
+        return factor * clip_loss(*(outputs[name] for name in WANTED))
+
+    expected = loss(plain(*batches), 2)
+    expected.backward()
+
+    def looks(outputs, factor):
+        assert outputs["logits"] is None
+        assert outputs["vision"] is None
+        return loss(outputs, factor)
+
+    value = GradientCache(model, looks, size, outputs=WANTED)(*batches, factor=2)
+    value.backward()
+    torch.testing.assert_close(value, expected)
+    model.logit_bias.requires_grad_(False)
+    plain.logit_bias.requires_grad_(False)
+    assert_same_gradients(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("kind", [dict, lambda **items: MappingProxyType(items)])
+def test_outputs_of_a_dict_by_name(kind):
+    model, batches = HuggingFaceLike(kind), pairs()
+    clip_loss(*(model(*batches)[name] for name in WANTED)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+
+    def loss(image_embeds, text_embeds, scale):
+        return clip_loss(image_embeds, text_embeds, scale)
+
+    GradientCache(model, loss, 3, outputs=WANTED)(*batches).backward()
+    assert_same_gradients(gradients(model), expected)
+
+
+def test_a_batch_of_such_a_class_stays_one():
+    tower, (x, y) = Tower(), pairs()
+
+    def encode(batch):
+        assert type(batch) is TwoTowersOutput
+        assert (batch.text_embeds, batch["image_embeds"]) == (None, batch.image_embeds)
+        return tower(batch.image_embeds)
+
+    clip_loss(tower(x), tower(y)).backward()
+    expected = gradients(tower)
+    tower.zero_grad()
+    batches = [TwoTowersOutput(image_embeds=batch) for batch in (x, y)]
+    GradientCache((encode, encode), clip_loss, 3)(*batches).backward()
+    assert_same_gradients(gradients(tower), expected)
+    assert batches[0].image_embeds is x
+
+
+def test_outputs_of_a_tuple_by_position():
+    model, batches = TwoTowers(), pairs()
+    clip_loss(*model(*batches)[:2]).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    GradientCache(model, lambda y, x: clip_loss(x, y), 3, outputs=(1, 0))(*batches).backward()
+    assert_same_gradients(gradients(model), expected)
+
+
+@pytest.mark.parametrize("outputs", ["sentence_embedding", ("sentence_embedding", "pooled")])
+def test_the_output_that_counts_of_each_encoder(outputs):
+    """As of sentence-transformers, whose models return what they were given, and more."""
+    tower = Tower()
+
+    def encode(features):
+        hidden = tower(features["input"])
+        return {**features, "sentence_embedding": hidden, "pooled": hidden, "other": hidden.mean()}
+
+    x, y = pairs()
+    clip_loss(tower(x), tower(y)).backward()
+    expected = gradients(tower)
+    tower.zero_grad()
+    step = GradientCache((encode, encode), clip_loss, 3, outputs=outputs)
+    step({"input": x, "modality": "text"}, {"input": y, "modality": "text"}).backward()
+    assert_same_gradients(gradients(tower), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"micro_batch_size": (2, 3, 4)}, ValueError, "one per encoder, 2, got 3"),
+        ({"micro_batch_size": (2, 0)}, ValueError, "at least 1, got 0"),
+        ({"micro_batch_size": (2, 1.5)}, TypeError, "expected an int, got float"),
+        ({"input_names": "query"}, TypeError, "input_names: expected a sequence of strings"),
+        ({"input_names": ["query"]}, ValueError, "input_names: expected one per encoder, 2"),
+        ({"outputs": ["a", "b", "c"]}, ValueError, "outputs: expected one, or one per encoder, 2"),
+        ({"outputs": [1.5]}, TypeError, r"outputs: expected keys or positions, got \[1.5\]"),
+        ({"outputs": []}, TypeError, "outputs: expected keys"),
+    ],
+)
+def test_bad_arguments(options, error, message):
+    arguments = {"encoders": (abs, abs), "loss": clip_loss, "micro_batch_size": 2} | options
+    with pytest.raises(error, match=message):
+        GradientCache(**arguments)
+
+
+def test_bad_calls():
+    towers, (x, y) = (Tower(), Tower()), pairs()
+    with pytest.raises(TypeError, match="micro_batch_size: expected an int, got tuple"):
+        GradientCache(towers[0], clip_loss, (2, 3))
+    step = GradientCache(towers, clip_loss, 3, input_names=("query", "passage"))
+    with pytest.raises(TypeError, match=r"all by keyword \(query, passage\), got 1 by position"):
+        step(x, passage=y)
+    with pytest.raises(TypeError, match="one per encoder, 2, got 1"):
+        step(query=x)
+    step = GradientCache(TwoTowers(), biased_loss, 3)
+    with pytest.raises(ValueError, match="batch 1: expected 7 rows as in batch 0, got 6"):
+        step(x, y[:6])
+    with pytest.raises(ValueError, match="batch 0 and batch 1: expected tensors, got none"):
+        step("a", None)
+    step = GradientCache(TwoTowers(dict), biased_loss, 3, outputs=["image_features", "text"])
+    with pytest.raises(ValueError, match=r"the model to return 'text', got 'image_features', 't"):
+        step(x, y)
+    step = GradientCache(HuggingFaceLike(dict), clip_loss, 3)
+    with pytest.raises(TypeError, match=r"'vision'.*ModelOutput.*\(outputs= names those"):
+        step(x, y)
