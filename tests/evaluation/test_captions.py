@@ -125,7 +125,7 @@ def test_several_sources_have_their_columns(tmp_path: Path) -> None:
     assert data.damage == [f"{other}: 1 lines left out, the first is line 2: a number, no object"]  # type: ignore[attr-defined]
     data = open_captioned(f"{shards}::{table}")
     assert [data[i].target for i in (0, 1)] == [["a", "b"], captions(N)[0]]
-    with pytest.raises(UsageError, match="image_column: 'a::b' names 2; expected one, or one for"):
+    with pytest.raises(UsageError, match=": 'a::b' names 2; expected one, or one for"):
         open_captioned(f"{shards}::{table}::{other}", image_column="a::b")
 
 
