@@ -250,6 +250,16 @@ def test_no_private_name_of_torch_anywhere_else() -> None:
     assert others.keys() == {"gradient_cache/frozen.py"}
 
 
+def test_constants_of_graphs_are_marked_as_torch_marks_them() -> None:
+    def marked() -> None: ...
+
+    def by_torch() -> None: ...
+
+    torch_internals.constant_in_graphs(marked)
+    torch.compiler.assume_constant_result(by_torch)
+    assert vars(marked) == vars(by_torch) != {}
+
+
 def test_it_needs_neither_triton_nor_the_trainer() -> None:
     """The core imports it."""
     program = (

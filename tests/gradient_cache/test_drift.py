@@ -16,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.gradient_cache import GradientCache
 from megabatch.gradient_cache.drift import PARAMETERS, DriftCheck
 from tests.gradient_cache.towers import Tower, clip_loss, pairs
-from tests.similarity.distributed.processes import World, on_processes, outcomes
-
-__all__ = ["outcomes"]
+from tests.similarity.distributed.processes import World, on_processes
 
 STEPS = 12
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -22,7 +23,7 @@ from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
 from megabatch.training.world import leave
 from tests.models.tiny_bert import save_tiny_bert
-from tests.similarity.distributed.processes import start
+from tests.similarity.distributed.processes import new_store, start
 
 WIDTH, DIMS, SAMPLES, BATCH = 5, 4, 32, 4
 LETTERS = "abcdefgh"
@@ -206,27 +207,31 @@ def test_one_process(library: str, tmp_path: Path) -> None:
     compare(library, tmp_path)
 
 
-def worker(rank: int, size: int, port: int, folder: Path) -> None:
+def worker(rank: int, size: int, port: int, folder: Path, ports: list[int]) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "test",
+        # As torchrun's, which has a store at a port that it found free.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
     outcome = {}
-    for library in LIBRARIES:
+    for library, own_port in zip(LIBRARIES, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(own_port)
         try:
             compare(library, folder, size)
             outcome[library] = ""
         except (Exception, pytest.skip.Exception):
             outcome[library] = traceback.format_exc()
         (folder / f"{rank}.json").write_text(json.dumps(outcome))
-    leave()
+    if dist.is_initialized():
+        leave()
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +239,8 @@ def outcomes_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
     """What came of each library on each of two processes."""
     folder = tmp_path_factory.mktemp("two")
     save_tiny_bert(folder / "bert")
-    processes = start(2, worker, folder)
+    stores = [new_store() for _ in LIBRARIES]  # one keeps what an earlier group said
+    processes = start(2, worker, folder, [store.port for store in stores])
     for process in processes:
         process.join(240)
         if process.is_alive():

@@ -15,9 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
-from tests.similarity.distributed.processes import World, on_processes, outcomes
-
-__all__ = ["outcomes"]
+from tests.similarity.distributed.processes import World, on_processes
 
 WIDTH, DIMS = 5, 4
 MICRO_BATCH_SIZES = (2, 8)  # 8: every shard is one micro-batch

@@ -14,9 +14,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import megabatch as mb
 from megabatch import similarity
-from tests.similarity.distributed.processes import World, on_processes, outcomes
-
-__all__ = ["outcomes"]
+from tests.similarity.distributed.processes import World, on_processes
 
 ROWS, WIDTH = 7, 5
 IDS = torch.tensor([0, 0, 1, 2, 2, 2, -1])

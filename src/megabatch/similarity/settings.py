@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megabatch.torch_internals import constant_in_graphs
+
 #: Bytes. A GPU's blocks of dS, 16,384 a side in half precision, make products as fast as they get.
 DEFAULT_WORKSPACE = {"cpu": 256 << 20, "cuda": 512 << 20}
 #: Bytes of features of a piece: 32,768 rows of 768 bfloat16 numbers, whose products are as fast as
@@ -135,7 +137,7 @@ def _matmul(kind: str) -> Any:
 
 # As a constant for torch.compile, which cannot trace it. A compiled function is compiled anew where
 # TF32 is switched on or off.
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def precision(kind: str) -> int:
     """How such a device multiplies float32: an index into `PRECISIONS`."""
     matmul = _matmul(kind)

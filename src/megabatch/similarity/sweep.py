@@ -18,6 +18,7 @@ from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.settings import DEFAULT_WORKSPACE as DEFAULT_WORKSPACE
 from megabatch.similarity.settings import set_workspace as set_workspace
 from megabatch.similarity.states import clear_fresh, finish, merge, new_state, pull_of
+from megabatch.torch_internals import constant_in_graphs
 
 if TYPE_CHECKING:
     from megabatch.similarity.fused.blocks import FusedBlocks
@@ -39,7 +40,7 @@ def tell_of_float32(x: Tensor) -> None:
 
 
 # As a constant for torch.compile, so that it is said when a program is compiled.
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _tell_of_float32(device: torch.device) -> None:
     global _told
     if _told or settings.precision(device.type) != 0 or not _kernels_on(device):
