@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.gradient_cache import GradientCache
+from megabatch.gradient_cache import GradientCache, UnusedParameters
 from megabatch.losses import ClipLoss
 from tests.similarity.distributed.processes import World, on_processes
 
@@ -235,6 +235,24 @@ def test_gradients_of_wrapped_encoders_go_to_grad_alone(world: World) -> None:
                 loss.backward()
                 model.zero_grad()
             step(*mine).backward()
+
+
+@on_processes(2)
+def test_a_parameter_that_ddp_waits_for_in_vain_is_named(world: World) -> None:
+    mine, _ = batches_of(world, [4, 3])
+    message = "every trainable parameter, and there is none of idle.weight, idle.bias: freeze what"
+    for size in MICRO_BATCH_SIZES:
+        for find_unused in (False, True):
+            model = made()
+            model.idle = nn.Linear(2, 2).double()
+            model = DistributedDataParallel(model, find_unused_parameters=find_unused)
+            step = GradientCache(model, ClipLoss(), size)
+            if find_unused:
+                step(*mine).backward()
+                assert model.module.idle.weight.grad is None
+            else:
+                with pytest.raises(UnusedParameters, match=message):
+                    step(*mine).backward()
 
 
 @on_processes(2, 3)

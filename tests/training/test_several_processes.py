@@ -87,7 +87,7 @@ def test_locked_towers_and_all_losses_are_as_on_one_process(world: World) -> Non
             share = Batch(images[mine], texts[mine], torch.arange(4))
             loss = step(share, None if labels is None else labels[mine])
             loss.backward()
-            layout.end_step(first=True)
+            layout.end_step()
             whole = torch.tensor(float(loss))
             torch.distributed.all_reduce(whole)
             torch.testing.assert_close(whole / world.size, expected.detach())

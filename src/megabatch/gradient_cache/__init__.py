@@ -1,5 +1,6 @@
 """Gradient caching: a large batch's exact gradients in the memory of one micro-batch."""
 
+from megabatch.gradient_cache.state import UnusedParameters
 from megabatch.gradient_cache.step import GradientCache
 
-__all__ = ["GradientCache"]
+__all__ = ["GradientCache", "UnusedParameters"]

@@ -19,6 +19,7 @@ from megabatch.gradient_cache.outputs import OutputForm, Outputs, assembled
 from megabatch.gradient_cache.room import allocated
 from megabatch.gradient_cache.state import (
     are_prepared,
+    check_all_used,
     cuda_devices,
     get_random_state,
     gradient_wrappers,
@@ -261,6 +262,8 @@ class Encoding:
         reached = reached_from(outputs, moved)
         known = all(leaf in sums for leaf in reached.leaves.values())
         if self.direct or reached.reentrant or not known:
+            if last and not reached.reentrant:
+                check_all_used(self.name, self.wrappers, reached.leaves)
             torch.autograd.backward(outputs, upstream)
         else:
             sums.add_from(outputs, upstream, [*reached.leaves.values(), *moved])

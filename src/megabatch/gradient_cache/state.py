@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -129,6 +129,46 @@ def are_prepared(wrappers: Iterable[nn.Module], preparation: object) -> bool:
 
 
 _prepared: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
+
+
+class UnusedParameters(RuntimeError):
+    """DistributedDataParallel waits for gradients that never come; `names` says whose."""
+
+    def __init__(self, encoder: str, names: list[str]) -> None:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        self.names = f"{', '.join(names[:5])}{more}"
+        super().__init__(
+            f"GradientCache: {encoder} is wrapped in DistributedDataParallel, which waits for a "
+            f"gradient of every trainable parameter, and there is none of {self.names}: freeze "
+            "what is not used, or pass find_unused_parameters=True"
+        )
+
+
+def check_all_used(encoder: str, wrappers: Iterable[nn.Module], reached: Container[int]) -> None:
+    """Look, before its gradients are reduced, whether DDP will get all that it waits for.
+
+    Args:
+        encoder: its name, for messages.
+        wrappers: of the encoder.
+        reached: ids of the tensors that will get a gradient.
+
+    Raises:
+        UnusedParameters: it will not, and would refuse the next step for another reason.
+    """
+    for wrapper in wrappers:
+        if not isinstance(wrapper, DistributedDataParallel):
+            continue
+        if wrapper.find_unused_parameters or not wrapper.require_backward_grad_sync:
+            continue
+        unused = [
+            name
+            for name, parameter in wrapper.module.named_parameters()
+            if parameter.requires_grad
+            and id(parameter) not in reached
+            and name not in wrapper.parameters_to_ignore
+        ]
+        if unused:
+            raise UnusedParameters(encoder, unused)
 
 
 class Sync(NamedTuple):

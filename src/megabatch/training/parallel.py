@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from megabatch.errors import UsageError
 from megabatch.training.world import World
 
 
@@ -42,14 +41,8 @@ class Layout:
     world: World
     scalars: frozenset[str] = frozenset()
 
-    def end_step(self, *, first: bool) -> None:
-        """Free FSDP2's unsharded weights, which the optimizer is about to make stale.
-
-        Raises:
-            UsageError: in the first step, a parameter that DDP waits for got no gradient.
-        """
-        if first and self.model is not self.module:
-            _check_all_used(self.module)
+    def end_step(self) -> None:
+        """Free FSDP2's unsharded weights, which the optimizer is about to make stale."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -187,17 +180,6 @@ def _scalars_to_vectors(module: nn.Module) -> frozenset[str]:
         new = nn.Parameter(old.detach().reshape(1), requires_grad=old.requires_grad)
         setattr(holder, attribute, new)
     return frozenset(names)
-
-
-def _check_all_used(module: nn.Module) -> None:
-    """DDP leaves a whole bucket of gradients unreduced where one never comes."""
-    unused = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
-        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-        raise UsageError(
-            "--parallel: ddp needs a gradient of every trainable parameter, and there is none of "
-            f"{', '.join(unused[:5])}{more}"
-        )
 
 
 def _parameter(key: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megabatch.data import Batch
 from megabatch.errors import UsageError
+from megabatch.gradient_cache import UnusedParameters
 from megabatch.models.locking import locked_towers, set_modes
 from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
@@ -108,6 +109,7 @@ class Trainer:
         too large for it is no fault: the scaler lowers its scale.
 
         Raises:
+            UsageError: a parameter that DDP waits for gets no gradient.
             TrainingStopped: the loss or the gradient is not finite and the configuration says to
                 stop, or it was so too many times in a row.
         """
@@ -194,8 +196,14 @@ class Trainer:
         with self.world.failures(f"step {self.step + 1}"):
             with self._autocast():
                 loss = self._step(batch, ids)
-            self.scaler.scale(loss).backward()
-            self.layout.end_step(first=self.step == 0)
+            try:
+                self.scaler.scale(loss).backward()
+            except UnusedParameters as error:
+                raise UsageError(
+                    "parallel: ddp needs a gradient of every trainable parameter, and there is "
+                    f"none of {error.names}"
+                ) from error
+            self.layout.end_step()
             self.scaler.unscale_(self.optimizer)
             parameters = list(self.module.parameters())
             norm = gradient_norm(parameters)
