@@ -80,7 +80,7 @@ class Parser:
             allow_abbrev=False,
             add_help=False,
         )
-        group: argparse._ActionsContainer = parser
+        group: Any = parser
         hints, all_texts = self._hints(), _texts(self.classes)
         for cls in self.classes:
             for one in fields(cls):
@@ -209,7 +209,7 @@ def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[s
     )
 
 
-def _add(group: argparse._ActionsContainer, name: str, hint: Any, text: str) -> None:
+def _add(group: Any, name: str, hint: Any, text: str) -> None:
     more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if positional := _positional(hint):
         group.add_argument(name, nargs="?", metavar=positional.metavar, **more)
