@@ -35,6 +35,12 @@ PURPOSES = {
     "nn.Module._forward_pre_hooks": "to call a module's hooks where its forward does not run",
     "nn.Module._forward_hooks": "to call a module's hooks where its forward does not run",
     "_dynamo.OptimizedModule._orig_mod": "to know whether a module was compiled as a whole",
+    "distributed.fsdp.FSDPModule._get_fsdp_state": "to ask FSDP2 what it synchronises, so that it "
+    "can be put back",
+    "_C._autograd._get_current_graph_task_keep_graph": "to know whether a backward pass is run "
+    "with retain_graph=True",
+    "_C._will_engine_execute_node": "to know which gradients a backward pass accumulates",
+    "Tensor._backward_hooks": "to call a tensor's hooks once, with its whole gradient",
     "Tensor._version": "to know whether a tensor was changed in place since",
     "nn.modules.batchnorm._BatchNorm": "to find layers that normalise over a batch",
     "nn.modules.instancenorm._InstanceNorm": "to leave running statistics alone in a second pass",
@@ -170,6 +176,39 @@ def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; none of an inference tensor's changes counts."""
     private("Tensor._version")
     return tensor._version
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """FSDP2's groups of parameters of one module; it has functions to set them, none to ask.
+
+    (A module without parameters of its own has none. Newer PyTorch knows several.)
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)
+
+
+# --- backward passes ------------------------------------------------------------------------------
+
+
+def graph_is_retained() -> bool:
+    """Whether the backward pass that is running keeps its graph (`retain_graph=True`)."""
+    return bool(private("_C._autograd._get_current_graph_task_keep_graph")())
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward pass that is running goes through a node.
+
+    Raises:
+        RuntimeError: the node is a leaf's that `torch.autograd.grad` asks for.
+    """
+    return bool(private("_C._will_engine_execute_node")(node))
+
+
+def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:
+    """Those of `Tensor.register_hook` by id, in the very dictionary that autograd holds."""
+    hooks: dict[int, Any] | None = tensor._backward_hooks
+    return hooks
 
 
 # --- counting memory ------------------------------------------------------------------------------

@@ -20,6 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.state import get_random_state, set_random_state
+from megabatch.torch_internals import (
+    COMPILED_CALL,
+    forward_hooks,
+    is_compiled,
+    is_compiled_in_place,
+    version_of,
+)
 
 
 class FrozenParts:
@@ -105,7 +112,7 @@ class _Part:
         output = forward(*args, **kw)
         features = isinstance(output, Tensor) and output.ndim == 2 and not output.requires_grad
         if features and not output.is_inference():  # inference tensors do not count changes
-            calls.append(_Call(output, output._version, get_random_state(self.devices)))
+            calls.append(_Call(output, version_of(output), get_random_state(self.devices)))
         else:
             self._drop()
         return output
@@ -114,7 +121,7 @@ class _Part:
         self, calls: list[_Call], forward: Callable[..., Any], *args: Any, **kw: Any
     ) -> Any:
         call = calls.pop(0) if calls else None
-        if call is None or call.output._version != call.version:
+        if call is None or version_of(call.output) != call.version:
             return forward(*args, **kw)
         set_random_state(call.random_state)  # where the part's own draws left it
         return call.output
@@ -132,7 +139,7 @@ def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterat
     A module that torch.compile has translated is called by its compiled call, which stays as it is:
     another `forward` would have it compiled again.
     """
-    name = "forward" if module._compiled_call_impl is None else "_compiled_call_impl"
+    name = COMPILED_CALL if is_compiled_in_place(module) else "forward"
     forward, thread, own = getattr(module, name), threading.get_ident(), vars(module)
 
     @functools.wraps(forward)
@@ -179,11 +186,7 @@ def _frozen(module: nn.Module) -> bool:
 def _out_of_reach(modules: list[nn.Module]) -> set[nn.Module]:
     """Modules that a caller runs in another form: one compiled whole, or copies in threads."""
     roots = (
-        module
-        for module in modules
-        if module._compiled_call_impl is not None
-        or hasattr(module, "_orig_mod")
-        or isinstance(module, nn.DataParallel)
+        module for module in modules if is_compiled(module) or isinstance(module, nn.DataParallel)
     )
     return {inner for root in roots for inner in root.modules()}
 
@@ -193,12 +196,12 @@ def _has_hooks_inside(part: nn.Module) -> bool:
 
     PyTorch's own hooks, FSDP2's say, serve the forward pass that they belong to.
     """
-    compiled = part._compiled_call_impl is not None
+    compiled = is_compiled_in_place(part)
     return any(
         not _from_torch(hook)
         for module in part.modules()
         if module is not part or compiled
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for hook in forward_hooks(module)
     )
 
 

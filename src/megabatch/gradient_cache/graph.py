@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+
+from megabatch.torch_internals import tensor_hooks, will_execute
 
 
 @dataclass
@@ -53,18 +54,13 @@ def reached_from(outputs: Iterable[Tensor], but_not_beyond: Iterable[Tensor] = (
     return found
 
 
-def graph_is_retained() -> bool:
-    """Whether the backward pass that is running keeps its graph (`retain_graph=True`)."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
 def is_accumulated(node: Any) -> bool:
     """Whether the backward pass that is running adds to the `.grad` that belongs to a leaf's node.
 
     It does not where `torch.autograd.grad` asks for the gradient, or `inputs=` leaves it out.
     """
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return will_execute(node)
     except RuntimeError:  # its answer for a leaf that torch.autograd.grad asks for
         return False
 
@@ -75,7 +71,7 @@ def set_hooks_aside(tensor: Tensor, *, but: int) -> dict[int, Any]:
     Returns:
         What `put_hooks_back` takes.
     """
-    hooks: Any = tensor._backward_hooks  # autograd holds this very dictionary
+    hooks: Any = tensor_hooks(tensor)  # autograd holds this very dictionary
     aside = {key: hook for key, hook in hooks.items() if key != but}
     for key in aside:
         del hooks[key]
@@ -85,7 +81,7 @@ def set_hooks_aside(tensor: Tensor, *, but: int) -> dict[int, Any]:
 def put_hooks_back(tensor: Tensor, aside: dict[int, Any]) -> None:
     """Undo `set_hooks_aside`; hooks are called in the order in which they were registered."""
     if aside:
-        hooks: Any = tensor._backward_hooks
+        hooks: Any = tensor_hooks(tensor)
         everything = dict(sorted({**hooks, **aside}.items()))
         hooks.clear()
         hooks.update(everything)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.torch_internals import is_batch_norm, is_instance_norm
+from megabatch.torch_internals import fsdp_groups, is_batch_norm, is_instance_norm
 
 
 def cuda_devices(*tensors: Iterable[Tensor]) -> set[torch.device]:
@@ -186,7 +186,7 @@ def nothing_synchronised(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]
 def _sync(wrapper: nn.Module) -> Sync:
     if isinstance(wrapper, DistributedDataParallel):
         return Sync(wrapper.require_backward_grad_sync, wrapper.require_backward_grad_sync)
-    groups = _fsdp_groups(wrapper)
+    groups = fsdp_groups(wrapper)
     return Sync(
         all(group.reduce_grads for group in groups), all(group.all_reduce_grads for group in groups)
     )
@@ -198,16 +198,6 @@ def _set_sync(wrapper: Any, sync: Sync) -> None:
         return
     wrapper.set_requires_gradient_sync(sync.reduce, recurse=False)
     wrapper.set_requires_all_reduce(sync.all_reduce, recurse=False)
-
-
-def _fsdp_groups(wrapper: Any) -> list[Any]:
-    """FSDP2's groups of parameters of one module; it has functions to set them, none to ask.
-
-    (A module without parameters of its own has none. Newer PyTorch knows several.)
-    """
-    state = wrapper._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)
 
 
 @contextlib.contextmanager

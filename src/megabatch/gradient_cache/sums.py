@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megabatch.gradient_cache.graph import put_hooks_back, set_hooks_aside
+from megabatch.torch_internals import tensor_hooks
 
 
 class GradientSums:
@@ -134,7 +135,7 @@ def may_add_in_place(tensor: Tensor) -> bool:
     A hook on the leaf would see the zero.
     """
     gradient = tensor.grad if tensor.is_leaf else None
-    hooks = tensor._backward_hooks
+    hooks = tensor_hooks(tensor)
     return gradient is not None and _plain(gradient) and not gradient.requires_grad and not hooks
 
 

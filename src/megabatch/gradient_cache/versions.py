@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache.batches import leaves
+from megabatch.torch_internals import version_of
 
 
 class Versions:
@@ -31,7 +32,7 @@ class Versions:
         for name, batch in batches.items():
             named |= {path: leaf for path, leaf in leaves(batch, name) if isinstance(leaf, Tensor)}
         self._versions = {
-            name: (tensor, tensor._version)
+            name: (tensor, version_of(tensor))
             for name, tensor in named.items()
             if not tensor.is_inference()
         }
@@ -39,6 +40,6 @@ class Versions:
     def changed(self) -> str:
         """The name of a tensor that was changed; "" if none was."""
         for name, (tensor, version) in self._versions.items():
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 return name
         return ""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from megabatch.gradient_cache.encoding import Encoding
-from megabatch.gradient_cache.graph import graph_is_retained, is_accumulated, reached_from
+from megabatch.gradient_cache.graph import is_accumulated, reached_from
 from megabatch.gradient_cache.outputs import Outputs
 from megabatch.gradient_cache.room import Room, to_host
 from megabatch.gradient_cache.state import cuda_devices, get_random_state, set_random_state
 from megabatch.gradient_cache.sums import GradientSums, may_add_in_place
 from megabatch.gradient_cache.surroundings import Surroundings
+from megabatch.torch_internals import graph_is_retained
 
 _AGAIN = (
     "GradientCache: expected one backward pass of a loss, got a second one; call the step again, "
