@@ -99,9 +99,13 @@ def split_logsumexp(case: Case, g: Given, group: Any) -> list[Tensor]:
 def ceiling(case: Case, g: Given) -> Tensor | None:
     margin = case["options"].get("margin")
     scale = g.scale if isinstance(g.scale, float) else g.scale.detach().reshape(()).double()
-    rows = len(g.features["x"])
-    like = torch.ones(rows, dtype=torch.float64, device=g.features["x"].device)
-    return None if margin is None else like * (margin * scale)
+    if margin is None:
+        return None
+    x = g.features["x"]
+    made = torch.ones((len(x), 2), dtype=torch.float64, device=x.device) * (margin * scale)
+    if case["index"] % 3 == 0:
+        return made[:1, 0].expand(len(x)) if len(x) else made[:, 0]
+    return made[:, 0] if case["index"] % 3 == 1 else made[:, 0].contiguous()
 
 
 def softplus_sum(case: Case, g: Given, group: Any) -> list[Tensor]:

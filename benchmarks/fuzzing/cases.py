@@ -47,6 +47,8 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
     case["d"] = rng.choice([1, 2, 3, 5, 8, 16, 33, 70])
     case["rows"] = _sizes(rng, world, least=0 if name in (*SUMS, *RANKING) else 1)
     case["columns"] = _sizes(rng, world, least=1 if name in RANKING else 0)
+    if rng.random() < 0.2 and sum(case["rows"]):
+        case["columns"] = case["rows"]
     case["workspace"] = rng.choice([None, None, 64 << 10, 128 << 10, 1 << 20])
     case["workspace_after"] = rng.choice([None, None, 64 << 10, 2 << 20])
     case["gather"] = rng.choice([None, None, 0, 512, 4096]) if world > 1 else None
@@ -63,7 +65,9 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
     kinds = ["few", "many", "none equal", "all equal"]
     case["ids"] = rng.choice(kinds if name == "supcon" else [None, *kinds])
     case["ids_dtype"] = rng.choice(["int64", "int64", "int32"])
-    case["weights"] = rng.choice([None, None, "random", "some zero", "zero"])
+    case["weights"] = rng.choice(
+        [None, None, None, "random", "some zero", "zero", "strided", "one"]
+    )
     case["options"] = _options(rng, case)
     if case["options"].get("margin") is not None and dtype != "float64":
         case["values"], case["normalize"] = "integers", False  # whose products are exact
@@ -170,7 +174,7 @@ def _features(rng: random.Random, case: Case) -> Case:
         if case["normalize"] and case["dtype"] != "float64" and layout == "one column":
             layout = "plain"  # a gradient that cancels: all that is left of it are roundings
         same = [m for m in made if made[m]["rows"] == on_ranks and not made[m]["is"]]
-        other = rng.choice(same) if same and rng.random() < 0.08 else None
+        other = rng.choice(same) if same and rng.random() < 0.12 else None
         frozen = rng.random() < 0.2 or matrix == "queue" or name in RANKING
         if matrix in ("negatives", "queue"):
             other = None
@@ -247,6 +251,8 @@ def weights(case: Case, rank: int) -> Tensor | None:
     if kind == "zero":
         return torch.zeros_like(made)
     made = made.float().double()  # a low precision takes them as float32
+    if kind == "one":
+        return made[:1].expand(size)
     return made * (torch.rand(size, generator=source) < 0.7) if kind == "some zero" else made
 
 

@@ -54,6 +54,10 @@ class Side:
             for name in case["options"].get("present", ())
         }
         weights = self._rows(lambda rank: cases.weights(case, rank))
+        if to_library and case["weights"] == "strided" and weights is not None:
+            weights = torch.stack([weights, -weights], 1)[:, 0]
+        if to_library and case["weights"] == "one" and weights is not None:
+            weights = weights[:1].expand(len(weights))
         scale = 1 / scale if divides and not to_library else scale
         return Given(features, scale, bias, self._ids(), weights, masks, [])
 
@@ -179,16 +183,17 @@ class Limits:
     wanted: Gradients
     values: list[float]
     gradients: dict[tuple[str, int], float]
+    length: float  #: of the longest row
 
     @classmethod
     def exact(cls, case: Case, expected: list[Tensor], wanted: Gradients, dense: Given) -> Limits:
         """In float64; a gradient may be a small difference of numbers of a natural size."""
-        lengths = [_size(f.detach().norm(dim=-1)) for f in dense.features.values()]
-        natural = abs(case["upstream"]) * (1 + case["scale"]) * (1 + max(lengths)) ** 2
+        length = max(_size(f.detach().norm(dim=-1)) for f in dense.features.values())
+        natural = abs(case["upstream"]) * (1 + case["scale"]) * (1 + length) ** 2
         values = [TOLERANCE * max(1.0, _size(values)) for values in expected]
         floor = 1e-13 * natural * case["ranks"]
         gradients = {key: TOLERANCE * _size(exact) + floor for key, exact in wanted.items()}
-        return cls(expected, wanted, values, gradients)
+        return cls(expected, wanted, values, gradients, length)
 
     def widen(
         self, case: Case, dtype: torch.dtype, outputs: list[Tensor], gradients: Gradients
@@ -198,9 +203,13 @@ class Limits:
         for k, (found, exact) in enumerate(zip(outputs, self.expected, strict=True)):
             self.values[k] = FACTOR * _error(found, exact) + 1e-5 * (1 + _size(exact))
         floor = 1e-6 * (1 + abs(case["upstream"])) * (1 + case["scale"])
+        if case["call"] in LOSSES:  # a part of the gradient, such as label smoothing's
+            floor += eps * abs(case["upstream"]) * case["scale"] * self.length / sum(case["rows"])
         for key, exact in self.wanted.items():
             own = FACTOR * _error(gradients[key], exact)
-            self.gradients[key] = own + 2 * eps * _size(exact) + floor
+            # The gradient of a temperature is scale² times that of the scale.
+            least = floor * (1 + case["scale"]) if key[0] == "scale" else floor
+            self.gradients[key] = own + 2 * eps * _size(exact) + least
 
 
 def _error(a: Tensor, b: Tensor) -> float:

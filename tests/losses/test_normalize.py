@@ -188,6 +188,18 @@ def test_no_warning(name: str) -> None:
     assert warnings_of(lambda: compiled(*arguments)) == []
 
 
+def test_inside_vmap_nothing_is_looked_at() -> None:
+    loss, x = mb.NTXentLoss(0.5), 8 * torch.randn(2, B, D)
+    assert warnings_of(lambda: torch.vmap(loss)(x, x)) == []
+    assert len(warnings_of(lambda: call(loss, x[0]))) == 1
+    copy.deepcopy(loss)
+
+
+def test_a_length_of_nan_does_not_warn() -> None:
+    loss, x = mb.NTXentLoss(0.5), torch.full((B, D), torch.nan)
+    assert warnings_of(lambda: call(loss, x)) == []
+
+
 def test_losses_of_given_scales_do_not_warn() -> None:
     x = 8 * torch.randn(B, D)
     for function in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.similarity.arguments import accumulator_dtype, extremes
+from megabatch.torch_internals import transforms_active
 
 #: Rows whose lengths are looked at.
 SAMPLE = 1024
@@ -34,18 +36,18 @@ class LengthWarning:
 
     def __init__(self) -> None:
         self._done = False
-        self._deviation: Tensor | None = None  #: on the host; -1 until a GPU's has arrived
+        self._pending: Tensor | None = None  #: on the host; -1 until a GPU's number has arrived
 
     def look(self, features: Tensor, name: str) -> None:
         """Look at some features of the loss called `name`; in traced programs nothing is done."""
         if self._done or torch.compiler.is_compiling():
             return
-        if self._deviation is None:
-            self._deviation = _deviation_on_host(features)
-        found = None if self._deviation is None else extremes(self._deviation)
-        if found is None or found[0] < 0:
+        deviation = _deviation_on_host(features) if self._pending is None else self._pending
+        found = None if deviation is None else extremes(deviation)
+        if found is None:
             return
-        self._done, self._deviation = True, None
+        self._done = found[0] >= 0 or math.isnan(found[0])
+        self._pending = None if self._done else deviation
         if found[0] > TOLERANCE:
             warnings.warn(
                 f"{name}: the lengths of rows differ from 1 by {found[0]:.3g} on average, and this "
@@ -59,7 +61,7 @@ def _deviation_on_host(features: Tensor) -> Tensor | None:
     """Mean distance of rows' lengths from 1; None where there is nothing to look at."""
     if type(features) not in (Tensor, nn.Parameter) or not features.numel():
         return None
-    if features.device.type not in ("cpu", "cuda"):
+    if features.device.type not in ("cpu", "cuda") or transforms_active():
         return None
     if features.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
