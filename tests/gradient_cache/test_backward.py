@@ -1,6 +1,7 @@
 """The loss of a step is a loss like any other: what callers do with one."""
 
 import copy
+import gc
 import pickle
 import threading
 import weakref
@@ -263,6 +264,21 @@ def test_a_backward_pass_in_another_thread(size):
         else:
             loss.backward()
     assert_same_gradients(gradients(model), gradients(plain))
+
+
+def test_a_dropped_cache_lets_go_of_its_encoders_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        towers = Tower(), Tower()
+        weights = [weakref.ref(p) for tower in towers for p in tower.parameters()]
+        step = GradientCache(towers, clip_loss, 4)
+        loss = step(*pairs())
+        loss.backward()
+        del towers, step, loss
+        assert [weight() for weight in weights] == [None] * len(weights)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -19,6 +19,7 @@ those of a DistributedDataParallel around the whole training step too, see one g
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -166,7 +167,6 @@ class GradientCache:
         self._drift = DriftCheck()
         self._steps = 0
         self._last: Unused | None = None
-        self._uncompiled: Callable[..., Tensor] | None = None
 
     def __call__(self, /, *batches: Any, **keywords: Any) -> Tensor:
         """The loss of `batches`; its `backward()` adds their gradients to `.grad`.
@@ -197,12 +197,10 @@ class GradientCache:
                 a batch changed in place meanwhile; `torch.autograd.grad` or `inputs=` with a
                 wrapper inside the encoders. All these come before any `.grad` changes.
         """
-        if self._uncompiled is None:
-            self._uncompiled = torch.compiler.disable(self._step)
-        return self._uncompiled(batches, keywords)
+        return _uncompiled_step()(self, batches, keywords)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None, "_uncompiled": None}
+        return {**self.__dict__, "_last": None}
 
     def _step(self, batches: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
         training = torch.is_grad_enabled()
@@ -299,6 +297,14 @@ class GradientCache:
             of = f" of encoder {i}" if self._settings.several else ""
             for name, parameter in parameters_in(encoder).items():
                 yield f"{name}{of}", parameter
+
+
+@functools.cache  # at the first step: it imports torch._dynamo
+def _uncompiled_step() -> Callable[..., Tensor]:
+    """`GradientCache._step` as a graph break; of the class, since a bound method would keep its
+    instance, and so the encoders, alive until the garbage collector runs."""
+    step: Callable[..., Tensor] = torch.compiler.disable(GradientCache._step)
+    return step
 
 
 def _distinct(encodings: list[Encoding]) -> bool:
