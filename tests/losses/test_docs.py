@@ -58,5 +58,6 @@ def test_gradient_caching_of_several_modalities_as_shown() -> None:
     value = names["step"](batch)  # type: ignore[operator]
     features = model(batch)
     scale = features.pop("logit_scale")
-    torch.testing.assert_close(value, names["loss"](features, scale).detach())  # type: ignore[operator]
+    torch.testing.assert_close(value.detach(), names["loss"](features, scale).detach())  # type: ignore[operator]
+    value.backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
