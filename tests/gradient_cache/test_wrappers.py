@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache import GradientCache, UnusedParameters
@@ -235,6 +235,70 @@ def test_gradients_of_wrapped_encoders_go_to_grad_alone(world: World) -> None:
                 loss.backward()
                 model.zero_grad()
             step(*mine).backward()
+
+
+@on_processes(2)
+def test_fsdp1_inside_reduces_in_each_micro_batch(world: World) -> None:
+    mine, whole = batches_of(world, [4, 3])
+    _, expected = plain([whole])
+    for size in MICRO_BATCH_SIZES:
+        for orig in (True, False):
+            model = FullyShardedDataParallel(
+                made(), use_orig_params=orig, device_id=torch.device("cpu")
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            GradientCache(model, ClipLoss(), size)(*mine).backward()
+            optimizer.step()
+            with FullyShardedDataParallel.summon_full_params(model):
+                found = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+            for name, parameter in made().named_parameters():
+                wanted = parameter - expected[name]
+                torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-9)
+
+
+@on_processes(2)
+def test_a_wrapped_parameter_in_the_loss_too(world: World) -> None:
+    """Its gradient is reduced with what comes through the wrapper."""
+    mine, whole = batches_of(world, [4, 3])
+    for size in MICRO_BATCH_SIZES:
+        for view in (False, True):
+            truth, model = made(), made()
+            value = ClipLoss(group="local")(*truth(*whole)) + truth.scale.square().sum()
+            value.backward()
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=view)
+
+            def loss(*outputs, scale=model.scale):
+                # Only rank 0 adds it: not the same on both ranks before it is reduced.
+                return ClipLoss()(*outputs) + (not world.rank) * 2 * scale.square().sum()
+
+            for _ in range(2):
+                wrapped.zero_grad()
+                GradientCache(wrapped, loss, size)(*mine).backward()
+                assert_same(wrapped, gradients(truth))
+
+
+@on_processes(2)
+def test_more_encoders_than_one_exchange_takes(world: World) -> None:
+    towers = nn.ModuleList([Tower() for _ in range(6)]).double()
+    for tower in towers:
+        for parameter in tower.parameters():
+            dist.broadcast(parameter.detach(), 0)
+    wrapped = [DistributedDataParallel(tower) for tower in towers]
+    batches = [torch.ones(2 + i * (world.rank + 1), WIDTH).double() for i in range(6)]
+    seen = []
+
+    def loss(*features):
+        seen.append([len(x) for x in features])
+        return sum(x.square().mean() for x in features) / 6 + features[0].sum()
+
+    step = GradientCache(wrapped, loss, 2)
+    for _ in range(3):
+        step(*batches).backward()
+    assert seen == [[len(batch) for batch in batches]] * 3
+    for parameter in towers.parameters():
+        gradient = parameter.grad.clone()
+        dist.all_reduce(gradient)
+        torch.testing.assert_close(gradient / world.size, parameter.grad)
 
 
 @on_processes(2)

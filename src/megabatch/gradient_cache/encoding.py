@@ -28,6 +28,7 @@ from megabatch.gradient_cache.state import (
     nothing_synchronised,
     parameters_in,
     prepare,
+    reduces_by_itself,
     set_random_state,
     synchronises,
     synchronising,
@@ -74,7 +75,7 @@ class Encoding:
         if feed.device is not None and feed.device.type == "cuda":
             self.devices.add(feed.device)
         self.inputs = [t for t in (*parameters.values(), *tensors) if t.requires_grad]
-        self.direct = bool(self.wrappers)
+        self.direct = bool(self.wrappers) or reduces_by_itself(self.modules)
         self.requires_grad = isinstance(encoder, nn.Module) and any(
             parameter.requires_grad for parameter in parameters.values()
         )

@@ -1,7 +1,4 @@
-"""Questions to autograd: which leaves a graph leads to, and what a running backward pass does.
-
-The last three functions use private names of PyTorch, for which there is no public one.
-"""
+"""Questions to autograd: which leaves a graph leads to, and what a running backward pass does."""
 
 from __future__ import annotations
 

@@ -90,6 +90,12 @@ def gradient_wrappers(modules: list[nn.Module]) -> list[nn.Module]:
     return wrappers
 
 
+def reduces_by_itself(modules: Iterable[nn.Module]) -> bool:
+    """Whether FSDP1 is among them, which reduces gradients in each micro-batch as they come."""
+    names = {cls.__name__ for module in modules for cls in type(module).__mro__}
+    return "FullyShardedDataParallel" in names
+
+
 def synchronises(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]:
     """What each wrapper is set to do, as its user left it (`no_sync`, say)."""
     return {wrapper: _sync(wrapper) for wrapper in wrappers}
@@ -140,7 +146,7 @@ class UnusedParameters(RuntimeError):
         super().__init__(
             f"GradientCache: {encoder} is wrapped in DistributedDataParallel, which waits for a "
             f"gradient of every trainable parameter, and there is none of {self.names}: freeze "
-            "what is not used, or pass find_unused_parameters=True"
+            "what is not used, call the wrapper itself, or pass find_unused_parameters=True"
         )
 
 
@@ -160,14 +166,14 @@ def check_all_used(encoder: str, wrappers: Iterable[nn.Module], reached: Contain
             continue
         if wrapper.find_unused_parameters or not wrapper.require_backward_grad_sync:
             continue
-        unused = [
-            name
+        waited_for = {
+            name: id(parameter) in reached
             for name, parameter in wrapper.module.named_parameters()
-            if parameter.requires_grad
-            and id(parameter) not in reached
-            and name not in wrapper.parameters_to_ignore
-        ]
-        if unused:
+            if parameter.requires_grad and name not in wrapper.parameters_to_ignore
+        }
+        unused = [name for name, is_reached in waited_for.items() if not is_reached]
+        # One that this encoder refers to, but does not call, waits for nothing now.
+        if 0 < len(unused) < len(waited_for):
             raise UnusedParameters(encoder, unused)
 
 

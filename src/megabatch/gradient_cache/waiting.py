@@ -247,4 +247,7 @@ def _add_to_grad(leaf: Tensor, gradient: Tensor | None) -> None:
     """Add to `.grad` without calling a hook, as DDP's would reduce it now."""
     if gradient is None:
         return
-    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+    if leaf.grad is None:
+        leaf.grad = gradient
+    else:
+        leaf.grad.add_(gradient)
