@@ -106,6 +106,20 @@ def test_sigmoid_loss_and_a_scale_for_each_pair() -> None:
     )
 
 
+def test_a_loss_of_ones_own_gets_features_in_their_dtype() -> None:
+    seen = []
+
+    def loss(x: Tensor, y: Tensor, *rest: Any, weights: Tensor) -> Tensor:
+        seen.append((x.dtype, y.dtype))
+        return x.sum() + y.sum()
+
+    x = torch.randn(4, 3)
+    made = mb.MultiModalLoss([("a", "b")], loss=loss)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made({"a": x, "b": x.bfloat16()}, 1.0)
+    assert seen == [(torch.float32, torch.bfloat16)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [

@@ -184,6 +184,14 @@ def test_two_dtypes_that_a_product_would_not_take() -> None:
         similarity.logsumexp(Y, Y.double())
 
 
+def test_ranking_does_not_cast() -> None:
+    x, y, target = X.bfloat16(), Y, IDS[0] % 5
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for call in (lambda: similarity.ranks(x, y, target), lambda: similarity.topk(x, y, 1)):
+            with pytest.raises(TypeError, match=r"y: expected torch.bfloat16 as x has, got"):
+                call()
+
+
 def test_values_are_read_only_where_that_is_free() -> None:
     values = torch.tensor([3.0, -1.0, 2.0])
     assert extremes(values) == (-1.0, 3.0)

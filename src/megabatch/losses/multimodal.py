@@ -96,8 +96,11 @@ class MultiModalLoss(ContrastiveLoss):
                 both = masks[0] if len(masks) == 1 else masks[0] & masks[1].to(masks[0].device)
                 index = both.nonzero().squeeze(1).to(x.device, non_blocking=True)
                 x, y = x.index_select(0, index), y.index_select(0, index)
+            if self.normalize:
+                x, y = self._operands(x, y)
             loss = self.loss(
-                *self._operands(x, y),
+                x,
+                y,
                 _of(pair, logit_scale, "logit_scale"),
                 _of(pair, logit_bias, "logit_bias"),
                 weights=x.new_ones(x.shape[0], dtype=torch.float32),

@@ -46,15 +46,20 @@ def check_dense(name: str, value: Tensor) -> None:
         raise TypeError(f"{name}: expected a dense tensor, got {came}")
 
 
-def check_two(x: Any, y: Any, names: tuple[str, str] = ("x", "y")) -> None:
-    """Two feature matrices that can be multiplied: same width, device and dtype after autocast."""
+def check_two(
+    x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, autocast: bool = True
+) -> None:
+    """Two feature matrices that can be multiplied: same width, device and dtype.
+
+    With `autocast` the dtypes are those after `cast_for_autocast`, which the caller is to call.
+    """
     check_features(names[0], x)
     check_features(names[1], y)
     if x.shape[1] != y.shape[1]:
         raise ValueError(
             f"{names[1]}: expected width {x.shape[1]} as {names[0]} has, got {y.shape[1]}"
         )
-    if product_dtype(x) != product_dtype(y):
+    if x.dtype != y.dtype and not (autocast and product_dtype(x) == product_dtype(y)):
         raise TypeError(f"{names[1]}: expected {x.dtype} as {names[0]} has, got {y.dtype}")
     if x.device != y.device:
         raise ValueError(f"{names[1]}: expected device {x.device} as {names[0]}, got {y.device}")

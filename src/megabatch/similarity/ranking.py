@@ -33,9 +33,9 @@ def ranks(
 
     Args:
         x: (m, d) queries. y: (n, d) candidates, same dtype and device.
-        target: (m,) int64, the column each row is held against; itself never counted. Over several
-            processes columns count on from one process's y to the next one's.
-        ids: `(row_ids (m,), column_ids (n,))` int64; columns whose id equals the row's are not
+        target: (m,) integers, the column each row is held against; itself never counted. Over
+            several processes columns count on from one process's y to the next one's.
+        ids: `(row_ids (m,), column_ids (n,))`, integers; columns whose id equals the row's are not
             counted. A negative id equals nothing.
         group: the processes over which columns lie, each with its own rows of x and of y: None for
             the default group where torch.distributed is initialised, a process group, or "local"
@@ -51,7 +51,7 @@ def ranks(
         IndexError: a target is no column, on whichever process.
         CommunicationError: another process is gone or did not come in time.
     """
-    check_two(x, y)
+    check_two(x, y, autocast=False)
     _check_not_batched("ranks", x, y, target)
     sweep.tell_of_float32(x)
     target = check_integers("target", target, x.shape[0], x)
@@ -91,7 +91,7 @@ def topk(
 
     Args:
         x: (m, d). y: (n, d), same dtype and device. k: from 1 to n (of all processes).
-        ids: `(row_ids (m,), column_ids (n,))` int64; pairs of equal ids are left out. Where
+        ids: `(row_ids (m,), column_ids (n,))`, integers; pairs of equal ids are left out. Where
             fewer than k columns remain, the last scores are -inf and their indices -1.
         group: as in `ranks`; indices count columns on from process to process.
 
@@ -101,7 +101,7 @@ def topk(
     Raises:
         TypeError, ValueError, CommunicationError: as `ranks`.
     """
-    check_two(x, y)
+    check_two(x, y, autocast=False)
     _check_not_batched("topk", x, y)
     sweep.tell_of_float32(x)
     if not isinstance(k, numbers.Integral) or isinstance(k, bool):

@@ -62,9 +62,10 @@ def softplus_sum(
     until the backward pass in the dtype of x: as much again as x and y take.
 
     Args:
-        x: (m, d) features, any floating dtype. y: (n, d), same dtype and device.
+        x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast
+            two that it casts to one.
         scale, bias: numbers, or tensors of shape () or (1,); differentiable.
-        ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))` int64. A
+        ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers. A
             negative id equals nothing.
         weight: (m,) factors, one for all pairs of a row of x; data, without a gradient.
         group: the processes that share the matrix, each with its own rows of x and of y; as in

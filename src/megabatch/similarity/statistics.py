@@ -50,7 +50,8 @@ def logsumexp(
     """Log-sum-exp of scale * x @ y.T along each axis, from one sweep that never stores it.
 
     Args:
-        x: (m, d) features, any floating dtype. y: (n, d), same dtype and device.
+        x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast
+            two that it casts to one.
         scale: a number, or a tensor of shape () or (1,); differentiable.
         sides: "both", or "rows" where the columns' side is not wanted and costs nothing.
         group: the processes that share the matrix, each with its own rows of x and of y: None for
@@ -90,10 +91,10 @@ def split_logsumexp(
 
     Args:
         x: (m, d) features, any floating dtype.
-        y: (n, d), same dtype and device; None: x against itself, each row's pair with itself
+        y: (n, d), as in `logsumexp`; None: x against itself, each row's pair with itself
             left out everywhere, and half the work, as the matrix is symmetric.
         scale: a number, or a tensor of shape () or (1,); differentiable.
-        ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))` int64;
+        ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers;
             with y=None one vector of ids serves both. A negative id equals nothing.
         positives: "ids", pairs of equal ids; or "paired", row i's is column i alone, and other
             pairs of equal ids are left out (known false negatives).
