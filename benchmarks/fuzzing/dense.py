@@ -24,21 +24,33 @@ def plain(x: Tensor, y: Tensor) -> Tensor:
     return x @ y.T
 
 
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 numbers that are those of x as a GPU's products of `dtype` take them.
+
+    Of float32 those are TF32's, cut to ten bits of mantissa. torch's own products are no measure
+    of them: cuBLAS multiplies small or unaligned matrices in full precision.
+    """
+    if dtype != torch.float32:
+        return x.to(dtype).float()
+    return (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+
 class Rounded(torch.autograd.Function):
-    """Products in float32 of half-precision features, whose gradient is rounded to them once."""
+    """Products in float32 of narrow features, whose gradient is narrowed like them once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(x, y)
-        return x.float() @ y.float().T
+        return narrow(x, x.dtype) @ narrow(y, x.dtype).T
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, y = ctx.saved_tensors
         # float16 has no range for gradients of a mean: as in training, they are scaled first.
         size = gradient.abs().max().clamp(min=1e-30) if gradient.numel() else gradient.new_ones(())
-        ds = (gradient / size).to(x.dtype).float() * size
-        return (ds @ y.float()).to(x.dtype), (ds.T @ x.float()).to(x.dtype)
+        ds = narrow(gradient / size, x.dtype) * size
+        dx, dy = ds @ narrow(y, x.dtype), ds.T @ narrow(x, x.dtype)
+        return dx.to(x.dtype), dy.to(x.dtype)
 
 
 def rounded(x: Tensor, y: Tensor) -> Tensor:

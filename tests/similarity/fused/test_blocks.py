@@ -196,6 +196,21 @@ def test_any_sizes(m: int, n: int, d: int, dtype: torch.dtype) -> None:
     check([ours], [dense.logsumexp(*theirs)], mine, theirs)
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("m", "n"), [(3, 0), (0, 3), (0, 0)])
+def test_a_side_without_rows(m: int, n: int, dtype: torch.dtype) -> None:
+    x, y = make("random", m, n, 8, dtype)
+    ids = torch.zeros(m, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
+    mine = leaves(x, y) + leaves(30.0, dtype=torch.float32)
+    sides = similarity.split_logsumexp(*mine, ids=(ids[0].to(DEVICE), ids[1].to(DEVICE)))
+    for side, size in zip(sides, (m, n), strict=True):
+        assert side is not None
+        assert side.negative.tolist() == side.positive.tolist() == [-torch.inf] * size
+        assert side.positive_sum.tolist() == [0.0] * size
+    sum(side.positive_sum.sum() for side in sides if side is not None).backward()  # type: ignore[union-attr]
+    assert all(value.grad is not None and not value.grad.any() for value in mine)
+
+
 @pytest.mark.parametrize("sides", ["rows", "columns"])
 def test_one_side(sides: str) -> None:
     x, y = make("random", 200, 150, 24, torch.float16)

@@ -302,8 +302,9 @@ class FusedBlocks:
         if self.x.dtype != torch.float16:
             return None
         rows, columns = (p.pull if isinstance(p, Side) else p for p in (near, far))
-        parts = [p[1::2].abs().amax() for p in (rows, columns) if p is not None and p.numel()]
-        parts += [p[4].abs().amax() for p in (rows, columns) if p is not None and len(p) == 5]
+        some = [p for p in (rows, columns) if p is not None and p.numel()]
+        parts = [p[1::2].abs().amax() for p in some]
+        parts += [p[4].abs().amax() for p in some if len(p) == 5]
         if not parts:
             return None
         size = torch.stack(parts).amax()
