@@ -1,0 +1,153 @@
+"""tools/repeat_tests.py on a few made-up tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import programs
+from tests.tools.loading import ROOT, load
+
+if sys.platform != "linux":
+    pytest.skip("cores are chosen on Linux only", allow_module_level=True)
+
+CONFTEST = """
+import hypothesis
+hypothesis.settings.register_profile("random", database=None)
+def pytest_configure(config):
+    config.addinivalue_line("markers", "concurrency: as the real ones")
+"""
+TESTS = """
+import os, pytest
+order = []
+@pytest.mark.parametrize("number", range(30))
+def test_passes(number):
+    order.append(number)
+def test_order():
+    print("order", order)
+@pytest.mark.skip
+def test_is_skipped(): pass
+@pytest.mark.concurrency
+def test_fails_by_chance():
+    assert os.getenv("CHANCE") != "1", "by chance"
+"""
+
+
+@pytest.fixture
+def tests(tmp_path: Path) -> Path:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_made_up.py").write_text(TESTS)
+    return tmp_path
+
+
+def repeat(
+    output: Path, tests: Path, *words: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "tools/repeat_tests.py"), *words, f"--output={output}", "--workers=0"]
+    return programs.run(
+        [*command, "--", f"--rootdir={tests}", str(tests)], os.environ | environment
+    )
+
+
+def test_runs_are_counted_and_recorded(tests: Path, tmp_path: Path) -> None:
+    pytest.importorskip("random_order")
+    output = tmp_path / "results" / "runs.json"
+    done = repeat(output, tests, "--plain=1", "--loaded=1", "--volatile=1", "--seed=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(output.read_text())
+    assert content["command"].startswith("python tools/repeat_tests.py --plain=1 --loaded=1")
+    assert content["machine"]["cores"] > 0
+    assert content["versions"]["torch"]
+    kinds = [(r["kind"], r["seed"], r["passed"], r["skipped"]) for r in content["records"]]
+    assert kinds == [("plain", None, 32, 1), ("loaded", 5, 32, 1), ("volatile", 6, 1, 0)]
+    assert all(r["exit_code"] == 0 and r["seconds"] > 0 and r["cores"] for r in content["records"])
+    assert "--random-order-seed=5 --hypothesis-profile=random" in content["records"][1]["command"]
+
+
+def test_a_failure_is_told_and_kept_and_later_runs_are_added(tests: Path, tmp_path: Path) -> None:
+    output = tmp_path / "runs.json"
+    done = repeat(output, tests, "--plain=1", CHANCE="1")
+    assert done.returncode == 1
+    assert "test_made_up::test_fails_by_chance" in done.stdout
+    assert repeat(output, tests, "--plain=1").returncode == 0
+    bad, good = json.loads(output.read_text())["records"]
+    assert (bad["passed"], bad["failed"], bad["exit_code"]) == (31, 1, 1)
+    (failure,) = bad["failures"]
+    assert failure["test"].endswith("test_fails_by_chance")
+    assert "AssertionError: by chance" in failure["message"]
+    assert (good["passed"], good["failed"], good["failures"]) == (32, 0, [])
+
+
+def test_what_hangs_is_ended(tmp_path: Path) -> None:
+    pytest_runs = load("pytest_runs")
+    (tmp_path / "test_slow.py").write_text("import time\ndef test(): time.sleep(600)\n")
+    record = pytest_runs.run(pytest_runs.Place(), [f"--rootdir={tmp_path}", str(tmp_path)], 5)
+    assert record["exit_code"] == "ended after 5 s"
+    assert record["seconds"] < 60
+    assert record["passed"] == 0
+    assert not pytest_runs.green(record)
+
+
+def test_records_of_other_versions_stay_apart(tmp_path: Path) -> None:
+    pytest_runs = load("pytest_runs")
+    about: dict[str, Any] = {"command": "a", "machine": {"cpu": "x"}, "versions": {"torch": "2.8"}}
+    pytest_runs.append(tmp_path / "r.json", about, {"kind": "plain"})
+    pytest_runs.append(tmp_path / "r.json", about | {"command": "b"}, {"kind": "loaded"})
+    with pytest.raises(ValueError, match=r"expected records of the same versions, .*2\.9.*2\.8"):
+        pytest_runs.append(tmp_path / "r.json", about | {"versions": {"torch": "2.9"}}, {})
+    content = json.loads((tmp_path / "r.json").read_text())
+    assert content["command"] == "a"
+    assert [record["kind"] for record in content["records"]] == ["plain", "loaded"]
+
+
+def test_busy_loops_end_with_what_started_them() -> None:
+    pytest_runs = load("pytest_runs")
+    with pytest_runs.load() as loops:
+        assert len(loops) > 0
+        assert all(loop.poll() is None for loop in loops)
+    assert all(loop.poll() is not None for loop in loops)
+    script = (
+        "import os, pytest_runs\n"
+        "with pytest_runs.load() as loops:\n"
+        "    print(loops[0].pid, flush=True)\n"
+        "    os._exit(0)"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT / "tools", stdout=subprocess.PIPE, timeout=60)
+    assert ended_soon(int(done.stdout))
+
+
+def ended_soon(pid: int) -> bool:
+    until = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    return not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--plain=-1"], "expected no negative numbers"),
+        (["--plain=1", "--cores", "99999"], r"--cores: expected some of \[.*\], got \[99999\]"),
+    ],
+)
+def test_wrong_options_are_refused(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load("repeat_tests").main([*words, f"--output={tmp_path / 'r.json'}"])
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_plain_runs_are_those_of_make_test() -> None:
+    words = " ".join(load("pytest_runs").ARGUMENTS)
+    recipe = f"OMP_NUM_THREADS=1 $(BIN)/python -m pytest {words} $(PYTEST_ARGS)"
+    assert recipe in (ROOT / "Makefile").read_text()

@@ -1,0 +1,74 @@
+"""tools/versions.py without installing anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.tools.loading import ROOT, load
+
+
+def test_the_oldest_of_each() -> None:
+    required = [
+        "torch>=2.8",
+        "timm>=1.0.17",
+        "numpy>=1.26,<3",
+        "tomli>=2.0; python_version < '3.0'",
+        "anything",
+    ]
+    assert load("versions").oldest(required) == ["torch==2.8.*", "timm==1.0.17", "numpy==1.26.*"]
+
+
+def test_every_requirement_has_a_lower_bound() -> None:
+    versions = load("versions")
+    required = versions.requirements()
+    assert "torch==2.8.*" in versions.oldest(required)
+    assert all(">=" in requirement for requirement in required)
+
+
+def test_each_environment_is_installed_tested_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = load("versions")
+    installed: list[tuple[str, bool]] = []
+
+    def install(folder: Path, constraints: Sequence[str]) -> Path:
+        installed.append((folder.name, "torch==2.8.*" in constraints))
+        return Path(sys.executable)
+
+    monkeypatch.setattr(versions, "install", install)
+    monkeypatch.setattr(versions, "ARGUMENTS", ("-q",))
+    (tmp_path / "test_made_up.py").write_text("def test_of_one(): assert 1 == 2\ndef test_two(): 1")
+    (tmp_path / "versions.json").write_text("an earlier record")
+    words = [f"--output={tmp_path / 'versions.json'}", "--", f"--rootdir={tmp_path}", str(tmp_path)]
+    assert versions.main(words) == 1
+    assert installed == [("oldest", True), ("newest", False)]
+    content = json.loads((tmp_path / "versions.json").read_text())
+    assert content["command"].startswith("python tools/versions.py --output=")
+    assert content["machine"]["cores"] > 0
+    for record, name in zip(content["records"], ("oldest", "newest"), strict=True):
+        assert record["environment"] == name
+        assert record["versions"]["torch"]
+        assert (record["passed"], record["failed"], record["exit_code"]) == (1, 1, 1)
+        assert record["failures"][0]["test"].endswith("test_of_one")
+    assert "1 passed, 1 failed" in capsys.readouterr().out
+
+
+def test_an_environment_has_its_constraints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = load("versions")
+    commands: list[list[str]] = []
+    monkeypatch.setattr(versions.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
+    monkeypatch.setattr(versions.subprocess, "run", lambda words, check: commands.append(words))
+    python = versions.install(tmp_path / "oldest", ["torch==2.8.*"])
+    assert python == tmp_path / "oldest" / "bin" / "python"
+    (command,) = commands
+    assert command[0] == str(python)
+    assert command[-4:-2] == ["--constraint", str(tmp_path / "oldest" / "constraints.txt")]
+    assert command[-1] == f"{ROOT}[train,dev]"
+    assert (tmp_path / "oldest" / "constraints.txt").read_text() == "torch==2.8.*\n"

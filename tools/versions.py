@@ -1,0 +1,135 @@
+"""Run all tests with the oldest versions that pyproject.toml allows, and with the newest there are.
+
+    python tools/versions.py --output benchmarks/results/versions.json
+
+Each goes into a virtual environment of its own (5 GB; deleted afterwards unless --keep names a
+folder): the oldest release series of every package that is named there, with torch's own Triton;
+and whatever pip takes for the newest. Exit code 1 if any test failed.
+
+What follows -- goes to pytest, as in `... -- tests/similarity -x`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from pytest_runs import ARGUMENTS, ROOT, Place, append, green, run
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: What is installed of megabatch.
+EXTRAS = ("train", "dev")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Make the environments and run the tests in them; returns the exit code."""
+    own = sys.argv[1:] if words is None else list(words)
+    options = _options(own)
+    command = shlex.join(["python", "tools/versions.py", *own])
+    bad, first = 0, True
+    for name in options.environments:
+        constraints = oldest(requirements()) if name == "oldest" else []
+        with _folder(options.keep) as folder:
+            begun = time.monotonic()
+            place = Place(str(install(folder / name, constraints)))
+            installing = round(time.monotonic() - begun, 1)
+            described = place.describe()
+            found = run(place, [*ARGUMENTS, *options.arguments], options.limit)
+        record: dict[str, Any] = {
+            "environment": name,
+            "versions": described["versions"],
+            "constraints": constraints,
+            "installing_seconds": installing,
+            **found,
+        }
+        if first:
+            options.output.unlink(missing_ok=True)
+        first = False
+        append(options.output, {"command": command, "machine": described["machine"]}, record)
+        bad += not green(record)
+        failed = "".join(f"\n  {failure['test']}" for failure in record["failures"])
+        print(
+            f"{name}, torch {record['versions']['torch']}: {record['passed']} passed, "
+            f"{record['failed']} failed, {record['skipped']} skipped in {record['seconds']} s, "
+            f"exit code {record['exit_code']}{failed}",
+            flush=True,
+        )
+    return 1 if bad else 0
+
+
+def requirements() -> list[str]:
+    """What megabatch and its extras here require."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    return [*project["dependencies"], *(one for extra in EXTRAS for one in extras[extra])]
+
+
+def oldest(required: Iterable[str]) -> list[str]:
+    """The oldest release series that each requirement allows, as constraints for pip.
+
+    A bound of two numbers, as 2.8, stands for the last release of its series, which has the first
+    one's bugs mended; one of three for that release.
+    """
+    found = []
+    for requirement in map(Requirement, required):
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        for bound in requirement.specifier:
+            if bound.operator == ">=":
+                series = "" if bound.version.count(".") > 1 else ".*"
+                found.append(f"{requirement.name}=={bound.version}{series}")
+    return found
+
+
+def install(folder: Path, constraints: Sequence[str]) -> Path:
+    """Make an environment with megabatch and its extras; returns its interpreter."""
+    venv.create(folder, with_pip=True, clear=True)
+    python = folder / "bin" / "python"
+    file = folder / "constraints.txt"
+    file.write_text("\n".join(constraints) + "\n")
+    wanted = f"{ROOT}[{','.join(EXTRAS)}]"
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--constraint", str(file), "--editable", wanted], check=True)
+    return python
+
+
+@contextlib.contextmanager
+def _folder(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept.absolute()
+        return
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    both = ("oldest", "newest")
+    parser.add_argument("--environments", nargs="+", choices=both, default=list(both))
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the environments to stay")
+    parser.add_argument("--limit", type=float, default=7200.0, help="seconds of a run")
+    parser.add_argument("--output", type=Path, required=True, help="record to make")
+    parser.add_argument("arguments", nargs="*", help="for pytest, after --")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
