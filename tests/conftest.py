@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
+
+from tests.concurrency import is_concurrent
 
 if TYPE_CHECKING:
     from tests.similarity.distributed.processes import Groups
@@ -15,9 +20,26 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU; read when it is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
+# The same examples each time, however long they take; tools/repeat_tests.py asks for others.
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("random", database=None, deadline=None)
+hypothesis.settings.load_profile("fixed")
+
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _as_found() -> Iterator[None]:
+    """A test leaves the process as it found it, so that their order does not matter."""
+    from tests.leftovers import State  # which imports Triton
+
+    before = State.now()
+    yield
+    left = State.now().differences(before)
+    before.restore()
+    assert not left, f"this test left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _seeded(_as_found: None) -> None:
     torch.manual_seed(0)
 
 
@@ -31,10 +53,24 @@ def process_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]
     groups.end()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A cache folder of the tests' own, for all of pytest-xdist's workers and what tests start."""
+    if not hasattr(config, "workerinput"):
+        os.environ["MEGABATCH_CACHE"] = config.stash[_CACHE] = tempfile.mkdtemp()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _CACHE in config.stash:
+        shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
+
+
+_CACHE = pytest.StashKey[str]()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if "gpu" in item.keywords:
+        if is_concurrent(item.path):
+            item.add_marker(pytest.mark.concurrency)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import Program
+from tests.similarity.distributed.processes import new_store, torchrun_environment
 
 PAGE = Path(__file__).parents[1] / "docs/distributed.md"
 
 
-def losses(*command: str) -> dict[int, float]:
+def losses(script: Path, size: int) -> dict[int, float]:
+    """Of a script on so many processes; they know of each other what torchrun's do."""
     environ = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environ)
-    assert ended.returncode == 0, ended.stderr
-    lines = re.findall(r"rank (\d+): ([\d.]+)", ended.stdout)
-    return {int(rank): float(loss) for rank, loss in lines}
+    store = new_store()
+    started = [
+        Program([str(script)], environ | torchrun_environment(rank, size, store.port))
+        for rank in range(size)
+    ]
+    found = {}
+    for process in started:
+        out, err = process.communicate(280)
+        assert process.returncode == 0, err
+        found |= {int(rank): float(loss) for rank, loss in re.findall(r"rank (\d+): ([\d.]+)", out)}
+    return found
 
 
 def test_the_loop_gives_the_same_on_two_processes_as_on_one(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     script = tmp_path / "loop.py"
     script.write_text(code)
-    alone = losses(sys.executable, str(script))
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    both = losses(*torchrun, "--nproc-per-node=2", str(script))
+    alone, both = losses(script, 1), losses(script, 2)
     assert list(alone) == [0]
     assert sorted(both) == [0, 1]
     assert both[0] == both[1]

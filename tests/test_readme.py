@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megabatch.cli import COMMANDS
+from tests import programs
 
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -33,8 +32,7 @@ def test_there_are_python_blocks() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run(example: Path) -> None:
-    command = [sys.executable, str(example), "--steps", "3"]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = programs.run([str(example), "--steps", "3"])
     assert ended.returncode == 0, ended.stderr
     assert "recall@1" in ended.stdout
 

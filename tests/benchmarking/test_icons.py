@@ -33,6 +33,7 @@ def test_ways_of_duplicates_side_by_side(tmp_path: Path) -> None:
     output = tmp_path / "icons.json"
     write_tarball(tmp_path / "package.tgz")
     small = "model=glyph-small", "global_batch_size=4", "micro_batch_size=2", "plan=off"
+    small += ("torchcompile=false",)  # tests/training/test_gpu.py has it
     words = "--seconds-per-run=0", "--workers=0", "--device=cpu"
     run(
         "icons.py",
@@ -98,6 +99,7 @@ def test_what_finds_no_time_is_said(tmp_path: Path) -> None:
     output = tmp_path / "icons.json"
     write_tarball(tmp_path / "package.tgz")
     small = "model=glyph-small", "global_batch_size=4", "micro_batch_size=2", "plan=off"
+    small += ("torchcompile=false",)
     load("icons").main(
         [
             *(f"--package={tmp_path / 'package.tgz'}", f"--output={output}", "--budget-seconds=1"),

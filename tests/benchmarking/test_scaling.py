@@ -3,8 +3,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from megabatch.benchmarking.ranks import Team
 from megabatch.benchmarking.scaling import ScalingResult, Trial
 from megabatch.benchmarking.scaling_records import ScalingRecord
 from megabatch.similarity import gathering, ring
+from tests import programs
 from tests.benchmarking.test_scripts import SCRIPTS, run
 
 CASE = Case("clip", "megabatch", "cpu", "float32", b=1000, d=10, scale=14.3)
@@ -149,8 +148,7 @@ def test_turns_names_what_it_cannot_take() -> None:
         ("--gpus=3", "--gpus: expected 1 to 2, got 3"),
         ("--turns=0", "--turns, --seconds: expected positive numbers"),
     ):
-        command = [sys.executable, str(SCRIPTS / "turns.py"), "--smallest", words]
-        ended = subprocess.run(command, capture_output=True, text=True)
+        ended = programs.run([str(SCRIPTS / "turns.py"), "--smallest", words])
         assert ended.returncode == 2
         assert re.search(message, ended.stderr)
 
@@ -177,7 +175,7 @@ def test_a_process_that_fails_ends_all_others(tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
     begun = time.monotonic()
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    ended = programs.run([str(script)])
     assert ended.returncode == 1
     assert "rank 0 is here" in ended.stderr
     assert "rank 2: ValueError: of its own" in ended.stderr

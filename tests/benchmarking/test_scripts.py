@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import programs
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -16,8 +17,7 @@ if sys.platform != "linux":
 
 
 def run(script: str, *words: str) -> str:
-    command = [sys.executable, str(SCRIPTS / script), *words]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = programs.run([str(SCRIPTS / script), *words])
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ import torch
 from megabatch.similarity import watch
 from megabatch.similarity.hosts import SocketLine
 from megabatch.similarity.watch import FAREWELL, REMEMBERED
+from tests import programs
 
 GRACE = 0.1
 
@@ -43,13 +42,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Event, "finished", False)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     yield why
     gc.collect()
-    until = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < until:
+    until = time.monotonic() + 20
+    while set(threading.enumerate()) - before and time.monotonic() < until:
         time.sleep(0.01)
-    assert threading.active_count() == before  # a watch ends with its line
+    assert not set(threading.enumerate()) - before  # a watch ends with its line
 
 
 def pair() -> tuple[SocketLine, socket.socket]:
@@ -161,8 +160,8 @@ def test_one_report_however_many_ranks_are_gone(told: list[str]) -> None:
 
 def run(program: str, **environ: str) -> tuple[int, str]:
     """Exit code and words of a process of its own."""
-    command = [sys.executable, "-c", f"from megabatch.similarity import watch\n{program}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environ)
+    words = ["-c", f"from megabatch.similarity import watch\n{program}"]
+    done = programs.run(words, os.environ | environ)
     words = [line for line in done.stderr.splitlines() if line.startswith("megabatch")]
     return done.returncode, "".join(words).removeprefix("megabatch: CommunicationError: ")
 

@@ -73,7 +73,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> TrainC
     """A run of 12 steps that nothing disturbed."""
     from tests.models.tiny import TINY
 
-    torch.set_num_threads(1)
     config = TrainConfig(
         model=TINY,
         train_data=str(pictures),
@@ -86,5 +85,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> TrainC
         device="cpu",
         checkpoint_every=3,
     )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     assert train(config) == 0
+    torch.set_num_threads(threads)
     return config

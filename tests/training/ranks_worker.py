@@ -27,8 +27,9 @@ def _all(folder: Path) -> None:
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
     rank = int(os.environ["RANK"])
-    # Each run forms its group anew, at a port of its own: torchrun's store keeps the last.
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    # Each run forms its group anew, by a store of its own: torchrun's keeps the last. It is where
+    # this was started.
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     codes = []
     told = json.loads((folder / "jobs.json").read_text())
     for job in told["runs"]:

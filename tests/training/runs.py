@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 
 from megabatch.training import TrainConfig, save_config
 from megabatch.training.trainer import Trainer
+from tests.programs import Program
 
 # As the program, with the tests' own architecture and one thread.
 PROGRAM = """
@@ -48,22 +47,13 @@ def signal_after(patch: pytest.MonkeyPatch, step: int, number: signal.Signals) -
     patch.setattr(Trainer, "train_step", train_step)
 
 
-def start(config: TrainConfig) -> subprocess.Popen[str]:
+def start(config: TrainConfig) -> Program:
     options = ["train", "--config", str(config.output.with_suffix(".toml"))]
     save_config(config, config.output.with_suffix(".toml"))
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", PROGRAM, *options]
-    return subprocess.Popen(
-        command,
-        cwd=root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return Program(["-c", PROGRAM, *options])
 
 
-def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+def wait_for_steps(process: Program, run: Path, steps: int) -> None:
     deadline = time.monotonic() + 120
     while len(logged_lines(run)) < steps:
         assert process.poll() is None, process.communicate()

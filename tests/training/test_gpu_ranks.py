@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabatch.benchmarking.ranks import free_port
 from megabatch.training import TrainConfig, save_config, train
+from tests.similarity.distributed.processes import new_store
 from tests.training.bn_towers import alone
 from tests.training.synthetic import CONFIG, write_shard
 
@@ -91,13 +91,15 @@ def _torchrun(
     size: int, jobs: list[tuple[TrainConfig, int | None]], folder: Path, device: str
 ) -> tuple[str, dict[str, list[int]]]:
     listed = []
+    stores = [new_store() for _ in range(len(jobs) + 2)]  # one keeps what an earlier group said
+    ports = [store.port for store in stores]
     for number, (config, stop) in enumerate(jobs):
         path = folder / f"{number}.toml"
         save_config(config, path)
         listed.append(
-            {"config": str(path), "resume": config.resume, "stop": stop, "port": free_port()}
+            {"config": str(path), "resume": config.resume, "stop": stop, "port": ports[number]}
         )
-    jobs_file = {"runs": listed, "ports": [free_port(), free_port()]}
+    jobs_file = {"runs": listed, "ports": ports[-2:]}
     (folder / "jobs.json").write_text(json.dumps(jobs_file))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(size), "-m", "tests.training.ranks_worker"]

@@ -24,21 +24,19 @@ from megabatch.data import Batch, PairLoader
 from megabatch.evaluation import evaluate_run
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.trainer import Trainer
-from tests.similarity.distributed.processes import new_store, start
+from tests.similarity.distributed.processes import new_store, start, torchrun_environment
 from tests.training.conftest import MakeConfig
 
 SIZE = 2
+#: Seconds that a process waits for one that hangs; longer than any step takes on a busy machine.
+PATIENCE = 6
 
 
 def worker(rank: int, size: int, port: int, jobs: list[tuple[str, Path, list[str], int]]) -> None:
     """Give the command once for each job, with a disturbance; write down what came of each."""
     torch.set_num_threads(1)
-    launched = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
-    # As torchrun's, which has a store at a port that it found free.
-    launched |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    os.environ.update({name: str(value) for name, value in launched.items()})
     for disturbance, folder, options, own_port in jobs:
-        os.environ["MASTER_PORT"] = str(own_port)
+        os.environ.update(torchrun_environment(rank, size, own_port))
         out, err = io.StringIO(), io.StringIO()
         begun = time.monotonic()
         redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
@@ -65,7 +63,7 @@ def disturbed(how: str, rank: int) -> Iterator[None]:
             elif how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif how == "hangs":
-                time.sleep(7)
+                time.sleep(PATIENCE + 4)
                 os._exit(1)
             elif how == "drift":
                 with torch.no_grad():
@@ -207,7 +205,8 @@ def test_runs_of_two_processes_are_that_of_one(
 def test_what_happens_to_one_process_ends_the_others_with_a_reason(
     launch: Launch, config: TrainConfig, how: str
 ) -> None:
-    config = replace(config, dist_timeout=3, steps=100)
+    patience = PATIENCE if how == "hangs" else 120
+    config = replace(config, dist_timeout=patience, steps=100)
     ((first, second),) = launch((how, config))
     assert first["code"] == 1
     assert len(first["err"].splitlines()) == 1

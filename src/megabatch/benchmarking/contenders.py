@@ -96,8 +96,16 @@ def _megabatch() -> LossFunction:
 def _megabatch_keeping() -> LossFunction:
     from megabatch.similarity import set_workspace
 
-    set_workspace(KEEPING)
-    return _megabatch()
+    loss = _megabatch()
+
+    def keeping(*inputs: Tensor) -> Tensor:
+        before = set_workspace(KEEPING)
+        try:
+            return loss(*inputs)
+        finally:
+            set_workspace(before)  # of the contenders beside it, in the same process
+
+    return keeping
 
 
 def _dense() -> LossFunction:

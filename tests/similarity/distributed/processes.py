@@ -53,6 +53,10 @@ GRACE = 10.0
 ENVIRONMENT = dict(os.environ)
 
 
+#: What the server that they come from has imported.
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "megabatch.training.session"]
+
+
 @dataclass(frozen=True)
 class World:
     """What a check knows of its process."""
@@ -236,30 +240,45 @@ def start(
 
     A store listens at that port, on this side, where `join` finds it.
     """
-    context: Any = multiprocessing.get_context("spawn")
-    environment = ENVIRONMENT
-    if device == "cpu":
-        # From a server that has imported torch once, but used no thread of it; and with Triton's
-        # interpreter, also where there are GPUs.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "megabatch"])
-        environment = ENVIRONMENT | {"TRITON_INTERPRET": "1"}
     store = new_store()
-    processes = [
-        context.Process(target=target, args=(rank, size, store.port, *arguments))
-        for rank in range(size)
-    ]
-    with mock.patch.dict(os.environ, environment, clear=True):
-        for process in processes:
-            process.start()
+    ranks = [(rank, size, store.port, *arguments) for rank in range(size)]
+    if device == "cpu":
+        processes = [forked(target, *each) for each in ranks]
+    else:
+        context = multiprocessing.get_context("spawn")
+        processes = [context.Process(target=target, args=each) for each in ranks]
+        with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
+            for process in processes:
+                process.start()
     for process in processes:
         process.store = store
     return processes
 
 
+def forked(target: Callable[..., None], *arguments: Any) -> Any:
+    """Start a process of a server that has imported torch once, but used no thread of it.
+
+    With Triton's interpreter, also where there are GPUs.
+    """
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=target, args=arguments)
+    with mock.patch.dict(os.environ, ENVIRONMENT | {"TRITON_INTERPRET": "1"}, clear=True):
+        process.start()
+    return process
+
+
 def new_store() -> dist.TCPStore:
     """A store at a port that is free, which it keeps as long as anyone holds it."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun tells its processes, which find its store at a port; see `new_store`."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+    told |= {"MASTER_PORT": port}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in told.items()}
 
 
 def join(rank: int, size: int, port: int, seconds: float = 60, device: str = "cpu") -> None:
