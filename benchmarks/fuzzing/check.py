@@ -203,8 +203,10 @@ class Limits:
         for k, (found, exact) in enumerate(zip(outputs, self.expected, strict=True)):
             self.values[k] = FACTOR * _error(found, exact) + 1e-5 * (1 + _size(exact))
         floor = 1e-6 * (1 + abs(case["upstream"])) * (1 + case["scale"])
-        if case["call"] in LOSSES:  # a part of the gradient, such as label smoothing's
-            floor += eps * abs(case["upstream"]) * case["scale"] * self.length / sum(case["rows"])
+        # A part of the gradient (label smoothing's), or a sum of terms of both signs whose dS was
+        # rounded; a loss is a mean over its rows.
+        part = abs(case["upstream"]) / (sum(case["rows"]) if case["call"] in LOSSES else 1)
+        floor += eps * part * case["scale"] * self.length
         for key, exact in self.wanted.items():
             own = FACTOR * _error(gradients[key], exact)
             least = floor
