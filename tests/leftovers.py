@@ -14,7 +14,17 @@ from megabatch import similarity
 from megabatch.similarity import ring
 
 #: Variables that pytest sets, and libraries when they are imported or first used.
-OWN = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "TOKENIZERS_", "KMP_", "KINETO_", "TF_", "CUDA_")
+OWN = (
+    "PYTEST_",
+    "PYTORCH_",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+    "TOKENIZERS_",
+    "KMP_",
+    "KINETO_",
+    "TF_",
+    "CUDA_",
+)
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,11 @@ class Program:
         if self._process.exitcode is None:
             os.killpg(self.pid, signal.SIGKILL)
             self._process.join()
-            raise subprocess.TimeoutExpired(self._words, timeout or 0, *self._said())
-        return self._said()
+            raise subprocess.TimeoutExpired(self._words, timeout or 0, *self.said())
+        return self.said()
 
-    def _said(self) -> tuple[str, str]:
+    def said(self) -> tuple[str, str]:
+        """What it wrote so far."""
         out, err = (file.read_text() if file.exists() else "" for file in (self._out, self._err))
         return out, err
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests import programs
 from tests.tools.loading import ROOT, load
 
 if sys.platform != "linux":
     pytest.skip("cores are chosen on Linux only", allow_module_level=True)
 
+ABOUT = {"machine": {"cpu": "x"}, "versions": {"torch": "2.8"}}
 CONFTEST = """
 import hypothesis
 hypothesis.settings.register_profile("random", database=None)
@@ -48,36 +48,43 @@ def tests(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def repeat(
-    output: Path, tests: Path, *words: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    command = [str(ROOT / "tools/repeat_tests.py"), *words, f"--output={output}", "--workers=0"]
-    return programs.run(
-        [*command, "--", f"--rootdir={tests}", str(tests)], os.environ | environment
-    )
+@pytest.fixture(autouse=True)
+def _described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: each time it imports torch."""
+    monkeypatch.setattr(load("pytest_runs").Place, "describe", lambda self: ABOUT)
+
+
+def repeat(output: Path, tests: Path, *words: str) -> int:
+    own = [*words, f"--output={output}", "--workers=0", "--", f"--rootdir={tests}", str(tests)]
+    code: int = load("repeat_tests").main(own)
+    return code
 
 
 def test_runs_are_counted_and_recorded(tests: Path, tmp_path: Path) -> None:
     pytest.importorskip("random_order")
     output = tmp_path / "results" / "runs.json"
-    done = repeat(output, tests, "--plain=1", "--loaded=1", "--volatile=1", "--seed=5")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert repeat(output, tests, "--plain=1", "--loaded=1", "--volatile=1", "--seed=5") == 0
     content = json.loads(output.read_text())
     assert content["command"].startswith("python tools/repeat_tests.py --plain=1 --loaded=1")
-    assert content["machine"]["cores"] > 0
-    assert content["versions"]["torch"]
+    assert {key: content[key] for key in ABOUT} == ABOUT
     kinds = [(r["kind"], r["seed"], r["passed"], r["skipped"]) for r in content["records"]]
     assert kinds == [("plain", None, 32, 1), ("loaded", 5, 32, 1), ("volatile", 6, 1, 0)]
     assert all(r["exit_code"] == 0 and r["seconds"] > 0 and r["cores"] for r in content["records"])
     assert "--random-order-seed=5 --hypothesis-profile=random" in content["records"][1]["command"]
 
 
-def test_a_failure_is_told_and_kept_and_later_runs_are_added(tests: Path, tmp_path: Path) -> None:
+def test_a_failure_is_told_and_kept_and_later_runs_are_added(
+    tests: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     output = tmp_path / "runs.json"
-    done = repeat(output, tests, "--plain=1", CHANCE="1")
-    assert done.returncode == 1
-    assert "test_made_up::test_fails_by_chance" in done.stdout
-    assert repeat(output, tests, "--plain=1").returncode == 0
+    monkeypatch.setenv("CHANCE", "1")
+    assert repeat(output, tests, "--plain=1") == 1
+    assert "test_made_up::test_fails_by_chance" in capsys.readouterr().out
+    monkeypatch.delenv("CHANCE")
+    assert repeat(output, tests, "--plain=1") == 0
     bad, good = json.loads(output.read_text())["records"]
     assert (bad["passed"], bad["failed"], bad["exit_code"]) == (31, 1, 1)
     (failure,) = bad["failures"]
@@ -89,16 +96,23 @@ def test_a_failure_is_told_and_kept_and_later_runs_are_added(tests: Path, tmp_pa
 def test_what_hangs_is_ended(tmp_path: Path) -> None:
     pytest_runs = load("pytest_runs")
     (tmp_path / "test_slow.py").write_text("import time\ndef test(): time.sleep(600)\n")
-    record = pytest_runs.run(pytest_runs.Place(), [f"--rootdir={tmp_path}", str(tmp_path)], 5)
-    assert record["exit_code"] == "ended after 5 s"
+    record = pytest_runs.run(pytest_runs.Place(), [f"--rootdir={tmp_path}", str(tmp_path)], 1)
+    assert record["exit_code"] == "ended after 1 s"
     assert record["seconds"] < 60
     assert record["passed"] == 0
     assert not pytest_runs.green(record)
 
 
+def test_the_interpreter_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    described = load("pytest_runs").Place().describe()
+    assert described["machine"]["cores"] > 0
+    assert described["versions"]["torch"] == torch.__version__.partition("+")[0]
+
+
 def test_records_of_other_versions_stay_apart(tmp_path: Path) -> None:
     pytest_runs = load("pytest_runs")
-    about: dict[str, Any] = {"command": "a", "machine": {"cpu": "x"}, "versions": {"torch": "2.8"}}
+    about: dict[str, Any] = {"command": "a", **ABOUT}
     pytest_runs.append(tmp_path / "r.json", about, {"kind": "plain"})
     pytest_runs.append(tmp_path / "r.json", about | {"command": "b"}, {"kind": "loaded"})
     with pytest.raises(ValueError, match=r"expected records of the same versions, .*2\.9.*2\.8"):
