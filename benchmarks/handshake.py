@@ -3,7 +3,7 @@
     python benchmarks/handshake.py --output benchmarks/results/handshake.json
 
 Before its first transfer a loss over several processes does this once: see
-`megabatch.similarity.hosts`. Processes of one machine, Linux.
+`megabatch.similarity.distributed.control`. Processes of one machine, Linux.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch.benchmarking import ranks, records
-from megabatch.similarity import hosts
+from megabatch.similarity.distributed import control
 
 SIZE = 1088  # bytes, a loss's
 
@@ -38,9 +38,9 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     cpu = torch.device("cpu")
-    lines: dict[str, hosts.Line] = {
-        "sockets": hosts.line(group, cpu),
-        "gloo": hosts.GlooLine(group._get_backend(cpu), group.size()),
+    lines: dict[str, control.Line] = {
+        "sockets": control.line(group, cpu),
+        "gloo": control.GlooLine(group._get_backend(cpu), group.size()),
     }
     found = {name: microseconds(line, options.calls) for name, line in lines.items()}
     if group.rank() == 0:
@@ -60,7 +60,7 @@ def main() -> None:
     ranks.leave()
 
 
-def microseconds(line: hosts.Line, calls: int) -> dict[str, float]:
+def microseconds(line: control.Line, calls: int) -> dict[str, float]:
     """Of one call: the median of five series, and the quickest and slowest of them."""
     taken = []
     for _ in range(5):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch import similarity
-from megabatch.similarity import ring
+from megabatch.similarity.distributed import ring
 
 #: Variables that pytest sets, and libraries when they are imported or first used.
 OWN = (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch import similarity
-from megabatch.similarity import ring
+from megabatch.similarity.distributed import ring
 from tests.leftovers import State
 
 

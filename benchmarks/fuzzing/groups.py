@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fuzzing.cases import Case
 from fuzzing.check import WrongError, check
 from megabatch import similarity
-from megabatch.similarity import ring
+from megabatch.similarity.distributed import ring
 
 #: Seconds after which a rank that does not come counts as lost.
 PATIENCE = 120

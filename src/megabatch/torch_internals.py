@@ -2,7 +2,7 @@
 
 torch may change them in any version. Each is asked for here alone, says what it is for in the error
 of a torch that lacks it, and has a test of what is expected of it
-(`tests/test_torch_internals.py`). Triton's are in `similarity.fused.triton_internals`.
+(`tests/test_torch_internals.py`). Triton's are in `similarity.backends.triton.launch`.
 """
 
 from __future__ import annotations

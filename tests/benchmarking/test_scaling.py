@@ -15,7 +15,7 @@ from megabatch.benchmarking.parallel import PARALLEL, shard, without_transfers
 from megabatch.benchmarking.ranks import Team
 from megabatch.benchmarking.scaling import ScalingResult, Trial
 from megabatch.benchmarking.scaling_records import ScalingRecord
-from megabatch.similarity import gathering, ring
+from megabatch.similarity.distributed import gathered, ring
 from tests import programs
 from tests.benchmarking.test_scripts import SCRIPTS, run
 
@@ -79,7 +79,7 @@ def test_shards_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_transfers_come_back_after_a_trial_without() -> None:
-    names = [(ring, "Swap"), *((gathering, n) for n in ("gather", "deal", "scatter_sum"))]
+    names = [(ring, "Swap"), *((gathered, n) for n in ("gather", "deal", "scatter_sum"))]
     before = [getattr(module, name) for module, name in names]
     with without_transfers():
         assert all(getattr(m, n) is not b for (m, n), b in zip(names, before, strict=True))

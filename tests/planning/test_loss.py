@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megabatch.planning.loss import loss_bytes, loss_seconds
-from megabatch.similarity import ring, set_workspace
+from megabatch.similarity import set_workspace
+from megabatch.similarity.distributed import ring
 from megabatch.training.config import TrainConfig
 from megabatch.training.objective import create_objective
 from tests.planning.allocator import peak_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import ring
+from megabatch.similarity.distributed import ring
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from torch import Tensor
 from megabatch.benchmarking.contenders import LossFunction, captured
 from megabatch.benchmarking.inputs import PERIOD, Case, features
 from megabatch.benchmarking.ranks import Team
-from megabatch.similarity import gathering, ring
-from megabatch.similarity.exchange import Pending
+from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity.distributed.comm import Pending
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def without_transfers() -> Iterator[None]:
         still = _Still()
         for module, name, other in (
             (ring, "Swap", _StillSwap),
-            (gathering, "gather", still.gather),
-            (gathering, "scatter_sum", still.scatter_sum),
-            (gathering, "deal", still.deal),
+            (gathered, "gather", still.gather),
+            (gathered, "scatter_sum", still.scatter_sum),
+            (gathered, "deal", still.deal),
         ):
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, other)

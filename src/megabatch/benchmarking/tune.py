@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megabatch.benchmarking.clock import times
 from megabatch.similarity import dense, split_logsumexp
-from megabatch.similarity.fused import configs, tuned
-from megabatch.similarity.fused.tuned import FEW_ROWS, VALUES, Config, Key
+from megabatch.similarity.backends.triton import configs, tuned
+from megabatch.similarity.backends.triton.tuned import FEW_ROWS, VALUES, Config, Key
 
 #: Fields that are searched, in this order; split concerns the backward kernel alone.
 FIELDS = {

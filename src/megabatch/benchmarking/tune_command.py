@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megabatch.benchmarking.tune import Target, Tried
-    from megabatch.similarity.fused.tuned import Config, Key
+    from megabatch.similarity.backends.triton.tuned import Config, Key
 
 # Libraries are imported by the functions that use them: --help does without.
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     targets = _targets(options)
     from rich.console import Console
 
-    from megabatch.similarity.fused import tuned
+    from megabatch.similarity.backends.triton import tuned
 
     file = options.output or tuned.path()
     console = Console(highlight=False)
@@ -115,7 +115,7 @@ def _words(tried: Tried) -> str:
 
 
 def _keep(file: Path, found: dict[Key, Config]) -> None:
-    from megabatch.similarity.fused import tuned
+    from megabatch.similarity.backends.triton import tuned
 
     try:
         tuned.write(file, found)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megabatch.evaluation.processes import gather_values
-from megabatch.similarity.exchange import rank_and_size
+from megabatch.similarity.distributed.comm import rank_and_size
 
 _ROWS = 1 << 16  # at a time: bounds the matrix of an image's and a class's logits
 _ITERATIONS = 1000

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megabatch import torch_internals
 from megabatch.errors import UsageError
-from megabatch.similarity.exchange import rank_and_size
+from megabatch.similarity.distributed.comm import rank_and_size
 
 T = TypeVar("T")
 

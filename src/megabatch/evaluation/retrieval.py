@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megabatch.evaluation.processes import gather_rows, share
 from megabatch.similarity import ranks
-from megabatch.similarity.exchange import agree, group_name
+from megabatch.similarity.distributed.comm import agree, group_name
 from megabatch.similarity.sweep import block_shape
 
 # Elements of one gathered block of features: 64 MiB in fp32.

@@ -37,7 +37,7 @@ from megabatch.evaluation.val_data import open_val_data, reading_of
 from megabatch.evaluation.zeroshot import CAPTIONED_DIGITS, UNICODE_DIGITS, DigitLabels
 from megabatch.extras import named_extras
 from megabatch.models import glyph
-from megabatch.similarity.exchange import rank_and_size
+from megabatch.similarity.distributed.comm import rank_and_size
 
 GLYPHS = "glyphs"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megabatch.similarity.exchange import agree, group_name, resolve
+from megabatch.similarity.distributed.comm import agree, group_name, resolve
 
 #: Numbers that one exchange takes.
 AT_ONCE = 8

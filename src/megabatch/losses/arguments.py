@@ -18,7 +18,7 @@ from megabatch.similarity.arguments import (
     check_vector,
     extremes,
 )
-from megabatch.similarity.parallel import pair_ids
+from megabatch.similarity.distributed.means import pair_ids
 
 #: Ids from here on are given to pairs that have none of their own.
 RESERVED = 1 << 62

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megabatch.losses.arguments import check_flag, check_temperature
 from megabatch.losses.normalization import LengthWarning, unit_rows
 from megabatch.similarity.arguments import check_scalar, product_dtype
-from megabatch.similarity.parallel import replicated
+from megabatch.similarity.distributed.means import replicated
 
 
 class ContrastiveLoss(nn.Module):

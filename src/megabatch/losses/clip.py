@@ -19,8 +19,8 @@ from megabatch.losses.paired import paired_losses
 from megabatch.losses.terms import cross_entropy
 from megabatch.similarity import Split
 from megabatch.similarity.arguments import check_scalar
-from megabatch.similarity.parallel import global_mean, mean_row, replicated
-from megabatch.similarity.statistics import split_of, stacks_and_count
+from megabatch.similarity.distributed.means import global_mean, mean_row, replicated
+from megabatch.similarity.functions import split_of, stacks_and_count
 
 
 class ClipLoss(ContrastiveLoss):

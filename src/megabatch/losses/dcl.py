@@ -8,8 +8,8 @@ from torch import Tensor
 from megabatch.losses.arguments import check_views, stack_views
 from megabatch.losses.base import TemperatureLoss
 from megabatch.similarity import Split
-from megabatch.similarity.parallel import global_mean
-from megabatch.similarity.statistics import split_and_count
+from megabatch.similarity.distributed.means import global_mean
+from megabatch.similarity.functions import split_and_count
 
 
 class DCLLoss(TemperatureLoss):

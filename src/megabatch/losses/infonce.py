@@ -22,7 +22,7 @@ from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
 from megabatch.losses.terms import minus_log_probability
 from megabatch.similarity import Split, logsumexp, paired, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype, check_dense, check_two
-from megabatch.similarity.parallel import global_mean, pair_ids
+from megabatch.similarity.distributed.means import global_mean, pair_ids
 
 #: Elements of per-query negatives widened at a time.
 CHUNK = 1 << 22

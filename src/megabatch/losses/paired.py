@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megabatch.losses.terms import minus_log_probability
 from megabatch.similarity import sweep
-from megabatch.similarity.operators import operator, ops
+from megabatch.similarity.ops import operator, ops
 
 
 def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def _paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
     """In torch's operations it would be 5 launches, and 10 for the gradient; so it is one each."""
     if not _by_kernel(rows):
         return _expression(rows, columns)
-    from megabatch.similarity.fused import paired  # Triton, where it is needed
+    from megabatch.similarity.backends.triton import paired  # Triton, where it is needed
 
     out = rows.new_empty(rows.shape[1])
     with torch.cuda.device_of(rows):
@@ -50,7 +50,7 @@ def _paired_losses_backward(
 ) -> tuple[Tensor, Tensor]:
     drows, dcolumns = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
     if _by_kernel(rows):
-        from megabatch.similarity.fused import paired
+        from megabatch.similarity.backends.triton import paired
 
         with torch.cuda.device_of(rows):
             paired.paired_gradients(rows, columns, gradient, drows, dcolumns)

@@ -12,7 +12,7 @@ from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
 from megabatch.losses.terms import cross_entropy, minus_log_probability, zero_without_positive
 from megabatch.similarity import Split, split_logsumexp
 from megabatch.similarity.arguments import check_features, check_integers, check_two
-from megabatch.similarity.parallel import global_mean
+from megabatch.similarity.distributed.means import global_mean
 
 
 class SupConLoss(TemperatureLoss):

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megabatch.planning.counter import counted
 from megabatch.planning.towers import AUTOCAST
-from megabatch.similarity import ring, sweep
+from megabatch.similarity import sweep
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.fused.cuts import block_shape, padded
+from megabatch.similarity.backends.triton.cuts import block_shape, padded
+from megabatch.similarity.distributed import ring
 from megabatch.training.config import TrainConfig
 from megabatch.training.objective import create_objective
 

@@ -9,12 +9,12 @@ from megabatch.similarity import (  # noqa: F401  (operators)
     statistics_local,
     statistics_ring,
 )
+from megabatch.similarity.distributed.watchdog import set_abort_on_lost_rank
+from megabatch.similarity.functions import Split, logsumexp, split_logsumexp
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
 from megabatch.similarity.sigmoid import softplus_sum
-from megabatch.similarity.statistics import Split, logsumexp, split_logsumexp
 from megabatch.similarity.sweep import set_workspace
-from megabatch.similarity.watch import set_abort_on_lost_rank
 
 __all__ = [
     "Split",

@@ -13,7 +13,7 @@ from megabatch.similarity.arguments import (
     check_scalar,
     check_two,
 )
-from megabatch.similarity.operators import operator, ops
+from megabatch.similarity.ops import operator, ops
 
 #: Elements of x widened at a time.
 CHUNK = 1 << 22

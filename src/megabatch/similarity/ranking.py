@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megabatch.similarity import exchange, ring, sweep, tile_torch
+from megabatch.similarity import sweep, tile_torch
 from megabatch.similarity.arguments import accumulator_dtype, check_integers, check_two
-from megabatch.similarity.exchange import group_name
+from megabatch.similarity.distributed import comm, ring
+from megabatch.similarity.distributed.comm import group_name
+from megabatch.similarity.distributed.ring import Parcel, Ring, Visit
 from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.ring import Parcel, Ring, Visit
 from megabatch.torch_internals import is_batched
 
 if TYPE_CHECKING:
-    from megabatch.similarity.fused.ranking import FusedScores
+    from megabatch.similarity.backends.triton.ranking import FusedScores
 
 
 @torch.no_grad()
@@ -149,7 +150,7 @@ class _Columns:
                 f"{y.device.type}, ids: {'none' if ids is None else 'given'}, "
                 f"{sweep.arithmetic(y)}, {ring.plan(y)}"
             )
-            table = exchange.agree(name, terms, table[0], y.device)
+            table = comm.agree(name, terms, table[0], y.device)
             self.ring = Ring(name, [size for size, *_ in table], call)
         self.number = sum(size for size, *_ in table)
         self.numbers = [rest for _, *rest in table]
@@ -219,7 +220,9 @@ class Scores:
 def _scores_of(x: Tensor, ids: Tensor | None) -> Scores | FusedScores:
     if not sweep.fused_available(x):
         return Scores(x, ids)
-    from megabatch.similarity.fused.ranking import FusedScores  # Triton, where it is needed
+    from megabatch.similarity.backends.triton.ranking import (
+        FusedScores,  # Triton, where it is needed
+    )
 
     return FusedScores(x, ids)
 

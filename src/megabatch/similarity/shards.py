@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from megabatch.similarity import ring, sweep
+from megabatch.similarity import sweep
+from megabatch.similarity.distributed import ring
+from megabatch.similarity.distributed.ring import Parcel, Parts, Ring, Visit
 from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
 
 if TYPE_CHECKING:
-    from megabatch.similarity.fused.blocks import FusedBlocks
+    from megabatch.similarity.backends.triton.blocks import FusedBlocks
 
 Blocks: TypeAlias = "sweep.Blocks | FusedBlocks"
 

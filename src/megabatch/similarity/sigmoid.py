@@ -21,11 +21,12 @@ from megabatch.similarity.arguments import (
     check_two,
     check_vector,
 )
-from megabatch.similarity.exchange import group_name
+from megabatch.similarity.distributed.comm import group_name
+from megabatch.similarity.distributed.means import replicated
+from megabatch.similarity.functions import Ids, _check_ids
 from megabatch.similarity.id_order import IdOrder
-from megabatch.similarity.operators import operator, ops
+from megabatch.similarity.ops import operator, ops
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
-from megabatch.similarity.parallel import replicated
 from megabatch.similarity.sigmoid_blocks import (
     Blocks,
     Kept,
@@ -36,11 +37,10 @@ from megabatch.similarity.sigmoid_blocks import (
     release,
     weight_unit,
 )
-from megabatch.similarity.statistics import Ids, _check_ids
 from megabatch.torch_internals import transforms_active
 
 if TYPE_CHECKING:
-    from megabatch.similarity.fused.sigmoid_blocks import SigmoidBlocks
+    from megabatch.similarity.backends.triton.sigmoid_blocks import SigmoidBlocks
 
 AnyBlocks: TypeAlias = "Blocks | SigmoidBlocks"
 

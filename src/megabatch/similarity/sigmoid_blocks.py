@@ -18,7 +18,7 @@ from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.pairs import Pairs
 
 if TYPE_CHECKING:
-    from megabatch.similarity.fused.sigmoid_blocks import SigmoidBlocks
+    from megabatch.similarity.backends.triton.sigmoid_blocks import SigmoidBlocks
 
 #: Rows that are scaled or multiplied at once outside the products.
 _STRIP = 4096
@@ -82,7 +82,7 @@ def release(kept: Kept, like: Tensor, factor: Tensor, times: int) -> Tensor:
     """The kept gradient times two factors, in the dtype of `like`; empty where none is kept."""
     out = torch.empty_like(kept.values, dtype=like.dtype)
     if len(out) and sweep.fused_available(like):
-        from megabatch.similarity.fused import sigmoid_blocks
+        from megabatch.similarity.backends.triton import sigmoid_blocks
 
         sigmoid_blocks.release(kept, out, factor, times)
         return out
@@ -98,7 +98,7 @@ def blocks(x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need) -> Bloc
     """The blocks of x (m, d) against y (n, d), by fused kernels where there are some."""
     if not sweep.fused_available(x):
         return Blocks(x, y, pairs, terms, need)
-    from megabatch.similarity.fused.sigmoid_blocks import SigmoidBlocks
+    from megabatch.similarity.backends.triton.sigmoid_blocks import SigmoidBlocks
 
     return SigmoidBlocks(x, y, pairs, terms, need)
 

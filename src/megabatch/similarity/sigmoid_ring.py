@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity import exchange, id_order, ring, sweep
+from megabatch.similarity import id_order, sweep
+from megabatch.similarity.distributed import comm, ring
+from megabatch.similarity.distributed.ring import Parcel, Parts, Ring, Visit
 from megabatch.similarity.id_order import IdOrder
-from megabatch.similarity.operators import operator, ops
+from megabatch.similarity.ops import operator, ops
 from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.ring import Parcel, Parts, Ring, Visit
 from megabatch.similarity.shards import Once, catch_up
 from megabatch.similarity.sigmoid import AnyBlocks, _softplus_sum, results, total_of
 from megabatch.similarity.sigmoid_blocks import (
@@ -133,7 +134,7 @@ def _common_unit(x: Tensor, weight: Tensor | None, circle: Ring) -> Tensor | Non
     """`weight_unit` for all ranks, since their gradients of y are added up."""
     unit = weight_unit(x, weight)
     if unit is not None:
-        exchange.all_reduce(unit, circle.name, circle.operation, dist.ReduceOp.MAX)
+        comm.all_reduce(unit, circle.name, circle.operation, dist.ReduceOp.MAX)
     return unit
 
 
@@ -155,7 +156,7 @@ def _circle(
         f"weight: {'none' if weight is None else 'given'}, "
         f"{sweep.arithmetic(x)}, {ring.plan(y)}"
     )
-    sizes = [number for (number,) in exchange.agree(group, terms, [y.shape[0]], x.device)]
+    sizes = [number for (number,) in comm.agree(group, terms, [y.shape[0]], x.device)]
     return Ring(group, sizes, "softplus_sum")
 
 
@@ -183,7 +184,7 @@ def _(
 def _same_on_all_ranks(value: Tensor, group: str) -> Tensor:
     """The value, where all ranks have the same, else NaN; no look at the device."""
     extremes = torch.stack([value, -value])
-    exchange.all_reduce(extremes, group, "softplus_sum, backward", dist.ReduceOp.MAX)
+    comm.all_reduce(extremes, group, "softplus_sum, backward", dist.ReduceOp.MAX)
     return value.masked_fill(extremes.sum() != 0, math.nan)
 
 

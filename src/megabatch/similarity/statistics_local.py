@@ -15,13 +15,13 @@ from torch import Tensor
 from megabatch.similarity import id_order, sweep
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.id_order import IdOrder
-from megabatch.similarity.operators import operator, ops
+from megabatch.similarity.ops import operator, ops
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.settings import Holding, Settings
 from megabatch.similarity.states import kinds_of
 
 if TYPE_CHECKING:
-    from megabatch.similarity.fused.blocks import FusedBlocks
+    from megabatch.similarity.backends.triton.blocks import FusedBlocks
 
 Blocks: TypeAlias = "sweep.Blocks | FusedBlocks"
 Pull: TypeAlias = Any  # of one side: whatever these blocks make of it

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megabatch.similarity import exchange, id_order, ring, statistics_shards, sweep
-from megabatch.similarity.operators import operator, ops
-from megabatch.similarity.ring import Ring
+from megabatch.similarity import id_order, statistics_shards, sweep
+from megabatch.similarity.distributed import comm, ring
+from megabatch.similarity.distributed.ring import Ring
+from megabatch.similarity.ops import operator, ops
 from megabatch.similarity.settings import Holding, Settings
 from megabatch.similarity.shards import Shards
 from megabatch.similarity.states import kinds_of
@@ -49,7 +50,7 @@ def ring_statistics(
     with Holding(settings, x), torch.cuda.device_of(x):
         terms = _terms(x, y, row_ids, ceiling, diagonal, columns, call, wanted)
         own = [x.shape[0], (x if y is None else y).shape[0]]
-        sizes = torch.tensor(exchange.agree(group, terms, own, x.device), device="cpu").T
+        sizes = torch.tensor(comm.agree(group, terms, own, x.device), device="cpu").T
         circle = Ring(group, sizes[1].tolist(), call.split(",", 1)[0])
         shards = Shards(x, y, (row_ids, column_ids), ceiling, diagonal, circle)
         near, far = statistics_shards.forward(shards, scale, kinds_of(diagonal, row_ids), columns)
@@ -80,7 +81,7 @@ def _terms(
     call: str,
     wanted: str,
 ) -> str:
-    """What all ranks must do alike, for `exchange.agree`."""
+    """What all ranks must do alike, for `comm.agree`."""
     return (
         f"{call}, {'x against itself' if y is None else 'x against y'}, width {x.shape[1]}, "
         f"{str(x.dtype).removeprefix('torch.')}, {x.device.type}, "
@@ -109,7 +110,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     matrix = (x, y, scale, row_ids, column_ids, ceiling, diagonal, columns)
     *results, _ = statistics(*matrix, False, settings)
-    ranks = exchange.resolve(group).size()
+    ranks = comm.resolve(group).size()
     sizes = x.new_empty(2, ranks, dtype=torch.int64, device="cpu")
     kept = x.new_empty(0)
     if y is not None and (rows_kept := _kept_rows(y, ranks, wanted, settings)):
@@ -166,7 +167,7 @@ def ring_statistics_backward(
     if size is not None:
         dscale = dscale * size
     if need_scale:
-        dscale = exchange.all_reduce(dscale, group, circle.operation) / circle.n
+        dscale = comm.all_reduce(dscale, group, circle.operation) / circle.n
     return dx, dy, dscale
 
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity import exchange, id_order
-from megabatch.similarity.ring import Parts, Visit
+from megabatch.similarity import id_order
+from megabatch.similarity.distributed import comm
+from megabatch.similarity.distributed.ring import Parts, Visit
 from megabatch.similarity.shards import Blocks, Once, Shards, catch_up
 from megabatch.similarity.states import clear, new_results, new_state
 
@@ -149,7 +150,7 @@ def common_size(shards: Shards, near: Pull | None, far: Pull | None) -> Tensor |
     if shards.x.dtype != torch.float16:  # the only type whose range asks for one
         return size
     largest = shards.x.new_zeros((), dtype=torch.float32) if size is None else size.clone()
-    exchange.all_reduce(largest, shards.ring.name, shards.ring.operation, dist.ReduceOp.MAX)
+    comm.all_reduce(largest, shards.ring.name, shards.ring.operation, dist.ReduceOp.MAX)
     largest = torch.where(largest == 0, 1.0, largest)
     for pull in map(_numbers, (near, far)):
         if pull is not None and size is not None:

@@ -21,7 +21,7 @@ from megabatch.similarity.states import clear_fresh, finish, merge, new_state, p
 from megabatch.torch_internals import constant_in_graphs
 
 if TYPE_CHECKING:
-    from megabatch.similarity.fused.blocks import FusedBlocks
+    from megabatch.similarity.backends.triton.blocks import FusedBlocks
 
 #: Whether `tell_of_float32` did.
 _told = False
@@ -110,7 +110,9 @@ def blocks(
     """
     if not fused_available(x):
         return Blocks(x, y, pairs, symmetric, kept)
-    from megabatch.similarity.fused.blocks import FusedBlocks  # Triton, where it is needed
+    from megabatch.similarity.backends.triton.blocks import (
+        FusedBlocks,  # Triton, where it is needed
+    )
 
     return FusedBlocks(x, y, pairs, symmetric, workspace(x))
 

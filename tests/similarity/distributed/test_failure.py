@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from megabatch import similarity
 from megabatch.errors import CommunicationError
-from megabatch.similarity import ring, sweep
+from megabatch.similarity import sweep
+from megabatch.similarity.distributed import ring
 from tests.similarity.distributed.processes import join, start
 
 #: seconds until the group gives up on a process that does not come; of one that died the others

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import gathering, sweep
+from megabatch.similarity import sweep
+from megabatch.similarity.distributed import gathered
 from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.test_statistics_ring import leaf
 from tests.similarity.distributed.travel import pieces_of
@@ -52,7 +53,7 @@ def test_fused_kernels(world: World) -> None:
             own = shard if self_similar else (shard, shard)
         with pytest.MonkeyPatch.context() as patch, pieces_of(piece):
             patch.setattr(sweep, "fused_available", lambda x: True)
-            patch.setattr(gathering, "LARGE", own_first)
+            patch.setattr(gathered, "LARGE", own_first)
             truth = similarity.split_logsumexp(
                 whole[0], None if self_similar else whole[1], scales[0], ids=pairs, group="local"
             )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import losses
-from megabatch.similarity.parallel import replicated
+from megabatch.similarity.distributed.means import replicated
 from tests.similarity.distributed.processes import World, on_devices, on_processes, shard_sizes
 
 D = 6
@@ -136,7 +136,7 @@ def test_every_loss(world: World) -> None:
 @on_devices(2, 3)
 def test_a_loss_of_ones_own_that_uses_its_scale_elsewhere(world: World) -> None:
     from megabatch.similarity import logsumexp, paired
-    from megabatch.similarity.parallel import global_mean
+    from megabatch.similarity.distributed.means import global_mean
 
     def loss(group, x, y, scale, own):  # type: ignore[no-untyped-def]
         scale = replicated(scale, group)

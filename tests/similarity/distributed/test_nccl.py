@@ -19,7 +19,8 @@ from torch import Tensor
 from megabatch import ClipLoss, SigLipLoss
 from megabatch.benchmarking.parallel import gathering_up_to
 from megabatch.errors import CommunicationError
-from megabatch.similarity import gathering, ring, set_abort_on_lost_rank
+from megabatch.similarity import set_abort_on_lost_rank
+from megabatch.similarity.distributed import gathered, ring
 from tests.similarity.distributed.processes import World, join, on_gpus, start
 from tests.similarity.distributed.test_statistics_ring import leaf
 
@@ -30,7 +31,7 @@ TIMEOUT = 100
 @on_gpus(2, 3, 4)
 def test_large_shards_by_all_ways(world: World) -> None:
     """Own columns first and x's gradient last, in one round; in rounds; around the ring."""
-    rows, d = gathering.LARGE, 64
+    rows, d = gathered.LARGE, 64
     sizes = [rows] * world.size
     x, y = (F.normalize(torch.randn(sum(sizes), d), dim=1).bfloat16() for _ in range(2))
     numbers = torch.tensor(10.0), torch.tensor(-5.0)
@@ -70,7 +71,7 @@ def test_as_cuda_graphs(world: World) -> None:
         theirs = tuple(map(leaf, mine))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "megabatch.similarity.exchange.agree", lambda *words: pytest.fail("asked")
+                "megabatch.similarity.distributed.comm.agree", lambda *words: pytest.fail("asked")
             )
             value = graphed(*mine)
             value.backward()
@@ -101,7 +102,7 @@ def dying(rank: int, size: int, port: int, folder: Path, within: bool) -> None:
     if rank == 1:
         if not within:
             die()
-        gathering.gather = die
+        gathered.gather = die
     begin = time.monotonic()
     try:
         step()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import exchange, gathering, hosts, ring, sweep
-from megabatch.similarity.exchange import Swap
-from megabatch.similarity.ring import Parcel, Ring
+from megabatch.similarity import sweep
+from megabatch.similarity.distributed import comm, control, gathered, ring
+from megabatch.similarity.distributed.comm import Swap
+from megabatch.similarity.distributed.ring import Parcel, Ring
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.travel import bytes_sent, noting, pieces_of
 
@@ -170,7 +171,7 @@ def test_every_transfer_that_a_gpu_waits_for_is_told_to_its_watch(world: World) 
         told: list[str] = []
         before = ring.set_gather(bound)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hosts, "note", lambda group, like, what, told=told: told.append(what))
+            patch.setattr(control, "note", lambda group, like, what, told=told: told.append(what))
             sum(map(torch.sum, similarity.logsumexp(x, y, scale))).backward()
         ring.set_gather(before)
         assert told == expected
@@ -183,7 +184,7 @@ def test_large_unequal_and_symmetric_shards_go_around_the_ring(world: World) -> 
     before = ring.set_gather(3 * x.nbytes - 1)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gathering, "gather", lambda *arguments: pytest.fail("gathered"))
+            patch.setattr(gathered, "gather", lambda *arguments: pytest.fail("gathered"))
             similarity.logsumexp(x, x)
             ring.set_gather(None)
             similarity.logsumexp(x, uneven)
@@ -205,10 +206,10 @@ def test_the_same_bound_on_all_ranks(world: World) -> None:
 def test_one_handshake_a_loss(world: World) -> None:
     from megabatch import ClipLoss, SigLipLoss
 
-    agree, calls = exchange.agree, []
+    agree, calls = comm.agree, []
     x, y = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "agree", lambda *words: (calls.append(words), agree(*words))[1])
+        patch.setattr(comm, "agree", lambda *words: (calls.append(words), agree(*words))[1])
         ClipLoss()(x, y, 2.0).backward()
         SigLipLoss()(x, y, 2.0, -1.0).backward()
     assert len(calls) == 2

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import ClipLoss, similarity
-from megabatch.similarity import dense, gathering, ring
-from megabatch.similarity.statistics import split_and_count
+from megabatch.similarity import dense
+from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity.functions import split_and_count
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.travel import in_rounds, pieces_of
 
@@ -210,7 +211,7 @@ def test_own_columns_before_the_others_arrive(world: World) -> None:
     sizes, rows = [5] * world.size, [4] * world.size
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathering, "LARGE", 5)
+        patch.setattr(gathered, "LARGE", 5)
         compare(world, sizes, sizes)
         compare(world, sizes, sizes, ids=ids, needs=(True, False, True))
         compare(world, rows, sizes, ids=(some_ids(sum(rows)), ids[1]))

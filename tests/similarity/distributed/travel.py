@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.benchmarking.parallel import gathering_up_to
-from megabatch.similarity import gathering, ring
-from megabatch.similarity.exchange import Swap
+from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity.distributed.comm import Swap
 
 
 @contextmanager
@@ -54,17 +54,17 @@ def bytes_sent(patch: pytest.MonkeyPatch) -> list[int]:
     return sent
 
 
-def gathered(patch: pytest.MonkeyPatch) -> list[str]:
+def recorded_transfers(patch: pytest.MonkeyPatch) -> list[str]:
     """Filled with what the ranks do together, in order."""
     done: list[str] = []
     for name in ("gather", "deal", "scatter_sum"):
-        function = getattr(gathering, name)
+        function = getattr(gathered, name)
 
         def note(*arguments, name=name, function=function):  # type: ignore[no-untyped-def]
             done.append(name)
             return function(*arguments)
 
-        patch.setattr(gathering, name, note)
+        patch.setattr(gathered, name, note)
     patch.setattr(Swap, "start", lambda self: done.append("swap"))
     return done
 

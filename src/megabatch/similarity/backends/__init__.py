@@ -1,0 +1,1 @@
+"""Where a tile of the similarity matrix is computed: torch operations or Triton kernels."""

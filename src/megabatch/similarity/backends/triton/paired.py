@@ -1,0 +1,105 @@
+"""CLIP's loss of each pair and its gradient, in one launch each: see `losses.paired`.
+
+A stack's rows: negative, positive, positive_sum, positive_count.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megabatch.similarity.backends.triton.cuts import cdiv
+from megabatch.similarity.backends.triton.launch import launch
+
+#: Pairs a program.
+BLOCK = 256
+
+
+def paired_losses(rows: Tensor, columns: Tensor, out: Tensor) -> None:
+    """out (m,) = the mean of both sides' losses of their stacks (4, m)."""
+    launch(losses, cdiv(len(out), BLOCK),
+        rows, rows.stride(0), columns, columns.stride(0), out, len(out), B=BLOCK,
+    )  # fmt: skip
+
+
+def paired_gradients(
+    rows: Tensor, columns: Tensor, gradient: Tensor, drows: Tensor, dcolumns: Tensor
+) -> None:
+    """Gradients of the stacks (4, m), contiguous, for that of the losses, (m,) of any stride."""
+    size = rows.shape[1]
+    launch(gradients, cdiv(size, BLOCK),
+        rows, rows.stride(0), columns, columns.stride(0), gradient, gradient.stride(0),
+        drows, dcolumns, size, B=BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["row_stride", "column_stride", "size"])
+def losses(rows, row_stride, columns, column_stride, out, size, B: tl.constexpr):
+    """out = softplus(negative - positive_sum) of the rows, and of the columns; their mean."""
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    inside = i < size
+    near = _softplus(_margin(rows, row_stride, i, inside))
+    far = _softplus(_margin(columns, column_stride, i, inside))
+    tl.store(out + i, 0.5 * (near + far), mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_stride", "column_stride", "gradient_stride", "size"])
+def gradients(
+    rows,
+    row_stride,
+    columns,
+    column_stride,
+    gradient,
+    gradient_stride,
+    drows,
+    dcolumns,
+    size,
+    B: tl.constexpr,
+):
+    """Gradients of both stacks, whose rows follow one another at `size`."""
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    inside = i < size
+    g = 0.5 * tl.load(gradient + i.to(tl.int64) * gradient_stride, mask=inside, other=0.0)
+    _store(drows, size, i, inside, g * _sigmoid(_margin(rows, row_stride, i, inside)))
+    _store(dcolumns, size, i, inside, g * _sigmoid(_margin(columns, column_stride, i, inside)))
+
+
+@triton.jit
+def _margin(stack, stride, i, inside):
+    negative = tl.load(stack + i, mask=inside, other=0.0)
+    return negative - tl.load(stack + 2 * stride + i, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(out, size, i, inside, value):
+    tl.store(out + i, value, mask=inside)
+    tl.store(out + size + i, 0.0, mask=inside)
+    tl.store(out + 2 * size + i, -value, mask=inside)
+    tl.store(out + 3 * size + i, 0.0, mask=inside)
+
+
+@triton.jit
+def _softplus(z):
+    """max(z, 0) + log1p(e^-|z|); the logarithm by the series of atanh: Triton's is not exact at 1.
+
+    log1p(e) = 2 atanh(t), t = e / (2 + e) up to 1/3: what is left out is 2e-9 of it.
+    """
+    e = tl.exp(-tl.abs(z))
+    t = e / (2.0 + e)
+    u = t * t
+    series = 1.0 / 15
+    series = series * u + 1.0 / 13
+    series = series * u + 1.0 / 11
+    series = series * u + 1.0 / 9
+    series = series * u + 1.0 / 7
+    series = series * u + 1.0 / 5
+    series = series * u + 1.0 / 3
+    series = series * u + 1.0
+    return tl.maximum(z, 0.0) + 2.0 * t * series
+
+
+@triton.jit
+def _sigmoid(z):
+    e = tl.exp(-tl.abs(z))
+    return tl.where(z < 0, e, 1.0) / (1.0 + e)

@@ -1,0 +1,237 @@
+"""Between processes: who belongs to a group, what its ranks agree on, how tensors change hands."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabatch import torch_internals
+from megabatch.errors import CommunicationError
+from megabatch.similarity.distributed import control
+
+LOCAL = "local"
+
+#: Bytes of a rank's terms in a handshake.
+TERMS = 1024
+
+
+def group_name(group: object) -> str:
+    """The name that operators know a group by; "" where this process has nobody to talk to.
+
+    Args:
+        group: a process group, None for the default one where torch.distributed is initialised,
+            or "local" for this process alone.
+
+    Raises:
+        TypeError: `group` is none of these.
+        ValueError: this process is no member of the group.
+    """
+    if isinstance(group, str) and group == LOCAL:
+        return ""
+    if not dist.is_available():
+        if group is not None:
+            raise TypeError(f"group: expected None or 'local', got {group!r}")
+        return ""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected a group that this process is a member of")
+    if not (group is None or isinstance(group, dist.ProcessGroup)):
+        raise TypeError(f"group: expected None, 'local' or a process group, got {group!r}")
+    if group is None:
+        if not dist.is_initialized():
+            return ""
+        group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return group.group_name if group.size() > 1 else ""
+
+
+def rank_and_size(group: object) -> tuple[int, int]:
+    """This process's rank in a group, as `group_name` takes it, and the group's size."""
+    if not group_name(group):
+        return 0, 1
+    assert group is None or isinstance(group, dist.ProcessGroup)
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def resolve(name: str) -> dist.ProcessGroup:
+    """The group of that name."""
+    return torch_internals.resolve_group(name)
+
+
+def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Every rank's numbers, where all ranks come with the same terms; else an error on each.
+
+    One small exchange between hosts: it waits for the other ranks' hosts, never for a device.
+
+    Args:
+        name: of the group.
+        terms: what the ranks must agree on, in words; the operation's name first.
+        numbers: up to 8 that they need to know of each other, as many on each rank.
+        device: where the features are.
+
+    Raises:
+        ValueError: the ranks disagree; it says what each had.
+        CommunicationError: a rank is gone or does not come.
+    """
+    group = resolve(name)
+    head = struct.Struct(f"{len(numbers)}q")
+    text = terms.encode()[:TERMS].ljust(TERMS)
+    with _failures_of(f"{_operation(terms)}: before the first transfer, rank {dist.get_rank()}"):
+        shown = control.line(group, device).gather(text + head.pack(*numbers).ljust(64))
+    if any(row[:TERMS] != text for row in shown):
+        raise ValueError(_disagreement(group, [row[:TERMS].decode().strip() for row in shown]))
+    return [list(head.unpack_from(row, TERMS)) for row in shown]
+
+
+def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.ReduceOp.SUM) -> Tensor:
+    """`tensor` (changed in place) reduced over the group of that name."""
+    group, what = resolve(name), f"{operation}: all-reduce, rank {dist.get_rank()}"
+    with _failures_of(what):
+        dist.all_reduce(tensor, how, group=group)
+    control.note(group, tensor, what)
+    return tensor
+
+
+class Pending:
+    """A collective operation under way; what it was given must stay as it is until `wait`."""
+
+    def __init__(
+        self, work: dist.Work | None, what: str, group: dist.ProcessGroup, like: Tensor
+    ) -> None:
+        """`what` names the operation in errors; it fills a tensor where `like` is."""
+        self._work = work
+        self._end = functools.partial(control.note, group, like, what)
+        self.what = what
+
+    def wait(self) -> None:
+        """Until it is done: on the CPU for this thread, on a GPU for its stream."""
+        if self._work is not None:
+            with _failures_of(self.what):
+                self._work.wait()
+            self._end()
+        self._work = None
+
+
+def gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
+    """Every rank's (m, ...) as (n, m, ...), to be filled; all ranks come with the same shape."""
+    everyone = shard.new_empty((group.size(), *shard.shape))
+    what = _collective(operation, "gathering")
+    with _failures_of(what):
+        flat = everyone.view(-1, *shard.shape[1:])
+        work = dist.all_gather_into_tensor(flat, shard.contiguous(), group=group, async_op=True)
+    return everyone, Pending(work, what, group, shard)
+
+
+def scatter_sum(parts: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
+    """This rank's (m, ...) of the sum over ranks of (n m, ...), to be filled, where they were."""
+    size, rank = parts.shape[0] // group.size(), group.rank()
+    total = parts[rank * size : (rank + 1) * size]
+    what = _collective(operation, "adding up what all ranks found")
+    with _failures_of(what):
+        work = dist.reduce_scatter_tensor(total, parts, group=group, async_op=True)
+    return total, Pending(work, what, group, total)
+
+
+def let_begin(like: Tensor) -> None:
+    """Let a collective that was just given out begin before what this stream does next.
+
+    A large product that begins first seems to take all multiprocessors of a GPU, and the
+    collective, which asks for some, to begin at its end. 65,536 rows on 2 H200s: 23.59 ms, and
+    23.51 so; by events that go to other streams and back as much as without
+    (benchmarks/results/hiding-2gpu.json).
+    """
+    if like.is_cuda:
+        torch_internals.gpu_sleep(20_000)  # cycles, 10 us
+
+
+def deal(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:
+    """(n, ...): from every rank what it has for this one, of (n, ...) each; waits for them."""
+    own = torch.empty_like(parts)
+    what = _collective(operation, "exchanging what all ranks found")
+    with _failures_of(what):
+        dist.all_to_all_single(own, parts, group=group)
+    control.note(group, parts, what)
+    return own
+
+
+def _collective(operation: str, what: str) -> str:
+    return f"{operation}: {what}, rank {dist.get_rank()}"
+
+
+class Swap:
+    """Tensors sent to one rank while others of the same kinds are received from another.
+
+    `add` them, `start`, do something else, `wait`; what was sent must stay as it is until then.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, to: int, source: int, what: str) -> None:
+        """`to` and `source` are ranks of the group; `what` names the exchange in errors."""
+        ranks = dist.get_process_group_ranks(group)
+        self.group, self.to, self.source = group, ranks[to], ranks[source]
+        self.what = f"{what}, rank {dist.get_rank()} (to rank {self.to}, from rank {self.source})"
+        self._operations: list[dist.P2POp] = []
+        self._works: list[dist.Work] = []
+        self._added = 0
+
+    def add(self, outgoing: Tensor, size: int, dim: int = 0) -> Tensor:
+        """Send a tensor for one like it, but of `size` along `dim`; returns that, to be filled."""
+        shape = list(outgoing.shape)
+        shape[dim] = size
+        incoming = outgoing.new_empty(shape)
+        sides = (dist.isend, outgoing.contiguous(), self.to), (dist.irecv, incoming, self.source)
+        for kind, tensor, peer in sides:
+            if tensor.numel():
+                tag = self._added  # the same for sender and receiver: both add in one order
+                self._operations.append(dist.P2POp(kind, tensor, peer, self.group, tag))
+        self._added += 1
+        return incoming
+
+    def start(self) -> None:
+        """Begin all transfers."""
+        if self._operations:
+            with _failures_of(self.what):
+                self._works = dist.batch_isend_irecv(self._operations)
+
+    def wait(self) -> None:
+        """Until all transfers are done: on the CPU for this thread, on a GPU for its stream."""
+        operations, works = self._operations, self._works
+        for i, work in enumerate(works):
+            what = self.what
+            if len(works) == len(operations):
+                sends = operations[i].op is dist.isend
+                what += f", {'sending to' if sends else 'receiving from'} rank {operations[i].peer}"
+            with _failures_of(what):
+                work.wait()
+        if works:
+            control.note(self.group, operations[0].tensor, self.what)
+        self._operations, self._works = [], []
+
+
+@contextmanager
+def _failures_of(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(f"{what}: {error}") from error
+
+
+def _operation(terms: str) -> str:
+    return terms.split(",", 1)[0]
+
+
+def _disagreement(group: dist.ProcessGroup, shown: list[str]) -> str:
+    ranks = dist.get_process_group_ranks(group)
+    had: dict[str, list[int]] = {}
+    for rank, terms in zip(ranks, shown, strict=True):
+        had.setdefault(terms, []).append(rank)
+    each = (
+        f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: {terms}"
+        for terms, who in had.items()
+    )
+    return "group: expected the same call on all ranks, got " + "; ".join(each)

@@ -1,0 +1,63 @@
+"""What Triton's interpreter cannot tell: that kernels compile, and with what they make do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+KERNELS = ("tile@90", "tile, masked@90", "exact@90", "keep@90", "release@90", "tile@80")
+SOFTMAX = ("clip@90", "clip, half@90", "clip, ds@90", "clip, ds, half@90", "settle, half@90")
+SOFTMAX += (
+    "combine@90",
+    "pairs@90",
+    "pairs, gradients@90",
+    "clip@80",
+    "clip, half@80",
+    "clip, ds@80",
+    "clip, ds, half@80",
+)
+#: Bytes of shared memory of a multiprocessor (an H100's), and what each program takes beside.
+SHARED, BESIDE = 228 << 10, 1 << 10
+
+
+def compiled(kernels: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "tests.similarity.backends.triton.compiling", *kernels]
+    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: dict[str, dict[str, int]] = json.loads(ended.stdout.splitlines()[-1])
+    assert set(found) == set(kernels)
+    return found
+
+
+def test_the_sigmoid_kernels() -> None:
+    found = compiled(KERNELS)
+    for name in ("tile@90", "tile, masked@90"):  # two programs share a multiprocessor
+        assert 2 * (found[name]["shared"] + BESIDE) <= SHARED, found
+        assert found[name].get("stack", 0) <= 64, found  # bytes of spilled registers
+    assert found["exact@90"]["shared"] + BESIDE <= SHARED
+
+
+def test_the_ranks_kernel() -> None:
+    found = compiled(("find@90", "count@90", "count, ids@90", "count@80", "scores@90", "scores@80"))
+    for name, taken in found.items():
+        assert 2 * (taken["shared"] + BESIDE) <= (SHARED if name.endswith("90") else 164 << 10)
+        assert taken.get("stack", 0) <= (64 if name.endswith("90") else 512), found
+
+
+def test_the_softmax_kernels() -> None:
+    found = compiled(SOFTMAX)
+    for name in SOFTMAX:
+        limit = SHARED if name.endswith("90") else 164 << 10
+        programs = 2 if name.startswith("clip") else 1  # share a multiprocessor
+        assert programs * (found[name]["shared"] + BESIDE) <= limit, found
+        if name.startswith("clip"):  # bytes of spilled registers; 4 warps on sm_80: 544 to 912
+            assert found[name].get("stack", 0) <= (64 if name.endswith("90") else 256), found
