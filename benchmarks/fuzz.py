@@ -1,7 +1,8 @@
 """Random calls of all losses and similarity functions against naive dense expressions.
 
     python benchmarks/fuzz.py --cases 20000 --seed 0 --output benchmarks/results/fuzz-cpu.json
-    python benchmarks/fuzz.py --cases 1000 --device cuda --output benchmarks/results/fuzz-gpu.json
+    python benchmarks/fuzz.py --cases 1000 --device cuda --processes 16 \\
+        --output benchmarks/results/fuzz-gpu.json
     python benchmarks/fuzz.py --only 4711      # that case again, with its configuration
 
 Values and all gradients in float64, to 1e-9 of each tensor's largest number: shapes with 0 and 1,
@@ -31,15 +32,14 @@ import torch
 
 import megabatch
 from fuzzing.cases import draw
-from fuzzing.groups import FINE, run
+from fuzzing.groups import FINE, configure, deal, run
 
 DTYPES = {"cpu": ("float64",), "cuda": ("float64", "bfloat16", "float16", "float32")}
 
 
 def main() -> int:
     options = parse()
-    torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = options.device == "cuda"
+    configure(options.device)
     dtypes = tuple(options.dtypes or DTYPES[options.device])
     # Low precisions are compared on one rank, and several GPUs are a matter of the tests.
     largest = options.ranks if dtypes == ("float64",) and options.device == "cpu" else 1
@@ -48,9 +48,13 @@ def main() -> int:
     if options.only:
         print(json.dumps(cases, indent=1))
     began = time.monotonic()
+    if options.processes == 1:
+        outcomes = run(cases, options.device)
+    else:
+        outcomes = deal(cases, options.device, options.processes)
     counts: Counter[tuple[str, str, int, str]] = Counter()
     failures: list[dict[str, Any]] = []
-    for done, (case, outcome) in enumerate(run(cases, options.device), start=1):
+    for done, (case, outcome) in enumerate(outcomes, start=1):
         status = (outcome or "ok") if outcome in FINE else "failed"
         counts[case["call"], case["dtype"], case["ranks"], status] += 1
         if status == "failed":
@@ -59,6 +63,7 @@ def main() -> int:
         if done % max(1, len(cases) // 50) == 0 or done == len(cases):
             shown = f"{done} of {len(cases)} cases, {len(failures)} failed"
             print(f"{shown}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    failures.sort(key=lambda failure: failure["case"]["index"])
     seconds = round(time.monotonic() - began, 1)
     undecided = sum(n for key, n in counts.items() if key[3] == "undecided")
     print(f"{len(cases)} cases, {len(failures)} failed, {undecided} undecided, {seconds} s")
@@ -87,8 +92,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=tuple(DTYPES), default="cpu")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES["cuda"])
     parser.add_argument("--ranks", type=int, default=3, help="of the largest group (CPU, float64)")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="that share the cases; on a GPU compiling is slow"
+    )
     parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.processes < 1:
+        parser.error(f"--processes: expected a positive number, got {options.processes}")
+    return options
 
 
 def head(output: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Many cases: alone in this process, or in groups of ranks that are started once."""
+"""Many cases: in this process or dealt out to several, and in groups of ranks started once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import queue
 import tempfile
 import traceback
+from collections import deque
 from collections.abc import Generator, Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -34,6 +36,68 @@ def run(cases: list[Case], device: str) -> Iterator[tuple[Case, str]]:
             continue
         for case in mine:
             yield case, attempt(case, 0, device)[0]
+
+
+def deal(cases: list[Case], device: str, processes: int) -> Iterator[tuple[Case, str]]:
+    """`run` in several processes at once, which compile kernels and decide cases in parallel.
+
+    Outcomes come in the order in which they are known. A process that dies takes one case with it:
+    the rest of its cases goes to a new process.
+    """
+    workers = [
+        Worker(cases[first::processes], device) for first in range(min(processes, len(cases)))
+    ]
+    try:
+        while workers := [worker for worker in workers if worker.cases]:
+            ready = wait([worker.connection for worker in workers])
+            for worker in workers:
+                if worker.connection in ready:
+                    yield worker.next()
+    finally:
+        for worker in workers:
+            worker.process.kill()
+
+
+class Worker:
+    """A process with cases of its own."""
+
+    def __init__(self, cases: list[Case], device: str) -> None:
+        self.cases = deque(sorted(cases, key=lambda case: case["ranks"]))  # as `run` takes them
+        self.device = device
+        self._start()
+
+    def next(self) -> tuple[Case, str]:
+        """The outcome of the first case that has none yet."""
+        case = self.cases.popleft()
+        try:
+            return case, self.connection.recv()
+        except EOFError:
+            self.process.join()
+            code = self.process.exitcode
+            if self.cases:
+                self._start()
+            return case, f"the process ended with exit code {code}"
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")  # a CUDA context survives no fork
+        self.connection, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=_tell_outcomes, args=(list(self.cases), self.device, theirs)
+        )
+        self.process.start()
+        theirs.close()  # so that its end is noticed
+
+
+def _tell_outcomes(cases: list[Case], device: str, connection: Connection) -> None:
+    configure(device)
+    for _, outcome in run(cases, device):
+        connection.send(outcome)
+
+
+def configure(device: str) -> None:
+    """Set this process's threads and precision: many at once, TF32 where kernels use it."""
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = device == "cuda"
 
 
 def attempt(case: Case, rank: int, device: str) -> tuple[str, bool]:

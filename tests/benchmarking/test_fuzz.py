@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import sys
 from collections import Counter
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.similarity.distributed.processes import start_server
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 DTYPES = ("float64",)
@@ -75,6 +78,48 @@ def test_a_failure_is_recorded_with_its_configuration(
     assert failure["case"] == draw(1, case["index"], DTYPES, 3)
     assert "result 0" in failure["failure"]
     assert json.dumps([case], indent=1) in capsys.readouterr().out
+
+
+def test_processes_share_the_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import fuzz
+
+    start_server()
+    contents = []
+    for processes in (1, 3):
+        output = tmp_path / f"{processes}.json"
+        words = ["--cases=40", "--ranks=1", f"--processes={processes}", f"--output={output}"]
+        monkeypatch.setattr(sys, "argv", ["fuzz.py", *words])
+        threads = torch.get_num_threads()
+        try:
+            assert fuzz.main() == 0
+        finally:
+            torch.set_num_threads(threads)
+        contents.append(json.loads(output.read_text()))
+    for key in ("seed", "cases", "failed", "undecided", "records", "failures"):
+        assert contents[0][key] == contents[1][key], key
+    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--processes=0"])
+    with pytest.raises(SystemExit):
+        fuzz.main()
+    assert "--processes: expected a positive number, got 0" in capsys.readouterr().err
+
+
+def die_at_4(cases: list[Any], device: str, connection: Any) -> None:
+    for case in cases:
+        if case["index"] == 4:
+            os._exit(3)
+        connection.send("")
+
+
+def test_a_process_that_dies_loses_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuzzing import groups
+
+    start_server()
+    monkeypatch.setattr(groups, "_tell_outcomes", die_at_4)
+    cases: list[Any] = [{"index": index, "ranks": 1} for index in range(7)]
+    found = {case["index"]: outcome for case, outcome in groups.deal(cases, "cpu", 2)}
+    assert found == dict.fromkeys(range(7), "") | {4: "the process ended with exit code 3"}
 
 
 def test_low_precisions_on_the_cpu() -> None:

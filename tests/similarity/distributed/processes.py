@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -260,12 +261,19 @@ def forked(target: Callable[..., None], *arguments: Any) -> Any:
 
     With Triton's interpreter, also where there are GPUs.
     """
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context: Any = start_server()
     process = context.Process(target=target, args=arguments)
-    with mock.patch.dict(os.environ, ENVIRONMENT | {"TRITON_INTERPRET": "1"}, clear=True):
-        process.start()
+    process.start()
     return process
+
+
+def start_server() -> Any:
+    """Start that server, if it does not run; returns the context of processes that it forks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, ENVIRONMENT | {"TRITON_INTERPRET": "1"}, clear=True):
+        forkserver.ensure_running()
+    return context
 
 
 def new_store() -> dist.TCPStore:
