@@ -29,7 +29,7 @@ SHARED, BESIDE = 228 << 10, 1 << 10
 
 def compiled(kernels: tuple[str, ...]) -> dict[str, dict[str, int]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     command = [sys.executable, "-m", "tests.similarity.backends.triton.compiling", *kernels]
     ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
