@@ -18,6 +18,7 @@ SIGNS = re.compile(
 _IMPORTS = re.compile(r"^\s*from (tests[\w.]*) import (\w+)", re.MULTILINE)
 
 
+@functools.cache
 def is_concurrent(path: Path) -> bool:
     """Whether the tests of this file carry the marker `concurrency`."""
     return any(SIGNS.search(_text(file)) for file in _with_imports(path))

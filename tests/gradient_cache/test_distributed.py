@@ -2,13 +2,11 @@
 
 import functools
 import json
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -19,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.training.world import leave
+from tests.similarity.distributed.processes import join, start
 
 WORLD, WIDTH, DIMS = 2, 6, 4
 MICRO_BATCH_SIZES = (2, 8)  # 8: every shard is one micro-batch
@@ -240,16 +239,9 @@ def run_case(setup, sizes, micro_batch_size, rank, steps=2):
     }
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
+def worker(rank, size, port, folder):
     torch.set_default_dtype(torch.float64)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
+    join(rank, size, port)
     results = {
         f"{setup.__name__} {name} {size}": run_case(setup, sizes, size, rank)
         for setup in SETUPS
@@ -264,7 +256,9 @@ def worker(rank, folder):
 def results(tmp_path_factory):
     """The results of all cases on each rank, from one start of the processes."""
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, (str(folder),), nprocs=WORLD)
+    for process in start(WORLD, worker, folder):
+        process.join(240)
+        assert process.exitcode == 0
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 

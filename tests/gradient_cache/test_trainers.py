@@ -6,7 +6,10 @@ gradient caching: each calls `backward()` of the loss that it is given.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -23,7 +26,7 @@ from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
 from megabatch.training.world import leave
 from tests.models.tiny_bert import save_tiny_bert
-from tests.similarity.distributed.processes import new_store, start
+from tests.similarity.distributed.processes import forked, new_store
 
 WIDTH, DIMS, SAMPLES, BATCH = 5, 4, 32, 4
 LETTERS = "abcdefgh"
@@ -200,15 +203,39 @@ def compare(library: str, folder: Path, processes: int = 1) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_one_process(library: str, tmp_path: Path) -> None:
-    if library == "sentence_transformers":
-        save_tiny_bert(tmp_path / "bert")
-    compare(library, tmp_path)
+def import_and_fork(folder: Path, ports: list[int]) -> None:
+    """One process alone and two together, forks of this one: the libraries take seconds."""
+    for name in (*LIBRARIES, "accelerate", "datasets"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    context: Any = multiprocessing.get_context("fork")
+    ranks = [("alone", 0, 1), ("0", 0, 2), ("1", 1, 2)]
+    started = [context.Process(target=worker, args=(*rank, folder, ports)) for rank in ranks]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
 
 
-def worker(rank: int, size: int, port: int, folder: Path, ports: list[int]) -> None:
+def worker(name: str, rank: int, size: int, folder: Path, ports: list[int]) -> None:
     torch.set_num_threads(1)
+    if size > 1:
+        pretend_torchrun(rank, size)
+    outcome = {}
+    for library, port in zip(LIBRARIES, ports, strict=True):
+        if size > 1:
+            os.environ["MASTER_PORT"] = str(port)
+        try:
+            compare(library, folder, size)
+            outcome[library] = ""
+        except (Exception, pytest.skip.Exception):
+            outcome[library] = traceback.format_exc()
+        (folder / f"{name}.json").write_text(json.dumps(outcome))
+    if dist.is_initialized():
+        leave()
+
+
+def pretend_torchrun(rank: int, size: int) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "WORLD_SIZE": str(size),
@@ -221,38 +248,28 @@ def worker(rank: int, size: int, port: int, folder: Path, ports: list[int]) -> N
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    outcome = {}
-    for library, own_port in zip(LIBRARIES, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(own_port)
-        try:
-            compare(library, folder, size)
-            outcome[library] = ""
-        except (Exception, pytest.skip.Exception):
-            outcome[library] = traceback.format_exc()
-        (folder / f"{rank}.json").write_text(json.dumps(outcome))
-    if dist.is_initialized():
-        leave()
 
 
 @pytest.fixture(scope="module")
-def outcomes_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What came of each library on each of two processes."""
-    folder = tmp_path_factory.mktemp("two")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """How each library's training ended, in each process."""
+    folder = tmp_path_factory.mktemp("trainers")
     save_tiny_bert(folder / "bert")
     stores = [new_store() for _ in LIBRARIES]  # one keeps what an earlier group said
-    processes = start(2, worker, folder, [store.port for store in stores])
-    for process in processes:
-        process.join(240)
-        if process.is_alive():
-            process.kill()
-    found = [folder / f"{rank}.json" for rank in range(2)]
-    return [json.loads(path.read_text()) if path.exists() else {} for path in found]
+    process = forked(import_and_fork, folder, [store.port for store in stores])
+    process.join(240)
+    process.kill()
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    return {name: found.get(name, {}) for name in ("alone", "0", "1")}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_two_processes(library: str, outcomes_of_two: list[dict[str, str]]) -> None:
-    for rank, outcome in enumerate(outcomes_of_two):
-        failure = outcome.get(library, "it did not end")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_is_as_without_a_cache(
+    processes: int, library: str, outcomes: dict[str, dict[str, str]]
+) -> None:
+    for name in ["alone"] if processes == 1 else ["0", "1"]:
+        failure = outcomes[name].get(library, "it did not end")
         if "Skipped: could not import" in failure:
             pytest.skip(failure.splitlines()[-1])
-        assert not failure, f"rank {rank}: {failure}"
+        assert not failure, f"process {name}: {failure}"

@@ -17,6 +17,7 @@ from tests.similarity.distributed.travel import pieces_of
 
 pytest.importorskip("triton")
 
+ROWS = 120  # of all ranks, in one tile: the interpreter takes its time
 D = 20  # no multiple of 8: what travels is padded
 
 
@@ -32,17 +33,17 @@ def value(sides: tuple[similarity.Split, similarity.Split | None], weights: Tens
 @on_devices(2)
 def test_fused_kernels(world: World) -> None:
     """Sums of different units must not meet, nor float16 gradients of different ranges."""
-    x, y = (F.normalize(torch.randn(200, D), dim=1).half() for _ in range(2))
-    x[:70] *= 4
-    ids = torch.randint(-1, 20, (200,))
-    weights = torch.rand(6, 200) * 1e-3
-    weights[:, 70:] /= 100
+    x, y = (F.normalize(torch.randn(ROWS, D), dim=1).half() for _ in range(2))
+    x[:40] *= 4
+    ids = torch.randint(-1, 20, (ROWS,))
+    weights = torch.rand(6, ROWS) * 1e-3
+    weights[:, 40:] /= 100
     for sizes, self_similar, numbers, piece, own_first in (
-        ([100, 100], False, None, None, 101),  # gathered
-        ([100, 100], False, ids, None, 100),
-        ([70, 130], False, None, None, 1),
-        ([70, 130], False, ids, 60 * 24 * 2, 1),
-        ([70, 130], True, ids, 60 * 24 * 2, 1),
+        ([60, 60], False, None, None, 61),  # gathered
+        ([60, 60], False, ids, None, 60),
+        ([40, 80], False, None, None, 1),
+        ([40, 80], False, ids, 60 * 24 * 2, 1),
+        ([40, 80], True, ids, 60 * 24 * 2, 1),
     ):
         whole, local = [leaf(x), leaf(y)], [leaf(world.shard(t, sizes)) for t in (x, y)]
         scales = [leaf(torch.tensor(10.0)) for _ in range(2)]
@@ -77,16 +78,16 @@ def test_fused_kernels(world: World) -> None:
 @on_devices(2)
 def test_the_sigmoid_loss(world: World) -> None:
     """Parts of dS from several ranks, each with weights of its own, in one range of float16."""
-    x, y = (F.normalize(torch.randn(200, D), dim=1).half() for _ in range(2))
-    ids = torch.randint(-1, 40, (200,))
-    weights = torch.rand(200)
-    weights[:70] *= 1000
+    x, y = (F.normalize(torch.randn(ROWS, D), dim=1).half() for _ in range(2))
+    ids = torch.randint(-1, 40, (ROWS,))
+    weights = torch.rand(ROWS)
+    weights[:40] *= 1000
     for sizes, numbers, weight, piece in (
-        ([100, 100], None, None, None),  # gathered
-        ([100, 100], ids, weights, None),
-        ([70, 130], None, weights, None),
-        ([0, 200], ids, None, 60 * 24 * 2),
-        ([70, 130], ids, weights, 60 * 24 * 2),
+        ([60, 60], None, None, None),  # gathered
+        ([60, 60], ids, weights, None),
+        ([40, 80], None, weights, None),
+        ([0, ROWS], ids, None, 60 * 24 * 2),
+        ([40, 80], ids, weights, 60 * 24 * 2),
     ):
         whole = [leaf(t) for t in (x, y, torch.tensor(10.0), torch.tensor(-3.0))]
         local = [leaf(world.shard(t.detach(), sizes)) for t in whole[:2]]
@@ -98,8 +99,8 @@ def test_the_sigmoid_loss(world: World) -> None:
             patch.setattr(sweep, "fused_available", lambda x: True)
             truth = similarity.softplus_sum(*whole, ids=pairs, weight=weight, group="local")
             mine = similarity.softplus_sum(*local, ids=own, weight=own_weight)
-            (truth / 200).backward()
-            (mine / 200).backward()
+            (truth / ROWS).backward()
+            (mine / ROWS).backward()
         total = mine.detach().clone()
         dist.all_reduce(total)
         torch.testing.assert_close(total, truth.detach(), rtol=1e-6, atol=0)
@@ -110,13 +111,13 @@ def test_the_sigmoid_loss(world: World) -> None:
         for a, b in zip(local[2:], whole[2:], strict=True):
             torch.testing.assert_close(a.grad, b.grad / world.size, rtol=2e-3, atol=1e-6)
     # No gradient of x, and no rows of y on the first rank: its part of scale's gradient is 0.
-    sides = (torch.arange(200), torch.arange(200))
+    sides = (torch.arange(ROWS), torch.arange(ROWS))
     scales = [leaf(torch.tensor(10.0)) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "fused_available", lambda x: True)
         similarity.softplus_sum(x, leaf(y), scales[0], -3.0, ids=sides, group="local").backward()
-        rows, columns = world.shard(sides[0], [100, 100]), world.shard(sides[1], [0, 200])
-        here = world.shard(x, [100, 100]), leaf(world.shard(y, [0, 200]))
+        rows, columns = world.shard(sides[0], [60, 60]), world.shard(sides[1], [0, ROWS])
+        here = world.shard(x, [60, 60]), leaf(world.shard(y, [0, ROWS]))
         similarity.softplus_sum(*here, scales[1], -3.0, ids=(rows, columns)).backward()
     mean = scales[0].grad / world.size
     torch.testing.assert_close(scales[1].grad, mean, rtol=2e-3, atol=1e-6)
