@@ -1,8 +1,10 @@
-"""What is said of batch normalisation, and how it is synchronised; on GPUs see test_gpu_ranks."""
+"""What is said of batch normalisation, and how it is synchronised; over NCCL see test_gpu_ranks."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from megabatch.models import create
 from megabatch.models.locking import lock, set_modes
 from megabatch.training import TrainConfig
 from megabatch.training.batch_norm import batch_norms, explanation, problems, synchronise
+from megabatch.training.objective import create_objective
 from megabatch.training.world import World
+from tests.similarity.distributed.processes import World as Processes
+from tests.similarity.distributed.processes import on_processes
 from tests.training.bn_towers import BnTowers, alone, on_ranks
 
 ALONE = World(torch.device("cpu"))
@@ -69,6 +74,20 @@ def test_parameters_names_and_activations_stay() -> None:
     assert isinstance(after[2].act, nn.ReLU)
     untouched = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert not isinstance(synchronise(untouched, ALONE)[1], nn.SyncBatchNorm)
+
+
+@on_processes(2)
+def test_synchronised_it_is_that_of_all_rows(processes: Processes) -> None:
+    cpu = torch.device("cpu")
+    by_itself = functools.partial(create_objective, group="local")
+    with mock.patch("megabatch.training.trainer.create_objective", by_itself):
+        expected, weights = alone(cpu, processes.size)
+    for parallel in ("ddp", "fsdp"):
+        losses, found = on_ranks(World(cpu, processes.rank, processes.size), parallel)
+        assert losses == pytest.approx(expected, rel=1e-3)
+        for name, value in found.items():
+            whole = weights[name].reshape(value.shape)
+            torch.testing.assert_close(value, whole, atol=1e-3, rtol=1e-2, msg=name)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])

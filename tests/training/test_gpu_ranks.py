@@ -1,6 +1,6 @@
-"""Whole runs under torchrun: Gloo on the CPU in every run of the tests, NCCL with `-m gpu`.
+"""Whole runs of several GPUs under torchrun, over NCCL.
 
-One start of the processes serves all checks of a device.
+One start of the processes serves all checks. On the CPU: test_run_parallel, test_batch_norm.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.training.synthetic import CONFIG, write_shard
 
 pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.gpu
+
 ROOT = Path(__file__).parents[2]
 ON_RANKS = {
     "ddp": {},
@@ -38,12 +39,11 @@ ON_RANKS = {
         "precision": "bf16",
     },
 }
-ON_CPU = ("ddp", "fsdp-checkpointed")  # the others take long there, or bring nothing new
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where runs of one device are, by name, and what the processes ended with."""
+    """Where the runs are, by name, and what the processes ended with."""
 
     folder: Path
     codes: dict[str, list[int]]
@@ -55,15 +55,14 @@ class Outcome:
         return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.fixture(scope="module", params=DEVICES)
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    device: str = request.param
-    size = 2 if device == "cpu" else min(4, torch.cuda.device_count())
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    size = min(4, torch.cuda.device_count())
     if size < 2:
         pytest.skip("needs two CUDA devices or more for NCCL")
-    folder = tmp_path_factory.mktemp(device)
+    folder = tmp_path_factory.mktemp("ranks")
     data = str(write_shard(folder / "pairs.tar", 160))
-    base = replace(CONFIG, device=device, train_data=data, checkpoint_every=0)
+    base = replace(CONFIG, device="cuda", train_data=data, checkpoint_every=0)
     tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
     try:
         alone = replace(base, output=folder / "alone")
@@ -71,14 +70,13 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         jobs: list[tuple[TrainConfig, int | None]] = [
             (replace(base, output=folder / name, **changes), None)
             for name, changes in ON_RANKS.items()
-            if device == "cuda" or name in ON_CPU
         ]
         jobs += [
             (replace(base, output=folder / "ddp-stopped"), 3),
             (replace(base, output=folder / "fsdp-stopped", parallel="fsdp"), 3),
             (replace(base, output=folder / "ddp-stopped", parallel="fsdp", resume=True), None),
         ]
-        told, codes = _torchrun(size, jobs, folder, device)
+        told, codes = _torchrun(size, jobs, folder)
         # What several left one continues.
         assert codes["fsdp-stopped"] == [75] * size, told
         assert train(replace(base, output=folder / "fsdp-stopped", resume=True)) == 0
@@ -88,7 +86,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def _torchrun(
-    size: int, jobs: list[tuple[TrainConfig, int | None]], folder: Path, device: str
+    size: int, jobs: list[tuple[TrainConfig, int | None]], folder: Path
 ) -> tuple[str, dict[str, list[int]]]:
     listed = []
     stores = [new_store() for _ in range(len(jobs) + 2)]  # one keeps what an earlier group said
@@ -103,7 +101,7 @@ def _torchrun(
     (folder / "jobs.json").write_text(json.dumps(jobs_file))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(size), "-m", "tests.training.ranks_worker"]
-    command += [str(folder), device]
+    command += [str(folder), "cuda"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
@@ -118,8 +116,6 @@ def _torchrun(
 
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_several_devices_train_as_one(name: str, outcome: Outcome) -> None:
-    if name not in ON_CPU and outcome.folder.name.startswith("cpu"):
-        pytest.skip("on GPUs only, for its time")
     assert outcome.codes.get(name) == [0] * outcome.size, outcome.told
     half = "precision" in ON_RANKS[name]
     # Fewer digits of the first steps are the same than of a float32 run's: weights move apart.
@@ -149,10 +145,9 @@ def test_synchronised_batch_normalisation_is_that_of_all_rows(
 ) -> None:
     from safetensors.torch import load_file
 
-    device = torch.device("cpu" if outcome.folder.name.startswith("cpu") else "cuda")
     tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
     try:
-        losses, weights = alone(device, outcome.size)
+        losses, weights = alone(torch.device("cuda"), outcome.size)
     finally:
         torch.backends.cudnn.allow_tf32 = tf32
     found = json.loads((outcome.folder / f"bn-{parallel}.json").read_text())
