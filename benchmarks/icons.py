@@ -36,9 +36,9 @@ from megabatch.benchmarking.records import command_line, machine, versions
 from megabatch.data.grey import IMAGES, GreyPairs
 from megabatch.data.iconify import open_package
 from megabatch.data.icons import write_icons
+from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.run_folder import open_run
-from megabatch.evaluation.samples import CaptionedPairs
 from megabatch.evaluation.tasks import pairs_task, score
 from megabatch.models.icon import IMAGE_SIZE
 from megabatch.training import TrainConfig, load_config, train

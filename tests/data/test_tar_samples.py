@@ -13,7 +13,7 @@ from megabatch.data.pairs import BadSample
 from megabatch.data.shards import TarSamples
 from megabatch.errors import UsageError
 from megabatch.evaluation.captions import open_captioned
-from megabatch.evaluation.labels import open_labelled
+from megabatch.evaluation.samples import open_labelled
 from tests.evaluation.material import picture, png, shard
 
 SAMPLES = [

@@ -5,12 +5,34 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
+
+from megabatch.evaluation.embed import Encoder
+from megabatch.evaluation.samples import Sample
 
 NAMES = ("digit_zero", "digit_one", "digit_two", "digit_three")
+
+
+@dataclass
+class ImageList:
+    images: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample[int]:
+        return Sample(self.images[index], index, str(index))
+
+
+def image_features(encoder: Encoder, images: Sequence[Any]) -> Tensor:
+    return encoder.embed(ImageList(images)).features
 
 
 def picture(kind: int, seed: int) -> Image.Image:

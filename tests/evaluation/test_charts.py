@@ -6,8 +6,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from megabatch.evaluation.charts import Bars, Chart, bars_chart, curves_chart, percent
-from megabatch.evaluation.metrics_log import Series
+from megabatch.evaluation.charts import (
+    Bars,
+    Chart,
+    Series,
+    bars_chart,
+    curves_chart,
+    percent,
+    series,
+)
 
 
 def svgs(chart: Chart) -> list[str]:
@@ -63,3 +70,28 @@ def test_the_same_chart_is_the_same_text() -> None:
 )
 def test_percent_keeps_digits_for_small_values(value: float, text: str) -> None:
     assert percent(value) == text
+
+
+def test_values_that_are_no_finite_number_leave_a_gap() -> None:
+    records = [
+        {"step": 1, "loss": float("nan")},
+        {"step": 2, "loss": None},
+        {"step": 3, "loss": 5},
+    ]
+    got = series(records, "loss")
+    assert got is not None
+    assert got.steps.tolist() == [3]
+    assert series(records, "lr") is None
+
+
+def test_a_long_curve_is_averaged_within_its_bounds() -> None:
+    records = [{"step": i, "loss": float(i % 7)} for i in range(1, 50_001)]
+    got = series(records, "loss")
+    assert got is not None
+    assert got.low is not None
+    assert got.high is not None
+    assert len(got.steps) == len(got.values) == 600
+    assert np.all(np.diff(got.steps) > 0)
+    assert got.low.min() == 0
+    assert got.high.max() == 6
+    assert np.all((got.low <= got.values) & (got.values <= got.high))

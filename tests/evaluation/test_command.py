@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from megabatch.cli import main
+from megabatch.errors import UsageError
+from megabatch.evaluation.command import process_group
 
 
 def test_eval_prints_each_figure_with_baseline_and_chance(
@@ -55,3 +57,13 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for option in ("RUN", "--val-data", "--device", "--precision", "--batch-size"):
         assert option in out
+
+
+def test_a_group_that_cannot_be_formed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with (
+        pytest.raises(UsageError, match=r"the processes cannot be joined: .*RANK"),
+        process_group(),
+    ):
+        pass

@@ -6,9 +6,10 @@ from PIL import Image
 
 from megabatch.data.glyphs import GlyphSet
 from megabatch.data.pairs import BadSample
-from megabatch.evaluation.embed import Encoder, distinct_with_ids
+from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.samples import Sample
 from megabatch.models import Towers, create
+from tests.evaluation.material import image_features
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ class SomeBad:
 
 def test_batches_do_not_change_the_features(towers: Towers, small_glyphs: GlyphSet) -> None:
     images = [small_glyphs.split("faces")[i].image for i in range(23)]
-    whole, parts = Encoder(towers).images(images), Encoder(towers, batch_size=5).images(images)
+    whole, parts = (image_features(Encoder(towers, batch_size=b), images) for b in (512, 5))
     torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
     assert whole.shape == (23, towers.embed_dim)
     assert not whole.requires_grad
@@ -57,7 +58,8 @@ def test_bad_samples_are_skipped_and_counted(towers: Towers, workers: int) -> No
     assert got.targets == [f"caption {i % 2}" for i in got.indices]
     assert got.skipped == {"undecodable image": 1, "empty caption": 3}
     shades = [Image.new("L", (32, 32), 20 * i) for i in got.indices]
-    torch.testing.assert_close(got.features, Encoder(towers).images(shades), rtol=1e-4, atol=1e-5)
+    alone = image_features(Encoder(towers), shades)
+    torch.testing.assert_close(got.features, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_of_bad_samples_alone_leaves_nothing(towers: Towers) -> None:
@@ -66,13 +68,7 @@ def test_a_batch_of_bad_samples_alone_leaves_nothing(towers: Towers) -> None:
 
 
 def test_nothing_gives_no_features(towers: Towers) -> None:
-    assert Encoder(towers).images([]).shape == (0, towers.embed_dim)
-
-
-def test_distinct_captions_keep_their_order() -> None:
-    texts, ids = distinct_with_ids(["b", "a", "b", "c", "a"])
-    assert texts == ["b", "a", "c"]
-    assert ids.tolist() == [0, 1, 0, 2, 1]
+    assert image_features(Encoder(towers), []).shape == (0, towers.embed_dim)
 
 
 def test_how_far_it_is_is_told_and_timed(towers: Towers) -> None:

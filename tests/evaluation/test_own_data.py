@@ -18,7 +18,13 @@ from megabatch.evaluation import evaluate_run
 from megabatch.evaluation.captions import open_captioned
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.run_folder import open_run
-from tests.evaluation.material import caption_table, captions, class_shards, image_folder
+from tests.evaluation.material import (
+    caption_table,
+    captions,
+    class_shards,
+    image_features,
+    image_folder,
+)
 from tests.evaluation.test_run import Page
 
 TEMPLATES = "{}\na {}\n"
@@ -49,7 +55,7 @@ def test_several_captions_an_image_rank_as_by_the_whole_matrix(run: Path, tmp_pa
 
     encoder = Encoder(open_run(run).towers)
     data = open_captioned(str(table))
-    images = encoder.images([data[i].image for i in range(n)])
+    images = image_features(encoder, [data[i].image for i in range(n)])
     texts = encoder.texts([text for of_image in captions(n) for text in of_image])
     assert len({text for of_image in captions(n) for text in of_image}) == len(owners)
     scores, right = images @ texts.T, torch.arange(n)[:, None] == owners
@@ -218,7 +224,7 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
         evaluate_run(run)
     given = []
     monkeypatch.setattr(
-        "megabatch.evaluation.val_data.open_pairs",
+        "megabatch.evaluation.captions.open_pairs",
         lambda *_, **names: (given.append(names), TextPairs())[1],
     )
     evaluation = evaluate_run(run, val_data="some texts", csv_query_key="asked")
@@ -226,7 +232,7 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
     task = evaluation["retrieval"]["pairs"]
     assert (task["images"], task["texts"], evaluation["zero_shot"]) == (12, 12, {})
     encoder, pairs = Encoder(towers), [TextPairs()[i] for i in range(12)]
-    first = encoder.images([pair.image for pair in pairs])
+    first = image_features(encoder, [pair.image for pair in pairs])
     scores = first @ encoder.texts([pair.caption for pair in pairs]).T
     for key, value in dense_recalls(scores, torch.eye(12, dtype=torch.bool)).items():
         assert task["model"][f"image_to_text/{key}"] == pytest.approx(value)

@@ -1,4 +1,4 @@
-"""Shares of work, and whole evaluations on two processes against one."""
+"""Whole evaluations on two processes against one."""
 
 from __future__ import annotations
 
@@ -7,64 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from megabatch import retrieval_metrics
 from megabatch.errors import UsageError
-from megabatch.evaluation import classification, processes
+from megabatch.evaluation import classification
 from megabatch.evaluation.config import EvalConfig
-from megabatch.evaluation.processes import gather_rows, gather_values, share, together, torchrun
 from megabatch.evaluation.run import evaluate
 from megabatch.models import create
 from tests.evaluation.material import caption_table, class_shards, image_folder
 from tests.similarity.distributed.processes import World, on_processes
-
-
-@given(n=st.integers(0, 200), size=st.integers(1, 7), block=st.integers(1, 50))
-def test_shares_cover_everything_once_in_whole_blocks(n: int, size: int, block: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        covered: list[int] = []
-        for rank in range(size):
-            patch.setattr(processes, "rank_and_size", lambda group, rank=rank: (rank, size))
-            mine = share(n, None, block=block)
-            assert mine.start % block == 0 or not len(mine)
-            covered += mine
-    assert covered == list(range(n))
-
-
-def test_one_process_has_everything() -> None:
-    rows = torch.ones(2, 3)
-    assert gather_rows(rows, "local") is rows
-    assert gather_values({"a": [1]}, None) == [{"a": [1]}]
-    assert share(5, None) == range(5)
-
-
-def test_a_group_that_cannot_be_formed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UsageError, match=r"the processes cannot be joined: .*RANK"), torchrun():
-        pass
-
-
-@on_processes(2)
-def test_rows_and_values_of_all(world: World) -> None:
-    mine = torch.arange(3 * (world.rank + 2)).reshape(-1, 3)
-    both = gather_rows(mine, None)
-    assert both.tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert gather_rows(mine[: 2 * world.rank], None).tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert gather_rows(mine[:0], None).shape == (0, 3)
-    assert gather_values([world.rank, "é"], None) == [[0, "é"], [1, "é"]]
-
-    def prepare() -> int:
-        if world.rank == 1:
-            raise UsageError("no such file")
-        return 3
-
-    with pytest.raises(UsageError, match=r"no such file \(rank 1\)"):
-        together(prepare, None)
-    assert together(lambda: world.rank, None) == world.rank
 
 
 @on_processes(2)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megabatch.errors import UsageError
-from megabatch.evaluation.run_folder import open_run, write_atomically
+from megabatch.evaluation.run_folder import open_run, read_metrics, write_atomically
 
 
 def checkpoint(run: Path, step: int, state: dict[str, torch.Tensor]) -> Path:
@@ -98,3 +99,31 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"report\.html cannot be written: No such file"):
         write_atomically(tmp_path / "missing" / "report.html", "text")
+
+
+def write_log(path: Path, *lines: object) -> Path:
+    path.write_text("".join(x if isinstance(x, str) else json.dumps(x) + "\n" for x in lines))
+    return path
+
+
+def test_a_resumed_run_keeps_the_later_record_of_a_step(tmp_path: Path) -> None:
+    path = write_log(
+        tmp_path / "metrics.jsonl",
+        {"step": 1, "loss": 9.0},
+        {"step": 2, "loss": 8.0},
+        {"step": 3, "loss": 7.0},
+        {"step": 2, "loss": 8.5},
+        {"step": 3, "loss": 7.5},
+    )
+    assert [record["loss"] for record in read_metrics(path)] == [9.0, 8.5, 7.5]
+
+
+def test_what_is_no_record_is_left_out(tmp_path: Path) -> None:
+    path = write_log(
+        tmp_path / "m.jsonl", {"step": 1}, "[3]\n", "\n", '{"step": "x"}\n', '{"step": 2, "l'
+    )
+    assert read_metrics(path) == [{"step": 1}]
+
+
+def test_a_missing_file_has_no_records(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []

@@ -13,7 +13,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megabatch.evaluation.metrics_log import Series
 from megabatch.evaluation.table import CONTENDERS
 
 _INK = {"light": "#1f2328", "dark": "#e6e6e6"}
@@ -34,13 +33,16 @@ _COLOURS = {
         "chance": "#a6a6a6",
     },
 }
-# Told apart without colour, too.
+# So that bars differ without colour, too.
 _HATCHES = {"model": "", "neighbours": "\\\\", "probe": "xx", "baseline": "//", "chance": ".."}
+
+
+_MOST_POINTS = 600  # about two for each pixel of a curve's width
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart as two data URIs, with what it shows in words."""
+    """A chart as two data URIs, with its content in words."""
 
     light: str
     dark: str
@@ -49,15 +51,43 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bars:
-    """One panel of the comparison: a figure for each tick, by contender."""
+    """A panel of the comparison: by contender, a figure for each tick."""
 
     title: str
     ticks: Sequence[str]
     values: Mapping[str, Sequence[float]]
 
 
+@dataclass(frozen=True)
+class Series:
+    """A curve over steps; where points were averaged, `low` and `high` are their bounds."""
+
+    steps: np.ndarray
+    values: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+
+
+def series(records: list[dict[str, Any]], key: str) -> Series | None:
+    """The curve of one logged quantity; None if it has no finite value."""
+    points = [(r["step"], r[key]) for r in records if isinstance(r.get(key), int | float)]
+    points = [(step, value) for step, value in points if np.isfinite(value)]
+    if not points:
+        return None
+    steps, values = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    if len(steps) <= _MOST_POINTS:
+        return Series(steps, values)
+    parts = np.array_split(values, _MOST_POINTS)
+    return Series(
+        steps=np.array([p.mean() for p in np.array_split(steps, _MOST_POINTS)]),
+        values=np.array([p.mean() for p in parts]),
+        low=np.array([p.min() for p in parts]),
+        high=np.array([p.max() for p in parts]),
+    )
+
+
 def curves_chart(panels: Sequence[tuple[str, Series]]) -> Chart:
-    """Titled curves over training steps, two a row."""
+    """Draw titled curves over training steps, two per row."""
 
     def draw(figure: Figure, theme: str) -> None:
         for ax, (title, curve) in zip(_grid(figure, len(panels), 2), panels, strict=True):
@@ -70,7 +100,7 @@ def curves_chart(panels: Sequence[tuple[str, Series]]) -> Chart:
 
 
 def bars_chart(panels: Sequence[Bars], *, columns: int) -> Chart:
-    """Recall of all contenders side by side, a panel a task and direction."""
+    """Draw the recall of all contenders side by side, a panel per task and direction."""
     rows = -(-len(panels) // columns)
 
     def draw(figure: Figure, theme: str) -> None:
@@ -95,7 +125,7 @@ def bars_chart(panels: Sequence[Bars], *, columns: int) -> Chart:
 
 
 def _grid(figure: Figure, n: int, columns: int) -> list[Axes]:
-    """The first n panels of a grid; the rest of its last row stays blank."""
+    """The first n panels of a grid, whose last row may not be full."""
     axes = list(figure.subplots(-(-n // columns), columns, squeeze=False).flat)
     for ax in axes[n:]:
         ax.remove()
@@ -118,10 +148,10 @@ def _draw_curve(ax: Axes, title: str, series: Series, colour: str) -> None:
 def _draw_bars(ax: Axes, panel: Bars, colours: dict[str, str]) -> None:
     shown = panel.values
     width = 0.82 / len(shown)
-    places = np.arange(len(panel.ticks))
+    positions = np.arange(len(panel.ticks))
     for i, (name, values) in enumerate(shown.items()):
         bars = ax.bar(
-            places + (i - (len(shown) - 1) / 2) * width,
+            positions + (i - (len(shown) - 1) / 2) * width,
             [100 * v for v in values],
             width * 0.94,
             color=colours[name],
@@ -130,7 +160,7 @@ def _draw_bars(ax: Axes, panel: Bars, colours: dict[str, str]) -> None:
         )
         ax.bar_label(bars, [percent(v) for v in values], fontsize=7.5, padding=1)
     ax.set_title(panel.title)
-    ax.set_xticks(places, panel.ticks)
+    ax.set_xticks(positions, panel.ticks)
     ax.set_xlim(-0.55, len(panel.ticks) - 0.45)
     ax.set_ylim(0, 108)
     ax.set_yticks(range(0, 101, 20))
@@ -138,7 +168,7 @@ def _draw_bars(ax: Axes, panel: Bars, colours: dict[str, str]) -> None:
 
 
 def percent(value: float) -> str:
-    """A fraction as percent without its sign, with digits enough to tell a small one from 0."""
+    """A fraction in percent, without the sign, with enough digits to tell a small one from 0."""
     hundredths = 100 * value
     if hundredths == 0 or hundredths >= 9.95:
         return f"{hundredths:.0f}"

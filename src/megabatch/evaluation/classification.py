@@ -1,28 +1,37 @@
-"""Accuracy of classing images, from how many classes score above and as high as the right one.
+"""Classification of labelled images: zero-shot, by nearest neighbours, by a linear probe.
 
-Ties count as a random choice, as in `megabatch.evaluation.retrieval`.
+Accuracy follows from how many classes score higher than the right one, and how many the same. Ties
+count as a random choice, as in `megabatch.evaluation.retrieval`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megabatch.evaluation.processes import gather_rows, share
+from megabatch.errors import UsageError
+from megabatch.evaluation.embed import Embedded, Encoder
+from megabatch.evaluation.probe import choose_and_fit, neighbour_votes
 from megabatch.evaluation.retrieval import answered_within
+from megabatch.evaluation.samples import Labelled
+from megabatch.evaluation.tasks import Matched
+from megabatch.evaluation.zeroshot import Prompts, class_features
+from megabatch.ranks import all_gather_rows, local_range
 from megabatch.similarity import ranks
 from megabatch.similarity.sweep import block_shape
 
 KS = (1, 5)
-_ROWS = 4096  # at a time, where there is a score for each image and class
+_ROWS = 4096  # images per block of scores
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Per image, int64 (n,): its class, and how many wrong classes score above it or the same."""
+    """Per image, int64 (n,): its class, and how many wrong classes score higher or the same."""
 
     labels: Tensor
     above: Tensor
@@ -37,7 +46,7 @@ class Ranked:
         }
 
     def recall_by_class(self) -> dict[int, float]:
-        """Share of a class's images that are classed right, for each class that occurs."""
+        """Fraction of a class's images that are classified right, for each class that occurs."""
         ones = torch.ones_like(self.above)
         right = answered_within(self.above, self.equal, ones, [1])[1]
         classes, recalls = _by_class(right, self.labels)
@@ -47,19 +56,19 @@ class Ranked:
 def rank_by_similarity(
     images: Tensor, labels: Tensor, classes: Tensor, group: object = "local"
 ) -> Ranked:
-    """Class by the largest inner product.
+    """Rank classes by their inner product with an image.
 
     Args:
-        images: (n, d); labels: int64 (n,), index into `classes`; classes: (c, d).
-        group: processes that all hold all of these and share the work.
+        images: (n, d); labels: int64 (n,), indices into `classes`; classes: (c, d).
+        group: ranks that share the work; each holds all of these tensors.
 
     Raises:
-        ValueError: a label that is no class.
+        ValueError: a label is not the index of a class.
     """
     _check_labels(labels, len(classes))
-    mine = _part(len(images), group, block_shape(images)[0])
+    mine = _local_rows(len(images), group, block_shape(images)[0])
     above, equal = ranks(images[mine], classes, labels[mine], group="local")
-    return _together(labels, above, equal, group)
+    return _gathered(labels, above, equal, group)
 
 
 def rank_by_scores(
@@ -69,48 +78,47 @@ def rank_by_scores(
     n_classes: int,
     group: object = "local",
 ) -> Ranked:
-    """Class by the largest of `scores(images (m, d)) -> (m, n_classes)`; else as above."""
+    """Rank classes by `scores(images (m, d)) -> (m, n_classes)`; else as `rank_by_similarity`."""
     _check_labels(labels, n_classes)
-    mine = _part(len(images), group, _ROWS)
+    mine = _local_rows(len(images), group, _ROWS)
     own = labels[mine]
     above, equal = torch.zeros_like(own), torch.zeros_like(own)
-    for rows in _strips(len(own)):
-        found = scores(images[mine][rows])
-        right = found.gather(1, own[rows, None])
-        above[rows] = (found > right).sum(1)
-        equal[rows] = (found == right).sum(1) - 1
-    return _together(labels, above, equal, group)
+    for rows in _row_blocks(len(own)):
+        score = scores(images[mine][rows])
+        target = score.gather(1, own[rows, None])
+        above[rows] = (score > target).sum(1)
+        equal[rows] = (score == target).sum(1) - 1
+    return _gathered(labels, above, equal, group)
 
 
 def chance(n_classes: int, ks: Sequence[int] = KS) -> dict[str, float]:
-    """What classing at random scores."""
+    """The figures of guessing."""
     return {
         **{f"top{k}": min(1.0, k / n_classes) for k in ks},
         "mean_per_class_recall": 1 / n_classes,
     }
 
 
-def _part(n: int, group: object, block: int) -> slice:
-    # Whole blocks: then each product has the shape that it has in one process.
-    part = share(n, group, block=block)
+def _local_rows(n: int, group: object, block: int) -> slice:
+    part = local_range(n, group, block=block)
     return slice(part.start, part.stop)
 
 
-def _strips(n: int) -> Iterator[slice]:
+def _row_blocks(n: int) -> Iterator[slice]:
     for start in range(0, n, _ROWS):
         yield slice(start, min(n, start + _ROWS))
 
 
-def _together(labels: Tensor, above: Tensor, equal: Tensor, group: object) -> Ranked:
-    counts = gather_rows(torch.stack([above, equal], dim=1), group)
+def _gathered(labels: Tensor, above: Tensor, equal: Tensor, group: object) -> Ranked:
+    counts = all_gather_rows(torch.stack([above, equal], dim=1), group)
     return Ranked(labels, counts[:, 0], counts[:, 1])
 
 
 def _by_class(right: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The classes that occur, and the mean of `right` (n,) in each."""
-    classes, place, counts = labels.unique(return_inverse=True, return_counts=True)
+    """The classes that occur, and the mean of `right` (n,) over each."""
+    classes, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(classes), dtype=torch.float64, device=right.device)
-    return classes, sums.scatter_add_(0, place, right.double()) / counts
+    return classes, sums.scatter_add_(0, inverse, right.double()) / counts
 
 
 def _check_labels(labels: Tensor, n_classes: int) -> None:
@@ -118,3 +126,190 @@ def _check_labels(labels: Tensor, n_classes: int) -> None:
         raise ValueError(
             f"labels must lie in 0..{n_classes - 1}, got {int(labels.min())}..{int(labels.max())}"
         )
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Arguments of `neighbour_votes`."""
+
+    k: int = 20
+    temperature: float = 0.07
+
+
+@dataclass(frozen=True)
+class ClassTask:
+    """Images to be classified.
+
+    prompts: for zero-shot classification, None to leave it out. train: training images for the
+    other two methods; neighbours: None to leave them out; probe: whether to fit one. key: the
+    task's key in `evaluation.json`; note: a description of the images; baseline: computes
+    accuracies that need no model.
+    """
+
+    title: str
+    test: Labelled
+    prompts: Prompts | None = None
+    train: Labelled | None = None
+    neighbours: Neighbours | None = None
+    probe: bool = False
+    key: str = "classes"
+    note: str = ""
+    baseline: Callable[[], dict[str, float]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.train is not None:
+            train_labels(self.test, self.train)  # before anything is embedded
+            counts = self.train.labels().clamp(min=0).bincount()
+            if self.probe and int(counts.max()) < 2:
+                raise UsageError(
+                    "--methods linear-probe: no class of the training images has two of them"
+                )
+
+
+@dataclass(frozen=True)
+class ClassScored:
+    """A task's entries in `evaluation.json`; None for methods that were not asked for.
+
+    matched: the images and the classes as texts, after zero-shot classification.
+    """
+
+    zero_shot: dict[str, Any] | None
+    classification: dict[str, Any] | None
+    matched: Matched | None
+
+
+def score_classes(encoder: Encoder, task: ClassTask) -> ClassScored:
+    """Embed the task's images once and classify them by each method asked for."""
+    images = encoder.embed(task.test, task.title)
+    if not images.targets:
+        raise UsageError(
+            f"{task.title}: none of {len(task.test)} images is usable: {images.reasons()}"
+        )
+    zero_shot, matched = None, None
+    if task.prompts is not None:
+        matched = _match_with_classes(encoder, task, images, task.prompts)
+        ranked = rank_by_similarity(
+            images.features, matched.image_ids, matched.text_features, encoder.group
+        )
+        zero_shot = _zero_shot_record(task, images, matched.texts, ranked)
+    trained = None
+    if task.train is not None and (task.neighbours or task.probe):
+        trained = _train_and_score(encoder, task, images, task.train)
+    return ClassScored(zero_shot, trained, matched)
+
+
+def train_labels(test: Labelled, train: Labelled) -> Tensor:
+    """Match test classes with training classes, by name or else by number; int64 (test classes,).
+
+    Raises:
+        UsageError: a class of the test images is missing from the training images.
+    """
+    if test.classes is None or train.classes is None:
+        if train.n_classes < test.n_classes:
+            raise UsageError(
+                f"the test images have {test.n_classes} classes, the training images only "
+                f"{train.n_classes}"
+            )
+        return torch.arange(test.n_classes)
+    index = {name: i for i, name in enumerate(train.classes)}
+    missing = [name for name in test.classes if name not in index]
+    if missing:
+        raise UsageError(
+            f"{len(missing)} of {len(test.classes)} classes of the test images are not among the "
+            f"training images', such as {missing[0]!r}"
+        )
+    return torch.tensor([index[name] for name in test.classes])
+
+
+def _match_with_classes(
+    encoder: Encoder, task: ClassTask, images: Embedded, prompts: Prompts
+) -> Matched:
+    features = class_features(encoder.texts, prompts)
+    labels = torch.tensor(images.targets, device=encoder.device)
+    names = _distinct(prompts, task.test.classes)
+    ids = torch.arange(len(names), device=encoder.device)
+    return Matched(task.test, images.indices, images.features, labels, names, features, ids)
+
+
+def _distinct(prompts: Prompts, classes: list[str] | None) -> list[str]:
+    """Each class's first name, with its folder's if two classes share it, as in ImageNet."""
+    first = [names[0] for names in prompts.names]
+    count = Counter(first)
+    folders = classes or [str(i) for i in range(len(first))]
+    return [
+        name if count[name] == 1 else f"{name} ({i if folder == name else folder})"
+        for i, (name, folder) in enumerate(zip(first, folders, strict=True))
+    ]
+
+
+def _zero_shot_record(
+    task: ClassTask, images: Embedded, names: list[str], ranked: Ranked
+) -> dict[str, Any]:
+    prompts = task.prompts
+    assert prompts is not None
+    baseline = {} if task.baseline is None else {"baseline": task.baseline()}
+    return {
+        "title": task.title,
+        "note": f"{task.note} Templates: {prompts.shown()}.".lstrip(),
+        "prompts": {
+            "source": prompts.source,
+            "templates": list(prompts.templates),
+            "names": [list(of_class) for of_class in prompts.names],
+        },
+        **_counts(images, task.test),
+        "classes": len(names),
+        "model": ranked.figures(),
+        "chance": chance(len(names)),
+        **baseline,
+        "recall_by_class": {names[i]: r for i, r in ranked.recall_by_class().items()},
+    }
+
+
+def _train_and_score(
+    encoder: Encoder, task: ClassTask, images: Embedded, train: Labelled
+) -> dict[str, Any]:
+    known = encoder.embed(train, f"{task.title}, training images")
+    if not known.targets:
+        raise UsageError(
+            f"{task.title}: none of {len(train)} training images is usable: {known.reasons()}"
+        )
+    device, group = encoder.device, encoder.group
+    n_classes = train.n_classes
+    labels = train_labels(task.test, train)[torch.tensor(images.targets)].to(device)
+    known_labels = torch.tensor(known.targets, device=device)
+    figures: dict[str, Any] = {}
+    notes = [f"{len(known.targets):,} training images."]
+    if task.neighbours is not None:
+        k, temperature = task.neighbours.k, task.neighbours.temperature
+        votes = neighbour_votes(
+            known.features, known_labels, n_classes, k=k, temperature=temperature
+        )
+        ranked = rank_by_scores(votes, images.features, labels, n_classes, group)
+        figures["neighbours"] = ranked.figures()
+        notes.append(f"The {k} nearest vote, with temperature {temperature:g}.")
+    if task.probe:
+        probe = choose_and_fit(known.features, known_labels, n_classes, group)
+        ranked = rank_by_scores(probe, images.features, labels, n_classes, group)
+        figures["probe"] = ranked.figures()
+        notes.append(
+            f"Linear probe: C = {probe.c:.3g}, chosen on a fifth of the training images, then "
+            "fitted to all."
+        )
+    return {
+        "title": task.title,
+        "note": " ".join(notes),
+        **_counts(images, task.test, train),
+        "classes": n_classes,
+        "train_images": len(known.targets),
+        **known.left_out("train_"),
+        **figures,
+        "chance": chance(n_classes),
+    }
+
+
+def _counts(images: Embedded, *parts: Labelled) -> dict[str, Any]:
+    return {
+        "images": len(images.targets),
+        **images.left_out(),
+        "damage": [line for part in parts for line in getattr(part, "damage", [])],
+    }

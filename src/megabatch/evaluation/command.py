@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from megabatch.errors import UsageError
@@ -12,46 +16,77 @@ from megabatch.options import parse
 if TYPE_CHECKING:
     from rich.console import Console
 
+# One rank may be busy for long: reading a class of a hundred thousand files, fitting a probe.
+_TIMEOUT = timedelta(hours=2)
+
 
 def main(argv: list[str]) -> int:
-    """Evaluate, print the figures, and say where the report is; returns the exit code."""
+    """Evaluate, print the figures and the path of the report; returns the exit code."""
     description = inspect.getdoc(EvalConfig) or ""
     config = parse(EvalConfig, argv, prog="megabatch eval", description=description)
-    from rich.console import Console  # as little as can be for --help
+    from rich.console import Console  # --help imports as little as possible
 
-    from megabatch.evaluation.processes import is_first, torchrun
     from megabatch.evaluation.table import print_evaluation
+    from megabatch.ranks import is_first
 
-    with torchrun():
+    with process_group():
         if not is_first():
-            return _follow(config)
+            return _evaluate_silently(config)
         console = Console()
         evaluation = _evaluate_visibly(config, console)
     print_evaluation(evaluation, console)
     folder = config.output or config.run
-    assert folder is not None  # the evaluation would have refused that
+    assert folder is not None  # `check` refuses a configuration without either
     of_texts = any(task["first"] == "text" for task in evaluation["retrieval"].values())
-    what = "first texts" if of_texts else "images"
-    pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} {what}/s"
+    inputs = "first texts" if of_texts else "images"
+    pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} {inputs}/s"
     # A path that is broken over two lines cannot be opened.
     console.print(f"{pace}; report: {folder / 'report.html'}", soft_wrap=True)
     return 0
 
 
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Form the default process group if torchrun or a similar launcher started several processes.
+
+    Raises:
+        UsageError: the environment describes a group, but it cannot be formed.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
+        yield
+        return
+    try:
+        if torch.cuda.is_available():
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        dist.init_process_group(timeout=_TIMEOUT)  # Gloo, and NCCL where there is CUDA
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the processes cannot be joined: {' '.join(str(error).split())}"
+        ) from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
     from megabatch.evaluation.run import evaluate
 
-    what = f"evaluating {config.run or config.model}"
-    with console.status(what) as status:
+    title = f"evaluating {config.run or config.model}"
+    with console.status(title) as status:
         return evaluate(
             config,
-            report=lambda words: status.update(f"{what}: {words}"),
+            report=lambda words: status.update(f"{title}: {words}"),
             announce=lambda line: console.print(line, soft_wrap=True, highlight=False),
         )
 
 
-def _follow(config: EvalConfig) -> int:
-    """A process that only helps: what is wrong, all have met, and the first one says it."""
+def _evaluate_silently(config: EvalConfig) -> int:
+    """Evaluate on a rank other than 0, which prints the errors of all; returns the exit code."""
     from megabatch.evaluation.run import evaluate
 
     try:

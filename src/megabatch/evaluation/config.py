@@ -1,7 +1,8 @@
-"""What an evaluation can be told."""
+"""The settings of an evaluation."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -21,11 +22,11 @@ DIGITS = "digits"
 class EvalConfig:
     """Evaluate a run or any open_clip model: retrieval, classification, and a report to look at.
 
-    Without data of your own a run that was trained on the built-in glyphs is asked for glyphs it
-    never saw. Under torchrun the work is shared out; the figures stay the same.
+    Without data of your own, a run that was trained on the built-in glyphs is evaluated on held-out
+    glyphs. Under torchrun the processes share the work; the figures stay the same.
     """
 
-    #: Headings of the help, each under the first setting that is below it.
+    #: Headings of the help, by the first setting below each.
     GROUPS: ClassVar = {
         "run": "model",
         "val_data": "retrieval",
@@ -40,7 +41,7 @@ class EvalConfig:
     pretrained: Path | None = None
     """The weights of --model: a local .safetensors or .pt file, or a folder."""
     weights: Literal["final", "ema"] = "final"
-    """Of RUN: the trained weights, or their moving average (model-ema.safetensors)."""
+    """Weights of RUN: the trained ones, or their moving average (model-ema.safetensors)."""
     output: Path | None = None
     """Folder for evaluation.json and report.html. Default: RUN."""
 
@@ -49,9 +50,9 @@ class EvalConfig:
     .parquet, .jsonl, .arrow), a folder of them or one that Hugging Face's datasets saved, COCO's or
     Karpathy's .json, several joined by '::'; or "glyphs"."""
     image_folder: Path | None = None
-    """Where the images of a table or .json file are. Default: where that file is."""
+    """Folder of the images that a table or .json file names. Default: that file's own folder."""
     split: str | None = None
-    """Of Karpathy's .json. Default: test."""
+    """Split of Karpathy's .json. Default: test."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table. Default: as in the run's training data, else
     filepath, image, image_path or file_name."""
@@ -65,35 +66,36 @@ class EvalConfig:
     """Separator of a text table. Default: a comma, in .tsv files a tab."""
 
     class_data: str | None = None
-    """Classification: test images, in a folder with a folder a class, or in shards whose samples
-    have a class index (cls); or "digits", scikit-learn's handwritten digits."""
+    """Classification: test images, in a folder with one folder per class, or in shards whose
+    samples have a class index (cls); or "digits", scikit-learn's handwritten digits."""
     class_train_data: str | None = None
     """Training images for knn and linear-probe, as --class-data."""
     methods: tuple[Method, ...] = METHODS
-    """How --class-data is classified; knn and linear-probe where there is --class-train-data."""
+    """Methods for --class-data; knn and linear-probe need --class-train-data."""
     class_names: str | None = None
-    """imagenet, or a file: a name a line, or JSON with names by class folder. Default:
+    """imagenet, or a file: one name per line, or JSON with names by class folder. Default:
     classnames.txt of the shards, or the folders' names."""
     templates: str | None = None
-    """Prompts for zero-shot: openai (80), simple (7), or a file with one a line, {} for the name.
-    Default: those that came with the shards, else openai."""
+    """Prompts for zero-shot: openai (80), simple (7), or a file with one per line, {} for the
+    name. Default: those that came with the shards, else openai."""
     knn_k: int = 20
-    """Neighbours that vote for their classes."""
+    """Number of neighbours that vote for their classes."""
     knn_temperature: float = 0.07
-    """A neighbour's vote weighs exp(cosine / temperature)."""
+    """A neighbour's vote has the weight exp(cosine / temperature)."""
 
     device: str = "auto"
-    """Where the encoders run: cpu, cuda, cuda:1 ...; auto takes cuda where there is one, under
-    torchrun each process its own."""
+    """Device of the encoders: cpu, cuda, cuda:1 ...; auto is cuda if there is one. Under torchrun
+    each process takes its own."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of the encoders; everything behind them is in float32."""
+    """Precision of the encoders; everything after them is in float32."""
     batch_size: int = 512
-    """Images or texts in one pass through an encoder."""
+    """Images or texts per forward pass of an encoder."""
     workers: int = 0
-    """Processes that read and transform images; 0: none beside the evaluation."""
+    """Worker processes that read and transform images; 0: the evaluation's own process does."""
 
 
-_GO_WITH = {
+#: Settings that apply only together with another.
+_ONLY_WITH = {
     "val_data": (
         *("image_folder", "split", "csv_separator"),
         *("csv_img_key", "csv_query_key", "csv_caption_key"),
@@ -103,7 +105,7 @@ _GO_WITH = {
 
 
 def check(config: EvalConfig) -> None:
-    """Refuse what cannot be, before anything is read; UsageError names the setting."""
+    """Refuse an impossible configuration before anything is read; UsageError names the setting."""
     if (config.run is None) == (config.model is None):
         raise UsageError("expected either a run's folder or --model NAME")
     if config.model is None and config.pretrained is not None:
@@ -114,7 +116,7 @@ def check(config: EvalConfig) -> None:
                 raise UsageError(f"{' or '.join(map(_option, alternatives))}: needed with --model")
         if config.weights != "final":
             raise UsageError("--weights: a choice between a run's; with --model give --pretrained")
-    for needs, names in _GO_WITH.items():
+    for needs, names in _ONLY_WITH.items():
         for name in names:
             if getattr(config, name) is not None and getattr(config, needs) is None:
                 raise UsageError(f"{_option(name)}: goes with {_option(needs)}")
@@ -142,14 +144,12 @@ def _option(name: str) -> str:
 
 
 def choose_device(name: str, *, several: bool = False) -> str:
-    """The device that a configuration means in this process, one of `several` or alone.
+    """Return the device that a configuration means in this process, one of `several` or alone.
 
     Raises:
         UsageError: it cannot be used.
     """
-    import torch  # --help does without
-
-    from megabatch.evaluation.processes import local_rank
+    import torch  # not needed for --help
 
     if several and ":" in name:
         raise UsageError(f"--device {name}: expected auto, cpu or cuda: each process takes its own")
@@ -157,7 +157,8 @@ def choose_device(name: str, *, several: bool = False) -> str:
         name = "auto" if torch.cuda.device_count() else name
     if name == "auto":
         count = torch.cuda.device_count()
-        name = f"cuda:{local_rank() % count}" if count else "cpu"
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        name = f"cuda:{local_rank % count}" if count else "cpu"
     try:
         torch.zeros(1, device=name).cpu()
     except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device

@@ -1,10 +1,10 @@
-"""Features of many images and texts, a batch at a time."""
+"""Features of many images and texts, batch by batch."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,19 +16,19 @@ from torch.utils.data import DataLoader, Dataset
 
 from megabatch.data.pairs import BadSample
 from megabatch.errors import UsageError
-from megabatch.evaluation.processes import gather_rows, gather_values, share
-from megabatch.evaluation.samples import ImageList, Samples
+from megabatch.evaluation.samples import Samples
 from megabatch.models import Towers
+from megabatch.ranks import all_gather_rows, all_gather_values, local_range
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class Embedded:
-    """The image features of a source, with the targets and places of the samples they are of.
+    """The image features of a source, with the samples' targets and indices.
 
-    features: (n, d); targets, indices: n each, indices into the source (bad samples are missing
-    there); skipped: how many bad samples for each reason; skipped_first: the first one's key.
+    features: (n, d); targets, indices: n each, without the bad samples; skipped: the number of bad
+    samples by reason; skipped_first: the first one's key by reason.
     """
 
     features: Tensor
@@ -38,7 +38,7 @@ class Embedded:
     skipped_first: dict[str, str] = field(default_factory=dict)
 
     def left_out(self, prefix: str = "") -> dict[str, dict[str, Any]]:
-        """The bad samples as `evaluation.json` has them; `prefix`: before the keys."""
+        """The bad samples' entries in `evaluation.json`; `prefix`: of the keys."""
         return {
             f"{prefix}skipped": dict(self.skipped),
             f"{prefix}skipped_first": dict(self.skipped_first),
@@ -54,31 +54,31 @@ class Embedded:
 
 @dataclass
 class Pace:
-    """How many images all processes together have embedded, and in what time, reading included."""
+    """Number of images that all ranks have embedded, and the time taken, reading included."""
 
     images: int = 0
     seconds: float = 0.0
 
     def add(self, images: int, seconds: float) -> None:
-        """Count some more."""
+        """Add images and time."""
         self.images += images
         self.seconds += seconds
 
     @property
     def images_per_second(self) -> float:
-        """The mean over all so far, 0 before the first."""
+        """The mean so far, 0 before the first image."""
         return self.images / self.seconds if self.seconds else 0.0
 
 
 @dataclass
 class Encoder:
-    """Towers with the device, precision and batch size that they are evaluated at.
+    """Towers with the device, precision and batch size of their evaluation.
 
-    Features come back in float32 on that device, normalised; UsageError if they are not finite.
-    Over the processes of `group` each encodes a share, and each gets all features.
+    Features are returned in float32 on that device, normalised; UsageError if they are not finite.
+    Each rank of `group` encodes a part of the batches, and gets all features.
 
-    workers: processes that read and transform images; 0: none beside this one. report: is told how
-        far this process is, in words, after each batch of images or texts.
+    workers: worker processes that read and transform images; 0: this process does. report: called
+        with this rank's progress, in words, after each batch of images or texts.
     """
 
     towers: Towers
@@ -91,16 +91,16 @@ class Encoder:
     report: Callable[[str], None] = lambda words: None
 
     def embed(self, samples: Samples[Any], title: str = "") -> Embedded:
-        """Embed each image once; unusable samples are skipped and counted.
+        """Embed each image once; bad samples are skipped and counted.
 
-        `title`: what the report calls them.
+        `title`: of the samples, for `report`.
         """
         batches = _Batches(samples, self.towers.eval_transform, self.batch_size)
-        mine = share(len(batches), self.group)
+        mine = local_range(len(batches), self.group)
         total = min(len(samples), mine.stop * self.batch_size) - mine.start * self.batch_size
         loader = DataLoader(
             batches,
-            batch_size=None,  # an item is a batch already: of the same samples whoever reads it
+            batch_size=None,  # an item is a batch already, of the same samples on any rank
             sampler=mine,
             num_workers=self.workers,
             pin_memory=torch.device(self.device).type == "cuda",
@@ -127,24 +127,20 @@ class Encoder:
         started = time.perf_counter()
         features = self._features(images(), encode)
         self.pace.add(len(features), time.perf_counter() - started)
-        told = gather_values([targets, indices, skipped, skipped_first], self.group)
+        parts = all_gather_values([targets, indices, skipped, skipped_first], self.group)
         return Embedded(
             features,
-            [target for part, *_ in told for target in part],
-            [index for _, part, *_ in told for index in part],
-            sum((Counter(part) for *_, part, _ in told), Counter()),
-            {reason: key for *_, part in reversed(told) for reason, key in part.items()},
+            [target for of_rank, *_ in parts for target in of_rank],
+            [index for _, of_rank, *_ in parts for index in of_rank],
+            sum((Counter(of_rank) for *_, of_rank, _ in parts), Counter()),
+            {reason: key for *_, of_rank in reversed(parts) for reason, key in of_rank.items()},
         )
-
-    def images(self, images: Sequence[Image.Image]) -> Tensor:
-        """Features (n, d) of pictures."""
-        return self.embed(ImageList(images)).features
 
     def texts(self, texts: Iterable[str]) -> Tensor:
         """Features (n, d) of texts."""
         texts = list(texts)
         starts = range(0, len(texts), self.batch_size)
-        mine = share(len(starts), self.group)
+        mine = local_range(len(starts), self.group)
 
         def batches() -> Iterable[Tensor]:
             for number, i in enumerate(mine):
@@ -159,29 +155,23 @@ class Encoder:
         parts = [torch.zeros(0, self.towers.embed_dim, device=self.device)]
         for batch in batches:
             with torch.inference_mode(), self._autocast():
-                features = encode(batch.to(self.device, non_blocking=True), normalize=True)
-                parts.append(features.float())
-        whole = gather_rows(torch.cat(parts), self.group)
-        if not bool(whole.isfinite().all()):
+                part = encode(batch.to(self.device, non_blocking=True), normalize=True)
+                parts.append(part.float())
+        features = all_gather_rows(torch.cat(parts), self.group)
+        if not bool(features.isfinite().all()):
             why = "fp16 overflows" if self.precision == "fp16" else "its weights have diverged"
             raise UsageError(f"the model's features are not finite: {why}")
-        return whole
+        return features
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = PRECISIONS[self.precision]
+        dtype = _DTYPES[self.precision]
         if dtype is None:
             return nullcontext()
         return torch.autocast(torch.device(self.device).type, dtype)
 
 
-def distinct_with_ids(captions: Sequence[str]) -> tuple[list[str], Tensor]:
-    """Distinct captions in order of first use, and each caption's place among them, int64 (n,)."""
-    place = {caption: i for i, caption in enumerate(dict.fromkeys(captions))}
-    return list(place), torch.tensor([place[c] for c in captions], dtype=torch.int64)
-
-
 class _Batch:
-    """What a worker makes of some samples; `images` (b, ...), None where all are bad."""
+    """Samples as a worker returns them; `images` (b, ...), None if all of them are bad."""
 
     def __init__(self) -> None:
         self.images: Tensor | None = None
@@ -191,7 +181,7 @@ class _Batch:
         self.skipped_first: dict[str, str] = {}
 
     def pin_memory(self) -> _Batch:
-        """Called by the loader where the batch goes on to a GPU."""
+        """Called by the loader if the batch goes on to a GPU."""
         self.images = None if self.images is None else self.images.pin_memory()
         return self
 

@@ -1,26 +1,60 @@
-"""Classification by a linear probe: logistic regression on frozen features.
-
-As in CLIP (Radford et al. 2021, appendix A.3): L-BFGS, and the strength of L2 regularisation found
-on a part of the training images by a sweep that closes in on the best, then a fit to all of them.
-"""
+"""Classifiers on frozen features: weighted nearest neighbours, and a linear probe."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megabatch.evaluation.processes import gather_values
+from megabatch.ranks import all_gather_values
+from megabatch.similarity import topk
 from megabatch.similarity.distributed.comm import rank_and_size
 
-_ROWS = 1 << 16  # at a time: bounds the matrix of an image's and a class's logits
+_ROWS = 1 << 16  # per block: bounds the matrix of an image's and a class's logits
 _ITERATIONS = 1000
 _HELD_OUT = 0.2
-# C, as scikit-learn calls it: the inverse of the strength.
+# C, as scikit-learn calls the inverse strength of regularisation: the coarse grid, and the finest
+# step in decades.
 _COARSE = [10.0**e for e in range(-6, 7, 2)]
-_FINEST = 1 / 8  # of a decade
+_FINEST = 1 / 8
+
+
+def neighbour_votes(
+    train: Tensor, labels: Tensor, n_classes: int, *, k: int = 20, temperature: float = 0.07
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that scores classes by the votes of an image's nearest training images.
+
+    Each of the k nearest by inner product votes for its class with weight `exp(product /
+    temperature)` (Wu et al. 2018, 1805.01978; DINO, Caron et al. 2021). The matrix of all products
+    is never formed.
+
+    Args:
+        train: (n, d), normalised; labels: int64 (n,), in 0..n_classes - 1.
+        k: number of neighbours; all training images, if there are fewer.
+
+    Returns:
+        `images (m, d) -> votes (m, n_classes)`, relative to the nearest neighbour's.
+
+    Raises:
+        ValueError: k is below 1, temperature not above 0, or there is no training image.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    if not len(train):
+        raise ValueError("train has no rows")
+
+    def score(images: Tensor) -> Tensor:
+        products, neighbours = topk(images, train, min(k, len(train)), group="local")
+        weights = ((products - products[:, :1]) / temperature).exp()
+        votes = weights.new_zeros(len(images), n_classes)
+        return votes.scatter_add_(1, labels[neighbours], weights)
+
+    return score
 
 
 @dataclass(frozen=True)
@@ -40,11 +74,11 @@ class Probe:
 def fit(
     features: Tensor, labels: Tensor, n_classes: int, c: float, *, iterations: int = _ITERATIONS
 ) -> Probe:
-    """Minimise `mean cross-entropy + |W|^2 / (2 c n)`; the bias is free, as in scikit-learn.
+    """Minimise `mean cross-entropy + |W|^2 / (2 c n)`; no penalty on the bias, as in scikit-learn.
 
     Args:
         features: (n, d), float32 or float64; labels: int64 (n,), in 0..n_classes - 1.
-        c: inverse strength of regularisation; iterations: of L-BFGS, at most.
+        c: inverse strength of regularisation; iterations: L-BFGS's maximum.
     """
     n, d = features.shape
     both = torch.zeros(n_classes, d + 1, dtype=features.dtype, device=features.device)
@@ -81,14 +115,15 @@ def fit(
 def choose_and_fit(
     features: Tensor, labels: Tensor, n_classes: int, group: object = "local"
 ) -> Probe:
-    """Choose the regularisation on a fifth of each class, then fit to everything.
+    """Choose the regularisation on a fifth of each class, then fit to all of it.
 
-    C runs from 1e-6 to 1e6 in steps of two decades, then twice as fine around the best so far, down
-    to an eighth of a decade; of equals the stronger regularisation is taken.
+    As in CLIP (Radford et al. 2021, appendix A.3): C runs from 1e-6 to 1e6 in steps of two decades,
+    then in half the step around the best so far, down to an eighth of a decade. Of equally good
+    values the stronger regularisation wins.
 
     Args:
-        features, labels, n_classes: as for `fit`, the same on all processes.
-        group: processes that share the fits; the result is the same on all.
+        features, labels, n_classes: as for `fit`, the same on all ranks.
+        group: ranks that share the fits; the result is the same on all of them.
 
     Raises:
         ValueError: no class has two images.
@@ -96,29 +131,29 @@ def choose_and_fit(
     held_out = held_out_rows(labels)
     if not bool(held_out.any()):
         raise ValueError("labels: no class has two images, so there are none to choose C on")
-    kept = (features[~held_out], labels[~held_out], n_classes)
-    test, right = features[held_out], labels[held_out]
+    rest = (features[~held_out], labels[~held_out], n_classes)
+    test, test_labels = features[held_out], labels[held_out]
     accuracy: dict[float, float] = {}
 
-    def look_at(values: list[float]) -> float:
-        """The best of all looked at, after fits to these, which the processes share."""
+    def best_with(values: list[float]) -> float:
+        """Try these as well, the ranks sharing the fits; return the best value of all so far."""
         rank, size = rank_and_size(group)
         new = [c for c in values if c not in accuracy]
-        mine = {c: _accuracy(fit(*kept, c), test, right) for c in new[rank::size]}
-        for found in gather_values(list(mine.items()), group):
+        mine = {c: _accuracy(fit(*rest, c), test, test_labels) for c in new[rank::size]}
+        for found in all_gather_values(list(mine.items()), group):
             accuracy.update(dict(found))
         return min(accuracy, key=lambda c: (-accuracy[c], c))
 
-    best, step = look_at(_COARSE), 1.0
+    best, step = best_with(_COARSE), 1.0
     while step >= _FINEST:
         around = [_decimal(math.log10(best) + sign * step) for sign in (-1, 1)]
-        best = look_at([c for c in around if _COARSE[0] <= c <= _COARSE[-1]])
+        best = best_with([c for c in around if _COARSE[0] <= c <= _COARSE[-1]])
         step /= 2
     return fit(features, labels, n_classes, best)
 
 
 def held_out_rows(labels: Tensor, seed: int = 0) -> Tensor:
-    """A fifth of each class, drawn at random, bool (n,); one image at least of a class of two."""
+    """A random fifth of each class, at least one image of a class of two; bool (n,)."""
     generator = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(len(labels), generator=generator).to(labels.device)
     order = shuffled[labels[shuffled].sort(stable=True).indices]  # class by class
@@ -132,11 +167,11 @@ def held_out_rows(labels: Tensor, seed: int = 0) -> Tensor:
 
 
 def _accuracy(probe: Probe, features: Tensor, labels: Tensor) -> float:
-    right = [
+    correct = [
         (probe(x).argmax(1) == y).double().sum()
         for x, y in zip(features.split(_ROWS), labels.split(_ROWS), strict=True)
     ]
-    return float(sum(right)) / len(labels)
+    return float(sum(correct)) / len(labels)
 
 
 def _decimal(exponent: float) -> float:

@@ -1,19 +1,21 @@
-"""`report.html`: one file with everything in it, to look at a run."""
+"""`report.html`: one file with all figures, curves and example queries of an evaluation."""
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
-from megabatch.evaluation.charts import Bars, Chart, bars_chart, curves_chart
-from megabatch.evaluation.gallery import Query, choose_queries
-from megabatch.evaluation.metrics_log import read_metrics, series
-from megabatch.evaluation.run_folder import write_atomically
+from megabatch.evaluation.charts import Bars, Chart, bars_chart, curves_chart, series
+from megabatch.evaluation.retrieval import best_right_columns
+from megabatch.evaluation.run_folder import read_metrics, write_atomically
 from megabatch.evaluation.table import (
     CONTENDERS,
     WAYS,
@@ -24,8 +26,11 @@ from megabatch.evaluation.table import (
     zero_shot_groups,
 )
 from megabatch.evaluation.tasks import KS, Matched
+from megabatch.similarity import ranks, topk
 
-_WIDEST = 24  # letters of a data set's name in a chart
+_TITLE_LENGTH = 24  # letters of a data set's name in a chart
+_LARGEST = 128  # pixels per side of an embedded picture
+_SEARCHED = 500  # queries among which failures are sought
 _CURVES = {
     "loss": "loss",
     "lr": "learning rate",
@@ -36,7 +41,7 @@ _CURVES = {
 
 @dataclass(frozen=True)
 class Gallery:
-    """The queries shown of one task."""
+    """The example queries of one task."""
 
     title: str
     shown_with: str
@@ -46,7 +51,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a gallery is drawn from; `picture_of` and `pictures_are` as a `Task` has them."""
+    """The source of a gallery; `picture_of` and `pictures_are` as in `Task`."""
 
     title: str
     matched: Matched
@@ -59,7 +64,7 @@ def write_report(
 ) -> Path:
     """Write `folder/report.html` from the evaluation, the run's log and the tasks' features.
 
-    `run`: the run's folder, None where a model is evaluated that is no run's.
+    `run`: the run's folder, None for a model without a run.
     """
     html = render(
         name=evaluation["run"]["model"] if run is None else run.resolve().name,
@@ -81,7 +86,7 @@ def render(
     galleries: Sequence[Gallery],
     config: str,
 ) -> str:
-    """The page as text; everything put into it is escaped."""
+    """Render the page; everything inserted into it is escaped."""
     environment = Environment(
         loader=PackageLoader("megabatch.evaluation", "."),
         autoescape=True,
@@ -111,7 +116,7 @@ def _gallery(shown: Shown) -> Gallery:
 
 
 def _by_class(evaluation: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Of each zero-shot task its classes from the worst on; of many the first and last ten."""
+    """The classes of each zero-shot task, the worst first; of many, the first and last ten."""
     tables = []
     for task in evaluation["zero_shot"].values():
         recalls = sorted(task.get("recall_by_class", {}).items(), key=lambda item: item[1])
@@ -152,7 +157,7 @@ def _training_curves(records: list[dict[str, Any]]) -> Chart | None:
 
 
 def _recall_chart(evaluation: dict[str, Any]) -> Chart:
-    """Image to text of every task and the classification tasks first, text to image after them."""
+    """Image to text of every task, then the classification tasks, then text to image."""
     retrieval = evaluation["retrieval"].values()
     recalls = [f"recall@{k}" for k in KS]
     classed = [
@@ -184,6 +189,114 @@ def _panel(task: dict[str, Any], subtitle: str, keys: list[str], ks: Sequence[in
         if keys[0] in task.get(name, {})
     }
     title = task["title"]
-    if len(title) > _WIDEST:  # a path, whose end tells most
-        title = "…" + title[1 - _WIDEST :]
+    if len(title) > _TITLE_LENGTH:  # a path, whose end is the most specific
+        title = "…" + title[1 - _TITLE_LENGTH :]
     return Bars(f"{title}: {subtitle}", [f"@{k}" for k in ks], values)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as a data URI; `small` ones are enlarged without smoothing."""
+
+    uri: str
+    small: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One retrieved text; `known`: whether the training set has it, None if that is unknown."""
+
+    text: str
+    picture: Picture | None
+    known: bool | None
+    right: bool
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Query:
+    """An image with the texts that score highest; `rank`: of the right text, 1 is best."""
+
+    key: str
+    text: str
+    picture: Picture
+    rank: int
+    answers: list[Answer]
+
+
+def choose_queries(
+    matched: Matched,
+    picture_of: Callable[[str], tuple[Image.Image, bool] | None] | None = None,
+    *,
+    examples: int,
+    failures: int,
+    seed: int = 0,
+) -> tuple[list[Query], list[Query]]:
+    """Draw queries at random, and further ones among those whose right answer is not the first.
+
+    `picture_of`: as in `Task`.
+    """
+    order = torch.randperm(len(matched.indices), generator=torch.Generator().manual_seed(seed))
+    order = order[: examples + _SEARCHED].to(matched.features.device)
+    queries, ids = matched.features[order], matched.image_ids[order]
+    target, tied = best_right_columns(queries, matched.text_features, ids, matched.text_ids)
+    above, equal = ranks(
+        queries, matched.text_features, target, ids=(ids, matched.text_ids), group="local"
+    )
+    expected = 1 + above + (equal / (tied + 1)).ceil().long()
+    ranked = list(zip(order.tolist(), target.tolist(), expected.tolist(), strict=True))
+    show = _query_maker(matched, picture_of or _evaluated_picture(matched))
+    missed = [query for query in ranked[examples:] if query[2] > 1][:failures]
+    return [show(*query) for query in ranked[:examples]], [show(*query) for query in missed]
+
+
+def _query_maker(
+    matched: Matched, picture_of: Callable[[str], tuple[Image.Image, bool | None] | None]
+) -> Callable[[int, int, int], Query]:
+    """Return a function from an image's position, its best right text and that text's rank."""
+
+    def show(position: int, right: int, rank: int) -> Query:
+        sample = matched.samples[matched.indices[position]]
+        k = min(5, len(matched.texts))
+        cosines, found = topk(
+            matched.features[position : position + 1], matched.text_features, k, group="local"
+        )
+        answers = []
+        for cosine, at in zip(cosines[0].tolist(), found[0].tolist(), strict=True):
+            drawn = picture_of(matched.texts[at])
+            answers.append(
+                Answer(
+                    text=matched.texts[at],
+                    picture=encode(drawn[0]) if drawn else None,
+                    known=drawn[1] if drawn else None,
+                    right=bool(matched.text_ids[at] == matched.image_ids[position]),
+                    cosine=cosine,
+                )
+            )
+        return Query(sample.key, matched.texts[right], encode(sample.image), rank, answers)
+
+    return show
+
+
+def _evaluated_picture(matched: Matched) -> Callable[[str], tuple[Image.Image, bool | None] | None]:
+    """Return a function from a text to its first evaluated image, for data without `picture_of`."""
+    first_image: dict[int, int] = {}
+    for index, image_id in zip(matched.indices, matched.image_ids.tolist(), strict=True):
+        first_image.setdefault(image_id, index)
+    text_id = dict(zip(matched.texts, matched.text_ids.tolist(), strict=True))
+
+    def picture_of(text: str) -> tuple[Image.Image, bool | None] | None:
+        index = first_image.get(text_id[text])
+        return None if index is None else (matched.samples[index].image, None)
+
+    return picture_of
+
+
+def encode(image: Image.Image) -> Picture:
+    """Encode as PNG in a data URI, reduced to at most 128 pixels per side."""
+    small = max(image.size) <= 48
+    image = image.copy() if image.mode in ("L", "RGB") else image.convert("RGB")
+    image.thumbnail((_LARGEST, _LARGEST))
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True)
+    return Picture("data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode(), small)

@@ -1,10 +1,10 @@
-"""Recall@k and median rank, both ways, without the matrix of all scores.
+"""Recall@k and median rank in both directions, without the matrix of all scores.
 
-A query's answers are ranked by score, and a tie is broken at random; every figure here is the
+A query's answers are ranked by score and ties are broken at random; every figure here is the
 expectation over those random orders, in closed form. For one query let
 
 - `above` be the wrong columns that score strictly more than its best right column,
-- `equal` the wrong columns that score the same as it, and
+- `equal` be the wrong columns that score the same as it, and
 - `tied` the right columns that score the same as it, itself included (at least 1).
 
 The `equal + tied` columns come in random order after the first `above`, so
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megabatch.evaluation.processes import gather_rows, share
+from megabatch.ranks import all_gather_rows, local_range
 from megabatch.similarity import ranks
 from megabatch.similarity.distributed.comm import agree, group_name
 from megabatch.similarity.sweep import block_shape
@@ -51,20 +51,19 @@ def retrieval_metrics(
         x_ids, y_ids: int64 (m,) and (n,), both or neither. All columns whose id equals the row's
             are right answers, and the best-ranked of them counts. Negative ids equal nothing.
             Without ids row i belongs to column i, and m must equal n.
-        ks: the k of recall@k, each at least 1. One larger than the number of columns gives 1.
-        group: as in `megabatch.similarity.ranks`. Over several processes each passes rows of its
-            own, any number; they are gathered, queries are shared out, and every process gets the
-            same figures, those of all rows together in the order of ranks. "local": this
-            process's rows alone.
+        ks: the k of recall@k, each at least 1. If k exceeds the number of columns, recall@k is 1.
+        group: as in `megabatch.similarity.ranks`. Each rank passes any number of rows of its own;
+            they are gathered, the ranks share the queries, and each returns the figures of all
+            rows, concatenated in the order of ranks. "local": this process's rows alone.
 
     Returns:
         For `x_to_y` and `y_to_x` each: `x_to_y/recall@k` (a fraction), `x_to_y/median_rank`
-        (1 is best; mid-ranks where there are ties) and `x_to_y/queries`, the number of rows that
+        (1 is best; mid-ranks for ties) and `x_to_y/queries`, the number of rows that
         have a right answer at all: the others are left out of the figures.
 
     Raises:
-        TypeError, ValueError: wrong kinds, shapes or lengths; features that are not finite; no row
-            with a right answer.
+        TypeError, ValueError: arguments have wrong types, shapes or lengths; features are not
+            finite; no row has a right answer.
     """
     _check_ks(ks)
     if name := group_name(group):
@@ -72,8 +71,8 @@ def retrieval_metrics(
         given = [kind for kind, ids in (("x_ids", x_ids), ("y_ids", y_ids)) if ids is not None]
         terms = f"retrieval_metrics, width {x.shape[1]}, {x.dtype}, {given or 'no ids'}, ks {[*ks]}"
         agree(name, terms, [], x.device)
-        x, y = gather_rows(x, group), gather_rows(y, group)
-        x_ids, y_ids = (i if i is None else gather_rows(i, group) for i in (x_ids, y_ids))
+        x, y = all_gather_rows(x, group), all_gather_rows(y, group)
+        x_ids, y_ids = (i if i is None else all_gather_rows(i, group) for i in (x_ids, y_ids))
     return metrics_of_all(x, y, x_ids=x_ids, y_ids=y_ids, ks=ks, group=group)
 
 
@@ -87,7 +86,7 @@ def metrics_of_all(
     ks: Sequence[int] = (1, 5, 10),
     group: object = "local",
 ) -> dict[str, float]:
-    """`retrieval_metrics` where every process of the group holds all rows already."""
+    """`retrieval_metrics` if every rank of the group holds all rows already."""
     _check_ks(ks)
     _check_features(x, y)
     if (x_ids is None) != (y_ids is None):
@@ -112,10 +111,10 @@ def metrics_of_all(
 def chance_metrics(
     x_ids: Tensor, y_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)
 ) -> dict[str, float]:
-    """What answers in random order would score: the keys of `retrieval_metrics`, from ids alone.
+    """The figures of answers in random order, with the keys of `retrieval_metrics`, from ids alone.
 
     Raises:
-        TypeError, ValueError: ids that are not int64 (m,) and (n,); no row with a right answer.
+        TypeError, ValueError: ids are not int64 (m,) and (n,), or no row has a right answer.
     """
     _check_ks(ks)
     for name, ids in (("x_ids", x_ids), ("y_ids", y_ids)):
@@ -144,7 +143,7 @@ def summarise(
 def expected_recalls(
     above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
 ) -> dict[int, float]:
-    """Mean over queries of the chance that a right answer is among the first k, for each k."""
+    """Mean over queries of the probability of a right answer among the first k, for each k."""
     within = answered_within(above, equal, tied, ks)
     return {k: float(right.mean()) for k, right in within.items()}
 
@@ -152,7 +151,7 @@ def expected_recalls(
 def answered_within(
     above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Each query's chance that a right answer is among the first k, float64 (q,), for each k."""
+    """Each query's probability of a right answer among the first k, float64 (q,), for each k."""
     missed = torch.ones(len(above), dtype=torch.float64, device=above.device)
     chances: dict[int, Tensor] = {}
     last = int((above + equal).max()) + 1  # from that rank on, every query has been answered
@@ -182,18 +181,17 @@ def _one_way(
     if not bool(answerable.any()):
         raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
     x, x_ids = x[answerable], x_ids[answerable]
-    # Whole blocks of queries: then each product has the shape that it has in one process.
-    part = share(len(x), group, block=block_shape(x)[0])
+    part = local_range(len(x), group, block=block_shape(x)[0])
     x, x_ids = x[part.start : part.stop], x_ids[part.start : part.stop]
     target, tied = best_right_columns(x, y, x_ids, y_ids)
     above, equal = ranks(x, y, target, ids=(x_ids, y_ids), group="local")
-    counts = gather_rows(torch.stack([above, equal, tied], dim=1), group)
+    counts = all_gather_rows(torch.stack([above, equal, tied], dim=1), group)
     above, equal, tied = counts.unbind(1)
     return summarise(name, above, equal, tied, ks)
 
 
 def _right_columns(x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns sorted by id (n,), and per row where its right ones start in it and how many."""
+    """Columns sorted by id (n,), and per row the start and number of its right columns there."""
     sorted_ids, order = y_ids.sort(stable=True)
     start = torch.searchsorted(sorted_ids, x_ids)
     counts = torch.searchsorted(sorted_ids, x_ids, right=True) - start
@@ -201,9 +199,9 @@ def _right_columns(x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def best_right_columns(x: Tensor, y: Tensor, x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row its best-scoring column of the same id, and how many such columns share that score.
+    """Per row, its best-scoring column of the same id, and how many such columns share that score.
 
-    Only pairs of equal ids are scored, a bounded number at a time. A row without one: (0, 0).
+    Only pairs of equal ids are scored, a bounded number at a time. (0, 0) for a row without any.
     """
     order, start, counts = _right_columns(x_ids, y_ids)
     target = torch.zeros_like(x_ids)
@@ -226,7 +224,7 @@ def best_right_columns(x: Tensor, y: Tensor, x_ids: Tensor, y_ids: Tensor) -> tu
 
 
 def _scores(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Inner products of the given pairs (p,), 2^24 products at a time; half types in fp32."""
+    """Inner products of the given pairs (p,), 2^24 products at a time, at least in fp32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     step = max(1, _CHUNK_ELEMENTS // max(1, x.shape[1]))
     parts = [
@@ -237,7 +235,7 @@ def _scores(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _chunks(counts: Tensor, most: int) -> Iterator[slice]:
-    """Runs of rows that have about `most` pairs together; a row alone may have more."""
+    """Runs of rows with about `most` pairs in total; a single row may have more."""
     part = counts.cumsum(0) // most
     sizes = torch.unique_consecutive(part, return_counts=True)[1].tolist()
     end = 0
@@ -270,7 +268,7 @@ def _check_features(x: Tensor, y: Tensor, *, rows_here: bool = True) -> None:
     if x.device != y.device:
         raise ValueError(f"x and y must be on the same device, got {x.device} and {y.device}")
     for name, features in (("x", x), ("y", y)) if rows_here else ():
-        # A NaN compares with nothing, so its row would rank first: better no figure than that one.
+        # Comparisons with NaN are false, so such a row would rank first: refuse to give a figure.
         broken = int((~features.isfinite().all(1)).sum())
         if broken:
             raise ValueError(f"{name} has {broken} of {len(features)} rows that are not finite")

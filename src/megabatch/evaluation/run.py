@@ -1,4 +1,4 @@
-"""Evaluate a run or a model: every figure with chance and a baseline beside it, and a report."""
+"""Evaluate a run or a model: figures, beside chance and baselines, and a report."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ import torch
 from megabatch.data.glyphs import GlyphSet, load_glyphs
 from megabatch.data.mixture import SEPARATOR
 from megabatch.errors import UsageError
-from megabatch.evaluation.class_tasks import ClassTask, Neighbours, score_classes
+from megabatch.evaluation.captions import open_val_data, reading_of
+from megabatch.evaluation.classification import ClassTask, Neighbours, score_classes
 from megabatch.evaluation.config import DIGITS, METHODS, EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
-from megabatch.evaluation.labels import Labelled, open_labelled
-from megabatch.evaluation.processes import is_first, together
-from megabatch.evaluation.prompts import OPENAI, Prompts, read_names, read_templates
 from megabatch.evaluation.report import Shown, write_report
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
-from megabatch.evaluation.tasks import (
-    Task,
-    digit_baseline,
-    first_of,
-    glyph_tasks,
-    pairs_task,
-    record,
-    score,
+from megabatch.evaluation.samples import Labelled, first_of, open_labelled
+from megabatch.evaluation.tasks import Task, digit_baseline, glyph_tasks, pairs_task, record, score
+from megabatch.evaluation.zeroshot import (
+    CAPTIONED_DIGITS,
+    OPENAI,
+    UNICODE_DIGITS,
+    DigitLabels,
+    Prompts,
+    read_names,
+    read_templates,
 )
-from megabatch.evaluation.val_data import open_val_data, reading_of
-from megabatch.evaluation.zeroshot import CAPTIONED_DIGITS, UNICODE_DIGITS, DigitLabels
 from megabatch.extras import named_extras
 from megabatch.models import glyph
+from megabatch.ranks import is_first, on_all_ranks
 from megabatch.similarity.distributed.comm import rank_and_size
 
 GLYPHS = "glyphs"
@@ -57,14 +56,14 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate a run's weights; writes `RUN/evaluation.json` and `RUN/report.html`.
 
-    In this process alone, unless a `group` is given: a trainer may call it on one of many.
+    Without a `group` only this process evaluates: a trainer may call it on one rank of many.
 
     Args:
         run: the run's folder: `config.toml` and `model.safetensors` or checkpoints.
         group, report, announce: as for `evaluate`.
         settings: other fields of `EvalConfig` by name: `val_data`, `device`, `precision` ...
 
-    Returns, raises: as `evaluate`; MissingLibrary, a UsageError, where a library is not installed.
+    Returns, raises: as `evaluate`; MissingLibrary, a UsageError, if a library is not installed.
     """
     config = EvalConfig(run=Path(run), **{"device": "cpu", **settings})
     return evaluate(config, group=group, report=report, announce=announce)
@@ -77,33 +76,33 @@ def evaluate(
     report: Callable[[str], None] = _silent,
     announce: Callable[[str], None] = _silent,
 ) -> dict[str, Any]:
-    """Evaluate; the first process writes `evaluation.json` and `report.html` to the output folder.
+    """Evaluate; the first rank writes `evaluation.json` and `report.html` to the output folder.
 
     `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run that
     was trained on the built-in glyphs is evaluated as with `val_data="glyphs"` (held-out faces
     among their own names, held-out characters among all names) and `class_data="digits"`
-    (scikit-learn's handwritten digits, of which it saw none).
+    (scikit-learn's handwritten digits, which it has never seen).
 
     Args:
-        config: what and how.
-        group: processes that share the work and must all call this: None for the default group
-            where torch.distributed is initialised, a process group, or "local" for this process
-            alone. The figures are the same on all of them, and the same as one process's.
-        report: is told how far this process is, in words.
-        announce: is told what is going to be evaluated, line by line, before it begins.
+        config: the settings.
+        group: ranks that share the work and must all call this: None for the default group if
+            torch.distributed is initialised, a process group, or "local" for this process alone.
+            The figures are the same on all ranks, and the same as with one process.
+        report: called with the progress of this process, in words.
+        announce: called before the evaluation begins with its description, line by line.
 
     Returns:
-        What `evaluation.json` holds: `run`, `retrieval` (by task, then "model", "chance" and, where
-        there is one, "baseline"), `zero_shot` likewise, `classification` (by task, then
+        The content of `evaluation.json`: `run`, `retrieval` (by task, then "model", "chance" and,
+        if there is one, "baseline"), `zero_shot` likewise, `classification` (by task, then
         "neighbours", "probe", "chance"), `date`, `images_per_second` (read, transformed and encoded
-        by all processes together), `seconds`.
+        by all ranks together), `seconds`.
 
     Raises:
-        UsageError: no run, no weights, damaged files, or a setting that is impossible.
+        UsageError: there is no run or no weights, files are damaged, or a setting is impossible.
     """
     started = time.perf_counter()
     several = rank_and_size(group)[1] > 1
-    plan = together(lambda: _prepare(config, several), group)
+    plan = on_all_ranks(lambda: _prepare(config, several), group)
     opened, tasks, classes = plan.opened, plan.tasks, plan.classes
     for line in _announcement(plan, config):
         announce(line)
@@ -119,7 +118,7 @@ def evaluate(
     )
     scored = [score(encoder, task) for task in tasks]
     zero_shot, classification = {}, {}
-    shown = [  # pairs of texts have nothing to show beside them
+    shown = [  # pairs of texts have no images to show
         Shown(s.task.title, s.matched, s.task.picture_of, s.task.pictures_are)
         for s in scored
         if opened.towers.first == "image"
@@ -147,7 +146,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is evaluated, on what: all that can be wrong with a configuration is found by then."""
+    """A checked evaluation: errors in a configuration are found before there is one."""
 
     device: str
     folder: Path
@@ -157,7 +156,7 @@ class _Plan:
 
 
 def _announcement(plan: _Plan, config: EvalConfig) -> list[str]:
-    """What is going to be evaluated, in words, with what of its files cannot be read."""
+    """A description of the evaluation, with the files' notes and damage."""
     towers, classes = plan.opened.towers, plan.classes
     weights = plan.opened.weights or "random weights"
     lines = [f"{towers.name} ({weights}) on {plan.device}, {config.precision}:"]
@@ -181,7 +180,7 @@ def _prepare(config: EvalConfig, several: bool) -> _Plan:
     device = choose_device(config.device, several=several)
     opened = _open(config)
     folder = config.output or opened.folder
-    assert folder is not None  # `check` sees to it
+    assert folder is not None  # by `check`
     if opened.towers.first == "text":
         _refuse_images(config, opened.towers.name)
     elif config.csv_query_key is not None:
@@ -189,7 +188,7 @@ def _prepare(config: EvalConfig, several: bool) -> _Plan:
             f"--csv-query-key: {opened.towers.name} takes images with texts, not texts"
         )
     config = _with_built_in_data(config, opened)
-    # The same set for both, since drawing it takes seconds.
+    # One set for both kinds of tasks, since rendering it takes seconds.
     of_glyphs = _trained_on_glyphs(opened) and config.class_data == DIGITS
     glyphs = load_glyphs() if of_glyphs or config.val_data == GLYPHS else None
     tasks = _retrieval_tasks(config, opened, glyphs)
@@ -197,9 +196,9 @@ def _prepare(config: EvalConfig, several: bool) -> _Plan:
 
 
 def _trained_on_glyphs(opened: Opened) -> bool:
-    """Whether the texts that the model has read are Unicode's names of characters.
+    """Whether the model was trained on Unicode's names of characters.
 
-    glyph-small without a run to say so is taken for what it is made for.
+    Without a run, glyph-small is assumed to be, and other models are not.
     """
     data = opened.config.get("train_data")
     if data is None:
@@ -208,10 +207,10 @@ def _trained_on_glyphs(opened: Opened) -> bool:
 
 
 def _with_built_in_data(config: EvalConfig, opened: Opened) -> EvalConfig:
-    """The configuration with the built-in tasks of a run on glyphs, where it names no data.
+    """The configuration, with the built-in tasks of a run on glyphs if it names no data.
 
     Raises:
-        UsageError: it names none, and the run was trained on other data.
+        UsageError: it names no data, and the run was trained on other data.
     """
     if config.val_data is not None or config.class_data is not None:
         return config
@@ -227,7 +226,7 @@ def _with_built_in_data(config: EvalConfig, opened: Opened) -> EvalConfig:
 
 
 def _refuse_images(config: EvalConfig, model: str) -> None:
-    """Refuse what a model of text pairs can be asked about images alone."""
+    """Refuse options for images, for a model of text pairs."""
     for option in ("class_data", "image_folder", "split", "csv_img_key"):
         if getattr(config, option) is not None:
             option = option.replace("_", "-")
@@ -242,7 +241,7 @@ def _refuse_images(config: EvalConfig, model: str) -> None:
 def _open(config: EvalConfig) -> Opened:
     if config.run is not None:
         return open_run(config.run, ema=config.weights == "ema")
-    assert config.model is not None  # `check` sees to it
+    assert config.model is not None  # by `check`
     return open_model(config.model, config.pretrained)
 
 
@@ -300,7 +299,7 @@ def _class_task(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None) -> 
 
 
 def _prompts(config: EvalConfig, test: Labelled, built_in: Prompts | None = None) -> Prompts | None:
-    """The prompts asked for, else those of the data; `built_in`: what the data's own are."""
+    """The prompts asked for, else the data's own, which may be `built_in`."""
     if "zero-shot" not in config.methods:
         return None
     if built_in is not None and config.templates is None and config.class_names is None:

@@ -1,7 +1,8 @@
-"""What a run's folder holds: its configuration, its weights, its log."""
+"""A run's folder: its configuration, its weights, its log."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,8 @@ else:
 class Opened:
     """A model to evaluate: a run's, or one by name.
 
-    weights: the file that the towers' weights came from, None where they are random; folder: the
-    run's, and config: what its config.toml says; None and empty without a run.
+    weights: the file of the towers' weights, None if they are random; folder: the run's, config:
+    the content of its config.toml; None and empty without a run.
     """
 
     towers: Towers
@@ -36,12 +37,13 @@ class Opened:
 
 
 def open_run(folder: Path, *, ema: bool = False) -> Opened:
-    """Build the run's towers with `model.safetensors`, or with the newest checkpoint that is whole.
+    """Build the run's towers with `model.safetensors`, or with the newest complete checkpoint.
 
-    With `ema` with `model-ema.safetensors`, the moving average of the weights.
+    With `ema`, the weights are those of `model-ema.safetensors`, their moving average.
 
     Raises:
-        UsageError: the folder is no run, has no weights, or they are damaged or of another model.
+        UsageError: the folder is not a run, it has no weights, or they are damaged or belong to
+            another model.
     """
     config = read_config(folder)
     candidates = _moving_average(folder) if ema else _weight_files(folder)
@@ -59,19 +61,19 @@ def open_run(folder: Path, *, ema: bool = False) -> Opened:
 
 
 def open_model(name: str, pretrained: Path | None) -> Opened:
-    """A model by name, as `megabatch.models.create` builds it; the same random one without weights.
+    """Build a model by name, as `megabatch.models.create`; random weights are always the same.
 
     Raises:
-        UsageError: no such model, or weights that are missing, damaged or another model's.
+        UsageError: there is no such model, or its weights are missing, damaged or another model's.
     """
-    torch.manual_seed(0)  # all processes of a group evaluate the same one
+    torch.manual_seed(0)  # all ranks evaluate the same weights
     towers = create(name, pretrained=pretrained)
     own = Path(name.partition(":")[2]) if ":" in name else None  # local-dir:FOLDER
     return Opened(towers, pretrained or own)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The run's `config.toml`; UsageError if the folder is no run or the file is damaged."""
+    """Read the run's `config.toml`; UsageError if it is missing or damaged."""
     path = folder / "config.toml"
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder")
@@ -83,8 +85,28 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {_one_line(error)}") from error
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the logged steps in order, one record each; none if the file is missing.
+
+    A run that was killed and resumed logs some steps twice: the later record is of the run that led
+    to the weights. Lines that are not a record are skipped: a killed run may leave half a line.
+    """
+    if not path.is_file():
+        return []
+    by_step: dict[int, dict[str, Any]] = {}
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                by_step[record["step"]] = record
+    return [by_step[step] for step in sorted(by_step)]
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Write beside and rename, so that a reader never finds half a file."""
+    """`megabatch.files.write_text`, with a UsageError if the file cannot be written."""
     try:
         files.write_text(path, text)
     except OSError as error:
@@ -101,7 +123,7 @@ def _moving_average(folder: Path) -> list[Path]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The final weights alone if there are any, else the checkpoints' from the newest on."""
+    """The final weights if there are any, else those of the checkpoints, the newest first."""
     final = folder / "model.safetensors"
     if final.is_file():
         return [final]
@@ -112,7 +134,7 @@ def _load_first_good(towers: Towers, candidates: list[Path]) -> Path:
     failures: list[str] = []
     for path in candidates:
         try:
-            _load(towers.module, load_file(path))
+            towers.module.load_state_dict(load_file(path))
         except (SafetensorError, OSError) as error:
             failures.append(f"{path} is damaged: {_one_line(error)}")
         except RuntimeError as error:  # load_state_dict, after a list of every name
@@ -122,10 +144,6 @@ def _load_first_good(towers: Towers, candidates: list[Path]) -> Path:
     raise UsageError(
         failures[0] if len(failures) == 1 else f"no checkpoint is whole; {failures[0]}"
     )
-
-
-def _load(module: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-    module.load_state_dict(state, strict=True)
 
 
 def _one_line(error: Exception) -> str:

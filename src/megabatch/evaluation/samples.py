@@ -1,4 +1,4 @@
-"""Samples to evaluate on: an image with what is known of it, by index."""
+"""Samples to evaluate on, by index, and labelled images: folders of a class each, or shards."""
 
 from __future__ import annotations
 
@@ -6,23 +6,34 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from PIL import Image
+import torch
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
-from megabatch.data.pairs import PairDataset, clean_caption
+from megabatch.data.pairs import BadSample, decode_image
+from megabatch.data.shards import TarSamples
+from megabatch.data.sources import find_files
+from megabatch.errors import UsageError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 Captions = list[str]
 
+# Files in CLIP benchmark's exports, beside the shards or in the folder above.
+CLASS_NAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
+
+_SPLITS = {"train", "training", "val", "valid", "validation", "test"}
+
 
 @dataclass(frozen=True)
 class Sample(Generic[T]):
-    """One image (of a pair of texts: the first); `target`: its class or its captions.
+    """An image (the first text, in a pair of texts) with its class or its captions as `target`.
 
-    `key` names it in messages.
+    `key` names the sample in messages.
     """
 
     image: Any
@@ -33,8 +44,8 @@ class Sample(Generic[T]):
 class Samples(Protocol[T_co]):
     """Samples by index, as `megabatch.data.PairDataset` has pairs.
 
-    A source may also have `damage: list[str]`, a line for each file read only in part, and
-    `notes: list[str]`, what else a user should know before it is used.
+    A source may also have `damage: list[str]`, a line for each part of its files that cannot be
+    read, and `notes: list[str]`, other remarks that a user should see before the data are used.
     """
 
     def __len__(self) -> int:
@@ -46,37 +57,13 @@ class Samples(Protocol[T_co]):
         ...
 
 
-@dataclass(frozen=True)
-class CaptionedPairs:
-    """Pairs as samples; each line of a caption is a caption."""
-
-    pairs: PairDataset
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> Sample[Captions]:
-        pair = self.pairs[index]
-        return Sample(pair.image, clean_captions(pair.caption, pair.key), pair.key)
-
-    @property
-    def first(self) -> str:
-        """What the first of a pair is, "image" or "text"."""
-        return str(getattr(self.pairs, "first", "image"))
-
-    @property
-    def damage(self) -> list[str]:
-        """What of the pairs' files could not be read."""
-        return list(getattr(self.pairs, "damage", []))
-
-    @property
-    def notes(self) -> list[str]:
-        """What else a user should know of the pairs."""
-        return list(getattr(self.pairs, "notes", []))
+def first_of(samples: Samples[Any]) -> str:
+    """The kind of the samples' first elements, "image" or "text"."""
+    return str(getattr(samples, "first", "image"))
 
 
-class OneAfterAnother:
-    """Several sources' samples as one's."""
+class ConcatSamples:
+    """The samples of several sources, one source after the other."""
 
     def __init__(self, sources: Sequence[Samples[Any]]) -> None:
         self.sources = sources
@@ -92,36 +79,150 @@ class OneAfterAnother:
         return self.sources[number][index - (self._ends[number - 1] if number else 0)]
 
 
-@dataclass(frozen=True)
-class ImageList:
-    """Pictures in memory; the target of each is its place."""
+class Labelled(Protocol):
+    """Images with class labels.
 
-    images: Sequence[Image.Image]
+    classes: the classes' names, None if they only have numbers; n_classes: how many there are;
+    templates: a file of prompt templates that came with the images. Some have `damage` as `Samples`
+    do.
+    """
 
-    def __len__(self) -> int:
-        return len(self.images)
+    classes: list[str] | None
+    n_classes: int
+    templates: Path | None
 
-    def __getitem__(self, index: int) -> Sample[int]:
-        return Sample(self.images[index], index, str(index))
+    def __len__(self) -> int: ...
 
+    def __getitem__(self, index: int, /) -> Sample[int]: ...
 
-def _is_empty(caption: Any) -> bool:
-    return caption is None or (isinstance(caption, str) and not caption.strip())
-
-
-def is_short(captions: Sequence[Any]) -> bool:
-    """Whether some captions are empty, but not all: `clean_captions` then gives the others."""
-    empty = [_is_empty(caption) for caption in captions]
-    return any(empty) and not all(empty)
+    def labels(self) -> Tensor:
+        """The class of every sample, int64 (n,), -1 if it has none, without reading an image."""
+        ...
 
 
-def clean_captions(value: Any, key: str) -> Captions:
-    """A text's lines, or a list's texts, without white space around them and empty ones.
+def open_labelled(spec: str) -> Labelled:
+    """Open images with class labels.
+
+    Args:
+        spec: a folder with one folder per class; or .tar shards: a file, a pattern, a folder of
+            them, or CLIP benchmark's folder, which stands for its `test` folder.
 
     Raises:
-        BadSample: nothing is left, or something is no text.
+        UsageError: there is nothing of the kind.
     """
-    if not isinstance(value, (list, tuple)):
-        value = clean_caption(value, key).splitlines()
-    kept = [clean_caption(v, key) for v in value if not _is_empty(v)]
-    return kept or [clean_caption("", key)]
+    folder = Path(spec)
+    if folder.is_dir() and not any(folder.glob("*.tar")):
+        test = sorted(folder.glob("test/*.tar"))
+        return ShardLabels(test) if test else FolderLabels(folder)
+    paths = find_files(spec)
+    if paths[0].suffix != ".tar":
+        raise UsageError(f"{paths[0]}: expected shards (.tar) or a folder with a folder a class")
+    return ShardLabels(paths)
+
+
+class FolderLabels:
+    """One folder of images per class, as in torchvision's ImageFolder: `classes` names the folders.
+
+    Raises:
+        UsageError: there are no such folders, or a class has no image.
+    """
+
+    templates: Path | None = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            classes, class_indices = find_classes(folder)
+            if _SPLITS.issuperset(classes):
+                raise UsageError(
+                    f"{folder} holds {', '.join(classes)}, which look like splits and not "
+                    f"like classes: give one of them, such as {folder / classes[0]}"
+                )
+            self._images = make_dataset(folder, class_indices, IMG_EXTENSIONS)
+        except OSError as error:
+            raise UsageError(f"{folder}: {' '.join(str(error).split())}") from error
+        self.classes: list[str] | None = classes
+        self.n_classes = len(classes)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> Sample[int]:
+        path, label = self._images[index]
+        key = Path(path).relative_to(self.folder).as_posix()
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise BadSample("unreadable image file", key) from error
+        return Sample(decode_image(data, key), label, key)
+
+    def labels(self) -> Tensor:
+        """See `Labelled`."""
+        return torch.tensor([label for _, label in self._images], dtype=torch.int64)
+
+
+class ShardLabels(TarSamples):
+    """WebDataset shards whose samples have an image and a class index, `cls`: 0, 1 ...
+
+    `classes`: the names in `classnames.txt`; None if there is no such file. `templates`: the path
+    of the prompt templates that came with the shards, if any.
+
+    Raises:
+        UsageError: the files cannot be read, or no sample has a `cls`.
+    """
+
+    def __init__(self, paths: list[Path]) -> None:
+        super().__init__(paths)
+        if not any(self.has(i, "cls") for i in range(len(self))):
+            why = "; ".join(self.damage) or "no sample has a member .cls with a class index"
+            raise UsageError(f"no labelled images in {', '.join(map(str, paths[:3]))}: {why}")
+        names = _beside(paths[0].parent, CLASS_NAMES)
+        self.classes = read_lines(names) if names else None
+        self.templates = _beside(paths[0].parent, TEMPLATES)
+        self.n_classes = len(self.classes) if self.classes else int(self.labels().max()) + 1
+
+    def __getitem__(self, index: int) -> Sample[int]:
+        label = self._label(index)
+        if self.classes is not None and label >= len(self.classes):
+            raise BadSample("class index beyond the class names", self.key(index))
+        return Sample(self.image(index), label, self.key(index))
+
+    def labels(self) -> Tensor:
+        """See `Labelled`."""
+        found = []
+        for index in range(len(self)):
+            try:
+                found.append(self._label(index))
+            except BadSample:
+                found.append(-1)
+        return torch.tensor(found, dtype=torch.int64)
+
+    def _label(self, index: int) -> int:
+        text = self.read(index, "cls")
+        if not text.strip().isdigit():
+            raise BadSample("class index is no number", self.key(index))
+        return int(text)
+
+
+def _beside(folder: Path, name: str) -> Path | None:
+    """The path of a file in the folder or in its parent; None if neither has it."""
+    for candidate in (folder / name, folder.resolve().parent / name):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the non-blank lines of a text file, stripped.
+
+    Raises:
+        UsageError: the file cannot be read, or has no such line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    kept = [line.strip() for line in lines if line.strip()]
+    if not kept:
+        raise UsageError(f"{path} has no line")
+    return kept

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megabatch.evaluation.prompts import quoted
+from megabatch.evaluation.zeroshot import shown_prompts
 
 CONTENDERS = {
     "model": "model",
@@ -17,7 +17,7 @@ CONTENDERS = {
     "baseline": "pixel nearest neighbour",
     "chance": "chance",
 }
-OWN = ("model", "neighbours", "probe")  # what the model reaches, by whatever method
+OF_MODEL = ("model", "neighbours", "probe")  # contenders that use the model's features
 RETRIEVAL = ("R@1", "R@5", "R@10", "median rank")
 ACCURACY = ("top-1", "top-5", "mean per class")
 WAYS = ("image_to_text", "text_to_image")
@@ -25,7 +25,7 @@ WAYS = ("image_to_text", "text_to_image")
 
 @dataclass(frozen=True)
 class Row:
-    """One contender's figures, ready to print."""
+    """One contender's figures, formatted."""
 
     contender: str
     is_model: bool
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """All contenders of one task and direction, with what is to be known of the figures."""
+    """All contenders of one task and direction, with a note on the figures."""
 
     heading: str
     rows: list[Row]
@@ -49,12 +49,12 @@ def retrieval_groups(evaluation: dict[str, Any]) -> list[Group]:
 
 
 def zero_shot_groups(evaluation: dict[str, Any]) -> list[Group]:
-    """Top-1 and top-5 accuracy and mean recall of the classes, of each contender, by task."""
+    """Top-1, top-5 and mean per-class recall of each contender, by task."""
     return [_accuracy_group(task) for task in evaluation["zero_shot"].values()]
 
 
 def classification_groups(evaluation: dict[str, Any]) -> list[Group]:
-    """The same of the methods that learn from labelled images."""
+    """The same for methods that learn from labelled images."""
     return [
         _accuracy_group(task, ", with training images")
         for task in evaluation.get("classification", {}).values()
@@ -62,11 +62,11 @@ def classification_groups(evaluation: dict[str, Any]) -> list[Group]:
 
 
 def left_out(task: dict[str, Any]) -> list[str]:
-    """What of a task's data could not be used, in words."""
+    """The parts of a task's data that could not be used, in words."""
     counts = []
-    for part, where in (("skipped", ""), ("train_skipped", " in training")):
-        first = task.get(f"{part}_first", {})
-        for reason, count in task.get(part, {}).items():
+    for key, where in (("skipped", ""), ("train_skipped", " in training")):
+        first = task.get(f"{key}_first", {})
+        for reason, count in task.get(key, {}).items():
             example = f" (first: {first[reason]})" if reason in first else ""
             counts.append(f"{count:,} × {reason}{where}{example}")
     return counts + list(task.get("damage", []))
@@ -86,7 +86,7 @@ def _retrieval_group(task: dict[str, Any], way: str) -> Group:
 
 
 def direction(task: dict[str, Any], way: str, to: str) -> str:
-    """A way of retrieval in words; of pairs of texts it is from the first or the second ones."""
+    """A direction of retrieval in words; for pairs of texts, between first and second ones."""
     image, text = ("first", "second") if task.get("first") == "text" else ("image", "text")
     return f"{image} {to} {text}" if way == "image_to_text" else f"{text} {to} {image}"
 
@@ -94,18 +94,18 @@ def direction(task: dict[str, Any], way: str, to: str) -> str:
 def _accuracy_group(task: dict[str, Any], more: str = "") -> Group:
     keys = ("top1", "top5", "mean_per_class_recall")
     rows = [
-        Row(label, name in OWN, tuple(_percent(task[name].get(key)) for key in keys))
+        Row(label, name in OF_MODEL, tuple(_percent(task[name].get(key)) for key in keys))
         for name, label in CONTENDERS.items()
         if name in task
     ]
     heading = f"{task['title']}{more}: {task['images']:,} in {task['classes']:,} classes"
     prompts = task.get("prompts")
-    note = f"prompts: {quoted(prompts['templates'])} ({prompts['source']})" if prompts else ""
+    note = f"prompts: {shown_prompts(prompts['templates'], prompts['source'])}" if prompts else ""
     return Group(heading, rows, note)
 
 
 def print_evaluation(evaluation: dict[str, Any], console: Console | None = None) -> None:
-    """Print every figure with its baseline and chance below it; fits 80 columns."""
+    """Print every figure with its baseline and chance below it, within 80 columns."""
     console = console or Console()
     for columns, groups in (
         (RETRIEVAL, retrieval_groups(evaluation)),

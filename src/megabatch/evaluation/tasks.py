@@ -1,4 +1,4 @@
-"""Retrieval tasks: which images are asked for which names, and how a model does."""
+"""Retrieval tasks: images to be matched with texts, scored by a model and by a pixel baseline."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from megabatch.data.glyphs import GlyphSet
 from megabatch.errors import UsageError
-from megabatch.evaluation.baseline import pixel_neighbour_recalls
-from megabatch.evaluation.embed import Encoder, distinct_with_ids
-from megabatch.evaluation.retrieval import chance_metrics, metrics_of_all
-from megabatch.evaluation.samples import CaptionedPairs, Captions, Samples
+from megabatch.evaluation.captions import CaptionedPairs
+from megabatch.evaluation.embed import Encoder
+from megabatch.evaluation.retrieval import chance_metrics, expected_recalls, metrics_of_all
+from megabatch.evaluation.samples import Captions, Samples, first_of
+from megabatch.similarity import topk
 
 KS = (1, 5, 10)
+_QUERIES_PER_BLOCK = 2048  # of the pixel baseline
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class Task:
     """Images to be matched with texts.
 
     candidates: the texts to choose from, each once; None: the captions of `samples`.
-    baseline: computes recalls of image→text that need no model; None: there are none.
-    picture_of: a picture to show beside a text, with whether the training set has that text;
-        None: an evaluated image of it. pictures_are: the same in the report's words.
+    baseline: computes image→text recalls that need no model; None if there are none.
+    picture_of: returns a picture to show beside a text, and whether the training set has that
+        text; None: one of its evaluated images. pictures_are: the same, in the report's words.
     """
 
     key: str
@@ -43,10 +45,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Matched:
-    """Images, texts, and which belong together: those of equal ids, int64.
+    """Images and texts with their features; those of equal ids (int64) belong together.
 
     features: (n, d) of the images, which are `samples[i]` for i in `indices`; text_features: (t, d)
-    of `texts`; image_ids: (n,); text_ids: (t,), each at least once.
+    of `texts`; image_ids: (n,); text_ids: (t,), which contain every id.
     """
 
     samples: Samples[Any]
@@ -60,9 +62,9 @@ class Matched:
 
 @dataclass(frozen=True)
 class Scored:
-    """A task with a model's features for it and its figures.
+    """A task with a model's features and figures.
 
-    left_out: the samples that could not be used, as `Embedded.left_out` has them.
+    left_out: the samples that could not be used, as `Embedded.left_out` returns them.
     figures: by contender ("model", "chance", "baseline"), keys such as `image_to_text/recall@1`.
     """
 
@@ -73,13 +75,13 @@ class Scored:
 
 
 def score(encoder: Encoder, task: Task) -> Scored:
-    """Embed the task's images and texts and rank them against each other."""
+    """Embed the task's images and texts, and rank them against each other."""
     images = encoder.embed(task.samples, task.title)
     if not images.targets:
         raise UsageError(
             f"{task.title}: none of {len(task.samples)} samples is usable: {images.reasons()}"
         )
-    texts, image_ids, text_ids = _relate(images.targets, task.candidates)
+    texts, image_ids, text_ids = _match(images.targets, task.candidates)
     image_ids, text_ids = image_ids.to(encoder.device), text_ids.to(encoder.device)
     text_features = encoder.texts(texts)
     ids = {"x_ids": image_ids, "y_ids": text_ids}
@@ -97,13 +99,13 @@ def score(encoder: Encoder, task: Task) -> Scored:
     return Scored(task, matched, images.left_out(), figures)
 
 
-def _relate(
+def _match(
     captions: list[Captions], candidates: list[str] | None
 ) -> tuple[list[str], Tensor, Tensor]:
-    """The texts to choose from, and the ids of images and of texts that say what is right.
+    """The candidate texts, and the ids of images and texts that define the right answers.
 
-    Where an image has several captions, each caption belongs to its own image alone, as COCO's and
-    Flickr30k's figures are made. Where each has one, all images of one caption belong to it.
+    If an image has several captions, each caption belongs to its own image alone, as is standard on
+    COCO and Flickr30k. If each image has one, all images with the same caption belong to it.
     """
     if candidates is None and any(len(of_image) > 1 for of_image in captions):
         counts = torch.tensor([len(of_image) for of_image in captions])
@@ -111,10 +113,9 @@ def _relate(
         return texts, torch.arange(len(captions)), torch.repeat_interleave(counts)
     first = [of_image[0] for of_image in captions]
     if candidates is None:
-        candidates, image_ids = distinct_with_ids(first)
-    else:
-        place = {text: i for i, text in enumerate(candidates)}
-        image_ids = torch.tensor([place[caption] for caption in first], dtype=torch.int64)
+        candidates = list(dict.fromkeys(first))
+    index = {text: i for i, text in enumerate(candidates)}
+    image_ids = torch.tensor([index[caption] for caption in first], dtype=torch.int64)
     return candidates, image_ids, torch.arange(len(candidates))
 
 
@@ -159,13 +160,8 @@ def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
     ]
 
 
-def first_of(samples: Samples[Any]) -> str:
-    """What is matched with texts: "image" or "text"."""
-    return str(getattr(samples, "first", "image"))
-
-
 def pairs_task(title: str, samples: Samples[Captions]) -> Task:
-    """Images among their own captions, or first texts among the second ones."""
+    """Match images with their captions, or first texts with second ones."""
     if first_of(samples) == "text":
         note = f"The first texts of the pairs in {title} among all second ones, and back."
         return Task("pairs", title, note, samples)
@@ -180,7 +176,7 @@ def pairs_task(title: str, samples: Samples[Captions]) -> Task:
 def digit_baseline(
     glyphs: GlyphSet, names: Sequence[Sequence[str]], images: Sequence[Image.Image], labels: Tensor
 ) -> dict[str, float]:
-    """Top-1 and top-5 of classing an image with the nearest printed digit in the training set."""
+    """Top-1 and top-5 of classifying an image as the nearest printed digit of the training set."""
     train = glyphs.split("train")
     class_of = {f"digit {name}": i for i, (name,) in enumerate(names)}
     printed = np.array([class_of.get(name, -1) for name in glyphs.names])[train.name_ids]
@@ -204,7 +200,7 @@ def _named(metrics: dict[str, float]) -> dict[str, float]:
 def _pictures(
     glyphs: GlyphSet, train: np.ndarray, others: np.ndarray | None = None
 ) -> Callable[[str], tuple[Image.Image, bool] | None]:
-    """Each name's first training image, else its first of the others."""
+    """Return a function to each name's first training image, else its first one among `others`."""
     sources: list[tuple[np.ndarray, bool]] = [(train, True)]
     if others is not None:
         sources.append((others, False))
@@ -223,7 +219,7 @@ def _pictures(
 
 
 def record(scored: Scored) -> dict[str, Any]:
-    """What `evaluation.json` keeps of a task."""
+    """The task's entry in `evaluation.json`."""
     task = scored.task
     return {
         "title": task.title,
@@ -235,3 +231,110 @@ def record(scored: Scored) -> dict[str, Any]:
         "damage": list(getattr(task.samples, "damage", [])),
         **scored.figures,
     }
+
+
+def pixel_neighbour_recalls(
+    train_images: np.ndarray,
+    train_ids: np.ndarray,
+    query_images: np.ndarray,
+    query_ids: np.ndarray,
+    *,
+    ks: Sequence[int] = (1, 5, 10),
+) -> dict[str, float]:
+    """Recall@k of naming each query after its nearest training images, by Euclidean distance.
+
+    A name's distance is that of its nearest training image, and names, not images, are ranked.
+    Names at the same distance count as in random order, as in `retrieval_metrics`. A name that no
+    training image has is never found: on held-out names the baseline scores 0 by construction.
+
+    Args:
+        train_images, query_images: uint8 or floating (n, ...) and (q, ...), of the same size.
+        train_ids, query_ids: int64 (n,) and (q,), the images' names.
+
+    Raises:
+        ValueError: there are no images, or sizes do not match.
+    """
+    train, query = _flat("train_images", train_images), _flat("query_images", query_images)
+    if train.shape[1] != query.shape[1]:
+        raise ValueError(
+            f"train_images and query_images must be of one size, got {train_images.shape[1:]} and "
+            f"{query_images.shape[1:]}"
+        )
+    for name, ids, images in (
+        ("train_ids", train_ids, train_images),
+        ("query_ids", query_ids, query_images),
+    ):
+        if np.shape(ids) != (len(images),):
+            raise ValueError(f"{name} must have shape ({len(images)},), got {np.shape(ids)}")
+    names = torch.from_numpy(np.ascontiguousarray(train_ids, dtype=np.int64))
+    targets = torch.from_numpy(np.ascontiguousarray(query_ids, dtype=np.int64))
+    counts = [
+        _rank_names(train, names, part, target, max(ks))
+        for part, target in zip(
+            query.split(_QUERIES_PER_BLOCK), targets.split(_QUERIES_PER_BLOCK), strict=True
+        )
+    ]
+    above, equal = (torch.cat(c) for c in zip(*counts, strict=True))
+    recalls = expected_recalls(above, equal, torch.ones_like(above), ks)
+    return {f"recall@{k}": recall for k, recall in recalls.items()}
+
+
+def _flat(name: str, images: np.ndarray) -> Tensor:
+    if not len(images):
+        raise ValueError(f"{name} is empty")
+    pixels = torch.from_numpy(np.ascontiguousarray(images, dtype=np.float32)).flatten(1)
+    return pixels / 255 if images.dtype == np.uint8 else pixels
+
+
+def _rank_names(
+    train: Tensor, names: Tensor, query: Tensor, target: Tensor, max_rank: int
+) -> tuple[Tensor, Tensor]:
+    """Per query, the wrong names nearer than the target and as near, exact up to `max_rank`."""
+    few = min(len(train), 2 * max_rank)
+    above, equal, decided = _count_names(*_nearest(train, query, few), names, target, max_rank)
+    rest = (~decided).nonzero().squeeze(1)
+    if len(rest):
+        # So many neighbours are certain to have more than `max_rank` names.
+        many = min(len(train), (max_rank + 1) * int(names.unique(return_counts=True)[1].max()))
+        again = _count_names(*_nearest(train, query[rest], many), names, target[rest], max_rank)
+        above[rest], equal[rest] = again[:2]
+    return above, equal
+
+
+def _nearest(train: Tensor, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k nearest training images of each query in order: (closeness, indices), (q, k) each.
+
+    |q - t|² = |q|² - 2 (<q, t> - |t|²/2): the bracket alone decides, and it is an inner product of
+    vectors with one more element.
+    """
+    query = torch.cat([query, query.new_ones(len(query), 1)], 1)
+    train = torch.cat([train, -train.square().sum(1, keepdim=True) / 2], 1)
+    return topk(query, train, k)
+
+
+def _count_names(
+    closeness: Tensor, indices: Tensor, names: Tensor, target: Tensor, max_rank: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Among the given neighbours, the wrong names nearer than the target, and those as near.
+
+    The third result says whether the first `max_rank` names are decided, so that more neighbours
+    could not change them: the target and all names as near are among the neighbours, or `max_rank`
+    other names are strictly nearer than the last neighbour.
+    """
+    found = names[indices]
+    is_target = found == target[:, None]
+    nearest_target = closeness.masked_fill(~is_target, -torch.inf).amax(1, keepdim=True)
+    # A name's nearest image is the first one in its run, after a stable sort by name.
+    order = found.argsort(dim=1, stable=True)
+    by_name = found.gather(1, order)
+    leads = torch.ones_like(by_name, dtype=torch.bool)
+    leads[:, 1:] = by_name[:, 1:] != by_name[:, :-1]
+    first = torch.zeros_like(leads).scatter(1, order, leads) & ~is_target
+    above = (first & (closeness > nearest_target)).sum(1)
+    equal = (first & (closeness == nearest_target)).sum(1)
+    # A target that is absent is farther than all neighbours: it ranks below the first `max_rank`.
+    above = torch.where(is_target.any(1), above, above.clamp(min=max_rank))
+    last = closeness[:, -1:]
+    others_fill_ranks = (first & (closeness > last)).sum(1) >= max_rank
+    decided = (nearest_target > last).squeeze(1) | others_fill_ranks
+    return above, equal, decided

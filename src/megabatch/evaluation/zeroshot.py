@@ -1,9 +1,12 @@
-"""Zero-shot classification with prompt templates, after CLIP (Radford et al. 2021, section 3.1)."""
+"""Zero-shot classification with class names and prompt templates (CLIP, Radford et al. 2021)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,17 +15,156 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.data import glyphs
-from megabatch.evaluation.prompts import Prompts
-from megabatch.evaluation.samples import Sample
+from megabatch.errors import UsageError
+from megabatch.evaluation.samples import Sample, read_lines
+
+IMAGENET = "imagenet"
+OPENAI, SIMPLE = "openai", "simple"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Names of each class, and templates with `{}` where a name goes.
+
+    source: the origin of both, in words.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    templates: tuple[str, ...]
+    source: str = ""
+
+    def texts(self) -> list[list[str]]:
+        """The texts of each class: each of its names in each template."""
+        return [
+            [template.replace("{}", name) for name in names for template in self.templates]
+            for names in self.names
+        ]
+
+    def shown(self) -> str:
+        """The templates and their origin, in words."""
+        return shown_prompts(self.templates, self.source)
+
+
+def shown_prompts(templates: Sequence[str], source: str) -> str:
+    """The first templates, how many more there are, and their origin."""
+    first = ", ".join(f"“{template}”" for template in templates[:3])
+    more = f" and {len(templates) - 3} more" if len(templates) > 3 else ""
+    return f"{first}{more} ({source})"
+
+
+def read_templates(choice: str) -> tuple[str, ...]:
+    """Read templates with `{}` where the class name goes.
+
+    Args:
+        choice: "openai", the 80 that CLIP was evaluated with on ImageNet; "simple", the 7 of them
+            that do nearly as well; or a text file with one per line, `{}` or `{c}` for the name.
+
+    Raises:
+        UsageError: there is no such file, or a line has no placeholder.
+    """
+    if choice in (OPENAI, SIMPLE):
+        import open_clip
+
+        known = (
+            open_clip.OPENAI_IMAGENET_TEMPLATES
+            if choice == OPENAI
+            else open_clip.SIMPLE_IMAGENET_TEMPLATES
+        )
+        return tuple(template("{}") for template in known)
+    if not Path(choice).is_file():
+        raise UsageError(f"--templates {choice}: expected openai, simple or a file")
+    lines = tuple(line.replace("{c}", "{}") for line in read_lines(Path(choice)))
+    for line in lines:
+        if "{}" not in line:
+            raise UsageError(f"--templates {choice}: no {{}} for the class name in {line!r}")
+    return lines
+
+
+def read_names(
+    choice: str | None, classes: Sequence[str] | None, n_classes: int
+) -> tuple[tuple[str, ...], ...]:
+    """Read the names of each class.
+
+    Args:
+        choice: "imagenet", OpenCLIP's names of ImageNet's 1,000 classes; a text file with one name
+            per line, in the order of the classes; a JSON file with a list of names, or with names
+            by class folder (one or a list; or [folder, name] by number, a common form of ImageNet's
+            index); None for `classes` with spaces for underscores.
+        classes: the folders' names, or names that came with the data; None if classes only have
+            numbers.
+        n_classes: the number of classes.
+
+    Raises:
+        UsageError: there is no such file, a class has no name, or the number of names is wrong.
+    """
+    if choice is None:
+        if classes is None:
+            raise UsageError("the shards have no classnames.txt: give names by --class-names")
+        names: tuple[tuple[str, ...], ...] = tuple(
+            (name.replace("_", " ").strip() or name,) for name in classes
+        )
+    elif choice == IMAGENET:
+        import open_clip
+
+        names = tuple((name,) for name in open_clip.IMAGENET_CLASSNAMES)
+    elif not Path(choice).is_file():
+        raise UsageError(f"--class-names {choice}: expected imagenet or a file")
+    elif Path(choice).suffix == ".json":
+        names = _names_from_json(Path(choice), classes)
+    else:
+        names = tuple((line,) for line in read_lines(Path(choice)))
+    if len(names) != n_classes:
+        raise UsageError(
+            f"--class-names {choice}: {len(names)} names, but the data have {n_classes} classes"
+        )
+    return names
+
+
+def _names_from_json(path: Path, classes: Sequence[str] | None) -> tuple[tuple[str, ...], ...]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--class-names {path}: cannot be read: {error}") from error
+    if isinstance(document, list):
+        return tuple(_names_of(value, path) for value in document)
+    if not isinstance(document, dict):
+        raise UsageError(f"--class-names {path}: expected a list, or names by class folder")
+    if classes is None:
+        classes = [str(i) for i in range(len(document))]
+    by_class = _by_folder(document, classes)
+    missing = [name for name in classes if name not in by_class]
+    if missing:
+        raise UsageError(
+            f"--class-names {path}: none for {len(missing)} of {len(classes)} classes, such as "
+            f"{missing[0]!r}"
+        )
+    return tuple(_names_of(by_class[name], path) for name in classes)
+
+
+def _by_folder(document: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """`document`, by folder also if it is {"0": ["n01440764", "tench"], ...}."""
+    values = list(document.values())
+    pairs = all(isinstance(v, list) and len(v) == 2 for v in values)
+    if pairs and not set(classes) & set(document) and {v[0] for v in values} & set(classes):
+        return {folder: name for folder, name in values}
+    return document
+
+
+def _names_of(value: Any, path: Path) -> tuple[str, ...]:
+    names = value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name.strip() for name in names):
+        raise UsageError(f"--class-names {path}: expected a name or a list of names, got {value!r}")
+    return tuple(name.strip().replace("_", " ") for name in names)
+
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# In the words of Unicode's character names, which is all that a glyph model has read.
+# In the words of Unicode's character names, the only texts that a glyph model was trained on.
 UNICODE_DIGITS = Prompts(
     tuple((name,) for name in _DIGITS),
     ("digit {}", "mathematical sans-serif digit {}", "mathematical monospace digit {}"),
     "in the words of Unicode's names, since the model was trained on glyphs",
 )
-# For models of natural captions: the templates that CLIP's authors used on MNIST and its kin.
+# For models of natural captions: the template that CLIP's authors used on MNIST.
 CAPTIONED_DIGITS = Prompts(
     tuple((digit,) for digit in "0123456789"),
     ('a photo of the number: "{}".',),
@@ -52,12 +194,13 @@ class DigitLabels:
 
 
 def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Prompts) -> Tensor:
-    """One feature a class (c, d): the normalised mean of the normalised features of its texts.
+    """Features of classes (c, d): each the normalised mean of its texts' normalised features.
 
-    `encode_texts`: gives the features (n, d) of n texts.
+    Args:
+        encode_texts: returns the features (n, d) of n texts.
 
     Raises:
-        ValueError: no class, a class without a name, no template, or a template without `{}`.
+        ValueError: there is no class or no template, a class has no name or a template no `{}`.
     """
     if not prompts.names or not prompts.templates or not all(prompts.names):
         raise ValueError(f"prompts need a name for each class and a template, got {prompts}")
@@ -71,10 +214,10 @@ def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Pro
 
 
 def handwritten_digits() -> tuple[list[Image.Image], Tensor]:
-    """Scikit-learn's 1,797 handwritten digits, set like a glyph, and their labels int64 (1797,).
+    """Scikit-learn's 1,797 handwritten digits, laid out as glyphs, and labels int64 (1797,).
 
-    The originals are 8×8 with ink from 0 to 16. Each is enlarged to the height of a printed digit
-    and put on the glyph images' baseline, in white on black as they are.
+    The originals are 8×8 with intensities from 0 to 16. Each is enlarged to the height of a printed
+    digit and placed on the baseline of the glyph images, white on black like them.
     """
     from sklearn.datasets import load_digits
 

@@ -35,10 +35,10 @@ from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.left_out import Unused
 from megabatch.gradient_cache.node import attach
 from megabatch.gradient_cache.outputs import OutputForm
-from megabatch.gradient_cache.ranks import ranks_of, told_by_all
 from megabatch.gradient_cache.room import Room
 from megabatch.gradient_cache.state import parameters_in
 from megabatch.gradient_cache.waiting import WaitingStep, checked_loss
+from megabatch.ranks import all_gather_numbers, global_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -241,7 +241,7 @@ class GradientCache:
         return checked_loss(self.loss(*args, **kwargs, **loss_kwargs)).detach().reshape(())
 
     def _begin_backward(self, unused: Unused, call: str) -> None:
-        told_by_all(call, [], self.group)
+        all_gather_numbers(call, [], self.group)
         unused.used()
 
     def _loss_arguments(self, encodings: list[Encoding]) -> tuple[list[Any], dict[str, Any]]:
@@ -280,13 +280,13 @@ class GradientCache:
     def _most(self, counts: list[int], training: bool) -> list[int]:
         """The largest of all ranks' numbers; in a few steps weights are compared on the way."""
         self._steps += training
-        ranks = ranks_of(self.group)
+        ranks = global_ranks(self.group)
         if len(ranks) == 1:
             return counts
         what = f"step {self._steps}" if training else "evaluation"
         call = f"GradientCache, {what} of {len(counts)} batches"
         weights = self._drift.numbers(self._parameters()) if training else []
-        table = told_by_all(call, [*counts, *weights], self.group)
+        table = all_gather_numbers(call, [*counts, *weights], self.group)
         if training:
             self._drift.compare([row[len(counts) :] for row in table], ranks)
         return [max(column) for column in itertools.islice(zip(*table, strict=True), len(counts))]

@@ -31,7 +31,7 @@ def problems(config: TrainConfig, first: str) -> list[str]:
         return [f"--evaluate: {missing}"]
     if config.val_data in (None, "glyphs"):
         return []
-    from megabatch.evaluation.val_data import open_val_data, reading_of
+    from megabatch.evaluation.captions import open_val_data, reading_of
 
     assert config.val_data is not None
     try:

@@ -1,12 +1,10 @@
-"""The pixel baseline against all distances in float64."""
-
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-import megabatch.evaluation.baseline as baseline
-from megabatch.evaluation.baseline import pixel_neighbour_recalls
+from megabatch.evaluation import tasks
+from megabatch.evaluation.tasks import pixel_neighbour_recalls
 
 
 def brute_force(
@@ -29,7 +27,7 @@ def brute_force(
 @pytest.mark.parametrize("levels", [2, 256])  # two grey levels make many ties
 @pytest.mark.parametrize("names", [12, 200])
 def test_equals_all_distances(levels: int, names: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baseline, "_QUERIES_AT_A_TIME", 17)
+    monkeypatch.setattr(tasks, "_QUERIES_PER_BLOCK", 17)
     draw = np.random.default_rng(levels + names)
     side = 4 if levels == 2 else 8
     train = (draw.integers(0, levels, (400, side, side)) * (255 // (levels - 1))).astype(np.uint8)

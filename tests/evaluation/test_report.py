@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from megabatch.data.glyphs import GlyphSet
-from megabatch.evaluation.gallery import choose_queries, encode
+from megabatch.evaluation.report import choose_queries, encode
 from megabatch.evaluation.tasks import Matched, Task, glyph_tasks
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from megabatch.data.pairs import BadSample
 from megabatch.errors import UsageError
-from megabatch.evaluation.labels import open_labelled
+from megabatch.evaluation.samples import open_labelled
 from tests.evaluation.material import NAMES, class_shards, image_folder, picture, png, shard
 
 

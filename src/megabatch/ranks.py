@@ -1,0 +1,139 @@
+"""Communication between the ranks of a group, apart from the similarity engine's own transfers.
+
+Numbers and small values go from host to host over the group's control channel, the one that the
+engine's handshakes use, and wait for no device. Only `all_gather_rows` moves tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabatch import torch_internals
+from megabatch.errors import CommunicationError, UsageError
+from megabatch.similarity.distributed import comm, control
+from megabatch.similarity.distributed.comm import group_name, rank_and_size
+
+T = TypeVar("T")
+
+_NUMBERS = 8  # that one handshake carries
+# Bytes per exchange. The buffer of a local socket holds several of them (208 KiB on Linux), so no
+# rank waits in `send` for one that is itself sending.
+_CHUNK = 1 << 15
+
+
+def is_first(group: object = None) -> bool:
+    """Whether this process is rank 0 of the group, which prints and writes."""
+    return rank_and_size(group)[0] == 0
+
+
+def global_ranks(group: object) -> list[int]:
+    """The global ranks of a group's members; [0] without a group."""
+    name = group_name(group)
+    return dist.get_process_group_ranks(comm.resolve(name)) if name else [0]
+
+
+def local_range(n: int, group: object, *, block: int = 1) -> range:
+    """This rank's part of `range(n)`: contiguous, and made of whole blocks but for the last one.
+
+    The parts of all ranks cover `range(n)` once. Where every product is computed on whole blocks,
+    its shape does not depend on the number of ranks, and neither do results, to the last digit.
+    """
+    rank, size = rank_and_size(group)
+    blocks = -(-n // block)
+    start, stop = (min(n, block * (blocks * r // size)) for r in (rank, rank + 1))
+    return range(start, stop)
+
+
+def all_gather_rows(rows: Tensor, group: object) -> Tensor:
+    """The rows of all ranks, concatenated in the order of ranks.
+
+    Args:
+        rows: (m, ...); m may differ between ranks, other sizes, dtype and device type may not.
+        group: None for the default group if there is one, a process group, or "local".
+    """
+    counts = all_gather_values(len(rows), group)
+    if len(counts) == 1:
+        return rows
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])  # backends expect equal sizes
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=cast("dist.ProcessGroup | None", group))
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def all_gather_values(value: Any, group: object) -> list[Any]:
+    """Every rank's value, by rank. Values are anything that JSON can represent.
+
+    Raises:
+        CommunicationError: a rank is gone or does not come in time.
+    """
+    name = group_name(group)
+    if not name:
+        return [value]
+    channel = control.line(comm.resolve(name), _device(name))
+    data = json.dumps(value).encode()
+    try:
+        rows = channel.gather(len(data).to_bytes(8, "little"))
+        sizes = [int.from_bytes(row, "little") for row in rows]
+        received = [bytearray() for _ in sizes]
+        for start in range(0, max(sizes), _CHUNK):
+            length = min(_CHUNK, max(sizes) - start)
+            rows = channel.gather(data[start : start + length].ljust(length))
+            for part, row in zip(received, rows, strict=True):
+                part += row
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"gathering values from all ranks, rank {dist.get_rank()}: {error}"
+        ) from error
+    return [json.loads(part[:size]) for part, size in zip(received, sizes, strict=True)]
+
+
+def all_gather_numbers(call: str, numbers: Sequence[int], group: object) -> list[list[int]]:
+    """Every rank's numbers, by rank, after checking that all ranks make the same call.
+
+    Args:
+        call: the call, in words.
+        numbers: int64, as many on each rank.
+
+    Raises:
+        ValueError: a rank makes another call; the message names the ranks.
+        CommunicationError: a rank is gone or does not come in time.
+    """
+    name = group_name(group)
+    if not name:
+        return [list(numbers)]
+    table: list[list[int]] = [[] for _ in range(rank_and_size(group)[1])]
+    for start in range(0, max(1, len(numbers)), _NUMBERS):
+        rows = comm.agree(name, call, numbers[start : start + _NUMBERS], _device(name))
+        for known, row in zip(table, rows, strict=True):
+            known += row
+    return table
+
+
+def on_all_ranks(work: Callable[[], T], group: object) -> T:
+    """The result of `work()` on this rank, once it has succeeded on all ranks.
+
+    Raises:
+        UsageError: on all ranks, if it was raised on one.
+    """
+    result, problem = None, ""
+    try:
+        result = work()
+    except UsageError as error:
+        problem = str(error)
+    for rank, message in enumerate(all_gather_values(problem, group)):
+        if message:
+            raise UsageError(message if rank == 0 else f"{message} (rank {rank})")
+    return cast(T, result)
+
+
+def _device(name: str) -> torch.device:
+    """A device of the group's backends; the CPU if it has one for it."""
+    on_cpu = torch_internals.has_cpu_backend(comm.resolve(name))
+    return torch.device("cpu" if on_cpu else "cuda")
