@@ -38,7 +38,7 @@ def test_files_are_known_by_what_they_use(tmp_path: Path, text: str, expected: b
         "training/test_run_signals.py",
         "similarity/distributed/test_gathered.py",
         "similarity/distributed/test_comm.py",
-        "data/test_watched.py",
+        "data/test_workers.py",
         "planning/test_plan.py",
         "test_ahead.py",
     ],

@@ -1,25 +1,35 @@
-"""Files that are whole or absent, whenever the process dies."""
+"""Files and folders that are complete or absent, whenever the process dies."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from megabatch.errors import UsageError
+
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a path to write to, which becomes `path` at the end, or vanishes on an error.
+def replacing(path: Path, partial: Path | None = None) -> Iterator[Path]:
+    """Yield a path to write to, which is renamed to `path` at the end, or removed on an error.
 
-    A reader finds the old file or the new one, whole and on the disk. Its mode is the one that the
-    umask leaves, whoever wrote it: safetensors' own files are for their user alone.
+    A reader finds the old file or the new one, complete and on the disk. Its mode is the one that
+    the umask leaves, whoever wrote it: safetensors creates files for their owner alone.
+
+    Args:
+        path: the file to write.
+        partial: the path to yield, in the same folder. By default it has a fixed name, so that the
+            next write removes what a killed process left. Processes that may write the same file
+            at the same time need one each.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = partial or path.with_name(path.name + ".partial")
     try:
         partial.unlink(missing_ok=True)
         partial.touch()
@@ -30,14 +40,44 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)  # after success there is none
+        partial.unlink(missing_ok=True)  # there is none after success
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file in UTF-8.
+    """Write a file in UTF-8, completely or not at all.
 
     Raises:
         OSError: it cannot be written; the old file stays.
     """
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which is renamed to `output` at the end, or removed on an error.
+
+    Raises:
+        UsageError: `output` exists and is not an empty folder, or cannot be written.
+    """
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UsageError(f"{output} exists and is not an empty folder; choose another --output")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}.partial-"))
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
+    try:
+        yield partial
+        partial.chmod(0o777 & ~_umask())  # mkdtemp's folders are for their owner alone
+        os.replace(partial, output)
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

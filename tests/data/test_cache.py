@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megabatch.data import cache
-from megabatch.data.cache import default_cache_dir, read_arrays, write_arrays
+from megabatch.data.cache import read_arrays, write_arrays
+from megabatch.paths import default_cache_dir
 
 
 def test_cache_folder(monkeypatch, tmp_path: Path):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.data import export
-from megabatch.data.export import write_shards
+from megabatch.data.export import ShardWriter, write_glyphs
 from megabatch.data.glyphs import GlyphPairs, GlyphSet
 from megabatch.data.loader import PairLoader
 from megabatch.data.sources import open_pairs
@@ -28,7 +27,7 @@ def lengths(captions: list[str]) -> torch.Tensor:
 
 
 def test_round_trip(few: GlyphPairs, tmp_path: Path):
-    shards = write_shards(few, tmp_path / "new" / "shards", samples_per_shard=150)
+    shards = write_glyphs(few, tmp_path / "new" / "shards", samples_per_shard=150)
     assert [path.name for path in shards] == ["00000.tar", "00001.tar", "00002.tar"]
     again = open_pairs(str(tmp_path / "new" / "shards"))
     assert len(again) == len(few) == 373
@@ -39,7 +38,7 @@ def test_round_trip(few: GlyphPairs, tmp_path: Path):
 
 
 def test_training_from_the_shards_sees_the_same_batches(few: GlyphPairs, tmp_path: Path):
-    write_shards(few, tmp_path / "shards", samples_per_shard=200)
+    write_glyphs(few, tmp_path / "shards", samples_per_shard=200)
     options = {"batch_size": 64, "transform": to_pixels, "tokenizer": lengths, "seed": 5}
     ours = PairLoader(few, **options)
     theirs = PairLoader(open_pairs(str(tmp_path / "shards")), **options, workers=2)
@@ -52,7 +51,7 @@ def test_training_from_the_shards_sees_the_same_batches(few: GlyphPairs, tmp_pat
 def test_webdataset_reads_them(few: GlyphPairs, tmp_path: Path):
     from webdataset.tariterators import group_by_keys, tar_file_iterator
 
-    (shard,) = write_shards(few, tmp_path / "shards", samples_per_shard=1000)
+    (shard,) = write_glyphs(few, tmp_path / "shards", samples_per_shard=1000)
     with open(shard, "rb") as file:
         members = ({**member, "__url__": "shard"} for member in tar_file_iterator(file))
         samples = list(group_by_keys(members))
@@ -63,7 +62,7 @@ def test_webdataset_reads_them(few: GlyphPairs, tmp_path: Path):
 
 def test_the_same_glyphs_give_the_same_bytes(few: GlyphPairs, tmp_path: Path):
     contents = [
-        [path.read_bytes() for path in write_shards(few, tmp_path / name, samples_per_shard=300)]
+        [path.read_bytes() for path in write_glyphs(few, tmp_path / name, samples_per_shard=300)]
         for name in ("a", "b")
     ]
     assert contents[0] == contents[1]
@@ -71,17 +70,17 @@ def test_the_same_glyphs_give_the_same_bytes(few: GlyphPairs, tmp_path: Path):
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_an_interrupted_run_leaves_nothing(few: GlyphPairs, tmp_path: Path, monkeypatch, failure):
-    write_shard = export._write_shard
+    write = ShardWriter.write
 
-    def fail_at_the_second(pairs, indices, path):
-        write_shard(pairs, indices, path)
-        if path.name == "00001.tar":
+    def fail_in_the_second_shard(writer, sample):
+        write(writer, sample)
+        if writer.count == 150:
             raise failure
 
-    monkeypatch.setattr(export, "_write_shard", fail_at_the_second)
+    monkeypatch.setattr(ShardWriter, "write", fail_in_the_second_shard)
     expected = KeyboardInterrupt if isinstance(failure, KeyboardInterrupt) else UsageError
     with pytest.raises(expected):
-        write_shards(few, tmp_path / "shards", samples_per_shard=100)
+        write_glyphs(few, tmp_path / "shards", samples_per_shard=100)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -91,14 +90,14 @@ def test_nothing_is_overwritten(few: GlyphPairs, tmp_path: Path):
     (tmp_path / "file").write_text("precious")
     for name in ("full", "file"):
         with pytest.raises(UsageError, match=f"{name} exists and is not an empty folder"):
-            write_shards(few, tmp_path / name, samples_per_shard=100)
+            write_glyphs(few, tmp_path / name, samples_per_shard=100)
     assert (tmp_path / "full" / "mine").read_text() == "precious"
     (tmp_path / "empty").mkdir()
-    assert write_shards(few, tmp_path / "empty", samples_per_shard=1000)
+    assert write_glyphs(few, tmp_path / "empty", samples_per_shard=1000)
 
 
 def test_the_folder_is_readable_for_others(few: GlyphPairs, tmp_path: Path):
-    write_shards(few, tmp_path / "shards", samples_per_shard=1000)
+    write_glyphs(few, tmp_path / "shards", samples_per_shard=1000)
     mask = os.umask(0)
     os.umask(mask)
     assert (tmp_path / "shards").stat().st_mode & 0o777 == 0o777 & ~mask
@@ -107,4 +106,4 @@ def test_the_folder_is_readable_for_others(few: GlyphPairs, tmp_path: Path):
 def test_a_folder_that_cannot_be_made(few: GlyphPairs, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
-        write_shards(few, tmp_path / "file" / "shards", samples_per_shard=1000)
+        write_glyphs(few, tmp_path / "file" / "shards", samples_per_shard=1000)

@@ -1,23 +1,21 @@
 from __future__ import annotations
 
-import multiprocessing
-import platform
 import random
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch.data.fetch import (
+    CachedTokens,
+    CaptionsByIndex,
     Fetcher,
     Request,
-    begin_worker,
-    join,
+    caption_ids,
+    concat,
     sample_seeds,
 )
 from megabatch.data.glyphs import GlyphSet
@@ -40,13 +38,13 @@ def test_bad_samples_are_left_out_with_their_positions():
 
 def test_nothing_good():
     chunk = Fetcher(Numbers(9, bad=[1]), to_pixels, to_tokens, seed=0)[Request(0, 0, np.array([1]))]
-    assert len(chunk) == len(join([chunk, chunk])) == len(join([])) == 0
+    assert len(chunk) == len(concat([chunk, chunk])) == len(concat([])) == 0
 
 
 def test_join_keeps_the_order():
     fetcher = Fetcher(Numbers(20, bad=[5]), to_pixels, to_tokens, seed=0)
     parts = [fetcher[Request(0, i, np.array([i, i + 1]))] for i in (8, 4, 0)]
-    whole = join(parts)
+    whole = concat(parts)
     assert whole.indices.tolist() == [8, 9, 4, 0, 1]
     assert whole.images is not None
     assert whole.images[:, 0, 0, 0].tolist() == [8, 9, 4, 0, 1]
@@ -197,28 +195,74 @@ def test_a_draw_past_the_end_is_the_same_sample_with_another_seed():
     assert len({image.sum().item() for image in chunk.images}) == 3
 
 
-def grown(begin: Callable[[int], None], answer: Connection) -> None:
-    """Tell how many bytes a process is left with after blocks of 16 MB among small ones."""
-    torch.set_num_threads(1)  # as DataLoader does: OpenMP's threads do not outlive a fork
-    begin(0)
-    process = psutil.Process()
-    torch.ones(5_000_000)  # freed at once: glibc then takes such blocks from its heap
-    before = process.memory_info().rss
-    blocks, kept = [], []
-    for _ in range(12):
-        blocks.append(torch.ones(4_000_000))
-        kept.append([bytearray(3_000) for _ in range(50)])
-    del blocks
-    answer.send(process.memory_info().rss - before)
+@pytest.mark.parametrize("room", [0, 3, 100])
+def test_each_text_is_tokenised_once_where_there_is_room(room: int) -> None:
+    asked: list[str] = []
+
+    def tokenizer(texts: list[str]) -> torch.Tensor:
+        asked.extend(texts)
+        return torch.tensor([[int(text), 2**40] for text in texts])
+
+    tokens = CachedTokens(tokenizer, limit=16 * room)
+    for texts in (
+        ["5", "2", "5"],
+        ["7", "2", "8", "9", "8"],
+        ["9", "5", "8", "8", "2"],
+        ["2", "5"],
+    ):
+        assert tokens(texts).tolist() == [[int(text), 2**40] for text in texts]
+    if room == 100:
+        assert asked == ["5", "2", "7", "8", "9"]
+    if room == 3:
+        assert asked == ["5", "2", "7", "8", "9", "9", "8"]
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's that keeps memory")
-def test_a_worker_gives_memory_back() -> None:
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=grown, args=(begin_worker, send))
-    process.start()
-    assert receive.poll(60)
-    assert receive.recv() < 50e6
-    process.join()
-    assert process.exitcode == 0
+class Texts:
+    """A data set of which only the captions count."""
+
+    first = "image"
+
+    def __init__(self, captions: list[str]) -> None:
+        self.captions = captions
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def arrays(self, indices: Any) -> np.ndarray:
+        raise NotImplementedError
+
+    def texts(self, indices: Any) -> list[str]:
+        self.asked += list(indices)
+        return [self.captions[i] for i in indices]
+
+
+class Identified(Texts):
+    def ids(self, indices: Any) -> np.ndarray:
+        return np.asarray(indices) % 3
+
+
+@pytest.mark.parametrize("room", [0, 3, 100])
+@pytest.mark.parametrize("kind", [Texts, Identified])
+def test_captions_by_index_are_those_of_the_data_set(kind: type[Texts], room: int) -> None:
+    data = kind([str(i % 7) for i in range(20)])
+    tokens = CachedTokens(
+        lambda texts: torch.tensor([[int(text), 2**40] for text in texts]), limit=16 * room
+    )
+    captions = CaptionsByIndex(data, tokens)
+    random = np.random.default_rng(0)
+    for _ in range(30):
+        indices = random.integers(20, size=random.integers(1, 9))
+        texts, ids = captions(indices)
+        assert texts.tolist() == [[i % 7, 2**40] for i in indices]
+        said = [data.captions[i] for i in indices]
+        expected = indices % 3 if kind is Identified else caption_ids(said)
+        assert np.array_equal(ids, expected)
+    if room == 100:  # each once, but where it came twice in the batch that had it first
+        assert len(set(data.asked)) == 20
+        first = len(data.asked)
+        captions(np.arange(20))
+        assert len(data.asked) == first

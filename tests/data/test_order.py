@@ -75,6 +75,6 @@ def test_without_shuffle_parts_follow_each_other():
 
 
 def test_what_the_order_depends_on():
-    assert Order([Part(3, 3)], 7, True).facts() == {"pairs": 3, "seed": 7, "shuffle": True}
-    mixed = Order([Part(3, 3), Part(2, 4)], 7, True).facts()
+    assert Order([Part(3, 3)], 7, True).parameters() == {"pairs": 3, "seed": 7, "shuffle": True}
+    mixed = Order([Part(3, 3), Part(2, 4)], 7, True).parameters()
     assert mixed == {"pairs": 7, "seed": 7, "shuffle": True, "parts": [[3, 3], [2, 4]]}

@@ -1,4 +1,4 @@
-"""Image-caption pairs: the built-in glyphs, WebDataset shards, tables; and batches of them."""
+"""Pairs of images and captions, or of texts: sources, and batches of them."""
 
 from typing import TYPE_CHECKING
 

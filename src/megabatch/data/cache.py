@@ -1,9 +1,8 @@
-"""Files of arrays that can be made again."""
+"""Cache files of arrays, which can be recomputed."""
 
 from __future__ import annotations
 
-import os
-import tempfile
+import uuid
 import warnings
 import zipfile
 import zlib
@@ -11,13 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megabatch.paths import default_cache_dir
-
-__all__ = ["default_cache_dir", "read_arrays", "write_arrays"]
+from megabatch.files import replacing
 
 
 def read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray] | None:
-    """Return the named arrays of an .npz file; None if it is not there or cannot be read."""
+    """Return the named arrays of an .npz file; None if it is missing or cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in names}
@@ -29,18 +26,14 @@ def read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray] | N
 
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write an .npz file whole or not at all; where it cannot be written, warn and go on."""
-    partial = None
+    """Write an .npz file, completely or not at all; only warn if it cannot be written.
+
+    Several processes may write the same file at the same time.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside and renamed: another process sees the whole file or none.
-        handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
-        with os.fdopen(handle, "wb") as file:
+        own = path.with_name(f"{path.stem}-{uuid.uuid4().hex}.partial")
+        with replacing(path, own) as partial, partial.open("wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # no name is its flag
-        os.replace(partial, path)
-        partial = None
     except OSError as error:
         warnings.warn(f"not cached: {error}", stacklevel=3)
-    finally:
-        if partial is not None:
-            Path(partial).unlink(missing_ok=True)

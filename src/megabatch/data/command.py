@@ -1,4 +1,4 @@
-"""`megabatch data`: write the built-in sets as shards, look into a data set."""
+"""`megabatch data`: write the built-in data sets as shards, inspect a data set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from megabatch.data.pairs import Pair, PairDataset
 
-# Libraries are imported by the functions that use them: --help does without.
+# Libraries are imported by the functions that use them: --help does not need them.
 
 Split = Literal["train", "faces", "characters", "all"]
 
@@ -25,7 +25,7 @@ class Glyphs:
     """Write the glyph set as WebDataset shards (png + txt + json)."""
 
     output: Path
-    """Folder to make; it appears when all shards are written."""
+    """Folder to create; it appears when all shards are written."""
     split: Split = "train"
     """Part of the set: train, the held-out faces, the held-out characters, or all."""
     samples_per_shard: int = 10_000
@@ -36,41 +36,41 @@ class Glyphs:
 class Icons:
     """Write the icons of the npm package @iconify/json, train/ and test/.
 
-    As WebDataset shards, or as grey pixels. Test are whole sets. sets.json beside them has each
-    set's author and licence: those of the icons are many, and some ask for attribution.
+    As WebDataset shards, or as grey pixels. Each set belongs to one split as a whole. sets.json
+    beside them has each set's author and licence: there are many, and some require attribution.
     """
 
     output: Path
-    """Folder to make; it appears when all shards are written."""
+    """Folder to create; it appears when all shards are written."""
     package: Path | None = None
     """The package's tarball or unpacked folder. Default: fetched by npm."""
     format: Literal["svg", "png", "grey"] = "svg"
-    """svg: small files, drawn when they are read; png: drawn now; grey: drawn now, grey pixels in
-    one file instead of shards, the quickest to read."""
+    """svg: small files, rasterised when they are read; png: rasterised now; grey: rasterised now,
+    grey pixels in one file instead of shards, the fastest to read."""
     size: int = 64
-    """Of png and grey: pixels a side."""
+    """For png and grey: pixels per side."""
     set_title: bool = False
-    """End each caption with its set's title. Captions are then as good as unique."""
+    """End each caption with its set's title. Captions are then almost unique."""
     max_bytes: int | None = None
     """Leave out icons whose SVG is longer."""
     samples_per_shard: int = 10_000
     """Pairs in each shard but the last."""
     workers: int = 0
-    """Of png and grey: processes that draw; 0: none beside this one."""
+    """For png and grey: worker processes that rasterise; 0: this process does."""
 
 
 @dataclass
 class Inspect:
-    """Read samples of a data set: how many there are, what they look like, what is wrong."""
+    """Read samples of a data set: report their number, some examples, and problems."""
 
     data: Annotated[str, Positional("DATA")]
     """"glyphs", shards, tables, a pattern, a folder, or several joined by '::', as for training."""
     split: Split | None = None
     """Part of the glyph set."""
     limit: int = 1_000
-    """Read at most so many samples, spread evenly; 0: all."""
+    """Read at most this many samples, spread evenly; 0: all."""
     csv_img_key: str | None = None
-    """Column of image paths or bytes in a table; this and those below as for training."""
+    """Column of image paths or bytes in a table; this and the options below as for training."""
     csv_query_key: str | None = None
     """Column of first texts in a table, for pairs of texts."""
     csv_caption_key: str | None = None
@@ -82,7 +82,7 @@ class Inspect:
 def main(argv: list[str]) -> int:
     """Run `megabatch data ...`; returns the exit code."""
     commands = {"glyphs": Glyphs, "icons": Icons, "inspect": Inspect}
-    description = "Write the built-in data sets as shards, look into a data set."
+    description = "Write the built-in data sets as shards, inspect a data set."
     command = parse_one_of(commands, argv, prog="megabatch data", description=description)
     if isinstance(command, Glyphs):
         return glyphs(command)
@@ -94,13 +94,13 @@ def main(argv: list[str]) -> int:
 
 def glyphs(options: Glyphs) -> int:
     """Write the glyph set as shards."""
-    from megabatch.data.export import write_shards
+    from megabatch.data.export import write_glyphs
     from megabatch.data.glyphs import load_glyphs
 
     if options.samples_per_shard < 1:
         raise UsageError(f"--samples-per-shard {options.samples_per_shard}: expected at least 1")
     pairs = load_glyphs().split(options.split)
-    shards = write_shards(pairs, options.output, samples_per_shard=options.samples_per_shard)
+    shards = write_glyphs(pairs, options.output, samples_per_shard=options.samples_per_shard)
     size = sum(path.stat().st_size for path in shards)
     print(f"{len(pairs):,} pairs in {len(shards)} shards, {size / 1e6:.1f} MB: {options.output}")
     return 0
@@ -142,7 +142,7 @@ def icons(options: Icons) -> int:
 
 
 def inspect(options: Inspect) -> int:
-    """Read samples of a data set and print what was found; exit code 1 if none is usable."""
+    """Read samples of a data set and print a summary; exit code 1 if none is usable."""
     from megabatch.data.sources import open_pairs
 
     if options.limit < 0:
@@ -181,8 +181,8 @@ def _read_some(
     """Read samples.
 
     Returns:
-        The first five good ones; how many bad ones for each reason; the first one's key for each
-        reason; how many were read.
+        The first five good ones; the number of bad ones for each reason; the first one's key for
+        each reason; how many were read.
     """
     import numpy as np
     from rich.console import Console

@@ -1,21 +1,19 @@
-"""From indices to tensors: what one worker of the loader does."""
+"""From indices to tensors: the work of one of the loader's workers."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
-import os
 import random
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from megabatch.data.order import Request
 from megabatch.data.pairs import (
     ArrayDataset,
     BadSample,
@@ -24,40 +22,24 @@ from megabatch.data.pairs import (
     TextTransform,
     caption_id,
 )
-from megabatch.data.remembered import CaptionsByIndex, RememberedTokens
 
-_M_MMAP_THRESHOLD = -3  # glibc's malloc.h
-_MAPPED_FROM = 2**20  # bytes
-REMEMBERED = 2**26  # bytes of tokens that each of several workers keeps: 100,000 texts of 77
-REMEMBERED_BY_ONE = 2**29  # where one process does it all: 800,000
+TOKEN_CACHE = 2**26  # bytes of tokens that each of several workers keeps: 100,000 texts of 77
+TOKEN_CACHE_OF_ONE = 2**29  # if a single process does everything: 800,000
 
-
-BadPosition = tuple[int, str, str]  # of one bad sample: position in the order, reason, key
-
-
-class Request(NamedTuple):
-    """What to fetch: `draws` stand at `start`, `start + 1`, ... of an epoch's order.
-
-    A draw below the data set's length is the index of a sample; each time that the epoch comes back
-    to the sample, its draw is larger by that length.
-    """
-
-    epoch: int
-    start: int
-    draws: np.ndarray
+BadPosition = tuple[int, str, str]  # of a bad sample: position in the order, reason, key
 
 
 @dataclass
 class Chunk:
-    """Fetched samples, in the order asked for, without the bad ones.
+    """Fetched samples, in the order of the request, without the bad ones.
 
-    images: (n, ...), or a list of n where they are decoded late, None where n is 0; texts: (n,
-    context) int64, None where n is 0, indices, positions and ids of the captions: int64 (n,), all
-    numpy (a tensor would cost a file descriptor on its way from a worker, which took 2 ms);
+    images: (n, ...), or a list of n if they are decoded late, None if n is 0; texts: (n, context)
+    int64, None if n is 0; indices, positions and ids of the captions: int64 (n,). All but the
+    images are numpy arrays: a tensor from a worker costs a file descriptor, which took 2 ms.
     bad: position, reason and key of each bad sample.
     """
 
-    images: torch.Tensor | list[Any] | None
+    images: Tensor | list[Any] | None
     texts: np.ndarray | None
     indices: np.ndarray
     positions: np.ndarray
@@ -75,21 +57,21 @@ class Fetcher:
         self,
         dataset: PairDataset,
         transform: Callable[[Any], Any],
-        tokenizer: Callable[[list[str]], torch.Tensor],
+        tokenizer: Callable[[list[str]], Tensor],
         seed: int,
-        remembered: int = REMEMBERED,
+        token_cache: int = TOKEN_CACHE,
     ) -> None:
         self.dataset = dataset
         self.transform = transform
         self.seed = seed
-        self._tokens = RememberedTokens(tokenizer, remembered)
+        self._tokens = CachedTokens(tokenizer, token_cache)
         self._captions: CaptionsByIndex | None = None
-        self._firsts: Callable[[list[Any]], torch.Tensor] | None = None
+        self._firsts: Callable[[list[Any]], Tensor] | None = None
         if isinstance(transform, TextTransform) and getattr(dataset, "first", "image") == "text":
-            self._firsts = RememberedTokens(transform.texts, remembered)
+            self._firsts = CachedTokens(transform.texts, token_cache)
 
     def __getitem__(self, request: Request) -> Chunk:
-        # Of the draw: a sample that comes twice in an epoch is not augmented alike.
+        # Seeded by the draw: a sample that comes twice in an epoch is augmented differently.
         seeds = sample_seeds(self.seed, request.epoch, request.draws)
         indices = request.draws % len(self.dataset)
         if isinstance(self.dataset, ArrayDataset) and isinstance(self.transform, BatchTransform):
@@ -131,9 +113,9 @@ class Fetcher:
 
 
 def only_copied(dataset: PairDataset, transform: Callable[[Any], Any]) -> bool:
-    """Whether samples are rows of arrays that the transform leaves as they are.
+    """Whether samples are rows of arrays that the transform does not change.
 
-    Then all there is to do is to copy them once; a process elsewhere would have to send the copy.
+    Then one copy is the whole work; another process would have to send that copy.
     """
     if not (isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform)):
         return False
@@ -141,11 +123,100 @@ def only_copied(dataset: PairDataset, transform: Callable[[Any], Any]) -> bool:
     return transform.batch(row, torch.zeros(1, dtype=torch.int64)) is row
 
 
+class CachedTokens:
+    """A tokenizer with a cache: pairs come again in every epoch.
+
+    limit: bytes of tokens that are kept; the texts themselves come on top.
+    """
+
+    def __init__(self, tokenizer: Callable[[list[str]], Tensor], limit: int) -> None:
+        self.tokenizer = tokenizer
+        self.limit = limit
+        self._rows: dict[str, int] = {}  # of _table
+        self._table: Tensor | None = None
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        """Return the tokens of these texts, (n, context)."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._rows]
+        tokens = self.tokenizer(new) if new else None
+        if tokens is not None:
+            new = self._add(new, tokens)  # those that did not fit
+        assert self._table is not None
+        found = self._table[torch.tensor([self._rows.get(text, -1) for text in texts])]
+        if new:
+            assert tokens is not None
+            row_of = {text: row for row, text in enumerate(new, len(tokens) - len(new))}
+            others = [at for at, text in enumerate(texts) if text in row_of]
+            found[others] = tokens[[row_of[texts[at]] for at in others]]
+        return found
+
+    def _add(self, texts: list[str], tokens: Tensor) -> list[str]:
+        """Keep the first texts' tokens, as many as fit; return the other texts."""
+        if self._table is None:
+            # At its full size: the system provides memory only for the part that is written.
+            capacity = max(1, self.limit // max(1, tokens[0].nbytes))
+            self._table = tokens.new_empty((capacity, *tokens.shape[1:]))
+        known = len(self._rows)
+        fit = min(len(texts), len(self._table) - known)
+        self._table[known : known + fit] = tokens[:fit]
+        self._rows.update(zip(texts[:fit], range(known, known + fit), strict=True))
+        return texts[fit:]
+
+    def rows(self, texts: list[str]) -> np.ndarray:
+        """The rows of the table with their tokens, for `at`; int64 (n,), -1 for those not kept."""
+        return np.array([self._rows.get(text, -1) for text in texts], dtype=np.int64)
+
+    def at(self, rows: np.ndarray) -> Tensor:
+        """The tokens in these rows of the table; arbitrary ones where a row is -1."""
+        assert self._table is not None
+        return self._table[torch.from_numpy(rows)]
+
+
+class CaptionsByIndex:
+    """Tokens and ids of a data set's captions, looked up by index once they are known.
+
+    A lookup by text in each epoch would take as long as copying the images, all of it in Python,
+    and so hold up the threads that launch the GPU's work.
+    """
+
+    def __init__(self, dataset: ArrayDataset, tokens: CachedTokens) -> None:
+        self.dataset = dataset
+        self._tokens = tokens
+        self._rows = np.full(len(dataset), -1, dtype=np.int64)
+        self._own_ids = getattr(dataset, "ids", None)
+        self._ids = np.empty(0 if self._own_ids else len(dataset), dtype=np.int64)
+
+    def __call__(self, indices: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """Return tokens (n, context) and ids, int64 (n,), of the samples with these indices."""
+        rows = self._rows[indices]
+        new = np.flatnonzero(rows < 0)
+        if len(new) == 0:
+            return self._tokens.at(rows), self._ids_at(indices)
+        captions = self.dataset.texts(indices[new])
+        tokens = self._tokens(captions)
+        self._rows[indices[new]] = self._tokens.rows(captions)
+        if self._own_ids is None:
+            self._ids[indices[new]] = caption_ids(captions)
+        if len(new) < len(indices):
+            found = self._tokens.at(rows)
+            found[torch.from_numpy(new)] = tokens
+            tokens = found
+        return tokens, self._ids_at(indices)
+
+    def _ids_at(self, indices: np.ndarray) -> np.ndarray:
+        return self._ids[indices] if self._own_ids is None else self._own_ids(indices)
+
+
+def caption_ids(captions: Sequence[str]) -> np.ndarray:
+    """`caption_id` of each, int64 (n,): the same in every process and every run."""
+    return np.array([caption_id(caption) for caption in captions], dtype=np.int64)
+
+
 def sample_seeds(seed: int, epoch: int, draws: np.ndarray) -> np.ndarray:
     """Return an int64 seed >= 0 for each draw, a function of seed, epoch and draw alone.
 
     The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), applied to the draws from a start
-    that a hash of seed and epoch gives.
+    that is a hash of seed and epoch.
     """
     digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
     start = np.frombuffer(digest[:8], dtype="<u8")
@@ -156,7 +227,7 @@ def sample_seeds(seed: int, epoch: int, draws: np.ndarray) -> np.ndarray:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed what transforms draw from, on the CPU: torchvision uses torch, others the rest."""
+    """Seed the generators on the CPU: torchvision's transforms use torch's, others the rest."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -174,13 +245,13 @@ def random_state_kept() -> Iterator[None]:
         np.random.set_state(saved[1])
 
 
-def join(chunks: Sequence[Chunk]) -> Chunk:
-    """Put chunks together, in order."""
+def concat(chunks: Sequence[Chunk]) -> Chunk:
+    """Concatenate chunks, leaving out their bad samples."""
     full = [chunk for chunk in chunks if len(chunk)]
     if len(full) == 1:
         return full[0]
     return Chunk(
-        _joined([c.images for c in full if c.images is not None]) if full else None,
+        _concat_images([c.images for c in full if c.images is not None]) if full else None,
         np.concatenate([c.texts for c in full if c.texts is not None]) if full else None,
         np.concatenate([c.indices for c in full]) if full else np.empty(0, dtype=np.int64),
         np.concatenate([c.positions for c in full]) if full else np.empty(0, dtype=np.int64),
@@ -188,47 +259,11 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     )
 
 
-def _stacked(images: list[Any]) -> torch.Tensor | list[Any]:
-    return torch.stack(images) if isinstance(images[0], torch.Tensor) else images
+def _stacked(images: list[Any]) -> Tensor | list[Any]:
+    return torch.stack(images) if isinstance(images[0], Tensor) else images
 
 
-def _joined(parts: list[Any]) -> torch.Tensor | list[Any]:
-    if isinstance(parts[0], torch.Tensor):
+def _concat_images(parts: list[Any]) -> Tensor | list[Any]:
+    if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     return [image for part in parts for image in part]
-
-
-def begin_worker(worker: int) -> None:
-    """What each process that fetches or decodes does first."""
-    _leave_signals_to_the_parent()
-    _give_memory_back()
-
-
-def _leave_signals_to_the_parent() -> None:
-    """End when the parent says so.
-
-    A signal that asks for an orderly end lets the parent finish its step and save, for which it
-    still needs the workers. Terminals, `timeout` and schedulers send theirs to whole groups of
-    processes; a SIGTERM of the parent's own, which comes when it is done, is to be told from those.
-    """
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_told, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_when_told(by: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != by:
-        pass
-    os._exit(0)
-
-
-def _give_memory_back() -> None:
-    """Let glibc map each large block by itself, so that freeing it gives it back to the system.
-
-    By default it soon takes blocks of up to 32 MiB from its heap, where smaller ones that live on
-    keep it from shrinking: workers that stack 32 images of 224² pixels grew to 1 GB each.
-    """
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)

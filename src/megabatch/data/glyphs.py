@@ -1,12 +1,12 @@
-"""The built-in glyph set: pictures of characters against their Unicode names.
+"""The built-in glyph set: images of characters with their Unicode names.
 
 Every letter, number, punctuation mark and symbol (Unicode general categories L, N, P, S) that one
 of the 14 DejaVu faces inside matplotlib can draw: 45,715 images of 6,494 names. Marks, separators
 and control characters are left out: they have no shape of their own. 21 of the images are blank
-because the face has them so (the blank Braille pattern, the object replacement character).
+in the font itself (the blank Braille pattern, the object replacement character).
 
 The same name recurs in up to 14 faces, which makes real false negatives, and 13% of a face's
-characters look exactly like another one of it (Latin A, Greek Alpha).
+characters look exactly like another character of that face (Latin A, Greek Alpha).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import numpy as np
 import PIL
 from PIL import Image, ImageDraw, ImageFont, features
 
-from megabatch.data.cache import default_cache_dir, read_arrays, write_arrays
+from megabatch.data.cache import read_arrays, write_arrays
 from megabatch.data.pairs import Pair
 from megabatch.errors import UsageError
+from megabatch.paths import default_cache_dir
 
-SIZE = 32  # pixels a side
+SIZE = 32  # pixels per side
 EM = 24  # font size in pixels: 19 glyphs of 20 fit without shrinking
 BASELINE = 24  # pixel row that letters stand on: room for accents above and descenders below
 MARGIN = 1  # pixels around the ink that stay empty
@@ -38,7 +39,7 @@ HELD_OUT_PERCENT = 8  # of the names
 SPLITS = ("train", "faces", "characters", "all")
 
 _ARRAYS = ("images", "name_ids", "faces", "characters", "names", "face_names")
-_RENDERING_VERSION = 1  # raise when the same fonts would give other arrays
+_RENDERING_VERSION = 1  # increase it when the same fonts would give other arrays
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class GlyphSet:
         "train": names that are not held out, in the faces that are not held out.
         "faces": the held-out faces' images of names that occur in "train".
         "characters": images of held-out names, in the faces that are not held out.
-        "all": everything; what the held-out faces alone can draw, and their images of held-out
-        names, are in no other split.
+        "all": everything; the names that only the held-out faces can draw, and their images of
+        held-out names, are in no other split.
 
         Images, names: train 36,098 of 5,758; faces 5,804 of 2,902; characters 3,097 of 504.
 
@@ -92,7 +93,7 @@ class GlyphSet:
 class GlyphPairs:
     """Part of a glyph set as a data set of pairs.
 
-    `indices`: int64 (n,), where the samples are in `glyphs`.
+    `indices`: int64 (n,), of the samples in `glyphs`.
     """
 
     def __init__(self, glyphs: GlyphSet, indices: np.ndarray) -> None:
@@ -139,13 +140,13 @@ class GlyphPairs:
 
     @property
     def captions(self) -> list[str]:
-        """The split's captions, one an image."""
+        """The split's captions, one per image."""
         return [self.glyphs.names[i] for i in self.name_ids]
 
 
 def is_held_out(name: str) -> bool:
     """Whether a character is held out: 8 names of 100, picked by a hash of the name alone."""
-    # A hash, not a random draw: a font that gains a character moves no other one.
+    # A hash, not a random draw: a new character in a font does not change the others' split.
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
@@ -154,12 +155,12 @@ def load_glyphs(cache_dir: str | Path | None = None) -> GlyphSet:
     """Return the glyph set, rendered on first use (about two seconds) and cached.
 
     `cache_dir`: default `$MEGABATCH_CACHE`, else `$XDG_CACHE_HOME/megabatch`, else
-    `~/.cache/megabatch`. The cache file's name holds a hash of the fonts and of all that shapes
-    the pixels, so a new matplotlib or Pillow makes a new file. A folder that cannot be written
-    costs a warning and the rendering each time.
+    `~/.cache/megabatch`. The cache file's name contains a hash of the fonts and of everything that
+    determines the pixels, so a new matplotlib or Pillow makes a new file. If the folder cannot be
+    written, there is a warning, and the set is rendered each time.
 
     Raises:
-        UsageError: matplotlib is there without its fonts.
+        UsageError: matplotlib is installed without its fonts.
     """
     fonts = _font_files()
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
@@ -196,10 +197,10 @@ def render(fonts: Sequence[Path]) -> GlyphSet:
 
 
 class _Sizes:
-    """One font file at the pixel sizes asked for."""
+    """One font file, loaded at any pixel size."""
 
     def __init__(self, path: Path) -> None:
-        # The basic layout is always there and the same; Raqm is on some machines only.
+        # The basic layout is the same on all machines; Raqm is installed on some only.
         basic = ImageFont.Layout.BASIC
         self.at = functools.cache(
             lambda size: ImageFont.truetype(str(path), size, layout_engine=basic)
@@ -217,8 +218,8 @@ def _characters(path: Path) -> list[int]:
 def _draw(character: str, sizes: _Sizes) -> np.ndarray:
     """Draw one character, uint8 (32, 32).
 
-    All share one size and one baseline, so that "o", "O" and a superscript o differ. What does
-    not fit is moved, what is too large is drawn smaller: nothing is cut off.
+    All share one size and one baseline, so that "o", "O" and a superscript o differ. A glyph that
+    does not fit is moved, and one that is too large is drawn smaller: nothing is cut off.
     """
     room = SIZE - 2 * MARGIN
     size = EM

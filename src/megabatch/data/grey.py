@@ -1,4 +1,4 @@
-"""Grey pictures of one size in one file, with captions: nothing is left to decode or draw."""
+"""Grey images of one size in one file, with captions: they need no decoding or drawing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ IMAGES, PAIRS = "images.npy", "pairs.txt"
 class GreyPairs:
     """A folder that `GreyWriter` wrote, as a data set of pairs; none of its samples is bad.
 
-    The pictures stay in their file, of which the system keeps in memory what it has room for, once
-    for all processes.
+    The images are memory-mapped: the system caches as much of the file as fits, once for all
+    processes.
 
     Raises:
-        UsageError: a file is missing, damaged, or does not go with the other one.
+        UsageError: a file is missing, damaged, or does not match the other one.
     """
 
     first = "image"
@@ -53,9 +53,9 @@ class GreyPairs:
         return len(self._ids)
 
     def __getitem__(self, index: int) -> Pair:
-        picture = Image.fromarray(np.asarray(self.images[index, 0]))
+        image = Image.fromarray(np.asarray(self.images[index, 0]))
         caption, key = self._captions[index].decode(), self._keys[index].decode()
-        return Pair(picture, caption, key, int(self._ids[index]))
+        return Pair(image, caption, key, int(self._ids[index]))
 
     def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return images, uint8 (b, 1, side, side), of many samples at once."""
@@ -66,19 +66,19 @@ class GreyPairs:
         return [caption.decode() for caption in self._captions[np.asarray(indices)]]
 
     def ids(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the samples' ids, int64 (b,), equal for pairs that are no negatives."""
+        """Return the pairs' ids, int64 (b,), equal for pairs that are not negatives."""
         return self._ids[np.asarray(indices)]
 
 
 def is_grey_folder(path: str | Path) -> bool:
-    """Whether a path is a folder of such pictures."""
+    """Whether a path is a folder that `GreyWriter` wrote."""
     return (Path(path) / IMAGES).is_file()
 
 
 class GreyWriter:
-    """Writes `images.npy`, uint8 (n, 1, size, size), and `pairs.txt`: key, id and caption a line.
+    """Writes `images.npy`, uint8 (n, 1, size, size), and `pairs.txt`: key, id and caption per line.
 
-    Pictures go to the disk one by one, and so may be more than memory holds.
+    Images are written one by one, so there may be more than fit in memory.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -96,7 +96,7 @@ class GreyWriter:
             pixels: size * size bytes.
             key: names the sample.
             number: its id.
-            caption: white space in it becomes single spaces.
+            caption: runs of white space become single spaces.
         """
         if len(pixels) != self.size**2:
             raise ValueError(f"pixels: {len(pixels)} bytes; expected {self.size}²")
@@ -112,7 +112,7 @@ class GreyWriter:
         self._pairs.close()
 
     def _write_header(self) -> None:
-        # numpy leaves room for the first axis to grow: the header keeps its length.
+        # numpy pads the header so that the first axis may grow: its length stays the same.
         shape = (self.count, 1, self.size, self.size)
         header = {"descr": "|u1", "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(self._images, header)

@@ -1,7 +1,7 @@
-"""The icon sets of the npm package @iconify/json, as SVG files with words to them.
+"""The icon sets of the npm package @iconify/json, as SVG files with names and categories.
 
 The package has a JSON file for each set, in the IconifyJSON format: the inner part of each icon's
-SVG, defaults for its box, other names, categories, and who made it under which licence.
+SVG, defaults for its box, aliases, categories, the author and the licence.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from megabatch.errors import UsageError
 NPM_NAME = "@iconify/json"
 
 _BOX = {"left": 0, "top": 0, "width": 16, "height": 16}  # IconifyJSON's own defaults
+#: Tags of animated icons.
 MOVING = ("<animate", "<set ")
 
 
 @dataclass(frozen=True)
 class Icon:
-    """A picture: its name in the set, an SVG file, the set's categories for it, its other names."""
+    """An icon: its name in the set, an SVG file, the set's categories for it, its aliases."""
 
     name: str
     svg: str
@@ -37,10 +38,10 @@ class Icon:
 
 @dataclass(frozen=True)
 class IconSet:
-    """A set's pictures, those that move left out: `moving` is their number.
+    """A set's icons without the animated ones; `moving` is the number of those.
 
-    category: what the package says of the whole set, such as "Logos"; it may be empty.
-    license: title and, where there are any, spdx and url.
+    category: of the whole set, such as "Logos"; it may be empty. license: title and, if there are
+    any, spdx and url.
     """
 
     prefix: str
@@ -54,17 +55,17 @@ class IconSet:
 
 @dataclass(frozen=True)
 class Package:
-    """An opened package; `read` gives the JSON of one of its files."""
+    """An opened package; `read` returns the parsed JSON of one of its files."""
 
     version: str
     prefixes: list[str]
     read: Callable[[str], Any]
 
     def sets(self) -> Iterator[IconSet]:
-        """Every set that the package lists, one read at a time, by prefix.
+        """Read the package's sets one by one, sorted by prefix.
 
         Raises:
-            UsageError: a file is missing or is no IconifyJSON.
+            UsageError: a file is missing or is not IconifyJSON.
         """
         for prefix in self.prefixes:
             document = self.read(f"json/{prefix}.json")
@@ -96,24 +97,23 @@ def open_package(path: Path | None = None) -> Iterator[Package]:
 
 
 def parse_set(document: dict[str, Any]) -> IconSet:
-    """Read an IconifyJSON document.
+    """Parse an IconifyJSON document.
 
-    Hidden icons (withdrawn ones, kept for old pages) are left out. A name that stands for another
-    icon's picture as it is becomes one of that icon's `aliases`; one that stands for a picture
-    turned or mirrored is an icon.
+    Hidden icons (withdrawn ones, kept for old pages) are left out. An alias of an unchanged icon is
+    added to that icon's `aliases`; an alias of a rotated or mirrored one becomes an icon.
 
     Raises:
-        KeyError, TypeError, AttributeError, ValueError: it is none.
+        KeyError, TypeError, AttributeError, ValueError: the document is not IconifyJSON.
     """
     info = document["info"]
     categories: dict[str, list[str]] = {}
     for category, names in document.get("categories", {}).items():
         for name in names:
             categories.setdefault(name, []).append(category)
-    pictures = {name: _resolve(document, name) for name in _names(document)}
-    shown = {name: icon for name, icon in pictures.items() if icon and not icon.get("hidden")}
+    resolved = {name: _resolve(document, name) for name in _names(document)}
+    shown = {name: icon for name, icon in resolved.items() if icon and not icon.get("hidden")}
     still = {k: i for k, i in shown.items() if not any(tag in i["body"] for tag in MOVING)}
-    others = _other_names(document)
+    aliases = _unchanged_aliases(document)
     return IconSet(
         prefix=document["prefix"],
         title=info["name"],
@@ -121,7 +121,7 @@ def parse_set(document: dict[str, Any]) -> IconSet:
         author=info["author"]["name"],
         license=dict(info["license"]),
         icons=[
-            Icon(name, wrap(icon), tuple(categories.get(name, ())), tuple(others.get(name, ())))
+            Icon(name, wrap(icon), tuple(categories.get(name, ())), tuple(aliases.get(name, ())))
             for name, icon in sorted(still.items())
         ],
         moving=len(shown) - len(still),
@@ -129,11 +129,11 @@ def parse_set(document: dict[str, Any]) -> IconSet:
 
 
 def wrap(icon: dict[str, Any]) -> str:
-    """Make a whole SVG file of an icon's inner part: square, the icon's box in its middle.
+    """Wrap an icon's inner part in a complete SVG file: square, with the icon's box centred.
 
     Args:
         icon: `body`, `left`, `top`, `width`, `height`; `hFlip`, `vFlip` and `rotate` (quarter
-            turns clockwise) where it is mirrored, then turned.
+            turns clockwise) if it is mirrored and then rotated.
     """
     body, width, height = icon["body"], icon["width"], icon["height"]
     box = (icon["left"], icon["top"], width, height)
@@ -149,7 +149,7 @@ def wrap(icon: dict[str, Any]) -> str:
             f"translate({_numbers(-middle[0], -middle[1])})",
         ]
         body = f'<g transform="{" ".join(moves)}">{body}</g>'
-    # Width equal to height: viewers centre a box of another shape in it.
+    # Width equal to height: viewers centre a box with another aspect ratio in it.
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
         f' width="64" height="64" viewBox="{_numbers(*box)}">{body}</svg>'
@@ -162,20 +162,20 @@ def _numbers(*values: float) -> str:
 
 def _names(document: dict[str, Any]) -> list[str]:
     aliases = document.get("aliases", {})
-    return [*document["icons"], *(name for name, a in aliases.items() if not _same_picture(a))]
+    return [*document["icons"], *(name for name, a in aliases.items() if not _is_unchanged(a))]
 
 
-def _same_picture(alias: dict[str, Any]) -> bool:
+def _is_unchanged(alias: dict[str, Any]) -> bool:
     return set(alias) <= {"parent", "hidden"}
 
 
-def _other_names(document: dict[str, Any]) -> dict[str, list[str]]:
+def _unchanged_aliases(document: dict[str, Any]) -> dict[str, list[str]]:
     aliases = document.get("aliases", {})
     others: dict[str, list[str]] = {}
     for name, alias in aliases.items():
         seen = {name}
         parent = name
-        while parent in aliases and _same_picture(aliases[parent]):
+        while parent in aliases and _is_unchanged(aliases[parent]):
             parent = aliases[parent]["parent"]
             if parent in seen:
                 break
@@ -186,7 +186,7 @@ def _other_names(document: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _resolve(document: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """An icon with its box and all that the chain of its parents says; None: it leads nowhere."""
+    """An icon with its box and the changes of its chain of parents; None if that is broken."""
     aliases = document.get("aliases", {})
     chain: list[dict[str, Any]] = []
     while name not in document["icons"]:
@@ -218,7 +218,7 @@ def _download(folder: Path) -> Path:
 
 
 def _folder_reader(folder: Path) -> Callable[[str], Any]:
-    if (folder / "package").is_dir():  # as it lies in the tarball
+    if (folder / "package").is_dir():  # the tarball's layout
         folder = folder / "package"
 
     def read(name: str) -> Any:

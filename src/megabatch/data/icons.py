@@ -1,4 +1,4 @@
-"""Icons with captions, written as WebDataset shards: a set for large batches."""
+"""Icons with captions, written as WebDataset shards: a data set for large batches."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
-from webdataset.writer import TarWriter
-
-from megabatch.data.export import new_folder
+from megabatch.data.export import ShardWriter
 from megabatch.data.grey import GreyWriter
 from megabatch.data.iconify import Icon, IconSet, Package
 from megabatch.data.pairs import caption_id
 from megabatch.data.svg import BadSvg, draw_svg
 from megabatch.errors import UsageError
+from megabatch.files import new_folder
 
 HELD_OUT_PER_MILLE = 80  # of the families; 2.9% of the icons
 
-# What the package says of a whole set goes into captions where it says what the pictures show; the
-# others speak of grids ("UI 24px") and upkeep.
+# Categories of whole sets that describe what icons show, and so belong into captions. The others
+# describe grids ("UI 24px") and maintenance.
 _SUBJECTS = ("Emoji", "Flags / Maps", "Logos", "Programming")
 
 
 @dataclass
 class Written:
-    """What was written, by split: icons, sets, distinct captions; what was left out, by reason."""
+    """Counts by split: icons, sets, distinct captions; icons left out, by reason."""
 
     version: str
     icons: Counter[str] = field(default_factory=Counter)
@@ -41,10 +40,10 @@ class Written:
 
 
 def is_held_out(prefix: str) -> bool:
-    """Whether a set is of the test split.
+    """Whether a set belongs to the test split.
 
-    A hash of its family's name decides: the prefix's first word without digits at its end, since
-    sets of one family (fa, fa6-solid; fluent, fluent-color) draw the same things alike.
+    A hash of its family's name decides: the prefix's first word without trailing digits, since the
+    sets of one family (fa, fa6-solid; fluent, fluent-color) have similar icons for the same things.
     """
     family = prefix.split("-")[0].rstrip("0123456789")
     digest = hashlib.sha256(family.encode()).digest()
@@ -52,10 +51,11 @@ def is_held_out(prefix: str) -> bool:
 
 
 def caption(icon: Icon, of: IconSet, *, set_title: bool = False) -> str:
-    """Say what an icon shows, in lower case, most telling first.
+    """Describe what an icon shows, in lower case, the most specific part first.
 
-    Its name with hyphens as spaces (so that words such as "outline" or "filled" stay), the set's
-    categories for it, the subject of the whole set, and, if asked for, the set's title.
+    The parts are its name with spaces for hyphens (so that words such as "outline" or "filled"
+    stay), the set's categories for it, the subject of the whole set, and, if asked for, the set's
+    title.
     """
     parts = [icon.name.replace("-", " "), *icon.categories]
     parts += of.category.split(" / ") if of.category in _SUBJECTS else []
@@ -78,21 +78,22 @@ def write_icons(
     """Write `output/train/00000.tar`, ..., `output/test/00000.tar`, ..., and `output/sets.json`.
 
     A sample is `svg` or `png`, `txt` (the caption) and `json`: caption, key, caption_id (equal
-    for equal captions), set, set_title, categories, license (SPDX identifier, else title), aliases
-    (further names of the same picture). Samples stand by set and name. Of kind "grey" there are no
-    shards: each split is a folder of `megabatch.data.grey`. sets.json has the package's version
-    and, for each set, title, author, licence, category, split and number of icons. The same package
-    gives the same bytes. The folder appears at once when all is written.
+    for equal captions), set, set_title, categories, license (SPDX identifier, else title) and
+    aliases. Samples are sorted by set and name. With kind "grey" there are no shards: each split is
+    a folder of `megabatch.data.grey`. sets.json has the package's version and, for each set, title,
+    author, licence, category, split and number of icons. The same package gives the same bytes. The
+    folder appears at once when everything is written.
 
     Args:
-        package: opened.
+        package: an opened package.
         output: new or empty folder.
-        kind: the pictures as SVG; or drawn, `size` pixels a side, as PNG or as grey pixels.
+        kind: the icons' format: SVG, or rasterised to `size` pixels per side as PNG or as grey
+            pixels.
         size: of png and grey.
-        set_title: end captions with the set's title.
+        set_title: whether captions end with the set's title.
         max_bytes: leave out icons whose SVG is longer.
-        samples_per_shard: but in the last of each split.
-        workers: processes that draw; 0: this one.
+        samples_per_shard: in all shards but the last of each split.
+        workers: processes that rasterise; 0: this one does.
 
     Raises:
         UsageError: the folder is not empty or cannot be written, the package cannot be read.
@@ -102,25 +103,26 @@ def write_icons(
 
     def samples() -> Iterator[dict[str, Any]]:
         for icon_set in package.sets():
-            sets[icon_set.prefix] = {**_facts(icon_set), "icons": 0}
+            sets[icon_set.prefix] = {**_set_fields(icon_set), "icons": 0}
             yield from _samples(icon_set, set_title, max_bytes, done.left_out)
 
-    with new_folder(Path(output)) as folder, _drawing(kind, size, workers) as draw:
+    with new_folder(Path(output)) as folder, _Rasteriser(kind, size, workers) as draw:
         with ExitStack() as stack:
-            writers: dict[str, _Shards | _GreySplit] = {}
+            writers: dict[str, _ShardSplit | _GreySplit] = {}
             for split in done.captions:
                 own = folder / split
                 writer = (
-                    _GreySplit(own, size) if kind == "grey" else _Shards(own, samples_per_shard)
+                    _GreySplit(own, size) if kind == "grey" else _ShardSplit(own, samples_per_shard)
                 )
                 writers[split] = stack.enter_context(closing(writer))
             for sample in draw(samples(), done.left_out):
-                facts = sets[sample["json"]["set"]]
-                writers[facts["split"]].write(sample)
-                done.captions[facts["split"]].add(sample["json"]["caption_id"])
-                done.icons[facts["split"]] += 1
-                done.sets[facts["split"]] += facts["icons"] == 0
-                facts["icons"] += 1
+                own_set = sets[sample["json"]["set"]]
+                split = own_set["split"]
+                writers[split].write(sample)
+                done.captions[split].add(sample["json"]["caption_id"])
+                done.icons[split] += 1
+                done.sets[split] += own_set["icons"] == 0
+                own_set["icons"] += 1
         if not done.icons:
             raise UsageError("the package has no icon that can be used")
         document = {"package": f"@iconify/json {package.version}", "sets": list(sets.values())}
@@ -128,7 +130,7 @@ def write_icons(
     return done
 
 
-def _facts(of: IconSet) -> dict[str, Any]:
+def _set_fields(of: IconSet) -> dict[str, Any]:
     return {
         "prefix": of.prefix,
         "title": of.title,
@@ -149,7 +151,7 @@ def _samples(
             continue
         text = caption(icon, of, set_title=set_title)
         key = f"{of.prefix}_{icon.name}".replace(".", "-")  # a dot would end the sample's name
-        facts = {
+        fields = {
             "caption": text,
             "key": key,
             "caption_id": caption_id(text),
@@ -159,61 +161,51 @@ def _samples(
             "license": of.license.get("spdx") or of.license["title"],
             "aliases": icon.aliases,
         }
-        yield {"__key__": key, "svg": icon.svg.encode(), "txt": text.encode(), "json": facts}
+        yield {"__key__": key, "svg": icon.svg.encode(), "txt": text.encode(), "json": fields}
 
 
-class _Shards:
-    """Shards of a folder, one open at a time."""
+class _ShardSplit(ShardWriter):
+    """A split's folder of shards."""
 
     def __init__(self, folder: Path, samples_per_shard: int) -> None:
         folder.mkdir()
-        self.folder = folder
-        self.samples_per_shard = samples_per_shard
-        self.count = 0
-        self._tar: TarWriter | None = None
+        super().__init__(folder, samples_per_shard)
 
     def write(self, sample: dict[str, Any]) -> None:
-        if self.count % self.samples_per_shard == 0:
-            self.close()
-            path = self.folder / f"{self.count // self.samples_per_shard:05d}.tar"
-            self._tar = TarWriter(str(path), encoder=False, mtime=0)
-        assert self._tar is not None
         document = json.dumps(sample["json"], ensure_ascii=False, separators=(",", ":"))
-        self._tar.write({**sample, "json": document.encode()})
-        self.count += 1
-
-    def close(self) -> None:
-        if self._tar is not None:
-            self._tar.close()
+        super().write({**sample, "json": document.encode()})
 
 
 class _GreySplit:
-    """A folder of grey pictures."""
+    """A split's folder of grey images."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._writer = GreyWriter(folder, size)
 
     def write(self, sample: dict[str, Any]) -> None:
-        facts = sample["json"]
+        fields = sample["json"]
         self._writer.write(
-            sample["grey"], key=facts["key"], number=facts["caption_id"], caption=facts["caption"]
+            sample["grey"],
+            key=fields["key"],
+            number=fields["caption_id"],
+            caption=fields["caption"],
         )
 
     def close(self) -> None:
         self._writer.close()
 
 
-class _drawing:
-    """Gives a function that replaces samples' svg by what is drawn, in this process or several.
+class _Rasteriser:
+    """Its context is a function that replaces samples' svg by pixels, in this process or several.
 
-    resvg_py holds the interpreter's lock while it draws, so threads would not help.
+    resvg_py holds the GIL while it draws, so threads would not help.
     """
 
     def __init__(self, kind: str, size: int, workers: int) -> None:
         self.kind = kind
         self.size = size
-        several = workers and kind != "svg"
-        self._pool = get_context("spawn").Pool(workers) if several else None
+        in_pool = workers and kind != "svg"
+        self._pool = get_context("spawn").Pool(workers) if in_pool else None
 
     def __enter__(self) -> Callable[..., Iterable[dict[str, Any]]]:
         return self._unchanged if self.kind == "svg" else self._draw
@@ -234,7 +226,7 @@ class _drawing:
         waiting: deque[dict[str, Any]] = deque()
 
         def tasks() -> Iterator[tuple[bytes, str, int]]:
-            for sample in samples:  # of a pool, in a thread of its own: read while others draw
+            for sample in samples:  # a pool reads them in a thread of its own
                 svg = sample.pop("svg")
                 waiting.append(sample)
                 yield svg, self.kind, self.size
@@ -249,7 +241,7 @@ class _drawing:
 
 
 def _drawn(task: tuple[bytes, str, int]) -> bytes | str:
-    """A PNG or grey pixels, or why there are none."""
+    """Return a PNG or grey pixels, or the reason why there are none."""
     svg, kind, size = task
     try:
         image = draw_svg(svg, size)

@@ -12,7 +12,7 @@ import numpy as np
 from megabatch.data.pairs import BadSample
 from megabatch.errors import UsageError
 
-_LOOKED_AT = 1_000  # files, when a list is opened
+_CHECKED = 1_000  # files, when a list is opened
 _URLS = ("http://", "https://", "s3://", "gs://", "ftp://")
 
 
@@ -20,19 +20,19 @@ _URLS = ("http://", "https://", "s3://", "gs://", "ftp://")
 class ImageFiles:
     """Files by name.
 
-    folders: where a relative name is looked for, one after the other; an absolute one is itself.
+    folders: searched in order for a relative name.
     """
 
     folders: tuple[Path, ...]
 
     @classmethod
     def beside(cls, path: Path) -> ImageFiles:
-        """Names in a list: relative to its folder, else to the working directory as in OpenCLIP."""
+        """For names relative to a list's folder, else to the working directory as in OpenCLIP."""
         folder, here = path.parent, Path.cwd()
         return cls((folder,) if folder.resolve() == here.resolve() else (folder, here))
 
     def read(self, value: Any, key: str) -> bytes:
-        """The bytes of an image file.
+        """Return the bytes of an image file.
 
         Args:
             value: its name, its bytes, or Hugging Face's struct {bytes, path}.
@@ -51,20 +51,20 @@ class ImageFiles:
     def look(
         self, n: int, name_of: Callable[[int], Any], key_of: Callable[[int], str], source: object
     ) -> list[str]:
-        """Look whether up to a thousand of the files are there, spread evenly; say which are not.
+        """Check whether up to a thousand of the files exist, spread evenly; describe missing ones.
 
         Args:
-            n: how many samples there are.
-            name_of: the image of one of them; only file names are looked at.
-            key_of: what names it in messages.
-            source: what all of them are from, for messages.
+            n: number of samples.
+            name_of: returns the image of a sample; only file names are checked.
+            key_of: returns the name of a sample in messages.
+            source: the list that names the files, for messages.
 
         Raises:
-            UsageError: none of them is there.
+            UsageError: none of them exists.
         """
-        count = min(n, _LOOKED_AT)
-        places = np.linspace(0, n - 1, count).astype(np.int64).tolist()
-        found = [(i, name) for i in places if isinstance(name := name_of(i), str) and name]
+        count = min(n, _CHECKED)
+        rows = np.linspace(0, n - 1, count).astype(np.int64).tolist()
+        found = [(i, name) for i in rows if isinstance(name := name_of(i), str) and name]
         missing = [(i, name) for i, name in found if not self._exists(name)]
         if not missing:
             return []
@@ -97,7 +97,7 @@ class ImageFiles:
     def _exists(self, name: str) -> bool:
         try:
             return any(path.exists() for path in self._candidates(name))
-        except (OSError, ValueError):  # a name too long, or with a NUL
+        except (OSError, ValueError):  # a name that is too long, or has a NUL
             return False
 
     def _candidates(self, name: str) -> list[Path]:

@@ -1,7 +1,7 @@
-"""Columns out of JSON lines: an object a line, plain or compressed by gzip.
+"""Reading columns of JSON lines: an object per line, plain or compressed by gzip.
 
-Read line by line, so that a bad line costs no other. pyarrow's reader is three times faster, but
-stops at the first one, and a line `null` crashes the process (version 26).
+Lines are parsed one by one, so that a bad line costs no other. pyarrow's reader is three times
+faster, but it stops at the first bad line, and a line `null` crashes the process (version 26).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import pyarrow as pa
 
 from megabatch.errors import UsageError
 
-_LOOKED_AT = 1_000  # lines, for the names
-_PIECE = 100_000  # rows that stand about as Python's objects before they are packed
+_LINES_FOR_NAMES = 1_000
+_PIECE = 100_000  # rows held as Python objects before they are converted to an array
 
 
 def json_names(path: Path) -> list[str]:
-    """The names in the first thousand lines, in order of appearance.
+    """Return the names in the first thousand lines, in order of appearance.
 
     Raises:
         UsageError: the file cannot be read, or none of these lines is an object.
     """
     lines = JsonLines(path)
-    names = dict.fromkeys(name for row in itertools.islice(lines, _LOOKED_AT) for name in row)
+    names = dict.fromkeys(name for row in itertools.islice(lines, _LINES_FOR_NAMES) for name in row)
     if not names and (why := lines.damage() or ["no line in it"]):
         raise UsageError(f"cannot read {path}: expected a JSON object in each line; {why[0]}")
     return list(names)
@@ -39,18 +39,18 @@ def json_names(path: Path) -> list[str]:
 def read_json(
     path: Path, names: Sequence[str], lists: Sequence[str] = ()
 ) -> tuple[dict[str, pa.Array], np.ndarray, list[str]]:
-    """Read some columns of texts; also say which lines were left out.
+    """Read some columns of texts, and list the lines that were left out.
 
-    A name that a line lacks is null there. Left out are lines that are no objects or hold something
-    else than a text or a number under a name, and what follows damage of the compression.
+    A name that a line lacks is null there. A line is left out if it is not an object or holds
+    anything but a text or a number under a name; so is everything after damage to the compression.
 
     Args:
         path: the file.
         names: of the columns.
-        lists: those that may hold lists of texts too; each of their values is a list then.
+        lists: those that may also hold lists of texts; all of their values become lists.
 
     Returns:
-        The columns; the lines (from 0, int64) that they are without; these in words.
+        The columns; the lines (from 0, int64) that they lack; a description of these.
 
     Raises:
         UsageError: the file cannot be read.
@@ -70,7 +70,7 @@ def read_json(
 
 
 class JsonLines:
-    """The usable objects of a file; `without`: the other lines that were passed so far, from 0."""
+    """The usable objects of a file; `without`: the other lines that were read so far, from 0."""
 
     def __init__(self, path: Path, names: Sequence[str] = (), lists: Sequence[str] = ()) -> None:
         self.path = path
@@ -106,7 +106,7 @@ class JsonLines:
             self._breaks_off = f"{self.path}: breaks off after line {number}: {error}"
 
     def damage(self) -> list[str]:
-        """What was not usable so far."""
+        """A description of the lines that were not usable so far."""
         if not self._left_out:
             return [self._breaks_off] if self._breaks_off else []
         left_out = f"{self.path}: {self._left_out} lines left out, the first is {self._first}"
@@ -124,14 +124,14 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _texts(value: Any, name: str) -> list[str | None] | None:
-    """A list's values as texts, or the list of one text."""
+    """Convert a list's values to texts, or a single value to a list of one text."""
     if not isinstance(value, list):
         return None if value is None else [_text(value, name)]
     return [_text(one, name) for one in value]
 
 
 def _text(value: Any, name: str) -> str | None:
-    """A value as a text; numbers are what they look like, as they are in CSV."""
+    """Convert a value to a text; numbers become their notation, as in CSV."""
     if value is None or (isinstance(value, str) and value.isascii()):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):

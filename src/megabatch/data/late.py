@@ -1,8 +1,8 @@
-"""Images that stay files on the host until their micro-batch comes.
+"""Late decoding: images stay encoded on the host until their micro-batch comes.
 
-A million images of 224 pixels are 600 GB of float32 numbers, and 50 GB of JPEG files. With late
-decoding the loader's workers only read the files; others decode and transform them, two
-micro-batches ahead of their use, in each pass of gradient caching anew, with the same random
+A million images of 224 pixels are 600 GB in float32, and 50 GB as JPEG files. With late decoding
+the loader's workers only read the files. Other processes decode and transform them two
+micro-batches ahead of their use, in each pass of gradient caching again, with the same random
 augmentation: its seed is kept with the file.
 """
 
@@ -18,29 +18,25 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megabatch.data.fetch import (
-    begin_worker,
-    random_state_kept,
-    seed_everything,
-)
+from megabatch.data.fetch import random_state_kept, seed_everything
 from megabatch.data.pairs import BadSample, EncodedImage, Pair, PairDataset, undecoded
-from megabatch.data.watched import WatchedLoader
+from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
 
-_LARGEST_PIECE = 64  # images that a worker decodes at a time: each piece is a message
+_LARGEST_PIECE = 64  # images that a worker decodes for one message
 
 
 class DecodingStopped(UsageError):
-    """The processes that decode are gone or silent; a process may be the only one to know."""
+    """The decoding processes are gone or give nothing; possibly only this rank knows."""
 
     exit_code = 1  # not a mistake in the command
 
 
 @dataclass(frozen=True)
-class Later:
-    """An image to be decoded when its turn comes, and the seed of its augmentation.
+class DeferredImage:
+    """An image to be decoded later, and the seed of its augmentation.
 
-    image: a file, or what a source gave that has no files.
+    image: a file, or an image from a source without files.
     """
 
     image: EncodedImage | Image.Image
@@ -48,14 +44,14 @@ class Later:
 
     @property
     def nbytes(self) -> int:
-        """Of the file, or of the pixels."""
+        """Bytes of the file, or of the pixels."""
         if isinstance(self.image, EncodedImage):
             return len(self.image.data)
         return self.image.width * self.image.height * len(self.image.getbands())
 
 
 class UndecodedPairs:
-    """A data set whose pairs have an `EncodedImage` where it would decode a file."""
+    """A data set of pairs with an `EncodedImage` instead of each image decoded from a file."""
 
     def __init__(self, dataset: PairDataset) -> None:
         self.dataset = dataset
@@ -68,30 +64,31 @@ class UndecodedPairs:
             return self.dataset[index]
 
 
-def keep(image: EncodedImage | Image.Image) -> Later:
-    """In the place of a transform: keeps the image, and the seed that it would have drawn from."""
-    return Later(image, torch.initial_seed())
+def keep(image: EncodedImage | Image.Image) -> DeferredImage:
+    """Replace a transform: keep the image, and the seed that the transform would have had."""
+    return DeferredImage(image, torch.initial_seed())
 
 
 def mean_bytes(dataset: PairDataset, samples: int = 256) -> float:
-    """Mean bytes of an image as it waits on the host, over samples from all parts of a data set."""
+    """Mean bytes of an undecoded image, over samples spread evenly over a data set."""
     pairs, sizes = UndecodedPairs(dataset), []
     for index in np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int)):
         try:
-            sizes.append(Later(pairs[int(index)].image, 0).nbytes)  # type: ignore[arg-type]
+            image = pairs[int(index)].image
+            sizes.append(DeferredImage(image, 0).nbytes)  # type: ignore[arg-type]
         except BadSample:
             continue
     return float(np.mean(sizes)) if sizes else 0.0
 
 
 class Decoder:
-    """Processes that decode and transform; one batch at a time.
+    """Processes that decode and transform images, of one batch at a time.
 
     Args:
-        transform: image to tensor; draws from generators that are seeded for each image.
-        workers: processes, at least 1.
-        micro_batch_size: rows that are asked for at a time; two such are in the making.
-        timeout: seconds without a sample after which it is an error; 0: wait for good.
+        transform: image to tensor; it may use generators, which are seeded for each image.
+        workers: number of processes, at least 1.
+        micro_batch_size: rows that are accessed at a time; the processes are two such ahead.
+        timeout: seconds without a sample after which it is an error; 0: no limit.
     """
 
     def __init__(
@@ -106,21 +103,16 @@ class Decoder:
         piece = max(1, min(_LARGEST_PIECE, -(-micro_batch_size // workers)))
         self._timeout = timeout
         self._pieces = _Pieces(piece)
-        self._loader: WatchedLoader[Any] = WatchedLoader(
-            _Work(transform),  # a map from pieces, not from numbers
-            sampler=self._pieces,
-            batch_size=None,
-            collate_fn=_unchanged,
-            num_workers=workers,
-            persistent_workers=True,
-            prefetch_factor=max(2, -(-2 * micro_batch_size // (piece * workers))),
+        self._loader: WorkerLoader[Any] = WorkerLoader(
+            _Decoding(transform),
+            self._pieces,
+            workers=workers,
+            prefetch=max(2, -(-2 * micro_batch_size // (piece * workers))),
             timeout=timeout,
-            worker_init_fn=begin_worker,
-            generator=torch.Generator(),  # its own, not the trainer's
         )
 
-    def start(self, images: Sequence[Later], first: int) -> Iterator[Decoded]:
-        """Begin to decode the images from number `first` on; what was being decoded is dropped."""
+    def start(self, images: Sequence[DeferredImage], first: int) -> Iterator[Decoded]:
+        """Start to decode the images from number `first` on, and drop the previous work."""
         self._pieces.images, self._pieces.first = images, first
         with _failures(self._timeout):
             return self._guarded(iter(self._loader))
@@ -135,27 +127,27 @@ class Decoder:
 
 
 class LateImages:
-    """The images of a batch, `images[start:stop]` decoded and transformed when asked for.
+    """The images of a batch, `images[start:stop]` decoded and transformed on access.
 
-    Asked for from first to last, pass after pass, they are made ahead: those of the first pass from
-    the start, those of the second while the loss is computed. Out of turn it works too, and waits.
-    There is at least one.
+    If they are accessed from first to last, pass after pass, they are decoded ahead: those of the
+    first pass from the start, those of the second while the loss is computed. Any other order works
+    too, but waits. There is at least one image.
 
-    An image that turns out to be damaged is a black picture, and is told in `bad`: the caller has
-    to leave its pair out of the loss.
+    A damaged image becomes a black one and is listed in `bad`: the caller must leave its pair out
+    of the loss.
 
     Attributes:
         bad: row to (reason, key), of the rows seen so far.
     """
 
-    def __init__(self, images: Sequence[Later], decoder: Decoder) -> None:
+    def __init__(self, images: Sequence[DeferredImage], decoder: Decoder) -> None:
         self.images = images
         self.bad: dict[int, tuple[str, str]] = {}
         self._decoder = decoder
         self._passes = 0
-        self._at = self._received = 0  # the rows given and received so far
-        self._left = torch.empty(0)
-        self._coming = decoder.start(images, 0)
+        self._returned = self._received = 0  # rows, so far
+        self._rest = torch.empty(0)  # received, not returned
+        self._pieces = decoder.start(images, 0)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -164,29 +156,30 @@ class LateImages:
         start, stop, _ = rows.indices(len(self))
         if start >= stop:
             return self[:1][:0]
-        if start != self._at:
+        if start != self._returned:
             self._go_to(start)
         parts, missing = [], stop - start
         while missing:
-            if not len(self._left):
-                self._left = self._receive()
-            part, self._left = self._left[:missing], self._left[missing:]
+            if not len(self._rest):
+                self._rest = self._receive()
+            part, self._rest = self._rest[:missing], self._rest[missing:]
             missing -= len(part)
             parts.append(part)
-        self._at = stop
+        self._returned = stop
         if stop == len(self):
             self._passes += 1
-            if self._passes == 1 and start:  # gradient caching comes twice, but for a whole batch
+            # Gradient caching makes two passes, unless the batch is a single micro-batch.
+            if self._passes == 1 and start:
                 self._go_to(0)
         return torch.cat(parts)
 
     def _go_to(self, row: int) -> None:
-        self._at = self._received = row
-        self._left = torch.empty(0)
-        self._coming = self._decoder.start(self.images, row)
+        self._returned = self._received = row
+        self._rest = torch.empty(0)
+        self._pieces = self._decoder.start(self.images, row)
 
     def _receive(self) -> Tensor:
-        piece = next(self._coming)
+        piece = next(self._pieces)
         for offset, reason, key in piece.bad:
             self.bad[self._received + offset] = reason, key
         self._received += len(piece.rows)
@@ -194,47 +187,47 @@ class LateImages:
 
 
 class Decoded(NamedTuple):
-    """A piece of a batch: rows (n, ...), and of the damaged ones offset, reason and key."""
+    """A piece of a batch: rows (n, ...), and offset, reason and key of each damaged one."""
 
     rows: Tensor
     bad: list[tuple[int, str, str]]
 
 
-def decode(piece: Sequence[Later], transform: Callable[[Any], Tensor]) -> Decoded:
-    """Decode and transform images as the loader's own workers do it early."""
+def decode(piece: Sequence[DeferredImage], transform: Callable[[Any], Tensor]) -> Decoded:
+    """Decode and transform images, with the results of the loader's early decoding."""
     rows, bad = [], []
     with random_state_kept():
-        for offset, later in enumerate(piece):
-            image = later.image
+        for offset, sample in enumerate(piece):
+            image = sample.image
             try:
                 image = image.decode() if isinstance(image, EncodedImage) else image
-            except BadSample as sample:
-                bad.append((offset, sample.reason, sample.key))
-                image = _blank()
-            seed_everything(later.seed)
+            except BadSample as damaged:
+                bad.append((offset, damaged.reason, damaged.key))
+                image = Image.new("RGB", (64, 64))
+            seed_everything(sample.seed)
             rows.append(transform(image))
     return Decoded(torch.stack(rows), bad)
 
 
-class _Work:
-    """What one process does."""
+class _Decoding:
+    """A map from pieces of deferred images to decoded ones, for WorkerLoader."""
 
     def __init__(self, transform: Callable[[Any], Tensor]) -> None:
         self.transform = transform
 
-    def __getitem__(self, piece: Sequence[Later]) -> Decoded:
+    def __getitem__(self, piece: Sequence[DeferredImage]) -> Decoded:
         return decode(piece, self.transform)
 
 
 class _Pieces:
-    """The pieces of a batch from some row on: the sampler that DataLoader wants."""
+    """The pieces of a batch from row `first` on: a sampler for WorkerLoader."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.images: Sequence[Later] = ()
+        self.images: Sequence[DeferredImage] = ()
         self.first = 0
 
-    def __iter__(self) -> Iterator[Sequence[Later]]:
+    def __iter__(self) -> Iterator[Sequence[DeferredImage]]:
         images = self.images
         for start in range(self.first, len(images), self.size):
             yield images[start : start + self.size]
@@ -242,20 +235,12 @@ class _Pieces:
 
 @contextlib.contextmanager
 def _failures(timeout: float) -> Iterator[None]:
-    """Turn what DataLoader says of its processes into one line."""
+    """Turn DataLoader's errors about its processes into one line."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        # The last line: of an error in a process its traceback comes first.
+        # The last line: an error in a process begins with its traceback.
         reason = f"decoding: {(str(error).strip() or type(error).__name__).splitlines()[-1]}"
         if timeout and "timed out" in str(error):
             reason = f"the workers gave no decoded image for {timeout:g} s: one hangs"
         raise DecodingStopped(reason) from error
-
-
-def _blank() -> Image.Image:
-    return Image.new("RGB", (64, 64))
-
-
-def _unchanged(piece: Any) -> Any:
-    return piece

@@ -1,4 +1,4 @@
-"""Global batches of pairs in an order that is exact: shuffle, resume, workers."""
+"""Global batches of pairs in an exact order: shuffling, resuming, worker processes."""
 
 from __future__ import annotations
 
@@ -13,31 +13,29 @@ import torch
 
 from megabatch.ahead import one_ahead
 from megabatch.data.fetch import (
-    REMEMBERED,
-    REMEMBERED_BY_ONE,
+    TOKEN_CACHE,
+    TOKEN_CACHE_OF_ONE,
     BadPosition,
     Chunk,
     Fetcher,
-    Request,
-    begin_worker,
-    join,
+    concat,
     only_copied,
 )
 from megabatch.data.late import Decoder, LateImages, UndecodedPairs, keep
-from megabatch.data.order import Order, Requests, Share, parts_of
+from megabatch.data.order import Order, Request, Requests, Share, parts_of
 from megabatch.data.pairs import PairDataset
-from megabatch.data.watched import WatchedLoader
+from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
 
-_PIECES = 64  # of a batch, of all workers that are not more
+_PIECES = 64  # of a batch, over all workers (one each if there are more)
 
 
 @dataclass
 class Batch:
     """Pairs: images (b, ...) as transformed; texts (b, context), indices (b,), ids (b,) int64.
 
-    Images that are decoded late have rows `images[start:stop]` only when asked.
-    Equal captions have equal ids, from 0 to below 2**62; None: nobody has worked them out.
+    Images that are decoded late are decoded on access, `images[start:stop]`.
+    Equal captions have equal ids, 0 <= id < 2**62; None: the ids are not known.
     """
 
     images: torch.Tensor | LateImages
@@ -52,48 +50,49 @@ class Batch:
 class PairLoader:
     """Batches of pairs; the same (seed, epoch) gives the same batches with any number of workers.
 
-    Iterating gives the rest of the current epoch and moves on to the next; the place is the
-    loader's own, so there is one iteration at a time. Each epoch has its own random order, of each
-    sample once or, where the data set has `parts`, as often as these say. Bad samples are skipped
-    and counted in `skipped`, and the ones after them fill the batch up. An epoch ends when fewer
-    than `batch_size` samples are left.
+    Iterating yields the rest of the current epoch and moves on to the next; the position belongs to
+    the loader, so there is one iteration at a time. Each epoch has its own random order, of each
+    sample once or, if the data set has `parts`, as often as these say. Bad samples are skipped and
+    counted in `skipped`, and the following ones fill up the batch. An epoch ends when fewer than
+    `batch_size` samples are left.
 
-    With several ranks each takes its run of rows of every batch, and fetches no others. The batches
-    are those of one rank, and the place is the same on all, so that a run can go on with another
-    number of ranks. Ranks do not know of each other's bad samples: a rank's part is short of its
-    own, and all have the same number of batches.
+    With several ranks, each takes a contiguous part of every batch's rows and fetches no others.
+    The batches are the same as with one rank, and the position is the same on all of them, so a run
+    can be resumed with another number of ranks. Ranks do not know each other's bad samples: a
+    rank's part lacks its own, and all ranks have the same number of batches.
 
     Args:
-        dataset: the pairs; where it has `arrays` and the transform `batch`, those are used. Where
-            that changes no row of them, there is nothing to do but to copy: a thread does it.
+        dataset: the pairs; if it has `arrays` and the transform `batch`, those are used. If the
+            transform changes no row of them, a thread copies them.
         batch_size: pairs in a batch of all ranks together.
-        transform: image (or first text) to tensor, all of one shape. Whatever it draws from torch,
-            `random` or numpy is seeded for each sample by (seed, epoch, index), and anew each time
-            that the sample comes in an epoch.
+        transform: image (or first text) to tensor, all of one shape. The generators of torch,
+            `random` and numpy are seeded for each sample by (seed, epoch, index), and differently
+            each time that the sample comes in an epoch.
         tokenizer: list of captions to (n, context) int64; each distinct caption is tokenised once.
         seed: of the orders and the transform's randomness.
-        workers: processes that fetch; 0: none, in this process. Where samples are only copied, any
-            number stands for one thread, and no process is started.
-        drop_last: leave out the samples at the end of an epoch that fill no whole batch; with
-            several ranks always, since some might get no row of it.
+        workers: processes that fetch; 0: this process does. If samples are only copied, any number
+            above 0 stands for one thread, and no process is started.
+        drop_last: leave out the samples at the end of an epoch that do not fill a batch; always so
+            with several ranks, since some might get no row of it.
         shuffle: False: in the data set's order.
         rank: this rank, 0 <= rank < world_size.
         world_size: number of ranks that share each batch.
-        late: rows that are asked of a batch's images at a time. Images are then `LateImages`, which
-            as many processes as there are workers decode when their rows are asked for; at least 1.
+        late: None, or the number of rows of a batch's images that are accessed at a time. Images
+            are then `LateImages`, decoded on access by further processes, as many as `workers`,
+            which must be at least 1.
         timeout: seconds without a sample from the workers after which iterating is an error; 0:
-            wait for good. Without processes there is nobody to notice.
+            no limit. It has no effect without worker processes.
 
     Attributes:
-        processes: how many fetch; as many again decode late.
+        processes: the number of fetching processes; as many again decode late.
         skipped: reason to number of skips, over all epochs so far.
         skipped_first: reason to the key of the first such sample.
 
     Raises:
-        ValueError: a number out of its range.
-        UsageError: a batch larger than the data set or smaller than the number of ranks; from
-            iterating: too few usable samples in a whole epoch for one batch, or the workers are
-            silent for `timeout`.
+        ValueError: a number is out of its range.
+        UsageError: the batch is larger than the data set or smaller than the number of ranks; from
+            iterating: a whole epoch has too few usable samples for one batch, or the workers give
+            no sample within `timeout`.
     """
 
     def __init__(
@@ -139,8 +138,8 @@ class PairLoader:
         by_thread = workers > 0 and late is None and only_copied(dataset, transform)
         self.processes = 0 if by_thread else workers
         if late is None:
-            remembered = REMEMBERED if self.processes else REMEMBERED_BY_ONE
-            fetcher = Fetcher(dataset, transform, tokenizer, seed, remembered)
+            token_cache = TOKEN_CACHE if self.processes else TOKEN_CACHE_OF_ONE
+            fetcher = Fetcher(dataset, transform, tokenizer, seed, token_cache)
         else:
             self._decoder = Decoder(transform, workers, late, timeout)
             fetcher = Fetcher(UndecodedPairs(dataset), keep, tokenizer, seed)
@@ -150,7 +149,7 @@ class PairLoader:
         )
         if by_thread:
             self._new_chunks = functools.partial(
-                _Copied, fetcher, self._order, self._share, drop_last
+                _CopyingThread, fetcher, self._order, self._share, drop_last
             )
         self._chunks: Iterable[Chunk] = self._new_chunks()
 
@@ -166,44 +165,44 @@ class PairLoader:
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches that are left of this epoch; then the next epoch is the current one.
+        """Yield the remaining batches of this epoch; then the next epoch is the current one.
 
-        The state is moved on before a batch is handed out: a state saved while it is worked on
-        continues with the batch after it.
+        The state advances before a batch is yielded: a state saved during the batch's step resumes
+        with the batch after it.
         """
-        order, fresh, batches = self._order, self._order.position == 0, 0
-        for batch in self._filled() if self._share.world_size == 1 else self._shared():
+        order, whole_epoch, batches = self._order, self._order.position == 0, 0
+        for batch in self._whole_batches() if self._share.world_size == 1 else self._own_parts():
             batches += 1
             yield batch
             if order.position == 0:
                 return  # that was the last one
-        if order.position:  # what is left fills no batch
+        if order.position:  # the rest fills no batch
             self._move_to(order.pairs, [])
-        if fresh and batches == 0:
+        if whole_epoch and batches == 0:
             raise UsageError(
                 f"a whole epoch of {order.pairs} pairs gives no batch of {self.batch_size}:"
                 f" {'; '.join(self.report())}"
             )
 
-    def _filled(self) -> Iterator[Batch]:
-        """Batches of one rank alone: the samples after bad ones fill them up."""
+    def _whole_batches(self) -> Iterator[Batch]:
+        """Batches of a single rank, without the bad samples, filled up by the following ones."""
         waiting: list[Chunk] = []
         bad: list[BadPosition] = []
         for chunk in self._fetched():
             waiting.append(chunk)
             bad += chunk.bad
             while sum(map(len, waiting)) >= self.batch_size:
-                batch, rest = _cut(join(waiting), self.batch_size)
+                batch, rest = _cut(concat(waiting), self.batch_size)
                 waiting = [rest]
                 bad = self._move_to(int(batch.positions[-1]) + 1, bad)
                 yield self._batch(batch)
-        last = join(waiting)
+        last = concat(waiting)
         self._move_to(self._order.pairs, bad)
         if len(last) and not self.drop_last:
             yield self._batch(last)
 
-    def _shared(self) -> Iterator[Batch]:
-        """This rank's rows of each batch, the bad ones left out."""
+    def _own_parts(self) -> Iterator[Batch]:
+        """This rank's rows of each batch, without the bad samples."""
         order, own = self._order, self._share.of(self.batch_size)
         waiting: list[Chunk] = []
         seen = 0
@@ -212,7 +211,7 @@ class PairLoader:
             seen += len(chunk) + len(chunk.bad)
             if seen < own.stop - own.start:
                 continue
-            part = join(waiting)
+            part = concat(waiting)
             if not len(part):
                 raise UsageError(
                     f"a rank's whole part of a batch, {seen} samples, is unusable:"
@@ -224,22 +223,22 @@ class PairLoader:
             yield self._batch(part)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the stream is, as JSON can hold it."""
+        """Return the position and the counts of skipped samples, for JSON."""
         return {
             "epoch": self._order.epoch,
             "position": self._order.position,
             "skipped": dict(self.skipped),
             "skipped_first": dict(self.skipped_first),
-            "order": self._order.facts(),
+            "order": self._order.parameters(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was saved; batch size and workers may have changed.
+        """Resume exactly where `state` was saved; batch size and workers may have changed.
 
         Raises:
-            UsageError: the order was that of other data, another seed or other ranks.
+            UsageError: the state belongs to other data, another seed or another kind of order.
         """
-        was, now = state["order"], self._order.facts()
+        was, now = state["order"], self._order.parameters()
         if was != now:
             differences = ", ".join(
                 f"{k} was {was.get(k)}, is {now.get(k)}"
@@ -253,7 +252,7 @@ class PairLoader:
         self.skipped_first = dict(state["skipped_first"])
 
     def report(self) -> list[str]:
-        """Say in lines what was damaged or skipped so far; empty where nothing was."""
+        """Return lines about damaged files and skipped samples so far; empty if there are none."""
         lines = [f"damaged: {line}" for line in getattr(self.dataset, "damage", [])]
         for reason, count in self.skipped.most_common():
             lines.append(f"skipped {count} x {reason} (first: {self.skipped_first[reason]})")
@@ -265,8 +264,8 @@ class PairLoader:
         except GeneratorExit:
             raise
         except BaseException as error:
-            # An interrupt in the middle of a message leaves the workers' queue unreadable: the
-            # next iteration would wait for good. It gets new workers.
+            # An interrupt in the middle of a message leaves the workers' queue unreadable, and the
+            # next iteration would wait for ever. It gets new workers.
             self._chunks = self._new_chunks()
             if self._timeout and "timed out" in str(error):
                 raise UsageError(
@@ -286,20 +285,20 @@ class PairLoader:
         return Batch(LateImages(images, self._decoder), *rest)
 
     def count_damaged(self, images: torch.Tensor | LateImages) -> None:
-        """Count the images of a batch that turned out to be damaged when they were decoded."""
+        """Count the images of a batch that turned out to be damaged when decoded."""
         if isinstance(images, LateImages):
             for _, (reason, key) in sorted(images.bad.items()):
                 self.skipped[reason] += 1
                 self.skipped_first.setdefault(reason, key)
 
     def _move_to(self, position: int, bad: list[BadPosition]) -> list[BadPosition]:
-        """Move on to `position`; count the bad samples before it and return the others.
+        """Advance to `position`; count the bad samples before it and return the others.
 
-        Samples are fetched ahead: what lies behind `position` is counted when it is passed, so the
-        counts belong to the state and do not depend on the workers.
+        Samples are fetched ahead. Those from `position` on are counted only when it passes them, so
+        the counts belong to the state and do not depend on the workers.
         """
-        for at, reason, key in bad:
-            if at < position:
+        for place, reason, key in bad:
+            if place < position:
                 self.skipped[reason] += 1
                 self.skipped_first.setdefault(reason, key)
         self._order.position = position
@@ -312,32 +311,21 @@ class PairLoader:
 
 def _chunks(
     fetcher: Fetcher, order: Order, share: Share, workers: int, timeout: float
-) -> WatchedLoader[Any]:
-    """Return what gives the chunks that are left of the epoch, at each iter() anew."""
-    # With workers a batch comes in pieces, so that all of them work on the next one. Pieces
-    # waiting add up to one batch, and each costs this process a file descriptor and 2 to 3 ms.
+) -> WorkerLoader[Any]:
+    """Return an iterable over the remaining chunks of the epoch, whichever it is at iter()."""
+    # With workers a batch comes in pieces, so that all of them work on the next one. The pieces in
+    # flight add up to one batch, and each costs this process a file descriptor and 2 to 3 ms.
     pieces = max(1, min(4, _PIECES // max(1, workers)))
     piece = rows = -(-share.batch_size // share.world_size)
     if workers:
         piece = min(rows, max(32, -(-rows // (pieces * workers))))
-    return WatchedLoader(
-        fetcher,  # a map from requests, not from numbers
-        sampler=Requests(order, piece, share),
-        batch_size=None,
-        collate_fn=_unchanged,
-        num_workers=workers,
-        persistent_workers=workers > 0,
-        prefetch_factor=pieces if workers else None,
-        timeout=timeout,
-        worker_init_fn=begin_worker,
-        # Its own: otherwise each epoch would take a number from the trainer's generator.
-        generator=torch.Generator(),
-    )
+    requests = Requests(order, piece, share)
+    return WorkerLoader(fetcher, requests, workers=workers, prefetch=pieces, timeout=timeout)
 
 
 @dataclass
-class _Copied:
-    """The batches that are left of the epoch, at each iter() anew; a thread is one ahead."""
+class _CopyingThread:
+    """The remaining batches of the epoch, whichever it is at iter(), copied by a thread ahead."""
 
     fetcher: Fetcher
     order: Order
@@ -348,7 +336,7 @@ class _Copied:
         own = self.share.of(self.share.batch_size)
         rows = own.stop - own.start
         requests: Iterable[Request] = Requests(self.order, rows, self.share)
-        if self.drop_last:  # none is bad, so the rest of an epoch fills no batch up
+        if self.drop_last:  # no sample is bad, so the rest of an epoch fills up no batch
             requests = (request for request in requests if len(request.draws) == rows)
         return one_ahead(self.fetcher.__getitem__, requests, "megabatch-data")
 
@@ -370,7 +358,3 @@ def _check_range(name: str, value: int, low: int, high: int | None = None) -> No
     if value < low or (high is not None and value > high):
         upto = f" and at most {high}" if high is not None else ""
         raise ValueError(f"{name}: {value}; expected at least {low}{upto}")
-
-
-def _unchanged(chunk: Any) -> Any:
-    return chunk

@@ -1,4 +1,4 @@
-"""Several sources as one, mixed by upsampling factors."""
+"""Mixtures of several sources, with upsampling factors."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _OPTION = "--train-data-upsampling-factors"
 
 
 class MixedPairs:
-    """Sources one after another, of which an epoch draws as their factors say.
+    """The concatenation of sources, each drawn from in proportion to its factor.
 
-    A source of n samples and factor f gives round(f * n) of an epoch's pairs, at random places. The
-    factor is how often each of its samples comes, as OpenCLIP's upsampling factors, but exact: with
-    factor 1 each once an epoch, with 2 twice, with 1/2 in every other epoch. To draw from all
-    sources alike, let the factors be in inverse proportion to their sizes. Where all factors are 1
-    it is as if the sources were one.
+    A source of n samples with factor f gives round(f * n) of an epoch's pairs, at random positions.
+    The factor is how often each of its samples comes, like OpenCLIP's upsampling factors, but
+    exact: with factor 1 once per epoch, with 2 twice, with 1/2 in every other epoch. To draw
+    equally from all sources, make the factors inversely proportional to their sizes. If all factors
+    are 1, the sources are shuffled as one.
 
     Args:
-        sources: what is mixed; all of images with texts, or all of texts with texts.
-        names: what messages call them.
-        factors: above 0, one a source; default: all 1.
+        sources: all of images with texts, or all of texts with texts.
+        names: of the sources, for messages.
+        factors: above 0, one per source; default: all 1.
 
     Attributes:
-        parts: what an epoch draws; see `Part`.
-        shares: in words, what each source has and gives; empty where all factors are 1.
+        parts: see `Part`.
+        shares: a line for each source, its size and its draws; empty if all factors are 1.
 
     Raises:
-        UsageError: factors of a wrong number or out of range, or so small that an epoch draws
-            nothing of a source; sources of different kinds.
+        UsageError: factors have a wrong number or are out of range, or so small that an epoch
+            draws nothing from a source; the sources are of different kinds.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class MixedPairs:
 
     @property
     def damage(self) -> list[str]:
-        """One line for each file of any source that could be read only in part."""
+        """A line for each part of any source's files that cannot be read."""
         return [line for source in self.sources for line in getattr(source, "damage", [])]
 
     @property
     def notes(self) -> list[str]:
-        """What else a user should know of the sources."""
+        """Other remarks on the sources, for the user."""
         return [line for source in self.sources for line in getattr(source, "notes", [])]
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class MixedPairs:
 
 
 class MixedArrays(MixedPairs):
-    """A mixture that hands out many images at once, as each of its sources does."""
+    """A mixture of `ArrayDataset`s, and one itself."""
 
     def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return images, uint8 (b, channels, height, width)."""
@@ -116,17 +116,17 @@ class MixedArrays(MixedPairs):
     def _by_source(
         self, indices: Sequence[int] | np.ndarray
     ) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
-        """Each source that some are of; which of them, and their numbers in it."""
-        at = np.asarray(indices)
-        whose = np.searchsorted(self._ends, at, side="right")
+        """Each source that occurs, its positions in `indices`, and its own indices."""
+        index = np.asarray(indices)
+        source_of = np.searchsorted(self._ends, index, side="right")
         for number, source in enumerate(self.sources):
-            (rows,) = np.nonzero(whose == number)
+            (rows,) = np.nonzero(source_of == number)
             if len(rows):
-                yield source, rows, at[rows] - self._ends[number] + len(source)
+                yield source, rows, index[rows] - self._ends[number] + len(source)
 
 
 class MixedArraysWithIds(MixedArrays):
-    """The same of sources that know their pairs' ids."""
+    """`MixedArrays` of sources that know their pairs' ids."""
 
     def ids(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the pairs' ids, int64 (b,)."""
@@ -139,7 +139,7 @@ class MixedArraysWithIds(MixedArrays):
 def mix(
     sources: Sequence[PairDataset], names: Sequence[str], factors: Sequence[float] | None = None
 ) -> MixedPairs:
-    """Return the mixture of sources, with `arrays` where all have these, of one shape."""
+    """Return the mixture of sources, with `arrays` if all have them, of one shape."""
     kind = MixedPairs
     if all(isinstance(source, ArrayDataset) for source in sources):
         shapes = {source.arrays([0]).shape for source in sources}  # type: ignore[attr-defined]
@@ -150,10 +150,10 @@ def mix(
 
 
 def parse_factors(text: str) -> list[float]:
-    """Read factors as OpenCLIP writes them, "1::2".
+    """Parse factors in OpenCLIP's notation, "1::2".
 
     Raises:
-        UsageError: one of them is no number.
+        UsageError: one of them is not a number.
     """
     try:
         return [float(part) for part in text.split(SEPARATOR)]
@@ -164,11 +164,11 @@ def parse_factors(text: str) -> list[float]:
 
 
 def check_factors(factors: Sequence[float], sources: int) -> None:
-    """Raise a UsageError where so many sources cannot have these factors."""
-    said = SEPARATOR.join(f"{factor:g}" for factor in factors)
+    """Raise a UsageError if the factors are out of range, or not one per source."""
+    given = SEPARATOR.join(f"{factor:g}" for factor in factors)
     if len(factors) != sources:
         raise UsageError(
-            f"{_OPTION}: {said!r} are {len(factors)}; expected {sources}, one a source"
+            f"{_OPTION}: {given!r} are {len(factors)}; expected {sources}, one a source"
         )
     if not all(0 < factor < math.inf for factor in factors):
-        raise UsageError(f"{_OPTION}: {said!r}; expected numbers above 0")
+        raise UsageError(f"{_OPTION}: {given!r}; expected numbers above 0")

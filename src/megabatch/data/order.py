@@ -1,24 +1,35 @@
-"""The order in which samples are visited, and the place reached in it."""
+"""The order in which samples are visited, and the position reached in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megabatch.data.fetch import Request
 from megabatch.data.pairs import PairDataset
+
+
+class Request(NamedTuple):
+    """A request for samples: `draws` stand at `start`, `start + 1`, ... of an epoch's order.
+
+    A draw below the data set's length is the index of a sample. Each further time that an epoch
+    visits the sample, its draw is larger by that length.
+    """
+
+    epoch: int
+    start: int
+    draws: np.ndarray
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of a data set's samples: how many there are, and how many draws an epoch makes of it.
+    """A contiguous part of a data set: its number of samples, and of draws from it in an epoch.
 
-    The draws go through the part pass by pass, over the ends of epochs too: each pass has every
-    sample once, in an order of its own. So as many draws as samples are each sample once an epoch;
-    half as many, each once in two epochs; twice as many, each twice an epoch.
+    The draws go through the part pass by pass, across the ends of epochs: each pass visits every
+    sample once, in an order of its own. So with as many draws as samples, an epoch visits each
+    sample once; with half as many, each comes once in two epochs; with twice as many, twice.
     """
 
     size: int
@@ -26,22 +37,22 @@ class Part:
 
 
 def parts_of(dataset: PairDataset) -> list[Part]:
-    """The parts that a data set says it has, or else all of it, each sample once an epoch."""
+    """The data set's own parts, or else all of it as one, each sample once an epoch."""
     found: list[Part] | None = getattr(dataset, "parts", None)
     return found or [Part(len(dataset), len(dataset))]
 
 
 def pairs_per_epoch(dataset: PairDataset) -> int:
-    """The number of pairs that an epoch of the data set draws."""
+    """The number of pairs in an epoch of the data set."""
     return sum(part.drawn for part in parts_of(dataset))
 
 
 @dataclass
 class Order:
-    """The order of a data set's samples, epoch for epoch, the same for any number of ranks.
+    """The order of a data set's samples in each epoch, the same for any number of ranks.
 
-    Each part has its own order; where one of its samples comes in the epoch's is random as well.
-    `epoch` and `position` say which sample is next.
+    Each part has an order of its own, and the parts are interleaved at random. `epoch` and
+    `position` identify the next sample.
     """
 
     parts: Sequence[Part]
@@ -55,30 +66,30 @@ class Order:
         """Draws in an epoch."""
         return sum(part.drawn for part in self.parts)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the order depends on, as JSON can hold it."""
-        facts: dict[str, Any] = {"pairs": self.pairs, "seed": self.seed, "shuffle": self.shuffle}
+    def parameters(self) -> dict[str, Any]:
+        """Return the parameters of the order, for JSON."""
+        found: dict[str, Any] = {"pairs": self.pairs, "seed": self.seed, "shuffle": self.shuffle}
         if any(part.size != part.drawn for part in self.parts):
-            facts["parts"] = [[part.size, part.drawn] for part in self.parts]
-        return facts
+            found["parts"] = [[part.size, part.drawn] for part in self.parts]
+        return found
 
     def draws(self) -> np.ndarray:
         """Return the draws of the current epoch (see `Request`), int64 (pairs,), all different."""
         own = [self._draws_of(number, part) for number, part in enumerate(self.parts)]
         if len(own) == 1:
             return own[0]
-        whose = np.repeat(np.arange(len(own), dtype=np.int32), [len(draws) for draws in own])
+        part_of = np.repeat(np.arange(len(own), dtype=np.int32), [len(draws) for draws in own])
         if self.shuffle:
-            whose = _random(self.seed, self.epoch, 0).permutation(whose)
+            part_of = _random(self.seed, self.epoch, 0).permutation(part_of)
         draws = np.empty(self.pairs, dtype=np.int64)
         first = 0
         for number, part in enumerate(self.parts):
-            draws[whose == number] = first + own[number]
+            draws[part_of == number] = first + own[number]
             first += part.size
         return draws
 
     def _draws_of(self, number: int, part: Part) -> np.ndarray:
-        """One part's draws of the epoch, counted from its first sample: some passes' pieces."""
+        """One part's draws of the epoch, relative to its first sample: pieces of its passes."""
         length = sum(p.size for p in self.parts)
         start = self.epoch * part.drawn
         pieces, again = [], 0
@@ -99,31 +110,31 @@ class Order:
 
 
 def _random(*words: int) -> np.random.RandomState:
-    # The legacy generator: numpy promises its stream for good, so a run can be continued
-    # under another numpy; the newer ones carry no such promise.
+    # The legacy generator: numpy guarantees its stream, so a run can be continued under another
+    # version; the newer ones carry no such guarantee.
     return np.random.RandomState(list(words))
 
 
 @dataclass
 class Share:
-    """The part of each global batch that one rank takes: a run of its rows, as even as can be."""
+    """The rows of each global batch that one rank takes: contiguous, and as even as possible."""
 
     rank: int
     world_size: int
     batch_size: int  #: of all ranks
 
     def of(self, rows: int) -> slice:
-        """This rank's rows of a batch of so many."""
+        """This rank's rows of a batch with so many."""
         bounds = (rows * r // self.world_size for r in (self.rank, self.rank + 1))
         return slice(*bounds)
 
 
 @dataclass
 class Requests:
-    """What is left of the epoch, in pieces: the sampler that DataLoader wants.
+    """The rest of the epoch in pieces: the sampler of the loader's DataLoader.
 
-    It knows the order and not the loader: in a cycle of references the workers' queues would be
-    closed before the workers are told to end, which takes them 5 s each.
+    It refers to the order and not to the loader: in a reference cycle, the workers' queues would
+    be closed before the workers are told to end, which then takes 5 s each.
     """
 
     order: Order
@@ -132,13 +143,13 @@ class Requests:
 
     def __iter__(self) -> Iterator[Request]:
         draws = self.order.draws()
-        for first, last in self._runs(len(draws)):
+        for first, last in self._ranges(len(draws)):
             for start in range(first, last, self.piece):
                 piece = draws[start : min(start + self.piece, last)]
                 yield Request(self.order.epoch, start, piece)
 
-    def _runs(self, end: int) -> Iterator[tuple[int, int]]:
-        """Where the samples that this rank fetches stand in the order."""
+    def _ranges(self, end: int) -> Iterator[tuple[int, int]]:
+        """The positions in the order that this rank fetches."""
         start = self.order.position
         if self.share.world_size == 1:
             yield start, end

@@ -1,4 +1,4 @@
-"""What a source of pairs is, and what it says of a sample that cannot be used."""
+"""The interface of a source of pairs, and decoding of images."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megabatch.data.svg import SVG_SIZE, BadSvg, draw_svg, is_svg
 
 @dataclass(frozen=True)
 class Pair:
-    """One image with its caption; `key` names the sample in messages and stays the same.
+    """One image with its caption; `key` is the sample's constant name in messages.
 
-    Of a pair of texts `image` is the first text: what a query is to its passage.
-    `id`, from 0: pairs of the same one are no negatives of each other; None: those of the same
-    caption are none.
+    In a pair of texts `image` is the first text, such as the query to a passage.
+    `id`, at least 0: pairs with equal ids are not negatives of each other. None: pairs with equal
+    captions are not.
     """
 
     image: Image.Image | str
@@ -39,7 +39,7 @@ def caption_id(caption: str) -> int:
 
 
 class BadSample(Exception):
-    """A sample that is skipped and counted.
+    """A sample that cannot be used; it is skipped and counted.
 
     `reason` is short and the same for all samples with the same fault, so that it can be counted;
     `key` names the sample.
@@ -58,15 +58,15 @@ class BadSample(Exception):
 class PairDataset(Protocol):
     """Pairs by index.
 
-    Every source is indexed once and then read at random, none is streamed. A stream with a shuffle
-    buffer is only roughly shuffled, cannot be resumed without reading everything again, and hands
-    samples out twice when workers share shards unevenly. An index gives an exact permutation of
-    each epoch, an exact resume (one number), and each sample at most once an epoch.
+    Every source is indexed once and then read at random; none is streamed. A stream with a shuffle
+    buffer is only roughly shuffled, cannot be resumed without reading everything again, and repeats
+    samples if workers share shards unevenly. An index gives an exact permutation in each epoch,
+    exact resuming (from one number), and each sample at most once per epoch.
 
-    A source may also have `damage: list[str]`, one line for each file that could be read only in
-    part; `notes: list[str]`, what else a user should know before it is used; `first`, "text" where
-    its pairs are of two texts ("image" is meant where it has none); and `parts`, where an epoch is
-    not each of its samples once (see `megabatch.data.order.Part`).
+    A source may also have `damage: list[str]`, a line for each part of its files that cannot be
+    read; `notes: list[str]`, other remarks that a user should see before it is used; `first`,
+    "text" if its pairs are of two texts (the default is "image"); and `parts`, if an epoch is not
+    each of its samples once (see `megabatch.data.order.Part`).
     """
 
     def __len__(self) -> int:
@@ -80,10 +80,10 @@ class PairDataset(Protocol):
 
 @runtime_checkable
 class ArrayDataset(PairDataset, Protocol):
-    """A source that also hands out many images of one size at once: no sample of it is bad.
+    """A source of images of one size that also returns many at once; none of its samples is bad.
 
-    With a transform that has `batch` (see BatchTransform) this path is taken, which is many times
-    faster for small images. It may also have `ids(indices)`, the pairs' ids, int64 (b,).
+    It is used so with a transform that has `batch` (see BatchTransform), which is many times faster
+    for small images. It may also have `ids(indices)`, the pairs' ids, int64 (b,).
     """
 
     def arrays(self, indices: Sequence[int] | np.ndarray, /) -> np.ndarray:
@@ -106,7 +106,7 @@ class BatchTransform(Protocol):
     def batch(self, images: torch.Tensor, seeds: torch.Tensor, /) -> torch.Tensor:
         """Transform images, uint8 (b, channels, height, width).
 
-        Randomness, if any, must come from `seeds`, int64 (b,), not negative: one a sample, a
+        Randomness, if any, must come from `seeds`, int64 (b,), at least 0: one per sample, a
         function of seed, epoch and index alone, so that no sample depends on its neighbours.
         """
         ...
@@ -114,23 +114,23 @@ class BatchTransform(Protocol):
 
 @runtime_checkable
 class TextTransform(Protocol):
-    """What makes tensors of first texts that also takes many at once, which is faster."""
+    """A transform of first texts that also takes many at once, which is faster."""
 
     def texts(self, texts: list[str], /) -> torch.Tensor:
-        """Tensors (b, ...) of the texts, each of its text alone and not random."""
+        """Transform texts to (b, ...), each row depending on its text alone, without randomness."""
         ...
 
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """An image file in memory that is to be decoded later; what `decode_image` takes."""
+    """The arguments of `decode_image` for an image file that is to be decoded later."""
 
     data: bytes
     key: str
     svg_size: int
 
     def decode(self) -> Image.Image:
-        """The image; raises BadSample if it is none."""
+        """Decode the image; raises BadSample if that fails."""
         return decode_image(self.data, self.key, svg_size=self.svg_size)
 
 
@@ -139,7 +139,7 @@ _undecoded: ContextVar[bool] = ContextVar("undecoded", default=False)
 
 @contextmanager
 def undecoded() -> Iterator[None]:
-    """Within this context pairs have an `EncodedImage` where `decode_image` would decode one."""
+    """Within this context `decode_image` returns an `EncodedImage`."""
     token = _undecoded.set(True)
     try:
         yield
@@ -148,10 +148,10 @@ def undecoded() -> Iterator[None]:
 
 
 def decode_image(data: bytes, key: str, *, svg_size: int = SVG_SIZE) -> Image.Image:
-    """Decode an image file that is in memory; raises BadSample if it is none.
+    """Decode an image file that is in memory; raises BadSample if that fails.
 
-    An SVG is drawn on white, its longer side `svg_size` pixels. Within `undecoded` the file is
-    given back, as an `EncodedImage`, if it begins as an image does.
+    An SVG is drawn on white, its longer side `svg_size` pixels. Within `undecoded`, the result is
+    an `EncodedImage` if the file begins like an image.
     """
     if _undecoded.get():
         _check_beginning(data, key)
@@ -164,15 +164,15 @@ def decode_image(data: bytes, key: str, *, svg_size: int = SVG_SIZE) -> Image.Im
     try:
         image = Image.open(io.BytesIO(data))
         image.load()
-    # Pillow's readers let nearly every kind of exception through on damaged files (SyntaxError,
-    # struct.error, EOFError, DecompressionBombError ...): each means the same to the caller.
+    # On damaged files Pillow's readers raise nearly every kind of exception (SyntaxError,
+    # struct.error, EOFError, DecompressionBombError ...): all mean the same to the caller.
     except Exception as error:
         raise BadSample("undecodable image", key) from error
     return image
 
 
 def _check_beginning(data: bytes, key: str) -> None:
-    """Look at what tells a format, size and mode: most files that are no image end here."""
+    """Read the header with format, size and mode: most files that are not images fail here."""
     if is_svg(data):
         return
     try:
@@ -182,7 +182,7 @@ def _check_beginning(data: bytes, key: str) -> None:
 
 
 def clean_caption(caption: Any, key: str, what: str = "caption") -> str:
-    """Return the caption without white space around it; raises BadSample if nothing is left."""
+    """Return the caption, stripped; raises BadSample if nothing is left."""
     if caption is not None and not isinstance(caption, str):
         raise BadSample(f"{what} is not text", key)
     stripped = (caption or "").strip()

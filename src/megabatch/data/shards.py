@@ -21,32 +21,32 @@ _OPEN_FILES = 64  # per process
 
 
 class TarSamples:
-    """The samples of tar files: members that stand together and share a name up to the first dot.
+    """The samples of tar files: adjacent members that share their name up to the first dot.
 
     A sample has at most one member of each of `megabatch.data.tar_index.KINDS`. The headers are
-    read once, here; then each member is one read at a known offset. A file that is damaged is used
-    up to the damage, and `damage` says where that is. The longer side of an `svg` is drawn with
+    read once, at construction; each member is then one read at a known offset. A damaged file is
+    used up to the damage, which `damage` describes. The longer side of an `svg` is drawn with
     `svg_size` pixels.
 
     Raises:
-        UsageError: a file cannot be read or is compressed; no file holds a sample.
+        UsageError: a file cannot be read or is compressed; no file has a sample.
     """
 
     def __init__(self, paths: Sequence[str | Path], *, svg_size: int = SVG_SIZE) -> None:
         self.svg_size = svg_size
         self.paths = [str(path) for path in paths]
         indices = [tar_index(path) for path in self.paths]
-        # With which an open file is told from one that has since been written anew in its place.
-        self._written = [os.stat(path).st_mtime_ns for path in self.paths]
+        # These tell an open file from one that has replaced it since.
+        self._mtimes = [os.stat(path).st_mtime_ns for path in self.paths]
         self.damage = [i.damage for i in indices if i.damage]
         counts = [len(i.keys) for i in indices]
         if sum(counts) == 0:
-            there = ", ".join(endings(self.paths[0])) or "no file"
+            present = ", ".join(endings(self.paths[0])) or "no file"
             why = "; ".join(self.damage) or (
-                f"no member ends in {', '.join(IMAGE_EXTENSIONS)} (there are {there})"
+                f"no member ends in {', '.join(IMAGE_EXTENSIONS)} (there are {present})"
             )
             raise UsageError(f"no samples in {', '.join(self.paths[:3])}: {why}")
-        # Arrays, not objects: they stay shared between forked workers and are small.
+        # Arrays, not lists: they are small and stay shared between forked workers.
         self._shard = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         self._spans = np.concatenate([i.spans for i in indices])
         self._keys = np.concatenate([i.keys for i in indices])
@@ -55,7 +55,7 @@ class TarSamples:
         return len(self._keys)
 
     def key(self, index: int) -> str:
-        """What names the sample in messages."""
+        """The sample's name in messages."""
         name = os.path.basename(self.paths[self._shard[index]])
         return f"{name}:{self._keys[index].decode(errors='replace')}"
 
@@ -64,15 +64,15 @@ class TarSamples:
         return self._span(index, kind) != ABSENT
 
     def read(self, index: int, kind: str) -> bytes:
-        """A member's bytes; BadSample if there is none or it cannot be read."""
+        """Return a member's bytes; BadSample if there is none or it cannot be read."""
         key, span = self.key(index), self._span(index, kind)
         if span == ABSENT:
             raise BadSample(f"no {kind}", key)
         number = self._shard[index]
-        return _read(self.paths[number], self._written[number], span, key)
+        return _read(self.paths[number], self._mtimes[number], span, key)
 
     def image(self, index: int) -> Image.Image:
-        """The sample's picture; BadSample if it has none or it cannot be decoded."""
+        """Return the sample's image; BadSample if it has none or it cannot be decoded."""
         data = self.read(index, "image")
         return decode_image(data, self.key(index), svg_size=self.svg_size)
 
@@ -84,26 +84,26 @@ class TarSamples:
 class ShardPairs(TarSamples):
     """Pairs in tar files as img2dataset and webdataset write them.
 
-    A sample's caption is its `txt`, or else what its `json` says for "caption". Where json has a
-    "caption_id", a whole number from 0, that is the pair's id. A sample without an image or caption
-    keeps its index and raises BadSample. Else as `TarSamples`.
+    A sample's caption is its `txt`, or else "caption" in its `json`. If json has a "caption_id", a
+    whole number from 0, it is the pair's id. A sample without an image or caption keeps its index
+    and raises BadSample. Everything else is as in `TarSamples`.
     """
 
     def __getitem__(self, index: int) -> Pair:
         key = self.key(index)
         if not self.has(index, "image"):
             raise BadSample("no image", key)
-        facts = _facts_of(self.read(index, "json")) if self.has(index, "json") else {}
+        fields = _fields_of(self.read(index, "json")) if self.has(index, "json") else {}
         if self.has(index, "txt"):
             caption = _decode_text(self.read(index, "txt"), key)
-        elif facts is None:
+        elif fields is None:
             raise BadSample("unreadable json", key)
-        elif "caption" in facts:
-            caption = facts["caption"]
+        elif "caption" in fields:
+            caption = fields["caption"]
         else:
             raise BadSample("no caption", key)
         caption = clean_caption(caption, key)
-        return Pair(self.image(index), caption, key, _id_in(facts or {}, key))
+        return Pair(self.image(index), caption, key, _id_in(fields or {}, key))
 
 
 class _OpenFile:
@@ -118,15 +118,15 @@ class _OpenFile:
 
 
 @functools.lru_cache(maxsize=_OPEN_FILES)
-def _open_file(path: str, written: int) -> _OpenFile:
+def _open_file(path: str, mtime: int) -> _OpenFile:
     return _OpenFile(path)
 
 
-def _read(path: str, written: int, span: tuple[int, int], key: str) -> bytes:
+def _read(path: str, mtime: int, span: tuple[int, int], key: str) -> bytes:
     offset, size = span
     try:
-        # A positioned read: processes that share a descriptor do not share a place in the file.
-        data = os.pread(_open_file(path, written).descriptor, size, offset)
+        # A positioned read: processes that share a descriptor also share its file position.
+        data = os.pread(_open_file(path, mtime).descriptor, size, offset)
     except OSError as error:
         raise BadSample("unreadable shard", key) from error
     if len(data) != size:
@@ -141,8 +141,8 @@ def _decode_text(data: bytes, key: str) -> str:
         raise BadSample("caption is not UTF-8", key) from error
 
 
-def _facts_of(data: bytes) -> dict[str, Any] | None:
-    """What a json member says; None where it cannot be read."""
+def _fields_of(data: bytes) -> dict[str, Any] | None:
+    """The fields of a json member; None if it cannot be read."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
@@ -150,8 +150,8 @@ def _facts_of(data: bytes) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else {}
 
 
-def _id_in(facts: dict[str, Any], key: str) -> int | None:
-    number = facts.get("caption_id")
+def _id_in(fields: dict[str, Any], key: str) -> int | None:
+    number = fields.get("caption_id")
     if number is None or (type(number) is int and 0 <= number < 2**63):
         return number
     raise BadSample("caption_id is no whole number from 0", key)

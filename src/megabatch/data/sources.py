@@ -1,8 +1,9 @@
-"""From what the user names to pairs."""
+"""Opening the sources of pairs that a user names: the glyphs, shards, tables, saved folders."""
 
 from __future__ import annotations
 
 import glob
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,17 @@ from megabatch.data.glyphs import SPLITS, load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
 from megabatch.data.mixture import SEPARATOR, check_factors, mix
 from megabatch.data.pairs import PairDataset
-from megabatch.data.saved_folder import is_saved, saved_files
 from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError
 from megabatch.extras import named_extras
 
 TABLES = (".csv", ".tsv", ".parquet")
 ALL_TABLES = (*TABLES, ".jsonl", ".jsonl.gz", ".arrow")
+
+# Files of a folder that `save_to_disk` of Hugging Face's datasets writes, of one data set, and of
+# several splits, each in a folder of its own. Read without that library, which would bring pandas
+# and a dozen more packages along for two small JSON files beside Arrow streams.
+_STATE, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 @named_extras()
@@ -40,7 +45,7 @@ def open_pairs(
         spec: one or several sources joined by `::`. A source is "glyphs"; or a path of .tar shards
             or of .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow tables: one file, a pattern with
             braces (`{00000..00099}.tar`) or `*`, or a folder of such files; or a folder that
-            `save_to_disk` of Hugging Face's datasets wrote (of several splits, train is meant).
+            `save_to_disk` of Hugging Face's datasets wrote (of several splits, train is read).
         split: part of the glyph set: train (default), faces, characters, all.
         image_column: column of image paths or bytes; default: the first of filepath, image,
             image_path, file_name.
@@ -48,18 +53,18 @@ def open_pairs(
             column: the first of query, anchor, question, sentence1.
         caption_column: column of captions; default: the first of title, caption, text, and with
             queries before those positive, answer, sentence2. The three columns may also be several
-            joined by `::`, one a source.
+            joined by `::`, one per source.
         separator: field separator of text tables; default: a comma, in .tsv files a tab.
-        upsampling_factors: how often an epoch has each sample of a source, one a source; see
-            `MixedPairs`. Default: once.
-        svg_size: pixels of the longer side that .svg images in shards are drawn with.
+        upsampling_factors: how often an epoch visits each sample of a source, one factor per
+            source; see `MixedPairs`. Default: once.
+        svg_size: pixels of the longer side of .svg images in shards when they are drawn.
 
     Raises:
         UsageError: nothing matches, files of a source are of different kinds, a column is missing,
-            factors of a wrong number or size; MissingLibrary, where a library is not installed.
+            factors have a wrong number or size; MissingLibrary, if a library is not installed.
     """
     specs = split_spec(spec)
-    if upsampling_factors is not None:  # before what takes long
+    if upsampling_factors is not None:  # before anything that takes long
         check_factors(upsampling_factors, len(specs))
     columns = {
         "image_column": one_each(image_column, "image_column", specs),
@@ -76,10 +81,10 @@ def open_pairs(
 
 
 def split_spec(spec: str) -> list[str]:
-    """The sources that a specification joins; a path that there is stands for itself.
+    """Split a specification into its sources; an existing path is one source, whatever its name.
 
     Raises:
-        UsageError: there is nothing before, after or between the joints.
+        UsageError: a source is empty.
     """
     specs = [spec] if Path(spec).exists() else spec.split(SEPARATOR)
     if not all(specs):
@@ -87,7 +92,7 @@ def split_spec(spec: str) -> list[str]:
     return specs
 
 
-#: How the columns are named on the command line.
+#: The columns' options on the command line.
 _OPTIONS = {
     "image_column": "--csv-img-key",
     "query_column": "--csv-query-key",
@@ -96,10 +101,10 @@ _OPTIONS = {
 
 
 def one_each(names: str | None, column: str, specs: list[str]) -> list[str | None]:
-    """A column's name for each source: the only one, or several joined like the sources.
+    """Return a column's name for each source: the same for all, or several joined like sources.
 
     Raises:
-        UsageError: as many names as there are no sources; `column` is which one they name.
+        UsageError: the number of names is not that of the sources; `column` is for the message.
     """
     if names is None or SEPARATOR not in names or len(specs) == 1:
         return [names] * len(specs)
@@ -121,9 +126,9 @@ def _open_one(spec: str, split: str | None, svg_size: int, columns: dict[str, An
         raise UsageError(f"split {split!r}: only the glyphs have splits, not {spec}")
     if is_grey_folder(spec):
         return GreyPairs(spec)
-    paths = saved_files(Path(spec)) if is_saved(Path(spec)) else find_files(spec)
+    paths = find_files(spec)
     if _is_table(paths[0]):
-        from megabatch.data.tables import TablePairs  # pyarrow, for those who have tables
+        from megabatch.data.tables import TablePairs  # only tables need pyarrow
 
         return TablePairs(paths, **columns)
     from megabatch.data.shards import ShardPairs
@@ -137,11 +142,13 @@ def find_files(spec: str) -> list[Path]:
     Raises:
         UsageError: names the part that matches nothing, or a file of no known kind.
     """
+    if _is_saved(Path(spec)):
+        return _saved_files(Path(spec))
     paths: list[Path] = []
     for pattern in [spec] if Path(spec).exists() else expand_urls(spec):
         paths += _matches(pattern, spec)
     tables = [path for path in paths if _is_table(path)]
-    # Compressed ones too: the reader says what is wrong with them.
+    # Compressed ones too: the reader has a message for them.
     shards = [path for path in paths if ".tar" in path.suffixes[-2:] or path.suffix == ".tgz"]
     shards = [path for path in shards if path not in tables]
     if unknown := set(paths) - set(shards) - set(tables):
@@ -169,8 +176,57 @@ def _matches(pattern: str, spec: str) -> list[Path]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    # Shards first: img2dataset leaves a table of metadata, with no image in it, beside each.
+    # Shards first: img2dataset leaves a table of metadata, without images, beside each.
     for kinds in ((".tar",), ALL_TABLES):
         if found := sorted(p for p in folder.iterdir() if p.name.endswith(kinds) and p.is_file()):
             return found
     raise UsageError(f"no .tar shards and no {', '.join(ALL_TABLES)} tables in the folder {folder}")
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of Hugging Face's datasets wrote this folder."""
+    return (folder / _STATE).is_file() or (folder / _SAVED_SPLITS).is_file()
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The Arrow files of a folder that `save_to_disk` wrote; of several splits, those of train.
+
+    Raises:
+        UsageError: a file is missing or unreadable; there are splits, but no train.
+    """
+    if not (folder / _STATE).is_file():
+        splits = _read_entry(folder / _SAVED_SPLITS, "splits")
+        if "train" not in splits:
+            others = ", ".join(map(repr, splits)) or "none"
+            raise UsageError(
+                f"{folder} has no split 'train', but {others}: give the folder of the one that is "
+                "meant"
+            )
+        return _saved_files(folder / "train")
+    state = folder / _STATE
+    try:
+        files = [folder / entry["filename"] for entry in _read_entry(state, "_data_files")]
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{state} does not name its files as datasets does") from error
+    if _read_entry(state, "_indices_data_files", None):
+        raise UsageError(
+            f"{folder} was saved by an old version of datasets, with its rows selected by a second "
+            "file; load and save it once more with datasets 2 or newer"
+        )
+    if missing := [path for path in files if not path.is_file()]:
+        raise UsageError(f"{missing[0]} is missing, which {state} names")
+    if not files:
+        raise UsageError(f"no rows in {folder}")
+    return files
+
+
+def _read_entry(path: Path, *key_and_default: Any) -> Any:
+    """Read one entry of a JSON file that holds an object."""
+    key, *default = key_and_default
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(document, dict) or (not default and not isinstance(document.get(key), list)):
+        raise UsageError(f"{path} is not what datasets writes: expected a list {key!r} in it")
+    return document.get(key)

@@ -1,4 +1,4 @@
-"""Vector images (SVG) drawn as pixels, by resvg."""
+"""Rasterising vector images (SVG) with resvg."""
 
 from __future__ import annotations
 
@@ -9,31 +9,30 @@ from PIL import Image
 
 from megabatch.extras import named_extras
 
-SVG_SIZE = 224  # pixels of the longer side, where nothing else is asked for
+SVG_SIZE = 224  # default for the pixels of the longer side
 
 # resvg overflows its stack, which ends the process, somewhere between 200 and 256 nested groups.
-_LEVELS = 128  # of elements, counted again for each nested reference
-_NESTED = 16  # references inside of what others refer to: three at a time, 3^5 copies
+_MAX_DEPTH = 128  # of elements, counted again for each nested reference
+_MAX_NESTED = 16  # references inside referenced elements: three at a time make 3^5 copies
 
 
 class BadSvg(ValueError):
-    """An SVG that is not drawn; the message is short and the same for the same fault."""
+    """An SVG that is refused; the message is short and the same for the same fault."""
 
 
 def is_svg(data: bytes) -> bool:
-    """Whether a file can be an SVG at all: no format of pixels begins as XML does."""
+    """Whether a file may be an SVG: it begins like XML, as no raster format does."""
     return data[:64].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"<"
 
 
 def draw_svg(data: bytes, size: int = SVG_SIZE) -> Image.Image:
     """Draw an SVG on white, RGB, the longer side `size` pixels; `currentColor` is black.
 
-    Nothing outside of the file has a part in the drawing: texts are left out, since the fonts of a
-    machine are its own, and a file that embeds or points to an image is refused, since resvg would
-    read any path that it names.
+    The drawing depends on the file alone: texts are left out, since fonts differ between machines,
+    and a file that embeds or names an image is refused, since resvg would read any path.
 
     Raises:
-        BadSvg: not an SVG, or one that embeds images, declares entities, or is nested so deeply
+        BadSvg: the file is not an SVG, embeds images, declares entities, or is nested so deeply
             that drawing it would crash the process or never end.
         MissingLibrary: resvg_py is not installed; a UsageError.
     """
@@ -56,24 +55,24 @@ def draw_svg(data: bytes, size: int = SVG_SIZE) -> Image.Image:
 
 
 class _Structure:
-    """Follows a document's elements and raises BadSvg at the first that must not be drawn."""
+    """Follows a document's elements and raises BadSvg at the first one that must not be drawn."""
 
     def __init__(self) -> None:
-        self.named: list[bool] = []  # of each open element: it, or one around it, has an id
+        self.named: list[bool] = []  # for each open element: whether it or an ancestor has an id
         self.nested = 0
         self.deepest = 0
 
     def start(self, name: str, attributes: dict[str, str]) -> None:
-        kind = name.rpartition(" ")[2]  # in whatever namespace
+        kind = name.rpartition(" ")[2]  # without its namespace
         if not self.named and kind != "svg":
             raise BadSvg("undecodable image")
         if kind in ("image", "feImage"):
             raise BadSvg("svg with an image inside")
-        inside = len(self.named) > 1 and self.named[-1]  # the root's id draws nothing twice
+        inside = len(self.named) > 1 and self.named[-1]  # the root's id repeats nothing
         self.nested += (kind == "use" and inside) or kind in ("pattern", "marker")
         self.named.append(inside or ("id" in attributes and bool(self.named)))
         self.deepest = max(self.deepest, len(self.named))
-        if self.nested > _NESTED or self.deepest * (1 + self.nested) > _LEVELS:
+        if self.nested > _MAX_NESTED or self.deepest * (1 + self.nested) > _MAX_DEPTH:
             raise BadSvg("svg nested too deeply")
 
     def end(self, name: str) -> None:
@@ -84,9 +83,9 @@ class _Structure:
 
 
 def _check(data: bytes) -> None:
-    """resvg reads files that an image names and overflows its stack on deep trees: look first."""
+    """Refuse files that resvg must not get: it reads files that they name, and may overflow."""
     structure = _Structure()
-    # As UTF-8, whatever the file says of itself: so will resvg read it.
+    # As UTF-8, like resvg, whatever encoding the file declares.
     parser = expat.ParserCreate("utf-8", namespace_separator=" ")
     parser.StartElementHandler = structure.start
     parser.EndElementHandler = structure.end

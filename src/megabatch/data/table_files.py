@@ -1,4 +1,4 @@
-"""Columns out of table files of every kind."""
+"""Reading columns of table files: CSV, TSV, Parquet, Arrow, JSON lines."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from megabatch.data.arrow_files import MappedColumn, MappedTable
 from megabatch.data.json_lines import json_names, read_json
 from megabatch.errors import UsageError
 
 TEXT_TABLES = (".csv", ".tsv")
-#: What separates the fields of text tables, the more usual first.
+#: Field separators of text tables, the most usual first.
 SEPARATORS = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a bar"}
 
-_BLOCK = 1 << 24  # bytes of a text table that are parsed at once, and the longest row
+_BLOCK = 1 << 24  # bytes of a text table that are parsed at once, and of the longest row
 _OTHER_FORMATS = {
     b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
@@ -33,11 +32,11 @@ _OTHER_FORMATS = {
 
 
 class Column(Protocol):
-    """Values by row, as pyarrow's arrays give them: `column[row].as_py()`."""
+    """Values by row, with the interface of pyarrow's arrays: `column[row].as_py()`."""
 
     @property
     def type(self) -> pa.DataType:
-        """What the values are."""
+        """The values' type."""
         ...
 
     def __len__(self) -> int: ...
@@ -49,8 +48,8 @@ class Column(Protocol):
 class Columns:
     """Some columns of a file.
 
-    left_out: int64, in order, which of the file's rows (from 0) the columns are without; damage:
-    the same in words.
+    left_out: int64, sorted, the file's rows (from 0) that the columns lack; damage: the same in
+    words.
     """
 
     path: Path
@@ -59,16 +58,16 @@ class Columns:
     damage: list[str] = field(default_factory=list)
 
     def key(self, row: int) -> str:
-        """What names a row in messages: its number in the file, from 1, without the header."""
+        """A row's name in messages: its number in the file, from 1, not counting the header."""
         before = np.searchsorted(self.left_out - np.arange(len(self.left_out)), row, side="right")
         return f"{self.path.name}:row {row + int(before) + 1}"
 
 
 def column_names(path: Path, separator: str) -> list[str]:
-    """The names of a table's columns; `separator`: of fields in .csv and .tsv.
+    """Return the names of a table's columns; `separator`: of fields in .csv and .tsv.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     if _is_json(path):
         return json_names(path)
@@ -85,7 +84,7 @@ def column_names(path: Path, separator: str) -> list[str]:
 def read_columns(
     path: Path, names: Sequence[str], separator: str, lists: Sequence[str] = ()
 ) -> Columns:
-    """Read columns; `lists`: those of JSON lines that may hold lists of texts, and then do.
+    """Read columns; `lists`: those of JSON lines that may hold lists of texts, and then always do.
 
     Raises:
         UsageError: the file cannot be read.
@@ -116,7 +115,7 @@ def _unreadable(path: Path, error: Exception) -> UsageError:
 
 
 def _header(path: Path, separator: str) -> list[str]:
-    """The first line of a text table that is not blank, as pyarrow's reader takes it."""
+    """The first non-blank line of a text table, which pyarrow's reader takes as the header."""
     with path.open("rb") as file:
         beginning = file.read(8)
     for magic, kind in _OTHER_FORMATS.items():
@@ -141,7 +140,7 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
     try:
         table = pa.csv.read_csv(
             path,
-            # Threads would not know the rows' numbers, and are slower where fields may have lines.
+            # Threads would not know the rows' numbers, and are slower if fields may hold newlines.
             read_options=pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
             parse_options=pa.csv.ParseOptions(
                 delimiter=separator, newlines_in_values=True, invalid_row_handler=skip
@@ -149,7 +148,7 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
             convert_options=pa.csv.ConvertOptions(
                 column_types={name: pa.large_string() for name in names},
                 include_columns=names,
-                check_utf8=False,  # one bad byte costs its row, not the file: see TablePairs
+                check_utf8=False,  # a bad byte costs its row, not the file: see TablePairs
             ),
         )
     except pa.ArrowInvalid as error:
@@ -178,7 +177,7 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
 
 
 def _swallowed(path: Path, table: pa.Table, separator: str) -> int:
-    """How many lines after the last row's first are in its last field, whose quote never closes."""
+    """The number of lines that an unclosed quote has drawn into the last row's last field."""
     last = _header(path, separator)[-1]
     if last not in table.column_names or not table.num_rows:
         return 0
@@ -190,15 +189,15 @@ def _swallowed(path: Path, table: pa.Table, separator: str) -> int:
 
 
 def _start(row: Any) -> str:
-    """The beginning of a malformed row, which tells most where a quote has swallowed others."""
+    """The beginning of a malformed row, which shows best where a quote has swallowed lines."""
     lines = row.text.count("\n")
     text = repr(row.text[:40] + ("..." if len(row.text) > 40 else ""))
     return f"{text}, over {lines + 1} lines" if lines else text
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    """Join a column's chunks, so that a row is found at once, whatever its bytes add up to."""
-    column = column.cast(_wide(column.type))  # the narrow types end at 2 GiB
+    """Combine a column's chunks for constant-time access to rows, also beyond 2 GiB."""
+    column = column.cast(_wide(column.type))  # the others have 32-bit offsets
     joined = column.combine_chunks()
     return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
 
@@ -207,3 +206,43 @@ def _wide(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_wide(field.type)) for field in kind])
     return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
+
+
+class MappedColumn:
+    """A column of a memory-mapped file; only the path and the name are pickled."""
+
+    def __init__(self, table: MappedTable, name: str) -> None:
+        self._arguments = table, name
+        self._values: pa.ChunkedArray = table.data.column(name)
+
+    @property
+    def type(self) -> pa.DataType:
+        """The values' type."""
+        return self._values.type
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, row: int) -> Any:
+        return self._values[row]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedColumn, self._arguments
+
+
+class MappedTable:
+    """A memory-mapped Arrow file, in the stream or the file format.
+
+    A data set may be larger than memory, and processes share it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        source = pa.memory_map(str(path))
+        is_file_format = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)
+        self.data: pa.Table = reader.read_all()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedTable, (self.path,)

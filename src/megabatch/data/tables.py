@@ -22,8 +22,8 @@ from megabatch.data.table_files import (
 )
 from megabatch.errors import UsageError
 
-# The first one there is used; those of texts with texts as sentence-transformers' data sets have
-# them.
+# The first one that a table has is used. The names for pairs of texts are those of
+# sentence-transformers' data sets.
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "file_name")
 CAPTION_COLUMNS = ("title", "caption", "text")
 QUERY_COLUMNS = ("query", "anchor", "question", "sentence1")
@@ -34,7 +34,7 @@ First = Literal["image", "text"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What of a table is wanted: the columns' names, None for the usual ones.
+    """The columns to read from a table: their names, None for the usual ones.
 
     separator: of fields in .csv and .tsv; None: see `open_table`. lists: whether captions may also
     be lists of texts.
@@ -51,7 +51,7 @@ class Wanted:
 class Table:
     """The two columns of a table.
 
-    first: what the column `firsts` holds; notes: what a user should know of how it was read.
+    first: the kind of values in the column `firsts`; notes: for the user, on how it was read.
     """
 
     columns: Columns
@@ -79,14 +79,14 @@ class Table:
 
 
 def open_table(path: Path, wanted: Wanted) -> Table:
-    """Read the two columns that are wanted.
+    """Read the two wanted columns.
 
-    Where no separator is given and the usual one (a comma, in .tsv a tab) does not give the wanted
-    columns, the first of SEPARATORS that does is taken, and `notes` says so.
+    If no separator is given and the usual one (a comma, in .tsv a tab) does not give these columns,
+    the first of SEPARATORS that does is used, with a line in `notes`.
 
     Raises:
-        UsageError: the file cannot be read; a column is missing (names it and those there are) or
-            holds something else.
+        UsageError: the file cannot be read; a column is missing (the message names it and the
+            existing ones) or holds another kind of values.
     """
     given = None if wanted.separator is None else wanted.separator.replace("\\t", "\t")
     if given is not None and len(given.encode()) != 1:
@@ -117,38 +117,39 @@ def open_table(path: Path, wanted: Wanted) -> Table:
 
 
 def no_rows(paths: Sequence[Path], damage: Sequence[str]) -> UsageError:
-    """What to raise where tables hold nothing that can be used."""
+    """The error for tables without a usable row."""
     return UsageError("; ".join([f"no rows in {', '.join(map(str, paths[:3]))}", *damage]))
 
 
 class TablePairs:
     """Pairs in the rows of tables: of an image and a caption, or of two texts.
 
-    The image column holds paths: absolute, or relative to the table's folder, or, where there is no
-    such file, to the working directory; in Parquet and Arrow it may also hold the image files'
-    bytes, plain or as Hugging Face's struct {bytes, path}. The two columns are kept in memory, so
-    image bytes should fit there, but for Arrow files, which are mapped.
+    The image column holds paths: absolute, or relative to the table's folder or, if there is no
+    such file, to the working directory. In Parquet and Arrow it may also hold the image files'
+    bytes, plain or in Hugging Face's struct {bytes, path}. The two columns are kept in memory, so
+    image bytes should fit there; Arrow files are memory-mapped instead.
 
-    A CSV row with too many or too few fields and a line that is no JSON object are left out and
-    counted in `damage`. An image that is missing or cannot be decoded and an empty caption or query
-    keep their index and raise BadSample.
+    A CSV row with too many or too few fields and a line that is not a JSON object are left out and
+    counted in `damage`. A row whose image is missing or cannot be decoded, or whose caption or
+    query is empty, keeps its index and raises BadSample.
 
     Args:
         paths: .csv, .tsv, .parquet, .jsonl, .jsonl.gz and .arrow files.
-        image_column: default: the first of IMAGE_COLUMNS that there is.
-        query_column: column of first texts: makes it pairs of texts. They are meant without it too,
-            where a table has no image column but one of QUERY_COLUMNS.
+        image_column: default: the first of IMAGE_COLUMNS that the table has.
+        query_column: column of first texts, for pairs of texts. Default: if a table has no image
+            column, the first of QUERY_COLUMNS.
         caption_column: default: the first of CAPTION_COLUMNS or, with queries, POSITIVE_COLUMNS.
-        separator: of .csv and .tsv; default: a comma, in .tsv a tab, or what the header has.
+        separator: of .csv and .tsv; default: a comma, in .tsv a tab, or the header's.
 
     Attributes:
-        first: what a pair has first, "image" or "text".
-        damage: what of the files could not be read. notes: what else a user should know.
+        first: the kind of a pair's first element, "image" or "text".
+        damage: a line for each part of the files that cannot be read. notes: other remarks for the
+            user.
 
     Raises:
-        UsageError: a file cannot be read; a column is missing (names it and those there are) or
-            holds something else; none of a table's images is there; images in one table and queries
-            in another.
+        UsageError: a file cannot be read; a column is missing (the message names it and the
+            existing ones) or holds another kind of values; none of a table's images exists; one
+            table has images and another queries.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class TablePairs:
         self.notes = [line for table in tables for line in table.notes]
         self._tables = tables
         self._files = [ImageFiles.beside(table.columns.path) for table in tables]
-        # Where each table's rows end in the numbering over all of them.
+        # The end of each table's rows, in the numbering over all tables.
         self._ends = np.cumsum([len(table) for table in tables])
         if len(self) == 0:
             raise no_rows([table.columns.path for table in tables], self.damage)
@@ -203,7 +204,7 @@ class TablePairs:
 
 
 def look_at_images(table: Table, files: ImageFiles) -> list[str]:
-    """See `ImageFiles.look`, for a table's images where they are files."""
+    """`ImageFiles.look` for a table's images, if they are files."""
 
     def name_of(row: int) -> Any:
         try:
@@ -217,11 +218,11 @@ def look_at_images(table: Table, files: ImageFiles) -> list[str]:
 
 
 class _MissingColumn(UsageError):
-    """A table has no column that could be meant."""
+    """A table lacks a wanted column."""
 
 
 def _choose_columns(present: list[str], wanted: Wanted, path: Path) -> tuple[First, str, str]:
-    """What a table has first, in which column, and that of its captions."""
+    """The kind of a table's first elements, their column, and the captions' column."""
     first, name = _choose_first(wanted, present, path)
     usual = CAPTION_COLUMNS if first == "image" else POSITIVE_COLUMNS
     return first, name, _choose(wanted.caption, usual, present, path, "caption")

@@ -1,4 +1,4 @@
-"""Where the samples of a tar shard are."""
+"""The index of a tar shard: its samples, with offset and size of each member."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 from webdataset.tariterators import base_plus_ext
 
-from megabatch.data.cache import default_cache_dir, read_arrays, write_arrays
+from megabatch.data.cache import read_arrays, write_arrays
 from megabatch.errors import UsageError
+from megabatch.paths import default_cache_dir
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "svg", "bmp", "ppm")
-#: What a sample may have beside its image: a caption, a document of facts, a class index.
+#: Members of a sample beside its image: a caption, a JSON document, a class index.
 OTHERS = ("txt", "json", "cls")
 KINDS = ("image", *OTHERS)
 ABSENT = (0, 0)  # no member starts at byte 0: its header does
@@ -28,7 +29,7 @@ _BLOCK = tarfile.BLOCKSIZE
 _MAGIC, _MAGIC_AT = b"ustar", 257  # of a member's header
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _COMPRESSED_NAMES = (".gz", ".tgz", ".bz2", ".xz", ".zst")
-_VERSION = 3  # raise when the same file would give another index
+_VERSION = 3  # increase it when the same file would give another index
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class TarIndex:
     """The samples of one file.
 
     keys: (n,) bytes, the members' names up to the first dot; spans: int64 (n, 4, 2), the offset
-    and size of each of KINDS, ABSENT where there is none; damage: where the file breaks off and
-    what is lost by that, empty if it is whole.
+    and size of each of KINDS, ABSENT if there is none; damage: where the file breaks off and how
+    much is lost, empty if it is complete.
     """
 
     keys: np.ndarray
@@ -48,15 +49,15 @@ class TarIndex:
 def tar_index(path: str) -> TarIndex:
     """Return the index of a file, from the cache if the file has not changed since.
 
-    Reading the headers takes about 0.5 s for 10,000 samples: too long for each start of a run
-    over hundreds of shards.
+    Reading the headers takes about 0.5 s for 10,000 samples: too long at each start of a run with
+    hundreds of shards.
 
     Raises:
         UsageError: the file cannot be read, or is compressed.
     """
     try:
-        facts = os.stat(path)
-        identity = (_VERSION, os.path.abspath(path), facts.st_size, facts.st_mtime_ns)
+        stat = os.stat(path)
+        identity = (_VERSION, os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
         name = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
         cached = default_cache_dir() / "shards" / f"{name}.npz"
         if arrays := read_arrays(cached, ("keys", "spans", "damage")):
@@ -86,7 +87,7 @@ def read_index(path: str) -> TarIndex:
                 spans[-1][kind] = (member.offset_data, member.size)
     except _Damage as error:
         torn = None
-        if spans and _is_half(spans[-1]):  # the damage took the rest: counted there, once
+        if spans and _is_incomplete(spans[-1]):  # it counts as lost
             torn = keys.pop()
             spans.pop()
         damage = f"{path}: {error}; {_loss(path, error.offset, len(keys), torn)}"
@@ -98,7 +99,7 @@ def read_index(path: str) -> TarIndex:
 
 
 def endings(path: str) -> list[str]:
-    """The extensions of a file's members, for messages; of a damaged file those before that."""
+    """The extensions of a file's members, for messages; if it is damaged, of those before that."""
     found: dict[str, None] = {}
     try:
         for member in _members(path):
@@ -109,13 +110,13 @@ def endings(path: str) -> list[str]:
 
 
 def _sample_of(member: tarfile.TarInfo) -> tuple[bytes | None, int | None]:
-    """A member's sample, and its place in KINDS; None where it has none."""
+    """A member's sample and its index in KINDS; None if it has none."""
     key, extension = base_plus_ext(member.name)
     kind = _KINDS.get((extension or "").lower())
     return (None if key is None else key.encode("utf-8", "surrogateescape")), kind
 
 
-def _is_half(spans: list[tuple[int, int]]) -> bool:
+def _is_incomplete(spans: list[tuple[int, int]]) -> bool:
     image, *others = spans
     return image == ABSENT or all(span == ABSENT for span in others)
 
@@ -129,7 +130,7 @@ class _Damage(Exception):
 
 
 def _members(path: str) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular, complete members of a tar file; raises _Damage where it breaks off."""
+    """Yield the regular, complete members of a tar file; raises _Damage if it breaks off."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         if path.endswith(_COMPRESSED_NAMES) or file.read(4).startswith(_COMPRESSED):
@@ -143,7 +144,7 @@ def _members(path: str) -> Iterator[tarfile.TarInfo]:
         try:
             tar = tarfile.TarFile(fileobj=file)
             while (member := tar.next()) is not None:
-                # tarfile would keep every header: too much for millions.
+                # Otherwise tarfile keeps every header: too much memory for millions.
                 tar.members.clear()  # type: ignore[attr-defined]
                 if member.size < 0 or member.offset_data + member.size > size:
                     raise _Damage(
@@ -152,7 +153,7 @@ def _members(path: str) -> Iterator[tarfile.TarInfo]:
                 if member.isreg():
                     yield member
                 offset = tar.offset
-            # tarfile ends quietly at a header it cannot read; only zeros are the true end.
+            # tarfile ends silently at an unreadable header; the true end is a block of zeros.
             file.seek(tar.offset)
             if file.read(_BLOCK) != bytes(_BLOCK):
                 raise _Damage(_no_header(tar.offset, size), tar.offset)
@@ -162,20 +163,20 @@ def _members(path: str) -> Iterator[tarfile.TarInfo]:
 
 
 def _no_header(offset: int, size: int) -> str:
-    """What is wrong where the next header should be; the last one's padding may be cut too."""
+    """A description of the missing header; the padding before it may be cut off, too."""
     if offset >= size:
         return f"breaks off at byte {size:,}, without tar's end mark"
     return f"no readable header at byte {offset:,} of {size:,}"
 
 
 def _loss(path: str, offset: int, used: int, torn: bytes | None) -> str:
-    """In words, how many samples are used of a file that is damaged at `offset`, and how many not.
+    """A description of how many samples of a file damaged at `offset` are used, and how many lost.
 
-    `torn`: the sample in which the damage is, if it had begun.
+    `torn`: the incomplete sample at the damage, if any.
     """
     before = f"the {used:,} samples before that are used"
-    if (counted := _counted(path)) is not None and counted >= used:
-        return f"{before}, {counted - used:,} of {counted:,} are lost"
+    if (total := _count_in_stats(path)) is not None and total >= used:
+        return f"{before}, {total - used:,} of {total:,} are lost"
     later = _keys_after(path, offset)
     if torn is not None:
         later.add(torn)
@@ -183,8 +184,8 @@ def _loss(path: str, offset: int, used: int, torn: bytes | None) -> str:
     return f"{before}, {lost} lost"
 
 
-def _counted(path: str) -> int | None:
-    """How many samples img2dataset put into a shard, by the statistics that it left beside."""
+def _count_in_stats(path: str) -> int | None:
+    """The number of samples in a shard, from the statistics that img2dataset writes beside it."""
     stats = Path(path).with_name(Path(path).stem + "_stats.json")
     try:
         count = json.loads(stats.read_text(encoding="utf-8"))["successes"]
@@ -194,7 +195,7 @@ def _counted(path: str) -> int | None:
 
 
 def _keys_after(path: str, offset: int) -> set[bytes]:
-    """The samples whose members' headers can be read behind a damaged place."""
+    """The samples with a readable member header after a damaged place."""
     found: set[bytes] = set()
     if offset >= os.path.getsize(path):
         return found

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.data import open_pairs
-from megabatch.data.arrow_files import MappedColumn
 from megabatch.data.image_files import ImageFiles
 from megabatch.data.mixture import SEPARATOR
 from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image
-from megabatch.data.saved_folder import is_saved, saved_files
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
 from megabatch.data.svg import SVG_SIZE
-from megabatch.data.table_files import Column
+from megabatch.data.table_files import Column, MappedColumn
 from megabatch.data.tables import Table, Wanted, is_text, look_at_images, no_rows, open_table
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Captions, ConcatSamples, Sample, Samples, first_of
@@ -135,7 +133,10 @@ def _open_one(
         return _open_json(Path(spec), image_folder, split)
     if split is not None:
         raise UsageError(f"--split {split!r}: only Karpathy's JSON files have splits, not {spec}")
-    paths = _files(spec)
+    try:
+        paths = find_files(spec)
+    except UsageError:  # open_pairs knows more kinds of sources, and has the better message
+        paths = []
     if paths and paths[0].name.endswith(ALL_TABLES):
         return _open_tables(paths, image_folder, *columns_and_separator)
     if image_folder is not None:
@@ -145,15 +146,6 @@ def _open_one(
         if shards.has(0, "json") and isinstance(_captions_in(shards.read(0, "json")), list):
             return shards
     return CaptionedPairs(open_pairs(spec, svg_size=svg_size))
-
-
-def _files(spec: str) -> list[Path]:
-    if is_saved(Path(spec)):
-        return saved_files(Path(spec))
-    try:
-        return find_files(spec)
-    except UsageError:  # open_pairs knows more kinds of sources, and has the better message
-        return []
 
 
 # Sources of samples.

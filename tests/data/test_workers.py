@@ -1,0 +1,98 @@
+"""Worker processes: those that die or hang while a loader waits, and what they leave of memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import psutil
+import pytest
+import torch
+
+from megabatch.data import workers
+from megabatch.data.workers import WorkerLoader, begin_worker
+
+
+class Slow:
+    """Number i comes after `seconds[i]`."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds[index])
+        return index
+
+
+def loader(*seconds: float, timeout: float, workers: int = 1) -> WorkerLoader[int]:
+    numbers = range(len(seconds))
+    return WorkerLoader(Slow(*seconds), numbers, workers=workers, prefetch=2, timeout=timeout)
+
+
+@pytest.fixture(autouse=True)
+def _checking_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "CHECK_INTERVAL", 0.2)
+
+
+def test_a_process_that_died_while_nothing_came_is_noticed() -> None:
+    numbers = loader(100, 100, timeout=600)
+    coming = iter(numbers)
+    for process in numbers._iterator._workers:  # type: ignore[union-attr]
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()  # which takes the exit status that DataLoader would ask for
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(coming)
+    assert time.monotonic() - start < 30
+
+
+def test_what_takes_longer_than_a_look_comes() -> None:
+    numbers = loader(0.9, 0, 0.7, timeout=600)
+    assert [list(numbers) for _ in range(2)] == [[0, 1, 2]] * 2
+
+
+def test_patience_ends() -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="timed out"):
+        list(loader(0, 100, timeout=0.9))
+    assert time.monotonic() - start >= 0.9
+
+
+def test_without_processes_and_without_an_end_to_patience() -> None:
+    assert list(loader(0, 0, timeout=0, workers=0)) == [0, 1]
+    assert list(loader(0, 0.5, timeout=0)) == [0, 1]
+
+
+def grown(begin: Callable[[int], None], answer: Connection) -> None:
+    """Tell how many bytes a process is left with after blocks of 16 MB among small ones."""
+    torch.set_num_threads(1)  # as DataLoader does: OpenMP's threads do not outlive a fork
+    begin(0)
+    process = psutil.Process()
+    torch.ones(5_000_000)  # freed at once: glibc then takes such blocks from its heap
+    before = process.memory_info().rss
+    blocks, kept = [], []
+    for _ in range(12):
+        blocks.append(torch.ones(4_000_000))
+        kept.append([bytearray(3_000) for _ in range(50)])
+    del blocks
+    answer.send(process.memory_info().rss - before)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's that keeps memory")
+def test_a_worker_gives_memory_back() -> None:
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=grown, args=(begin_worker, send))
+    process.start()
+    assert receive.poll(60)
+    assert receive.recv() < 50e6
+    process.join()
+    assert process.exitcode == 0
