@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from megabatch.benchmarking.records import command_line, machine, versions
+from megabatch.config.settings import resolve_device
 from megabatch.data.grey import IMAGES, GreyPairs
 from megabatch.data.iconify import open_package
 from megabatch.data.icons import write_icons
@@ -42,7 +43,6 @@ from megabatch.evaluation.run_folder import open_run
 from megabatch.evaluation.tasks import pairs_task, score
 from megabatch.models.icon import IMAGE_SIZE
 from megabatch.training import TrainConfig, load_config, train
-from megabatch.training.config import resolve_device
 from megabatch.training.trainer import TrainingStopped
 
 DUPLICATES = ("negatives", "ignored", "positives")

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from megabatch.errors import UsageError
+from megabatch.hints import Details, Interval
 from megabatch.options import Parser, Positional, parse, parse_one_of
 
 
@@ -30,6 +31,8 @@ class Settings:
     """Some sizes."""
     check: bool = True
     """Look first."""
+    share: Annotated[float, Interval(at_least=0, below=1), Details("Less is more.")] = 0.5
+    """Of everything."""
 
 
 PARSER = Parser(
@@ -59,6 +62,7 @@ PARSER = Parser(
         ("--sizes 1 2", {"sizes": (1, 2)}),
         ("--no-check", {"check": False}),
         ("--no_check", {"check": False}),
+        ("--share 0", {"share": 0.0}),
     ],
 )
 def test_what_words_mean(words: str, given: dict[str, Any]) -> None:
@@ -77,6 +81,8 @@ def test_words_keep_their_types() -> None:
         ("--kind four", "--kind four: expected 'one' or 'two'"),
         ("--kind three", "--kind three: use --kind two twice"),
         ("--sizes 1 x", "--sizes 1 x: expected a list, each a whole number"),
+        ("--share 1", "--share 1: expected at least 0 and below 1"),
+        ("--share nan", "--share nan: expected at least 0 and below 1"),
         ("--batch-size", "--batch-size: expected one argument"),
         ("--batchsize 8", "--batchsize: no such option; did you mean --batch-size?"),
         ("--batch 8", "--batch: no such option; did you mean --batch-size?"),
@@ -118,6 +124,7 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         "  --names TEXT ...\n      Some names. (default: a b)\n"
         "  --sizes N ...\n      Some sizes.\n"
         "  --check, --no-check\n      Look first. (default: on)\n"
+        "  --share X\n      Of everything. Less is more. (default: 0.5)\n"
     )
 
 

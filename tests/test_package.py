@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import megabatch
 
@@ -61,6 +65,67 @@ def test_the_guard_would_notice() -> None:
     script = TORCH_ALONE.replace("import megabatch\n", "import megabatch, megabatch.data.order\n")
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "ModuleNotFoundError: No module named 'numpy'" in ended.stderr
+
+
+def imports_of(source: str, modules: set[str]) -> set[str]:
+    """The modules that a module imports anywhere: inside functions and for type checkers too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (inner & modules) or {str(node.module)}
+    return found & modules
+
+
+def import_graph() -> dict[str, set[str]]:
+    """By module of the package, the modules of the package that it imports."""
+    package = Path(megabatch.__file__).parent
+    sources = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        sources[".".join(parts).removesuffix(".__init__")] = path.read_text()
+    return {name: imports_of(source, set(sources)) for name, source in sources.items()}
+
+
+def circles(graph: dict[str, set[str]]) -> Iterator[str]:
+    """The nodes that reach themselves."""
+    for start in graph:
+        reached: set[str] = set()
+        new = graph[start]
+        while new:
+            reached |= new
+            new = {after for node in new for after in graph.get(node, ())} - reached
+        if start in reached:
+            yield start
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    found = circles(import_graph())
+    # The engine has two circles inside, which end with its next layout.
+    assert [name for name in found if not name.startswith("megabatch.similarity.")] == []
+
+
+def test_imports_between_packages_point_one_way() -> None:
+    def package(module: str) -> str:
+        return ".".join(module.split(".")[:2])
+
+    graph: dict[str, set[str]] = {}
+    for module, imported in import_graph().items():
+        graph.setdefault(package(module), set()).update(map(package, imported))
+    for name, others in graph.items():
+        others.discard(name)
+    assert sorted(circles(graph)) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["import p.b", "from p import b", "def f():\n    from p.b import name"]
+)
+def test_circles_would_be_noticed(source: str) -> None:
+    modules = {"p", "p.a", "p.b"}
+    graph = {"p.a": imports_of(source, modules), "p.b": imports_of("from p.a import x", modules)}
+    assert sorted(circles(graph)) == ["p.a", "p.b"]
 
 
 def test_every_public_name_is_there() -> None:

@@ -15,7 +15,7 @@ COMMANDS = {
     "train": ("megabatch.training.command", "train two towers on pairs"),
     "eval": ("megabatch.evaluation.command", "evaluate a run or any open_clip model"),
     "data": ("megabatch.data.command", "write the built-in data sets as shards"),
-    "plan": ("megabatch.planning.command", "say what a run would take of the memory"),
+    "plan": ("megabatch.training.plan_command", "say what a run would take of the memory"),
     "bench": ("megabatch.benchmarking.command", "measure megabatch beside its peers"),
     "tune": ("megabatch.benchmarking.tune_command", "fit the fused kernels to this GPU"),
 }

@@ -1,12 +1,100 @@
-"""Types of settings: what values they take, in words, and from words."""
+"""Settings declared as fields of dataclasses: their types and ranges, in words and from words.
+
+A field's annotation says everything about it: `lr: Annotated[float, Interval(above=0)] = 1e-3`.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import types
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Mark = TypeVar("Mark")
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The range of a number, or of each number in a list. Infinity and NaN are outside of any."""
+
+    above: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: Any) -> bool:
+        if isinstance(value, tuple):
+            return all(number in self for number in value)
+        return (
+            math.isfinite(value)
+            and (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        bounds = [
+            f"{name.replace('_', ' ')} {bound:,}"
+            for name, bound in vars(self).items()
+            if bound is not None
+        ]
+        if not bounds:
+            return "a finite number"
+        return ("" if self.above is None else "a number ") + " and ".join(bounds)
+
+
+@dataclass(frozen=True)
+class Details:
+    """Help that is computed, printed after the text below the field."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Positional:
+    """Marks a field that is given by its place: `Annotated[Path | None, Positional("RUN")]`."""
+
+    metavar: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a dataclass.
+
+    type: without its marks. default: `MISSING` if there is none. marks: an `Interval`, say.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    marks: tuple[object, ...] = ()
+
+    def mark(self, kind: type[Mark]) -> Mark | None:
+        """Its mark of this class, if it has one."""
+        return next((mark for mark in self.marks if isinstance(mark, kind)), None)
+
+    def expected(self, value: Any) -> str:
+        """The range in words if a value of the right type lies outside of it, else ""."""
+        interval = self.mark(Interval)
+        return "" if interval is None or value is None or value in interval else str(interval)
+
+
+@functools.cache
+def settings_of(cls: type) -> dict[str, Setting]:
+    """The fields of a dataclass, by name and in order."""
+    hints = get_type_hints(cls, include_extras=True)
+    found = {}
+    for one in fields(cls):
+        hint = hints[one.name]
+        plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        found[one.name] = Setting(one.name, plain, default, tuple(marks))
+    return found
 
 
 def option(name: str) -> str:

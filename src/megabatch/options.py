@@ -12,22 +12,24 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, dataclass, field
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from megabatch.errors import UsageError, all_of
-from megabatch.hints import describe_type, option, parse_value, placeholder
+from megabatch.hints import (
+    Details,
+    Positional,
+    Setting,
+    describe_type,
+    option,
+    parse_value,
+    placeholder,
+    settings_of,
+)
 
 T = TypeVar("T")
 
 _NARROWEST, _WIDEST = 60, 100  # columns of a help text
-
-
-@dataclass(frozen=True)
-class Positional:
-    """Marks a field that is given by its place: `Annotated[Path | None, Positional("RUN")]`."""
-
-    metavar: str
 
 
 @dataclass
@@ -59,14 +61,14 @@ class Parser:
         read, unknown = self._build().parse_known_args(words)
         reasons = list(self._unknown(words, unknown))
         given: dict[str, Any] = {}
-        hints = self._hints()
         for name, word in vars(read).items():
+            setting = self._settings[name]
             try:
-                given[name] = _value(hints[name], word)
+                given[name] = _value(setting, word)
             except ValueError as error:
                 advice = self.values.get(name, {}).get(str(word))
                 expected = f"expected {error}" if advice is None else advice
-                reasons.append(f"{_label(name, hints[name])} {_plain(word)}: {expected}")
+                reasons.append(f"{_label(setting)} {_plain(word)}: {expected}")
         if reasons:
             raise UsageError(all_of(reasons))
         return given
@@ -81,22 +83,20 @@ class Parser:
             add_help=False,
         )
         group: Any = parser
-        hints, all_texts = self._hints(), _texts(self.classes)
-        for cls in self.classes:
-            for one in fields(cls):
-                if one.name in self.groups:
-                    group = parser.add_argument_group(self.groups[one.name])
-                text = _spelled(all_texts.get(one.name, ""), hints) + _default(one)
-                _add(group, one.name, hints[one.name], text.strip().replace("%", "%%"))
+        texts = _texts(self.classes)
+        for name, setting in self._settings.items():
+            if name in self.groups:
+                group = parser.add_argument_group(self.groups[name])
+            details = setting.mark(Details)
+            text = " ".join([texts.get(name, ""), details.text if details else ""]).strip()
+            text = _spelled(text, self._settings) + _default(setting)
+            _add(group, setting, text.strip().replace("%", "%%"))
         parser.add_argument("-h", "--help", action="help", help="Show this text.")
         return parser
 
-    def _hints(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for cls in self.classes:
-            hints = get_type_hints(cls, include_extras=True)
-            found |= {one.name: hints[one.name] for one in fields(cls)}
-        return found
+    @property
+    def _settings(self) -> dict[str, Setting]:
+        return {name: one for cls in self.classes for name, one in settings_of(cls).items()}
 
     def _unknown(self, words: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
         for i, word in enumerate(unknown):
@@ -104,7 +104,7 @@ class Parser:
             if name in self.elsewhere:
                 yield f"{name}: {self.elsewhere[name]}"
             elif name.startswith("-"):
-                close = difflib.get_close_matches(name, map(option, self._hints()), n=1)
+                close = difflib.get_close_matches(name, map(option, self._settings), n=1)
                 hint = f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
                 yield f"{name}: no such option; {hint}"
             elif i == 0 or not unknown[i - 1].startswith("-"):  # else it is that one's value
@@ -125,11 +125,9 @@ def parse(cls: Callable[..., T], argv: Sequence[str], *, prog: str, description:
     """
     assert isinstance(cls, type)
     given = Parser((cls,), prog, description, groups=getattr(cls, "GROUPS", {})).parse(argv)
-    for one in fields(cls):
-        needed = one.default is MISSING and one.default_factory is MISSING
-        if needed and one.name not in given:
-            hint = get_type_hints(cls, include_extras=True)[one.name]
-            raise UsageError(f"{_label(one.name, hint)}: needed, but not given")
+    for name, setting in settings_of(cls).items():
+        if setting.default is MISSING and name not in given:
+            raise UsageError(f"{_label(setting)}: needed, but not given")
     return cls(**given)
 
 
@@ -209,9 +207,10 @@ def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[s
     )
 
 
-def _add(group: Any, name: str, hint: Any, text: str) -> None:
+def _add(group: Any, setting: Setting, text: str) -> None:
+    name, hint = setting.name, setting.type
     more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-    if positional := _positional(hint):
+    if positional := setting.mark(Positional):
         group.add_argument(name, nargs="?", metavar=positional.metavar, **more)
     elif hint is bool:
         group.add_argument(option(name), option(f"no_{name}"), dest=name, action=_Flag, **more)
@@ -221,33 +220,29 @@ def _add(group: Any, name: str, hint: Any, text: str) -> None:
         group.add_argument(option(name), dest=name, metavar=placeholder(hint), **more)
 
 
-def _value(hint: Any, words: Any) -> Any:
-    """What the words after an option mean; a ValueError says what was expected."""
+def _value(setting: Setting, words: Any) -> Any:
+    """The value that the words after an option mean; a ValueError says what was expected."""
     if isinstance(words, bool):
         return words
-    if _positional(hint) is not None:
-        hint = get_args(hint)[0]
-    several = get_origin(hint) is tuple
-    item = get_args(hint)[0] if several else hint
+    several = get_origin(setting.type) is tuple
+    item = get_args(setting.type)[0] if several else setting.type
     try:
-        values = [parse_value(item, word) for word in (words if several else [words])]
+        values = tuple(parse_value(item, word) for word in (words if several else [words]))
     except ValueError:
-        raise ValueError(describe_type(hint)) from None
-    return tuple(values) if several else values[0]
+        raise ValueError(describe_type(setting.type)) from None
+    value = values if several else values[0]
+    if expected := setting.expected(value):
+        raise ValueError(expected)
+    return value
 
 
-def _label(name: str, hint: Any) -> str:
-    positional = _positional(hint)
-    return option(name) if positional is None else positional.metavar
+def _label(setting: Setting) -> str:
+    positional = setting.mark(Positional)
+    return option(setting.name) if positional is None else positional.metavar
 
 
 def _plain(words: Any) -> str:
     return " ".join(words) if isinstance(words, list) else str(words)
-
-
-def _positional(hint: Any) -> Positional | None:
-    marks = getattr(hint, "__metadata__", ())
-    return next((mark for mark in marks if isinstance(mark, Positional)), None)
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
@@ -296,8 +291,8 @@ def _spelled(text: str, names: Iterable[str]) -> str:
     return re.sub(pattern, lambda found: option(found[1]), text)
 
 
-def _default(one: Any) -> str:
-    value = one.default
+def _default(setting: Setting) -> str:
+    value = setting.default
     if value in (MISSING, None, False, "", ()):
         return ""
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

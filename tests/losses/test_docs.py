@@ -9,6 +9,7 @@ import pytest
 
 import megabatch as mb
 from megabatch import losses
+from megabatch.losses.registry import ENTRIES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -34,6 +35,17 @@ def test_every_loss_has_its_section_and_its_place_in_the_table() -> None:
         assert getattr(mb, name) is getattr(losses, name)
         assert re.search(rf"^## {name}$", page, re.M)
         assert f"(#{name.lower()})" in page
+
+
+def test_the_table_is_the_registrys() -> None:
+    assert sorted(entry.name for entry in ENTRIES) == sorted(losses.__all__)
+    rows = [row for row in (DOCS / "losses.md").read_text().splitlines() if row.startswith("| ")]
+    for entry in ENTRIES:
+        link = f"https://arxiv.org/abs/{entry.arxiv}"
+        begin = f"| {entry.purpose} | [`{entry.name}`](#{entry.name.lower()})"
+        option = f"| `{entry.option}` |" if entry.option else "| |"
+        end = f" {option} {entry.paper}, [{entry.arxiv}]({link}) |"
+        assert [row for row in rows if row.startswith(begin) and row.endswith(end)], entry.name
 
 
 def test_gradient_caching_of_several_modalities_as_shown() -> None:

@@ -15,12 +15,12 @@ from megabatch.data import Batch, Pair, PairLoader
 from megabatch.errors import UsageError
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
+from megabatch.losses.objective import create_objective
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock, locked_towers
 from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep
-from megabatch.training.objective import create_objective
 from megabatch.training.towers import build_towers
 from megabatch.training.trainer import Trainer
 from tests.models.tiny_bert import save_tiny_bert

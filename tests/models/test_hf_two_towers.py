@@ -18,10 +18,10 @@ from megabatch.errors import UsageError
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
 from megabatch.models import ModelOptions, Towers, create
+from megabatch.models.blocks import blocks
 from megabatch.models.hf_two_towers import KINDS
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock, locked_towers
-from megabatch.training.parallel import units
 from tests.models.tiny_clip import save_tiny_clip
 
 TEXTS = ["a b c", "d", "e f g h a"]
@@ -141,7 +141,7 @@ def test_layers_are_found_for_decay_locks_and_shards(folder: Path) -> None:
             assert layer == 2
         if "_projection" in name or "head" in name:
             assert layer == 3
-    assert len(units(module)) == 4
+    assert len(blocks(module)) == 4
     lock(module, "image", unlocked=2)
     left = {n for n, p in module.named_parameters() if p.requires_grad and n.startswith("visual.")}
     assert left == {n for n in layers if n.startswith("visual.") and layers[n][0] >= 2}

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megabatch.config.settings import TrainConfig
+from megabatch.losses.objective import create_objective
 from megabatch.planning.loss import loss_bytes, loss_seconds
 from megabatch.similarity import set_workspace
 from megabatch.similarity.distributed import ring
-from megabatch.training.config import TrainConfig
-from megabatch.training.objective import create_objective
 from tests.planning.allocator import peak_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/single-gpu.json"

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.models import create
 from megabatch.models.locking import lock
 from megabatch.planning import Machine, make_plan, to_json
 from megabatch.planning.plan import PHASES
 from megabatch.planning.state import state_bytes
-from megabatch.training.config import TrainConfig
 from megabatch.training.optimizer import create_optimizer
 from megabatch.training.trainer import Trainer
 from tests.planning.allocator import peak_bytes
@@ -102,12 +102,12 @@ def test_a_locked_tower_has_no_gradients():
 
 
 def test_checkpointing_is_planned_and_leaves_the_module_as_it_was(glyph):
-    from megabatch.training.parallel import units
+    from megabatch.models.blocks import blocks
 
     config = replace(CONFIG, grad_checkpointing=True)
     fewer = make_plan(config, glyph, gpus(1, 80))
     assert fewer.total("second pass") <= make_plan(CONFIG, glyph, gpus(1, 80)).total("second pass")
-    assert all("forward" not in vars(unit) for unit in units(glyph.module))
+    assert all("forward" not in vars(block) for block in blocks(glyph.module))
 
 
 def suggested(text, option):

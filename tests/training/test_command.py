@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megabatch.cli import main
+from megabatch.config.command_line import parse
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, load_config, save_config, train
-from megabatch.training.command import parse
 from tests.training.conftest import MakeConfig
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from megabatch import GradientCache, InfoNCELoss
 from megabatch.models import create
+from megabatch.models.blocks import checkpoint_activations
 from megabatch.planning.towers import measure, sample_of
 from megabatch.similarity import set_workspace
-from megabatch.training.parallel import checkpoint_activations
 from megabatch.training.trainer import Trainer
 from tests.training.synthetic import CONFIG, LOSSES, batch_of, losses_of, trainer_of, write_shard
 

@@ -15,12 +15,12 @@ import torch
 from PIL import Image
 
 from megabatch.cli import main
+from megabatch.config.problems import problems
 from megabatch.data import Batch
+from megabatch.losses.objective import create_objective
 from megabatch.models import create
-from megabatch.training import TrainConfig, train
-from megabatch.training.choices import problems
+from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.encoders import CachedStep
-from megabatch.training.objective import create_objective
 from megabatch.training.trainer import Trainer
 from tests.training.conftest import MakeConfig
 from tests.training.synthetic import batch_of
@@ -130,8 +130,6 @@ def test_the_loss_and_gradients_are_those_of_the_other_pairs(locked: bool) -> No
 def test_decoding_that_fails_ends_the_run_with_a_line(
     late: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megabatch.training import config_file
-
     step = Trainer.train_step
 
     def train_step(self: Trainer, batch: Batch) -> dict[str, float]:
@@ -144,7 +142,7 @@ def test_decoding_that_fails_ends_the_run_with_a_line(
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
     path = late.output.with_suffix(".toml")
-    config_file.save_config(replace(late, steps=30, global_batch_size=40), path)
+    save_config(replace(late, steps=30, global_batch_size=40), path)
     assert main(["train", "--config", str(path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "decoding: DataLoader worker" in line

@@ -13,15 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megabatch.errors import UsageError
-from megabatch.models import create
-from megabatch.training.parallel import checkpoint_activations, compile_units, units
 from megabatch.training.replicas import ReplicasDiffer, check_replicas
 from megabatch.training.trainer import Trainer, TrainingStopped
 from megabatch.training.world import World
-from tests.models.tiny import TINY
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
-from tests.training.toy import CPU, Block, batch_of, config_of, share_of, toy, trainer_of
+from tests.training.toy import CPU, batch_of, config_of, share_of, toy, trainer_of
 
 LAYOUTS = ("ddp", "fsdp")
 
@@ -215,40 +212,3 @@ def test_a_parameter_that_ddp_would_wait_for_is_named(processes: Processes) -> N
     trainer = Trainer(config_of(), module, CPU, 10, world_of(processes))
     with pytest.raises(UsageError, match=r"there is none of idle.weight, idle.bias$"):
         run(trainer, range(1), world_of(processes))
-
-
-def test_units_are_the_repeated_blocks() -> None:
-    assert [type(unit) for unit in units(toy())] == [Block] * 6
-
-
-def test_units_of_real_models() -> None:
-    vit = create(TINY).module
-    names = {module: name for name, module in vit.named_modules()}
-    assert {names[unit].rpartition(".")[0] for unit in units(vit)} == {
-        "visual.transformer.resblocks",
-        "transformer.resblocks",
-    }
-    glyph = create("glyph-small").module
-    assert units(glyph) == [glyph.visual, glyph.text]
-
-
-def test_blocks_are_computed_again_and_compiled_under_their_own_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled = functools.partialmethod(nn.Module.compile, backend="eager")
-    monkeypatch.setattr(nn.Module, "compile", compiled)
-    images, texts = torch.randn(3, 3, 32, 32), torch.randint(1, 49_000, (3, 16))
-    model = create(TINY).module.eval()
-    expected = model(images, texts)["image_features"]
-    names = list(model.state_dict())
-    checkpoint_activations(model)
-    passes: list[int] = []
-    layers = [layer for unit in units(model) for layer in unit.modules() if type(layer) is nn.GELU]
-    hooks = [layer.register_forward_pre_hook(lambda *_: passes.append(1)) for layer in layers]
-    sum(feature.sum() for feature in model(images, texts).values()).backward()
-    assert len(passes) == 2 * len(units(model))  # forward, and again in the backward pass
-    for hook in hooks:
-        hook.remove()
-    compile_units(model)
-    torch.testing.assert_close(model(images, texts)["image_features"], expected)
-    assert list(model.state_dict()) == names

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megabatch.config.file import to_dict
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, create
 from megabatch.training import load_config, train
-from megabatch.training.config_file import to_dict
 from tests.models.tiny import TINY
 from tests.training.conftest import MakeConfig
 

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 from megabatch.data import Batch
+from megabatch.losses.objective import create_objective
 from megabatch.models.locking import locked_towers
 from megabatch.training import TrainConfig
 from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep
-from megabatch.training.objective import create_objective
 from megabatch.training.optimizer import create_optimizer, load_state_tensors, state_tensors
 from megabatch.training.parallel import lay_out
 from megabatch.training.towers import build_towers

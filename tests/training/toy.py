@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.data import Batch
+from megabatch.losses.objective import create_objective
 from megabatch.training import TrainConfig, trainer
-from megabatch.training.objective import create_objective
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
 

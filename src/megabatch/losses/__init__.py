@@ -1,13 +1,18 @@
 """Contrastive losses, each a few lines over `megabatch.similarity`."""
 
-from megabatch.losses.clip import ClipLoss
-from megabatch.losses.dcl import DCLLoss
-from megabatch.losses.infonce import InfoNCELoss
-from megabatch.losses.matryoshka import MatryoshkaLoss
-from megabatch.losses.multimodal import MultiModalLoss
-from megabatch.losses.ntxent import NTXentLoss
-from megabatch.losses.siglip import SigLipLoss
-from megabatch.losses.supcon import SupConLoss
+from typing import TYPE_CHECKING
+
+from megabatch.lazy import lazy
+
+if TYPE_CHECKING:
+    from megabatch.losses.clip import ClipLoss
+    from megabatch.losses.dcl import DCLLoss
+    from megabatch.losses.infonce import InfoNCELoss
+    from megabatch.losses.matryoshka import MatryoshkaLoss
+    from megabatch.losses.multimodal import MultiModalLoss
+    from megabatch.losses.ntxent import NTXentLoss
+    from megabatch.losses.siglip import SigLipLoss
+    from megabatch.losses.supcon import SupConLoss
 
 __all__ = [
     "ClipLoss",
@@ -19,3 +24,18 @@ __all__ = [
     "SigLipLoss",
     "SupConLoss",
 ]
+
+# Imported when asked for: the registry beside them is read without torch.
+__getattr__ = lazy(
+    __name__,
+    {
+        "ClipLoss": "megabatch.losses.clip",
+        "DCLLoss": "megabatch.losses.dcl",
+        "InfoNCELoss": "megabatch.losses.infonce",
+        "MatryoshkaLoss": "megabatch.losses.matryoshka",
+        "MultiModalLoss": "megabatch.losses.multimodal",
+        "NTXentLoss": "megabatch.losses.ntxent",
+        "SigLipLoss": "megabatch.losses.siglip",
+        "SupConLoss": "megabatch.losses.supcon",
+    },
+)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from megabatch.hints import option
+from megabatch.losses.registry import TRAINABLE
 
 Pooling = Literal["mean", "cls", "last"]
 
@@ -40,13 +40,15 @@ class ModelOptions:
     def of(cls, settings: Mapping[str, Any]) -> ModelOptions:
         """The options among a run's settings (its config.toml, say); other settings are passed by.
 
-        A sigmoid loss needs a bias: with `loss = "siglip"` scale and bias start at 10 and -10
-        unless they are set, as in the paper (Zhai et al. 2023, arXiv 2303.15343) and OpenCLIP.
+        With `loss` among the settings, scale and bias start where that loss wants them unless they
+        are set: those of "siglip" at 10 and -10, as in the paper (Zhai et al. 2023, arXiv
+        2303.15343) and OpenCLIP.
         """
         names = [field.name for field in fields(cls)]
         chosen = {name: settings[name] for name in names if settings.get(name) is not None}
-        if settings.get("loss") == "siglip":
-            chosen = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} | chosen
+        if loss := TRAINABLE.get(settings.get("loss", "")):
+            starts = {"init_logit_scale": loss.initial_scale, "init_logit_bias": loss.initial_bias}
+            chosen = {k: value for k, value in starts.items() if value is not None} | chosen
         return cls(**chosen)
 
     def given(self, *names: str) -> list[str]:

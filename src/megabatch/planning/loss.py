@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.config.settings import TrainConfig
+from megabatch.losses.objective import create_objective
+from megabatch.losses.registry import TRAINABLE
 from megabatch.planning.counter import counted
 from megabatch.planning.towers import AUTOCAST
 from megabatch.similarity import sweep
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.backends.triton.cuts import block_shape, padded
 from megabatch.similarity.distributed import ring
-from megabatch.training.config import TrainConfig
-from megabatch.training.objective import create_objective
 
 #: Operations a second in half precision on CLIP's loss, by part of the GPU's name, with 8 b^2 d
 #: operations a loss; measured (benchmarks/results/single-gpu.json: 575 to 605 at widths of 512 to
@@ -160,6 +161,5 @@ def loss_seconds(config: TrainConfig, width: int, name: str, ranks: int) -> floa
     rate = next((rate for part, rate in RATES.items() if part in name), None)
     if rate is None or config.precision == "fp32":
         return None
-    factor = {"siglip": 6, "ntxent": 16, "dcl": 16}.get(config.loss, 8)
     widths = sum(config.matryoshka_dims) or width
-    return factor * config.global_batch_size**2 * widths / ranks / rate
+    return TRAINABLE[config.loss].work * config.global_batch_size**2 * widths / ranks / rate

@@ -10,15 +10,15 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError
 from megabatch.models import Towers
+from megabatch.models.blocks import blocks, checkpoint_activations
 from megabatch.models.locking import locked_towers
 from megabatch.planning.loss import loss_bytes, loss_seconds
 from megabatch.planning.machine import Machine
 from megabatch.planning.state import state_bytes
 from megabatch.planning.towers import AUTOCAST, MicroBatch, Sample, measure, sample_of
-from megabatch.training.config import TrainConfig
-from megabatch.training.parallel import checkpoint_activations, units
 
 #: Bytes of an image file's objects beside the file.
 _LATER = 500
@@ -351,8 +351,8 @@ def _checkpointed(module: nn.Module, on: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for unit in units(module):
-            del unit.forward  # the class's own is back
+        for block in blocks(module):
+            del block.forward  # the class's own is back
 
 
 def _giga(size: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megabatch.training.config import TrainConfig
+from megabatch.config.settings import TrainConfig
 
 #: Bytes of state for each number of a parameter.
 _STATE = {"adamw": 8.0, "lamb": 8.0, "lars": 4.0, "lion": 4.0, "sgd": 4.0}
@@ -19,7 +19,7 @@ class State:
 
     weights, gradients, optimizer, average: as their names say; shards under FSDP2.
     whole: weights and gradients in one piece under FSDP2, from the first forward pass of a step to
-        its end; see megabatch.training.parallel.
+        its end (ZeRO-2; see `megabatch.training.parallel`).
     update: what the optimizer takes while it makes its step.
     """
 

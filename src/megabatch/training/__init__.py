@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from megabatch.lazy import lazy
 
 if TYPE_CHECKING:
-    from megabatch.training.config import TrainConfig
-    from megabatch.training.config_file import load_config, save_config
+    from megabatch.config.file import load_config, save_config
+    from megabatch.config.settings import TrainConfig
     from megabatch.training.session import train
 
 __all__ = ["TrainConfig", "load_config", "save_config", "train"]
@@ -14,9 +14,9 @@ __all__ = ["TrainConfig", "load_config", "save_config", "train"]
 __getattr__ = lazy(
     __name__,
     {
-        "TrainConfig": "megabatch.training.config",
-        "load_config": "megabatch.training.config_file",
-        "save_config": "megabatch.training.config_file",
+        "TrainConfig": "megabatch.config.settings",
+        "load_config": "megabatch.config.file",
+        "save_config": "megabatch.config.file",
         "train": "megabatch.training.session",
     },
 )

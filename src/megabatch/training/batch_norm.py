@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from megabatch.config.settings import TrainConfig
 from megabatch.torch_internals import is_batch_norm
-from megabatch.training.config import TrainConfig
 from megabatch.training.world import World
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from typing import Any
 
 import torch
@@ -104,6 +105,20 @@ class CachedStep:
         feed = Feed({f"{self.locked}s": inputs}, [], rows, self.device)
         with contextlib.closing(feed(micro_batches)) as parts:
             return torch.cat([tower(part)[f"{self.locked}_features"] for part, _ in parts])
+
+
+def ids_of(batch: Batch) -> Tensor:
+    """Ids of a batch's pairs, int64 (b,): its own, or where it has none a hash of each text.
+
+    The hash is of the tokens, the same on every rank: texts that the model cannot tell apart are
+    one. At 62 bits a million different texts share an id with probability 1e-7.
+    """
+    own: Tensor | None = getattr(batch, "ids", None)
+    if own is not None:
+        return own
+    rows = batch.texts.cpu().numpy()
+    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
+    return torch.tensor([int.from_bytes(d, "little") >> 2 for d in digests], dtype=torch.int64)
 
 
 class OneTower(nn.Module):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError
 from megabatch.extras import MissingLibrary, named_extras
-from megabatch.training.config import TrainConfig
 from megabatch.training.world import World
 
 # The evaluation brings matplotlib and scikit-learn along: imported where it is asked for.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megabatch.config.settings import TrainConfig
 from megabatch.models.layers import layer_ids
-from megabatch.training.config import TrainConfig
 
 # A group's own settings; whatever else it has that is no default of the optimizer is state.
 _SETTINGS = ("params", "lr_scale")

@@ -10,9 +10,8 @@ them (ZeRO-2) rather than to be gathered again for every micro-batch, twice.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
+from megabatch.models.blocks import blocks
 from megabatch.training.world import World
 
 
@@ -101,7 +100,7 @@ def lay_out(module: nn.Module, how: str, world: World) -> Layout:
         return Layout(module, _replicate(module), world)
     scalars = _scalars_to_vectors(module)
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for part in (*units(module), module):
+    for part in (*blocks(module), module):
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
     assert isinstance(module, FSDPModule)
     module.set_reshard_after_backward(False)
@@ -118,32 +117,6 @@ def _replicate(module: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(module, **options)
 
 
-def units(module: nn.Module) -> list[nn.Module]:
-    """The parts that are sharded, checkpointed and compiled one by one.
-
-    The blocks of transformers and residual networks: composite modules of one class that a list or
-    sequence repeats. In a model without any: its towers.
-    """
-    found = list(_blocks(module))
-    return found or [child for child in module.children() if _is_composite(child)]
-
-
-def checkpoint_activations(module: nn.Module) -> None:
-    """Keep only the units' inputs for the backward pass, which computes the rest again."""
-    for unit in units(module):
-        forward: Callable[..., object] = unit.forward
-        unit.forward = functools.partial(checkpoint, forward, use_reentrant=False)
-
-
-def compile_units(module: nn.Module) -> None:
-    """Let torch.compile translate each unit, in place: the names of parameters stay.
-
-    Unit by unit the same code is compiled once for all blocks, and FSDP2's hooks stay outside.
-    """
-    for unit in units(module):
-        unit.compile()
-
-
 def running_statistics(module: nn.Module) -> list[Tensor]:
     """The buffers in which batch normalisation follows the data: each rank's own."""
     return [
@@ -152,23 +125,6 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
         if getattr(part, "track_running_stats", False)
         for buffer in part.buffers(recurse=False)
     ]
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        members = list(child.children())
-        alike = len({type(member) for member in members}) == 1
-        listed = isinstance(child, nn.ModuleList)
-        repeated = isinstance(child, nn.Sequential) and len(members) > 1
-        if alike and (listed or repeated) and all(map(_is_composite, members)):
-            yield from members
-        else:
-            yield from _blocks(child)
-
-
-def _is_composite(module: nn.Module) -> bool:
-    has_children = next(module.children(), None) is not None
-    return has_children and next(module.parameters(), None) is not None
 
 
 def _scalars_to_vectors(module: nn.Module) -> frozenset[str]:

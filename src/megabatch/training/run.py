@@ -10,12 +10,12 @@ from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor
 
+from megabatch.config.file import save_config
 from megabatch.data import Batch
 from megabatch.errors import UsageError
 from megabatch.training import checkpoint
 from megabatch.training.batch_norm import explanation
 from megabatch.training.checkpoint import Checkpoint, CheckpointError
-from megabatch.training.config_file import save_config
 from megabatch.training.display import Display, duration
 from megabatch.training.interrupt import Interrupt
 from megabatch.training.log import Meter, MetricsLog, memory_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megabatch.training.config import TrainConfig
+from megabatch.config.settings import TrainConfig
 
 _POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from megabatch.config.resolve import Given
+from megabatch.config.settings import TrainConfig
 from megabatch.data.late import DecodingStopped, mean_bytes
 from megabatch.errors import UsageError
 from megabatch.training import evaluating
-from megabatch.training.config import TrainConfig
 from megabatch.training.interrupt import exit_code
 from megabatch.training.lock import locked
-from megabatch.training.resolve import Given
 from megabatch.training.run import Run
 from megabatch.training.setup import Setup, check_folder, prepare
 from megabatch.training.trainer import TrainingStopped

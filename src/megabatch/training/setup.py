@@ -12,33 +12,22 @@ from typing import TypeVar
 
 import torch
 
+from megabatch.config.file import load_config, to_dict
+from megabatch.config.problems import Conflict, problems, wrong_types
+from megabatch.config.resolve import Given, given_in, length_conflicts, resolve
+from megabatch.config.settings import MayChange, TrainConfig
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of
 from megabatch.extras import MissingLibrary
-from megabatch.hints import option, with_value
+from megabatch.hints import option, settings_of, with_value
 from megabatch.models import Towers
 from megabatch.training import batch_norm, evaluating
-from megabatch.training.choices import Conflict
-from megabatch.training.config import TrainConfig, problems, wrong_types
-from megabatch.training.config_file import load_config, to_dict
-from megabatch.training.resolve import Given, given_in, length_conflicts, resolve
 from megabatch.training.towers import build_towers
 from megabatch.training.world import World
 
 T = TypeVar("T")
-
-# A run may be continued under other values of these. Steps and epochs may grow: the schedule then
-# has its end later, and the steps from there on follow it.
-MAY_DIFFER = (
-    *("output", "workers", "log_every", "checkpoint_every", "keep_checkpoints", "device"),
-    *("evaluate", "val_data", "epochs", "steps"),
-    *("parallel", "dist_timeout", "grad_checkpointing", "torchcompile", "on_nonfinite"),
-    *("plan", "max_nonfinite", "check_replicas_every", "data_timeout", "decode"),
-    *("warmup", "lr_cooldown", "lr_cooldown_shape", "lr_cooldown_power"),
-    "lr_cooldown_end",
-)
 
 
 @dataclass
@@ -209,10 +198,11 @@ def too_short(config: TrainConfig, pairs: int) -> list[Conflict]:
 
 def _differences(config: TrainConfig) -> list[str]:
     now, before = to_dict(config), to_dict(load_config(config.output / "config.toml"))
+    settings = settings_of(TrainConfig)
     changed = [
         f"{option(key)} was {_shown(before[key])}, is {_shown(now[key])}"
         for key in now
-        if now[key] != before[key] and key not in MAY_DIFFER
+        if now[key] != before[key] and settings[key].mark(MayChange) is None
     ]
     if not changed:
         return []

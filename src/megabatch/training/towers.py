@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from megabatch.config.file import to_dict
+from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError
+from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock
 from megabatch.models.tower_weights import load_tower
-from megabatch.training.config import TrainConfig
-from megabatch.training.config_file import to_dict
-from megabatch.training.objective import uses_bias
 
 
 def build_towers(config: TrainConfig) -> Towers:
@@ -31,7 +31,7 @@ def build_towers(config: TrainConfig) -> Towers:
     if config.lock_text:
         lock(module, "text", unlocked=config.lock_text_unlocked_layers)
     bias = getattr(module, "logit_bias", None)
-    if bias is not None and not uses_bias(config):
+    if bias is not None and not TRAINABLE[config.loss].takes_bias:
         # It cancels in a softmax: DDP would wait for a gradient that does not come.
         bias.requires_grad_(False)
     if config.layer_decay is not None and not layer_ids(module):

@@ -12,30 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.errors import UsageError
 from megabatch.gradient_cache import UnusedParameters
+from megabatch.losses.objective import create_objective
+from megabatch.models.blocks import checkpoint_activations, compile_blocks
 from megabatch.models.locking import locked_towers, set_modes
 from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
-from megabatch.training.config import TrainConfig
 from megabatch.training.ema import Ema
-from megabatch.training.encoders import CachedStep
-from megabatch.training.objective import create_objective, ids_of
+from megabatch.training.encoders import CachedStep, ids_of
 from megabatch.training.optimizer import (
     create_optimizer,
     load_state_tensors,
     set_learning_rate,
     state_tensors,
 )
-from megabatch.training.parallel import (
-    checkpoint_activations,
-    compile_units,
-    full,
-    gradient_norm,
-    lay_out,
-    running_statistics,
-)
+from megabatch.training.parallel import full, gradient_norm, lay_out, running_statistics
 from megabatch.training.schedule import learning_rate
 from megabatch.training.world import World
 
@@ -84,7 +78,7 @@ class Trainer:
         if config.grad_checkpointing:
             checkpoint_activations(self.module)
         if config.torchcompile:
-            compile_units(self.module)
+            compile_blocks(self.module)
         self._statistics = running_statistics(self.module)
         self.layout = lay_out(self.module, config.parallel, self.world)
         self.optimizer = create_optimizer(self.module, config)

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import CommunicationError, UsageError
 from megabatch.similarity import set_abort_on_lost_rank
-from megabatch.training.config import TrainConfig, resolve_device
 
 T = TypeVar("T")
 

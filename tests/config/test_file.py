@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megabatch.config.file import packaged
+from megabatch.config.problems import problems
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, load_config, save_config
-from megabatch.training.config import problems
-from megabatch.training.config_file import packaged
 
 texts = st.text(st.characters(codec="utf-8"))
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megabatch.cli import main
+from megabatch.config.command_line import parse
+from megabatch.config.problems import problems
+from megabatch.config.resolve import Level, given_in, length_conflicts, resolve
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, load_config, save_config, train
-from megabatch.training.command import parse
-from megabatch.training.config import problems
-from megabatch.training.resolve import Level, given_in, length_conflicts, resolve
 from megabatch.training.setup import prepare
 from tests.training.conftest import MakeConfig
 

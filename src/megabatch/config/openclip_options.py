@@ -5,6 +5,11 @@ All of open_clip_train/params.py (3.3) that is no field of TrainConfig, in that 
 
 from __future__ import annotations
 
+from typing import get_args
+
+from megabatch.config.settings import TrainConfig
+from megabatch.hints import settings_of
+
 _NO_DOWNLOAD = "nothing is downloaded; --pretrained takes a local file or folder"
 _LAUNCHER = "processes find each other through what torchrun or srun sets; leave it out"
 _MODEL_CONFIG = (
@@ -101,7 +106,7 @@ VALUES = {
     },
     "opt": {
         f"timm/{name}": f"use --opt {name}"
-        for name in ("adamw", "lamb", "lars", "adafactor", "lion", "sgd")
+        for name in get_args(settings_of(TrainConfig)["opt"].type)
     },
     "resume": {"latest": "it takes the newest checkpoint in --output anyway; leave the value out"},
 }

@@ -8,19 +8,19 @@ import sys
 from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from megabatch import files
+from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError
-from megabatch.hints import accepts, describe_type
-from megabatch.training.config import TrainConfig
+from megabatch.hints import accepts, describe_type, settings_of
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-_CONFIGS = resources.files("megabatch.training") / "configs"
+_CONFIGS = resources.files("megabatch.config") / "packaged"
 _NOT_SAVED = ("resume",)  # says how a run is started, not what it is
 
 
@@ -89,19 +89,21 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"--config {source}: not TOML: {error}") from error
-    hints = get_type_hints(TrainConfig)
+    settings = settings_of(TrainConfig)
     reasons = []
     for key, value in values.items():
         if isinstance(value, list):
             value = values[key] = tuple(value)
-        if key not in hints:
-            close = difflib.get_close_matches(key, hints, n=1)
+        if key not in settings:
+            close = difflib.get_close_matches(key, settings, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             reasons.append(f"{key} is not a setting{hint}")
-        elif isinstance(value, str) and Path in (hints[key], *get_args(hints[key])):
+            continue
+        hint = settings[key].type
+        if isinstance(value, str) and Path in (hint, *get_args(hint)):
             values[key] = Path(value)
-        elif not accepts(hints[key], value):
-            reasons.append(f"{key} = {value!r}: expected {describe_type(hints[key])}")
+        elif not accepts(hint, value):
+            reasons.append(f"{key} = {value!r}: expected {describe_type(hint)}")
     if reasons:
         raise UsageError(f"--config {source}: {'; '.join(reasons)}")
     return values

@@ -1,30 +1,14 @@
-"""Which choices of model, loss, optimizer and schedule cannot be, alone or with each other."""
+"""Settings that are impossible, alone or together, each with its reason."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megabatch.hints import option, with_value
-
-if TYPE_CHECKING:
-    from megabatch.training.config import TrainConfig
-
-#: What each loss can take pairs of the same caption for.
-DUPLICATES = {
-    "clip": ("negatives", "positives", "ignored"),
-    "siglip": ("negatives", "positives"),
-    "infonce": ("negatives", "ignored"),
-    "ntxent": ("negatives",),
-    "dcl": ("negatives",),
-}
-
-_AT_LEAST_1 = ("lr_base_batch_size", "force_image_size", "force_context_length", "lr_cooldown")
-_NOT_NEGATIVE = ("lock_image_unlocked_groups", "lock_text_unlocked_layers", "lr_cooldown_end")
-_SHARES = ("momentum", "ema_decay", "label_smoothing", "force_patch_dropout")
-_FINITE = ("init_logit_scale", "init_logit_bias", "infonce_margin")
+from megabatch.config.settings import TrainConfig, resolve_device
+from megabatch.hints import accepts, describe_type, option, settings_of, with_value
+from megabatch.losses.registry import TRAINABLE, losses_with
 
 
 @dataclass(frozen=True)
@@ -42,40 +26,41 @@ class Conflict:
 
 
 def problems(config: TrainConfig) -> list[str]:
-    """Every choice that cannot be, each with its reason; the types are right already."""
-    alone = [
-        f"{option(name)} {_shown(getattr(config, name))}: expected {expected}"
-        for name, holds, expected in _ranges(config)
-        if not holds
+    """Every setting that is impossible whatever the data and the model, each with its reason.
+
+    A reason begins with the setting as it is typed: `--global-batch-size 0: expected at least 1`.
+    """
+    if wrong := wrong_types(config):
+        return wrong
+    reasons = [
+        f"{option(name)} {_shown(value)}: expected {expected}"
+        for name, setting in settings_of(TrainConfig).items()
+        if (expected := setting.expected(value := getattr(config, name)))
     ]
-    return alone + [conflict.reason for conflict in conflicts(config)]
+    try:
+        resolve_device(config.device)
+    except ValueError as error:
+        reasons.append(f"--device {error}")
+    return reasons + [conflict.reason for conflict in conflicts(config)]
+
+
+def wrong_types(config: TrainConfig) -> list[str]:
+    """Settings whose value is of another type, each with its reason."""
+    return [
+        f"{option(name)} {value!r}: expected {describe_type(setting.type)}"
+        for name, setting in settings_of(TrainConfig).items()
+        if not accepts(setting.type, value := getattr(config, name))
+    ]
 
 
 def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _ranges(config: TrainConfig) -> Iterator[tuple[str, bool, str]]:
-    def given(names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        return ((n, v) for n in names if (v := getattr(config, n)) is not None)
-
-    for name, value in given(_AT_LEAST_1):
-        yield name, value >= 1, "at least 1"
-    for name, value in given(_NOT_NEGATIVE):
-        yield name, 0 <= value < math.inf, "at least 0"
-    for name, value in given(_SHARES):
-        yield name, 0 <= value < 1, "at least 0 and below 1"
-    for name, value in given(_FINITE):
-        yield name, math.isfinite(value), "a finite number"
-    for name, value in given(("layer_decay",)):
-        yield name, 0 < value <= 1, "above 0 and at most 1"
-    yield "lr_cooldown_power", 0 < config.lr_cooldown_power < math.inf, "above 0"
-    dims = config.matryoshka_dims
-    yield "matryoshka_dims", all(width >= 1 for width in dims), "widths of at least 1"
-
-
 def conflicts(config: TrainConfig) -> Iterator[Conflict]:
     """Choices that cannot be together, whatever the data and the model."""
+    if config.steps is None and config.epochs < 1:
+        yield Conflict(f"--epochs {config.epochs}: expected at least 1", ("epochs",))
     yield from _of_data(config)
     yield from _of_loss(config)
     yield from _of_locks(config)
@@ -115,32 +100,29 @@ def _of_data(config: TrainConfig) -> Iterator[Conflict]:
 
 
 def _of_loss(config: TrainConfig) -> Iterator[Conflict]:
-    loss = config.loss
-    if config.duplicates not in DUPLICATES[loss]:
-        can = " or ".join(DUPLICATES[loss])
+    supported = TRAINABLE[config.loss].duplicates
+    if config.duplicates not in supported:
         yield Conflict(
-            f"--duplicates {config.duplicates}: the {loss} loss can take them for {can}",
+            f"--duplicates {config.duplicates}: the {config.loss} loss can take them for "
+            + " or ".join(supported),
             ("duplicates", "loss"),
             {"duplicates": "negatives"},
         )
-    smoothing = f"--label-smoothing {config.label_smoothing}"
-    if config.label_smoothing and loss != "clip":
+    for name, setting in settings_of(TrainConfig).items():
+        owners, value = losses_with(name), getattr(config, name)
+        if owners and config.loss not in owners and value != setting.default:
+            have = "loss has" if len(owners) == 1 else "losses have"
+            yield Conflict(
+                f"{with_value(name, value)}: only the {' and '.join(owners)} {have} it",
+                (name, "loss"),
+                {name: setting.default},
+            )
+    smoothed = config.loss in losses_with("label_smoothing") and config.label_smoothing
+    if smoothed and config.duplicates == "ignored":
         yield Conflict(
-            f"{smoothing}: only the clip loss has it",
-            ("label_smoothing", "loss"),
-            {"label_smoothing": 0.0},
-        )
-    elif config.label_smoothing and config.duplicates == "ignored":
-        yield Conflict(
-            f"{smoothing}: expected 0 with --duplicates ignored",
+            f"--label-smoothing {config.label_smoothing}: expected 0 with --duplicates ignored",
             ("label_smoothing", "duplicates"),
             {"label_smoothing": 0.0, "duplicates": "negatives"},
-        )
-    if config.infonce_margin is not None and loss != "infonce":
-        yield Conflict(
-            f"--infonce-margin {config.infonce_margin}: only the infonce loss has it",
-            ("infonce_margin", "loss"),
-            {"infonce_margin": None},
         )
 
 

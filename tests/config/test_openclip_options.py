@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from megabatch.cli import main
+from megabatch.config.openclip_options import INSTEAD, VALUES
 from megabatch.training import TrainConfig
-from megabatch.training.openclip_options import INSTEAD, VALUES
 
 OURS = {f"--{field.name.replace('_', '-')}" for field in fields(TrainConfig)}
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from enum import IntEnum
 
+from megabatch.config.problems import Conflict, conflicts
+from megabatch.config.settings import TrainConfig
 from megabatch.hints import option, with_value
-from megabatch.training.choices import Conflict, conflicts
-from megabatch.training.config import TrainConfig
 
 
 class Level(IntEnum):

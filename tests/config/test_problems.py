@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megabatch.config.problems import problems
 from megabatch.training import TrainConfig
-from megabatch.training.config import problems
 
 
 @pytest.mark.parametrize(

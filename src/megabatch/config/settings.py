@@ -1,15 +1,13 @@
-"""What a run can be told, and which settings cannot be."""
+"""The settings of a run."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from megabatch.hints import accepts, describe_type, option
-from megabatch.training import choices
+from megabatch.hints import Details, Interval
+from megabatch.losses.registry import LossName, describe_duplicates, describe_losses
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +34,21 @@ GROUPS = {
 }
 
 
+AT_LEAST_0, AT_LEAST_1 = Interval(at_least=0), Interval(at_least=1)
+ABOVE_0, SHARE, FINITE = Interval(above=0), Interval(at_least=0, below=1), Interval()
+
+
+class MayChange:
+    """Marks a setting of which a resumed run may have another value.
+
+    Steps and epochs are among them: the schedule then ends later, and the steps from there on
+    follow the new one.
+    """
+
+
+MAY_CHANGE = MayChange()
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Train two towers on pairs with one contrastive loss over the whole global batch."""
@@ -52,16 +65,16 @@ class TrainConfig:
     a timm trunk's."""
     pretrained_text_path: Path | None = None
     """Weights of the text tower alone."""
-    force_patch_dropout: float | None = None
+    force_patch_dropout: Annotated[float | None, SHARE] = None
     """Share of an image's patches left out in training, instead of the model's own."""
-    force_image_size: int | None = None
+    force_image_size: Annotated[int | None, AT_LEAST_1] = None
     """Pixels a side, instead of the model's own."""
-    force_context_length: int | None = None
+    force_context_length: Annotated[int | None, AT_LEAST_1] = None
     """Tokens a text, instead of the model's own."""
-    init_logit_scale: float | None = None
+    init_logit_scale: Annotated[float | None, FINITE] = None
     """Where the logarithm of the logit scale starts, where no weights are loaded. Default: the
     model's own; with the siglip loss log 10."""
-    init_logit_bias: float | None = None
+    init_logit_bias: Annotated[float | None, FINITE] = None
     """Where the logit bias starts; gives the model one. Default: the model's own; with the siglip
     loss -10."""
     hf_pooling: Literal["mean", "cls", "last"] = "mean"
@@ -71,13 +84,13 @@ class TrainConfig:
     lock_image: bool = False
     """Train the image tower no further (LiT); wholly locked it runs once a step, and in evaluation
     mode."""
-    lock_image_unlocked_groups: int = 0
+    lock_image_unlocked_groups: Annotated[int, AT_LEAST_0] = 0
     """Groups of layers at the image tower's end that are trained all the same."""
     lock_image_freeze_bn_stats: bool = False
     """Keep the running statistics of the locked image tower's batch normalisation as well."""
     lock_text: bool = False
     """Train the text tower no further."""
-    lock_text_unlocked_layers: int = 0
+    lock_text_unlocked_layers: Annotated[int, AT_LEAST_0] = 0
     """Groups of layers at the text tower's end that are trained all the same."""
     train_data: str = ""
     """Needed: .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
@@ -99,144 +112,134 @@ class TrainConfig:
     before those positive, answer or sentence2."""
     csv_separator: str | None = None
     """Separator of a text table. Default: a comma, in .tsv files a tab."""
-    svg_size: int = 224
+    svg_size: Annotated[int, AT_LEAST_1] = 224
     """Pixels of the longer side that .svg images in shards are drawn with, before the transform. A
     little above the model's image size is enough, and quick."""
-    output: Path = Path("runs/train")
+    output: Annotated[Path, MAY_CHANGE] = Path("runs/train")
     """The run's folder: configuration, logs, checkpoints, weights."""
     resume: bool = False
     """Continue the run in the output folder where its newest checkpoint left it. A folder without
     one is begun from the start, so the same command serves both."""
 
-    global_batch_size: int = 4096
+    global_batch_size: Annotated[int, AT_LEAST_1] = 4096
     """Pairs that are contrasted with each other in one step, over all processes."""
-    micro_batch_size: int = 512
+    micro_batch_size: Annotated[int, AT_LEAST_1] = 512
     """Pairs that go through the towers at a time, on each process: bounds memory and changes no
     gradient (models with batch normalisation excepted). Towers run twice a step, once where a
     process's pairs are no more than this."""
-    epochs: int = 16
+    epochs: Annotated[int, MAY_CHANGE] = 16
     """Passes over the data."""
-    steps: int | None = None
+    steps: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
     """Optimizer steps; given, it decides instead of epochs."""
 
-    loss: Literal["clip", "siglip", "infonce", "ntxent", "dcl"] = "clip"
-    """clip: both directions; siglip: each pair alone; infonce: images against texts; ntxent and
-    dcl: both towers as views of one instance, each against all others."""
-    duplicates: Literal["negatives", "positives", "ignored"] = "negatives"
-    """What pairs of the same caption are to each other. clip takes all three, siglip positives,
-    infonce ignored, ntxent and dcl negatives alone."""
-    label_smoothing: float = 0.0
+    loss: Annotated[LossName, Details(describe_losses())] = "clip"
+    """The loss over the global batch."""
+    duplicates: Annotated[
+        Literal["negatives", "positives", "ignored"], Details(describe_duplicates())
+    ] = "negatives"
+    """How the loss treats pairs with the same caption."""
+    label_smoothing: Annotated[float, SHARE] = 0.0
     """Of the clip loss: this share of each target is spread over all columns."""
-    infonce_margin: float | None = None
+    infonce_margin: Annotated[float | None, FINITE] = None
     """Of the infonce loss: negatives more similar than the own pair by more than this are left out.
     """
-    matryoshka_dims: tuple[int, ...] = ()
+    matryoshka_dims: Annotated[tuple[int, ...], AT_LEAST_1] = ()
     """Widths of the features' prefixes that are trained to serve alone; the loss is their sum."""
 
     opt: Literal["adamw", "lamb", "lars", "adafactor", "lion", "sgd"] = "adamw"
     """The optimizer."""
-    lr: float = 1e-3
+    lr: Annotated[float, ABOVE_0] = 1e-3
     """Peak learning rate, at a batch of lr_base_batch_size."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """The peak grows with the batch: lr * (global_batch_size / lr_base_batch_size) ** p, p = 0, 1/2
     or 1."""
-    lr_base_batch_size: int = 4096
+    lr_base_batch_size: Annotated[int, AT_LEAST_1] = 4096
     """The batch size that lr is meant for; matters to lr_scaling alone."""
     lr_scheduler: Literal["cosine", "const", "const-cooldown", "wsd"] = "cosine"
     """After the warm-up: fall to zero along a half cosine; stay; or stay and fall at the end
     (const-cooldown, and wsd is another name for it)."""
-    lr_cooldown: int | None = None
+    lr_cooldown: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
     """Steps of the fall at the end of const-cooldown. Default: a fifth of the run."""
-    lr_cooldown_shape: Literal["power", "1-sqrt", "cosine"] = "power"
+    lr_cooldown_shape: Annotated[Literal["power", "1-sqrt", "cosine"], MAY_CHANGE] = "power"
     """How it falls: (1 - x) ** lr_cooldown_power, 1 - sqrt(x), or half a cosine."""
-    lr_cooldown_power: float = 1.0
+    lr_cooldown_power: Annotated[float, ABOVE_0, MAY_CHANGE] = 1.0
     """1: a straight line."""
-    lr_cooldown_end: float = 0.0
+    lr_cooldown_end: Annotated[float, AT_LEAST_0, MAY_CHANGE] = 0.0
     """Learning rate that it falls to."""
-    layer_decay: float | None = None
+    layer_decay: Annotated[float | None, Interval(above=0, at_most=1)] = None
     """Factor of the learning rate from each layer of a tower to the one below it."""
-    warmup: int = 20
+    warmup: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 20
     """Steps in which the learning rate rises linearly to its peak; a fifth of a run that is shorter
     than the default."""
-    beta1: float = 0.9
+    beta1: Annotated[float, SHARE] = 0.9
     """Decay of the mean gradient, of adamw, lamb, lion and adafactor."""
-    beta2: float = 0.98
+    beta2: Annotated[float, SHARE] = 0.98
     """Decay of the mean squared gradient, of adamw and lamb; lion's second decay."""
-    eps: float = 1e-6
+    eps: Annotated[float, ABOVE_0] = 1e-6
     """Epsilon of adamw and lamb."""
-    momentum: float = 0.9
+    momentum: Annotated[float, SHARE] = 0.9
     """Of lars and sgd."""
-    ema_decay: float | None = None
+    ema_decay: Annotated[float | None, SHARE] = None
     """Also keep a moving average of the weights; at the end it is model-ema.safetensors."""
-    wd: float = 0.2
+    wd: Annotated[float, AT_LEAST_0] = 0.2
     """Weight decay of matrices; biases, gains and the logit scale have none."""
-    grad_clip_norm: float | None = None
+    grad_clip_norm: Annotated[float | None, ABOVE_0] = None
     """Largest norm of the whole gradient; longer ones are scaled down."""
-    max_logit_scale: float = 100.0
+    max_logit_scale: Annotated[float, AT_LEAST_1] = 100.0
     """The logit scale (1 / temperature) is clamped to this after each step."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Of the towers' and the loss's products, by autocast (OpenCLIP's amp_bf16 and amp); weights
     stay in fp32. fp16 scales the loss."""
-    device: str = "auto"
+    device: Annotated[str, MAY_CHANGE] = "auto"
     """cpu, cuda, cuda:1 ...; auto takes cuda where there is one. Of several processes each takes
     its own."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
+    parallel: Annotated[Literal["ddp", "fsdp"], MAY_CHANGE] = "ddp"
     """With several processes (torchrun, srun): ddp, each has the whole model; fsdp (FSDP2), each
     has a part of weights, optimizer state and gradients."""
     use_bn_sync: bool = False
     """With several processes: batch normalisation over the micro-batches of all of them (GPUs)."""
-    dist_timeout: int = 600
+    dist_timeout: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 600
     """Seconds after which processes give up on one that does not come; more than a checkpoint
     takes."""
-    grad_checkpointing: bool = False
+    grad_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """Keep no activations inside the towers' blocks but compute them again: less memory, slower.
     Without repeated blocks (glyph-small) a tower is one block, and hardly anything is saved."""
-    torchcompile: bool = False
+    torchcompile: Annotated[bool, MAY_CHANGE] = False
     """Translate the towers' blocks by torch.compile."""
 
-    plan: Literal["refuse", "warn", "off"] | None = None
+    plan: Annotated[Literal["refuse", "warn", "off"] | None, MAY_CHANGE] = None
     """What a step will take of the memory is told before the first one. Where it cannot fit: refuse
     or warn. Default: refuse on GPUs, warn on the CPU."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"], MAY_CHANGE] = "stop"
     """When loss or gradient is NaN or infinite: stop, or leave the step out and go on."""
-    max_nonfinite: int = 10
+    max_nonfinite: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
     """So many steps left out in a row stop the run all the same."""
-    check_replicas_every: int = 100
+    check_replicas_every: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 100
     """Steps between two comparisons of what all processes should hold alike; 0: never."""
 
-    seed: int = 0
+    seed: Annotated[int, Interval(at_least=0, below=2**32)] = 0
     """Of the weights, the order of the data, augmentation and dropout."""
-    workers: int = 0
+    workers: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 0
     """Processes that read and transform data; 0: none beside the trainer. Changes no result.
     Images that are only to be copied (grey icons, glyphs) take one thread for any number."""
-    decode: Literal["early", "late"] = "early"
+    decode: Annotated[Literal["early", "late"], MAY_CHANGE] = "early"
     """early: images wait for their step on the host as the numbers that the towers take. late: they
     wait as files, which workers (as many again) decode a micro-batch ahead, once a pass and so
     twice a step: for batches that the host has no room for otherwise."""
-    data_timeout: int = 600
+    data_timeout: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 600
     """Seconds after which workers that give no data are given up; 0: never."""
-    log_every: int = 1
+    log_every: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 1
     """Steps between two lines of metrics.jsonl and two points in TensorBoard."""
-    checkpoint_every: int = 100
+    checkpoint_every: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 100
     """Steps between two checkpoints; 0: only at the end and on a signal."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 2
     """How many of the newest checkpoints are kept."""
-    evaluate: bool = False
+    evaluate: Annotated[bool, MAY_CHANGE] = False
     """Evaluate at the end, on val_data, as `megabatch eval` does: on all processes where each can
     read the output folder, else on the first alone. On where val_data is given."""
-    val_data: str | None = None
+    val_data: Annotated[str | None, MAY_CHANGE] = None
     """Held-out pairs to evaluate on: what `megabatch eval --val-data` takes, with the columns of
     train_data. Default, with the glyphs as training data: glyphs that were held out."""
-
-
-def problems(config: TrainConfig) -> list[str]:
-    """Every setting that is impossible whatever the data and the model, each with its reason.
-
-    A reason begins with the setting as it is typed: `--global-batch-size 0: expected at least 1`.
-    """
-    if wrong := wrong_types(config):
-        return wrong
-    return [reason for reason in _out_of_range(config) if reason] + choices.problems(config)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -259,42 +262,3 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"{name}: this machine has {count} CUDA devices")
     return device
-
-
-def _out_of_range(config: TrainConfig) -> Iterator[str | None]:
-    for name in ("global_batch_size", "micro_batch_size", "log_every", "keep_checkpoints"):
-        yield _unless(getattr(config, name) >= 1, config, name, "at least 1")
-    for name in ("dist_timeout", "max_nonfinite", "svg_size"):
-        yield _unless(getattr(config, name) >= 1, config, name, "at least 1")
-    for name in ("warmup", "workers", "checkpoint_every", "check_replicas_every", "data_timeout"):
-        yield _unless(getattr(config, name) >= 0, config, name, "at least 0")
-    length = "epochs" if config.steps is None else "steps"
-    yield _unless(getattr(config, length) >= 1, config, length, "at least 1")
-    for name in ("lr", "eps"):
-        yield _unless(0 < getattr(config, name) < math.inf, config, name, "a number above 0")
-    for name in ("beta1", "beta2"):
-        yield _unless(0 <= getattr(config, name) < 1, config, name, "at least 0 and below 1")
-    yield _unless(0 <= config.wd < math.inf, config, "wd", "at least 0")
-    clip = config.grad_clip_norm
-    yield _unless(clip is None or 0 < clip < math.inf, config, "grad_clip_norm", "above 0")
-    scale = config.max_logit_scale
-    yield _unless(1 <= scale < math.inf, config, "max_logit_scale", "at least 1")
-    yield _unless(0 <= config.seed < 2**32, config, "seed", "at least 0 and below 2**32")
-    try:
-        resolve_device(config.device)
-    except ValueError as error:
-        yield f"--device {error}"
-
-
-def _unless(holds: bool, config: TrainConfig, name: str, expected: str) -> str | None:
-    return None if holds else f"{option(name)} {getattr(config, name)}: expected {expected}"
-
-
-def wrong_types(config: TrainConfig) -> list[str]:
-    """Settings whose value is of another type, each with its reason."""
-    hints = get_type_hints(TrainConfig)
-    return [
-        f"{option(name)} {value!r}: expected {describe_type(hints[name])}"
-        for name, value in vars(config).items()
-        if not accepts(hints[name], value)
-    ]

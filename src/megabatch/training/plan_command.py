@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from megabatch.config.command_line import Start, configure, parser
+from megabatch.config.problems import problems
+from megabatch.config.resolve import resolve
+from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of
-from megabatch.training.command import Start, configure, parser
-from megabatch.training.config import TrainConfig, problems, resolve_device
-from megabatch.training.resolve import resolve
+from megabatch.hints import Interval
 
 if TYPE_CHECKING:
     from megabatch.planning.machine import Machine
@@ -26,7 +28,7 @@ not."""
 class PlanOptions:
     """What a plan is for."""
 
-    gpus: int = 1
+    gpus: Annotated[int, Interval(at_least=1)] = 1
     """GPUs, or processes on the CPU."""
     gpu_memory: str | None = None
     """Plan for GPUs of this size, 80GiB say, on another machine. Default: this machine's."""
@@ -74,8 +76,6 @@ def main(argv: list[str]) -> int:
 def _machine(options: PlanOptions, config: TrainConfig) -> Machine:
     from megabatch.planning.machine import other_machine, parse_bytes, this_machine
 
-    if options.gpus < 1:
-        raise UsageError(f"--gpus {options.gpus}: expected at least 1")
     if options.gpu_memory is None:
         return this_machine(resolve_device(config.device), options.gpus)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.data import Batch
+from megabatch.losses.objective import create_objective
+from megabatch.losses.registry import TRAINABLE
 from megabatch.training import TrainConfig
-from megabatch.training.objective import create_objective, ids_of, uses_bias
 
-NAMES = get_args(get_type_hints(TrainConfig)["loss"])
 IDS = torch.tensor([7, 3, 7, 1, 7, 3])
 
 
@@ -63,13 +62,13 @@ def test_a_name_is_its_loss(changes: dict[str, Any], direct: Any) -> None:
     torch.testing.assert_close(value, direct(*outputs().values()))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRAINABLE)
 def test_scale_and_bias_get_gradients_where_they_matter(name: str) -> None:
-    config = TrainConfig(loss=name)  # type: ignore[arg-type]
+    config = TrainConfig(loss=name)
     given = {key: value.requires_grad_() for key, value in outputs().items()}
     create_objective(config)(**given).backward()
     assert all(given[key].grad is not None for key in given if key != "logit_bias")
-    assert (given["logit_bias"].grad is not None) == uses_bias(config)
+    assert (given["logit_bias"].grad is not None) == TRAINABLE[name].takes_bias
 
 
 def test_ids_are_never_passed_over() -> None:
@@ -82,19 +81,3 @@ def test_ids_are_never_passed_over() -> None:
 def test_a_model_without_a_bias_will_do_for_softmax_losses() -> None:
     given = {key: value for key, value in outputs().items() if key != "logit_bias"}
     assert create_objective(TrainConfig())(**given).isfinite()
-
-
-def test_ids_are_the_batchs_own_or_tell_texts_apart_by_their_tokens() -> None:
-    texts = torch.tensor([[1, 2, 0], [1, 2, 0], [2, 1, 0], [1, 2, 3]])
-    batch = Batch(torch.zeros(4, 1), texts, torch.arange(4))
-    ids = ids_of(batch)
-    assert ids.dtype == torch.int64
-    assert ids[0] == ids[1]
-    assert len(set(ids.tolist())) == 3
-    assert ((ids >= 0) & (ids < 2**62)).all()
-    # On another rank, in another process and layout: the same.
-    again = Batch(torch.zeros(2, 1), texts.t().contiguous().t()[2:], torch.arange(2))
-    assert torch.equal(ids_of(again), ids[2:])
-    assert ids[3].item() == 3260279177869700765  # not salted
-    batch.ids = torch.tensor([4, 4, 5, 5])
-    assert torch.equal(ids_of(batch), batch.ids)

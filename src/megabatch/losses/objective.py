@@ -1,0 +1,97 @@
+"""The loss that a configuration names, called in one way whichever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+import megabatch.losses
+from megabatch.losses.registry import TRAINABLE
+
+
+class LossSettings(Protocol):
+    """The part of a configuration that concerns the loss; each loss adds its own settings."""
+
+    @property
+    def loss(self) -> str:
+        """A key of `registry.TRAINABLE`."""
+
+    @property
+    def duplicates(self) -> str:
+        """A key of the loss's `duplicates`."""
+
+    @property
+    def matryoshka_dims(self) -> tuple[int, ...]:
+        """Widths of the prefixes; none: the features as a whole."""
+
+
+class Objective(nn.Module):
+    """Calls a loss with the outputs of `Towers.module`, and ids.
+
+    Args:
+        loss: called as `loss(image_features, text_features, **others)`.
+        scale_as, takes_bias: see `registry.LossEntry`.
+        takes_ids: whether ids reach the loss; else `ids` must be None.
+    """
+
+    def __init__(
+        self, loss: Callable[..., Tensor], *, scale_as: str, takes_bias: bool, takes_ids: bool
+    ) -> None:
+        super().__init__()
+        self.loss = loss
+        self.scale_as, self.takes_bias, self.takes_ids = scale_as, takes_bias, takes_ids
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        *,
+        ids: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of a batch, shape ().
+
+        Args:
+            image_features, text_features: (b, d), normalised.
+            logit_scale, logit_bias: shape () or (1,).
+            ids: (b,) int64, equal for equal captions; on any device.
+
+        Raises:
+            ValueError: ids where the loss takes none, or none where it needs them.
+        """
+        if (ids is not None) != self.takes_ids:
+            expected = "the batch's" if self.takes_ids else "None"
+            raise ValueError(f"ids: expected {expected}, got {'None' if ids is None else 'ids'}")
+        reciprocal = self.scale_as == "temperature"
+        others: dict[str, Any] = {
+            self.scale_as: logit_scale.reciprocal() if reciprocal else logit_scale
+        }
+        if self.takes_bias:
+            others["logit_bias"] = logit_bias
+        if ids is not None:
+            others["ids"] = ids.to(image_features.device, non_blocking=True)
+        return self.loss(image_features, text_features, **others)
+
+
+def create_objective(config: LossSettings, *, group: Any = None) -> Objective:
+    """The loss of `config.loss` with its settings.
+
+    Args:
+        config: has no problem (`megabatch.config.problems`).
+        group: processes that share one batch: None, "local" or a process group.
+    """
+    entry = TRAINABLE[config.loss]
+    settings = {argument: getattr(config, name) for name, argument in entry.settings.items()}
+    arguments = {**entry.arguments, **entry.duplicates[config.duplicates], **settings}
+    loss = getattr(megabatch.losses, entry.name)(**arguments, group=group)
+    if config.matryoshka_dims:
+        loss = megabatch.losses.MatryoshkaLoss(loss, config.matryoshka_dims)
+    return Objective(
+        loss,
+        scale_as=entry.scale_as,
+        takes_bias=entry.takes_bias,
+        takes_ids=config.duplicates != "negatives",
+    )
