@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megabatch.benchmarking import ranks, records
+from machinery import ranks
+from megabatch.benchmarking import records
 from megabatch.similarity.distributed import control
 
 SIZE = 1088  # bytes, a loss's

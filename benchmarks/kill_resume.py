@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from megabatch.benchmarking.ranks import free_port
+from machinery.ranks import free_port
 from megabatch.benchmarking.records import machine, versions
 
 # The program itself, beside a record of which samples each step saw on each process.

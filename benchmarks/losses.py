@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import single_gpu
-from megabatch.benchmarking.family import FAMILY
-from megabatch.benchmarking.group import Group
+from machinery.family import FAMILY
+from machinery.group import Group
 from single_gpu import HEADLINE_SECONDS, SIGLIP_PEERS, alone, beside, case
 
 SELF_SIMILAR = ("megabatch", "general")

@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
-from megabatch.benchmarking.family import FAMILY
+from machinery.family import FAMILY
 
 #: contender -> colour, marker; what is ours stands out.
 STYLES = {

@@ -23,11 +23,11 @@ from typing import IO
 
 import torch
 
-from megabatch.benchmarking import ranks, records, scaling, scaling_records, supervise
-from megabatch.benchmarking.group import warm_up
+from machinery import ranks, scaling, supervise
+from machinery.group import warm_up
+from machinery.scaling import ScalingRecord, ScalingResult, Trial
+from megabatch.benchmarking import records
 from megabatch.benchmarking.inputs import Case
-from megabatch.benchmarking.scaling import ScalingResult, Trial
-from megabatch.benchmarking.scaling_records import ScalingRecord
 
 MIB = 2**20
 VARIANTS = ("megabatch", "megabatch-no-overlap", "megabatch-no-transfers")
@@ -165,8 +165,8 @@ def main() -> None:
     done: list[ScalingRecord] = []
 
     def keep(trial: Trial, result: ScalingResult) -> None:
-        done.append(scaling_records.record(trial, result))
-        records.write(output, command, scaling_records.compare(done))
+        done.append(scaling.record(trial, result))
+        records.write(output, command, scaling.compare(done))
         print(row(done[-1]), flush=True)
 
     for numbers in apart(todo):
@@ -182,7 +182,7 @@ def main() -> None:
             [todo[i] for i in here], start, log, deadline, options.patience
         ):
             keep(trial, ScalingResult(**found))
-    print(table(scaling_records.compare(done)))
+    print(table(scaling.compare(done)))
     print(f"{len(done)} records: {output}; messages: {log}")
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
-from megabatch.benchmarking import records, supervise
+from machinery import supervise
+from machinery.group import Group
+from megabatch.benchmarking import records
 from megabatch.benchmarking.contenders import LOSSES
-from megabatch.benchmarking.group import Group
 from megabatch.benchmarking.inputs import Case
 from megabatch.benchmarking.measure import Result
 

@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megabatch.benchmarking import ranks, records, scaling, step
+from machinery import ranks, scaling
+from machinery.parallel import PARALLEL
+from machinery.ranks import Team
+from megabatch.benchmarking import records, step
 from megabatch.benchmarking.clock import timed_calls
 from megabatch.benchmarking.inputs import Case
-from megabatch.benchmarking.parallel import PARALLEL
-from megabatch.benchmarking.ranks import Team
 
 ALONE = "alone"
 CONTENDERS = (ALONE, "megabatch", "megabatch-no-overlap", "megabatch-no-transfers")

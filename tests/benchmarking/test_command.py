@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megabatch import cli
-from megabatch.benchmarking import command, launch
+from megabatch.benchmarking import bench, command
 from megabatch.benchmarking.inputs import Case
 from megabatch.benchmarking.measure import Effort, Result
 
@@ -38,7 +38,7 @@ def test_exit_code(
     status: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = Result(status, "because", (1.0,), (1e9, 1e9), 10, 0.1, 0.1, 0.1)
-    monkeypatch.setattr(launch, "run", lambda case, effort: result)
+    monkeypatch.setattr(bench, "in_process", lambda case, effort: result)
     assert command.main(["loss", "--contenders", "dense", *TINY]) == code
     shown = capsys.readouterr().out
     assert (f"dense, b = 16,384: {status}: because" in shown) == (status != "ok")
@@ -52,7 +52,7 @@ def test_records_of_the_sizes_done_survive_an_interrupt(
             raise KeyboardInterrupt
         return Result("ok", "", (1.0,), (1e9, 1e9), 10, 0.1, 0.1, 0.1)
 
-    monkeypatch.setattr(launch, "run", start)
+    monkeypatch.setattr(bench, "in_process", start)
     output = tmp_path / "r.json"
     words = ["loss", "--batch-size", "64", "128", "--contenders", "dense"]
     with pytest.raises(KeyboardInterrupt):
@@ -67,7 +67,7 @@ def test_records_of_the_sizes_done_survive_an_interrupt(
         ("--batch-size", "--batch-size: expected at least one"),
         ("--width -3", "--width -3: expected at least 1"),
         ("--scale nan", "--scale nan: expected a number above 0"),
-        ("--seconds 0", "--seconds 0.0: expected a number above 0"),
+        ("--seconds 0", "--seconds 0: expected a number above 0"),
         ("--contenders dnse", "--contenders dnse: expected some of megabatch,"),
         ("--output {folder}", "is a folder, expected a file"),
         ("--output {folder}/file/r.json", "cannot be written"),
@@ -80,7 +80,7 @@ def test_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(launch, "run", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(bench, "in_process", lambda *_: pytest.fail("measured"))
     (tmp_path / "file").touch()
     words = words.format(folder=tmp_path)
     assert cli.main(["bench", "loss", "--device", "cpu", *words.split()]) == 2

@@ -116,7 +116,7 @@ def test_the_command_keeps_what_it_found(
     ("words", "message"),
     [
         (["--width", "0"], "--width 0: expected at least 1"),
-        (["--budget-seconds", "0"], "--budget-seconds 0.0: expected a number above 0"),
+        (["--budget-seconds", "0"], "--budget-seconds 0: expected a number above 0"),
         ([], "no CUDA device"),
     ],
 )

@@ -1,5 +1,4 @@
-"""Side-by-side measurements: what `megabatch bench` runs.
+"""`megabatch bench` and `megabatch tune`: losses side by side, and the kernels' fastest launches.
 
-A benchmark measures contenders, each in a process of its own, and gives one record for each.
-Adding a peer or a loss is an entry in `contenders`; nothing else knows them by name.
+Adding a peer is an entry in `contenders`; nothing else knows them by name.
 """

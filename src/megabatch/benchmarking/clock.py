@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable
 
@@ -42,19 +41,6 @@ def timed_calls(calls: list[Callable[[], object]], device: str) -> list[float]:
         event.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-
-
-def queued_ms(call: Callable[[], object], calls: int = 8) -> float:
-    """Milliseconds of one call on a GPU that other work has kept busy while the host went ahead.
-
-    So in a training step, where the encoders' kernels are still in the queue: what is left is the
-    call's time on the GPU, without the host's for its launches.
-    """
-    a = torch.ones(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(a)
-    for _ in range(64):  # 0.1 s on one H200; calls of 2 ms on the host need a sixth of it
-        torch.mm(a, a, out=out)
-    return statistics.median(timed_calls([call] * calls, "cuda"))
 
 
 def product_rate(device: str, dtype: torch.dtype, size: int, seconds: float) -> float:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megabatch.errors import UsageError
+from megabatch.hints import Interval
 from megabatch.options import parse_one_of
 
 if TYPE_CHECKING:
-    from megabatch.benchmarking import loss, records
+    from megabatch.benchmarking import bench, records
 
 # Libraries are imported by the functions that use them: --help does without.
+
+AT_LEAST_1, ABOVE_0 = Interval(at_least=1), Interval(above=0)
 
 _DESCRIPTION = "Measure megabatch beside other implementations, in one run."
 
@@ -24,9 +26,9 @@ _DESCRIPTION = "Measure megabatch beside other implementations, in one run."
 class LossOptions:
     """CLIP's loss, forward and backward: time, peak memory, error against float64."""
 
-    batch_size: tuple[int, ...] = (16_384,)
+    batch_size: Annotated[tuple[int, ...], AT_LEAST_1] = (16_384,)
     """Pairs; several sizes are measured one after the other."""
-    width: int = 512
+    width: Annotated[int, AT_LEAST_1] = 512
     """Of the features."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Of the features; in half precision losses run under autocast."""
@@ -36,21 +38,21 @@ class LossOptions:
     """megabatch, megabatch-keeping (all logits, in 1.125 GiB), dense, two-products, openclip; on
     CUDA also megabatch-compiled, dense-compiled, inf-cl, memeff, liger, cut-cross-entropy. Default:
     all that run here. Times and memory are shown relative to the first."""
-    scale: float = 14.3
+    scale: Annotated[float, ABOVE_0] = 14.3
     """Logit scale (1 / temperature), exponentiated."""
-    rounds: int = 2
+    rounds: Annotated[int, AT_LEAST_1] = 2
     """Processes for each contender; contenders take turns."""
-    repetitions: int = 2
+    repetitions: Annotated[int, AT_LEAST_1] = 2
     """Timed runs in each process, at least; the median of all is reported."""
-    seconds: float | None = None
+    seconds: Annotated[float | None, ABOVE_0] = None
     """Repeat for at least so long, and the matrix products around it too. Default: 1 on the CPU,
     2 on CUDA."""
-    product_size: int | None = None
+    product_size: Annotated[int | None, AT_LEAST_1] = None
     """Rows and columns of the matrix product whose rate is the yardstick. Default: 4,096 on the
     CPU, 8,192 on CUDA."""
-    check_batch_size: int | None = None
+    check_batch_size: Annotated[int | None, AT_LEAST_1] = None
     """Pairs in the comparison with float64. Default: at most 4,096 on the CPU, 65,536 on CUDA."""
-    max_memory: float | None = None
+    max_memory: Annotated[float | None, ABOVE_0] = None
     """GiB that a contender may take beside its inputs (CPU only); more is out of memory. Default:
     what the machine has."""
     output: Path | None = None
@@ -69,7 +71,7 @@ def bench_loss(options: LossOptions, command: str) -> int:
     """Measure, print a table, write the records after each batch size."""
     from rich.console import Console
 
-    from megabatch.benchmarking import loss, records, table
+    from megabatch.benchmarking import bench, records
 
     plan = _plan(options)
     if options.output is not None:
@@ -77,7 +79,7 @@ def bench_loss(options: LossOptions, command: str) -> int:
     console = Console(highlight=False)
     done: list[records.Record] = []
     with console.status("") as status:
-        for some in loss.run(plan, lambda text: status.update(text)):
+        for some in bench.run(plan, lambda text: status.update(text)):
             done += some
             if options.output is not None:
                 _write(options.output, command, done)
@@ -89,7 +91,7 @@ def bench_loss(options: LossOptions, command: str) -> int:
         f"{place}{threads}",
         style="bold",
     )
-    console.print(table.table(done))
+    console.print(bench.table(done))
     for record in done:
         if record.note:
             console.print(
@@ -101,28 +103,10 @@ def bench_loss(options: LossOptions, command: str) -> int:
     return int(any(record.status in ("failed", "wrong") for record in done))
 
 
-def _plan(options: LossOptions) -> loss.Plan:
-    for name, values in (
-        ("--batch-size", options.batch_size),
-        ("--width", (options.width,)),
-        ("--rounds", (options.rounds,)),
-        ("--repetitions", (options.repetitions,)),
-        ("--product-size", (options.product_size,)),
-        ("--check-batch-size", (options.check_batch_size,)),
-    ):
-        for value in values:
-            if value is not None and value < 1:
-                raise UsageError(f"{name} {value}: expected at least 1")
+def _plan(options: LossOptions) -> bench.Plan:
     if not options.batch_size:
         raise UsageError("--batch-size: expected at least one")
-    for name, number in (
-        ("--scale", options.scale),
-        ("--seconds", options.seconds),
-        ("--max-memory", options.max_memory),
-    ):
-        if number is not None and not 0 < number < math.inf:
-            raise UsageError(f"{name} {number}: expected a number above 0")
-    from megabatch.benchmarking import loss
+    from megabatch.benchmarking import bench
     from megabatch.benchmarking.contenders import CLIP
     from megabatch.benchmarking.measure import Effort
 
@@ -136,7 +120,7 @@ def _plan(options: LossOptions) -> loss.Plan:
         check_batch_size=options.check_batch_size or (4096 if on_cpu else 65_536),
         max_memory=None if options.max_memory is None else int(options.max_memory * 2**30),
     )
-    return loss.Plan(
+    return bench.Plan(
         loss=CLIP,
         contenders=contenders,
         batch_sizes=options.batch_size,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.benchmarking import peers, truth
+from megabatch.benchmarking import truth
 from megabatch.errors import UsageError
 
 #: (x (b, d), y (n, d), scale (), and for a loss that has one: bias ()) -> loss ()
@@ -80,13 +80,6 @@ def two_products(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(images, labels) + F.cross_entropy(texts, labels)) / 2
 
 
-def dense_siglip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """SigLIP's loss from one matrix of logits."""
-    z = scale * (x @ y.T) + bias
-    wide = torch.promote_types(z.dtype, torch.float32)
-    return (F.softplus(z.to(wide)).sum() - z.diagonal().to(wide).sum()) / len(x)
-
-
 def _megabatch() -> LossFunction:
     from megabatch import ClipLoss
 
@@ -114,35 +107,79 @@ def _dense() -> LossFunction:
     return clip_loss
 
 
-def _megabatch_siglip() -> LossFunction:
-    from megabatch import SigLipLoss
-
-    return SigLipLoss()
+# Other libraries' losses, each called as its documentation shows. All but open_clip's run on CUDA
+# only. Those without a scale of their own get x times the scale, rounded to x's dtype.
 
 
-def _megabatch_logsumexp() -> LossFunction:
-    from megabatch.similarity import logsumexp
+def _openclip() -> LossFunction:
+    """open_clip.ClipLoss, which forms the logits of each direction."""
+    import open_clip
 
-    return _means(logsumexp)
-
-
-def _dense_logsumexp() -> LossFunction:
-    from megabatch.similarity.dense import logsumexp
-
-    return _means(logsumexp)
+    return open_clip.ClipLoss()
 
 
-def _means(logsumexp: Callable[..., tuple[Tensor, Tensor | None]]) -> LossFunction:
+def _inf_cl() -> LossFunction:
+    """Inf-CL (arXiv 2410.17243). Its kernels compute in float32/TF32 whatever comes."""
+    from inf_cl import cal_inf_loss
+
     def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-        rows, columns = logsumexp(x, y, scale)
-        assert columns is not None
-        return rows.mean() + columns.mean()
+        # Its argument `scale` runs a collective, for which one process alone has no group.
+        with torch.autocast(x.device.type, enabled=False):
+            x, y = x.float(), y.float()
+            value: Tensor = (cal_inf_loss(scale * x, y) + cal_inf_loss(scale * y, x)) / 2
+            return value
 
     return loss
 
 
-def _compiled(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
-    # For one size only, as a training step has it.
+def _memeff() -> LossFunction:
+    """memeff; its temperature is a number and gets no gradient."""
+    from memeff import MemoryEfficientCLIPLoss
+
+    made: list[torch.nn.Module] = []
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        if not made:
+            temperature = 1 / scale.item()
+            made.append(MemoryEfficientCLIPLoss(temperature, normalized_inputs=True, stable=False))
+        value: Tensor = made[0](x, y)
+        return value
+
+    return loss
+
+
+def _liger() -> LossFunction:
+    """Liger's linear cross-entropy, once for each direction."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    one_way = LigerFusedLinearCrossEntropyLoss()
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        labels = torch.arange(len(x), device=x.device)
+        return (one_way(y, scale * x, labels) + one_way(x, scale * y, labels)) / 2
+
+    return loss
+
+
+def _cut_cross_entropy() -> LossFunction:
+    """cut-cross-entropy, once for each direction.
+
+    Without its filter, which drops what is small beside 1 and not beside the sum of many: at the
+    start of training, all negatives.
+    """
+    from cut_cross_entropy import linear_cross_entropy
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        labels = torch.arange(len(x), device=x.device)
+        rows = linear_cross_entropy(scale * x, y, labels, filter_eps=None)
+        columns = linear_cross_entropy(scale * y, x, labels, filter_eps=None)
+        return (rows + columns) / 2
+
+    return loss
+
+
+def compiled(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
+    """Under torch.compile for one size only, as in a training step."""
     return lambda: torch.compile(load(), dynamic=False)
 
 
@@ -172,46 +209,45 @@ def captured(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
     return made
 
 
-def _by_name(*contenders: Contender) -> dict[str, Contender]:
+def by_name(*contenders: Contender) -> dict[str, Contender]:
+    """The contenders of a `Loss`."""
     return {contender.name: contender for contender in contenders}
 
 
 CLIP = Loss(
     "clip",
-    _by_name(
+    by_name(
         Contender("megabatch", "megabatch.ClipLoss: tiles, no matrix", _megabatch),
         Contender("megabatch-keeping", "with a workspace of 1.125 GiB", _megabatch_keeping),
-        Contender("megabatch-compiled", "under torch.compile", _compiled(_megabatch), cuda=True),
+        Contender("megabatch-compiled", "under torch.compile", compiled(_megabatch), cuda=True),
         Contender("megabatch-graph", "compiled to CUDA graphs", _graph(_megabatch), cuda=True),
         Contender(
             "megabatch-captured", "in a CUDA graph each way", captured(_megabatch), cuda=True
         ),
         Contender("dense", "one matrix, two cross-entropies", _dense),
-        Contender("dense-compiled", "under torch.compile", _compiled(_dense), cuda=True),
+        Contender("dense-compiled", "under torch.compile", compiled(_dense), cuda=True),
         Contender("dense-graph", "compiled to CUDA graphs", _graph(_dense), cuda=True),
         Contender(
             "dense-captured",
             "compiled, in a CUDA graph each way",
-            captured(_compiled(_dense)),
+            captured(compiled(_dense)),
             cuda=True,
         ),
         Contender("two-products", "as OpenCLIP writes it: two matrices", lambda: two_products),
-        Contender(
-            "openclip", "open_clip.ClipLoss", peers.openclip, ("open_clip", "open_clip_torch")
-        ),
-        Contender("inf-cl", "one sweep a direction", peers.inf_cl, ("inf_cl", "inf-cl"), cuda=True),
-        Contender("memeff", "stable=False", peers.memeff, ("memeff", "memeff"), cuda=True),
+        Contender("openclip", "open_clip.ClipLoss", _openclip, ("open_clip", "open_clip_torch")),
+        Contender("inf-cl", "one sweep a direction", _inf_cl, ("inf_cl", "inf-cl"), cuda=True),
+        Contender("memeff", "stable=False", _memeff, ("memeff", "memeff"), cuda=True),
         Contender(
             "liger",
             "linear cross-entropy, twice",
-            peers.liger,
+            _liger,
             ("liger_kernel", "liger-kernel"),
             cuda=True,
         ),
         Contender(
             "cut-cross-entropy",
             "linear cross-entropy, twice, no filter",
-            peers.cut_cross_entropy,
+            _cut_cross_entropy,
             ("cut_cross_entropy", "cut-cross-entropy"),
             cuda=True,
         ),
@@ -220,35 +256,5 @@ CLIP = Loss(
     work=8,  # the matrix 2, the matrix again 2, its two products with the features 2 each
 )
 
-SIGLIP = Loss(
-    "siglip",
-    _by_name(
-        Contender("megabatch", "megabatch.SigLipLoss: one sweep", _megabatch_siglip),
-        Contender("dense", "one matrix", lambda: dense_siglip),
-        Contender(
-            "dense-compiled", "under torch.compile", _compiled(lambda: dense_siglip), cuda=True
-        ),
-        Contender(
-            "siglip-kernel",
-            "strips, matrix products and a kernel",
-            peers.siglip_kernel,
-            ("siglip_kernel", "siglip-kernel"),
-            cuda=True,
-        ),
-    ),
-    truth.siglip,
-    work=6,  # no second matrix: a pair's gradient needs no sum over others
-    bias=-10.0,
-)
-
-LOGSUMEXP = Loss(
-    "logsumexp",
-    _by_name(
-        Contender("megabatch", "megabatch.similarity.logsumexp", _megabatch_logsumexp),
-        Contender("dense", "one matrix", _dense_logsumexp),
-    ),
-    truth.logsumexp,
-    work=8,
-)
-
-LOSSES = {loss.name: loss for loss in (CLIP, SIGLIP, LOGSUMEXP)}
+#: By name; the scripts in benchmarks/ add further ones.
+LOSSES = {CLIP.name: CLIP}

@@ -1,12 +1,18 @@
-"""One contender at one size, in this process."""
+"""One contender at one size, in this process.
+
+`python -m megabatch.benchmarking.measure JOB.json RESULT.json` makes a process of its own of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import psutil
 
@@ -95,3 +101,15 @@ def _limit(case: Case, effort: Effort) -> contextlib.AbstractContextManager[None
     if effort.max_memory is not None:
         return memory.at_most(effort.max_memory)
     return memory.at_most(int(0.95 * psutil.virtual_memory().available))
+
+
+def main(job_file: str, result_file: str) -> None:
+    """Measure what the first file describes; the second gets the `Result`."""
+    memory.be_killed_first()
+    job = json.loads(Path(job_file).read_text())
+    result = measure(Case(**job["case"]), Effort(**job["effort"]))
+    Path(result_file).write_text(json.dumps(asdict(result), allow_nan=False))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megabatch.errors import UsageError
+from megabatch.hints import Interval
 from megabatch.options import parse
 
 if TYPE_CHECKING:
@@ -26,13 +27,13 @@ of these widths, and keep them in the user's cache, where every later run finds 
 class TuneOptions:
     """What to tune."""
 
-    width: tuple[int, ...] = (512, 768, 1024)
+    width: Annotated[tuple[int, ...], Interval(at_least=1)] = (512, 768, 1024)
     """Of the features: a tuned launch is for one width."""
     dtype: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16",)
     """Of the features; float32 as TF32."""
     rows: tuple[Literal["few", "many"], ...] = ("many",)
     """few: below 8,192 on one GPU."""
-    budget_seconds: float = 150.0
+    budget_seconds: Annotated[float, Interval(above=0)] = 150.0
     """For each kernel, width and dtype; a candidate takes some seconds, most of them to compile."""
     output: Path | None = None
     """Another file than the cache's, to look at or to carry elsewhere."""
@@ -56,9 +57,6 @@ def main(argv: list[str]) -> int:
 
 
 def _targets(options: TuneOptions) -> list[Target]:
-    for width in options.width:
-        if width < 1:
-            raise UsageError(f"--width {width}: expected at least 1")
     for name, values in (
         ("width", options.width),
         ("dtype", options.dtype),
@@ -66,8 +64,6 @@ def _targets(options: TuneOptions) -> list[Target]:
     ):
         if not values:
             raise UsageError(f"--{name}: expected at least one")
-    if not options.budget_seconds > 0:
-        raise UsageError(f"--budget-seconds {options.budget_seconds}: expected a number above 0")
     import torch
 
     from megabatch.benchmarking.tune import Target

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import ClipLoss, SigLipLoss
-from megabatch.benchmarking.parallel import gathering_up_to
 from megabatch.errors import CommunicationError
 from megabatch.similarity import set_abort_on_lost_rank
 from megabatch.similarity.distributed import gathered, ring
+from tests.gathering import gathering_up_to
 from tests.similarity.distributed.processes import World, join, on_gpus, start
 from tests.similarity.distributed.test_statistics_ring import leaf
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.benchmarking.parallel import gathering_up_to
 from megabatch.similarity.distributed import gathered, ring
 from megabatch.similarity.distributed.comm import Swap
+from tests.gathering import gathering_up_to
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from machinery.ranks import Team
 from megabatch.benchmarking.contenders import LossFunction, captured
 from megabatch.benchmarking.inputs import PERIOD, Case, features
-from megabatch.benchmarking.ranks import Team
 from megabatch.similarity.distributed import gathered, ring
 from megabatch.similarity.distributed.comm import Pending
 

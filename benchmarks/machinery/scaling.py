@@ -1,4 +1,7 @@
-"""Trials over several processes: one contender, one global batch, one number of processes each."""
+"""Trials over several processes: one contender, one global batch, one number of processes each.
+
+Their records compare several devices with one.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.benchmarking import group, memory, step
-from megabatch.benchmarking.clock import product_rate, queued_ms, timed_calls
-from megabatch.benchmarking.contenders import LOSSES, LossFunction
-from megabatch.benchmarking.group import HOST_MATTERS
+from machinery import group
+from machinery.family import LOSSES
+from machinery.group import HOST_MATTERS, queued_ms
+from machinery.parallel import PARALLEL, Contender, shard
+from machinery.ranks import Team
+from megabatch.benchmarking import memory, records, step
+from megabatch.benchmarking.clock import product_rate, timed_calls
+from megabatch.benchmarking.contenders import LossFunction
 from megabatch.benchmarking.inputs import PERIOD, Case
 from megabatch.benchmarking.measure import Result
-from megabatch.benchmarking.parallel import PARALLEL, Contender, shard
-from megabatch.benchmarking.ranks import Team
 from megabatch.benchmarking.truth import Truth
 
 #: Rows a process in the first check of every contender.
@@ -317,6 +322,53 @@ def _failure(error: Exception, case: Case) -> tuple[str, str]:
 
 def _allocated(case: Case) -> int:
     return torch.cuda.memory_allocated() if case.device == "cuda" else 0
+
+
+@dataclass(frozen=True)
+class ScalingRecord(records.Record):
+    """A record with the fields that only several devices have."""
+
+    host_ms: float | None  #: that the host takes to give out a step's work
+    error_b: int | None  #: global batch at which the errors were found
+    device_ms: tuple[float, ...]  #: of each device, a call's mean; on one, of each alone
+    of_ideal: float | None  #: time on one device / (n_devices * this time), same b
+    of_ideal_at_rate: float | None  #: the same, each time in units of its devices' product rate
+    of_ideal_weak: float | None  #: n_devices * time on one device with as many rows / this time
+
+
+def record(trial: Trial, result: ScalingResult) -> ScalingRecord:
+    """The record of one trial; what compares it with others comes with `compare`."""
+    one = records.combine(trial.case, [result], LOSSES[trial.case.loss].work, trial.n)
+    return ScalingRecord(
+        **asdict(one),
+        host_ms=result.host_ms,
+        error_b=result.error_b,
+        device_ms=tuple(result.device_ms),
+        of_ideal=None,
+        of_ideal_at_rate=None,
+        of_ideal_weak=None,
+    )
+
+
+def compare(found: Sequence[ScalingRecord]) -> list[ScalingRecord]:
+    """Each held against one device in the same run; itself where there is no such record."""
+    alone = {(r.loss, r.b): r for r in found if r.n_devices == 1 and r.contender == "megabatch"}
+    return [_compared(r, alone) for r in found]
+
+
+def _compared(r: ScalingRecord, alone: dict[tuple[str, int], ScalingRecord]) -> ScalingRecord:
+    if r.ms is None or not r.contender.startswith("megabatch"):
+        return r
+    ms = r.ms
+    changes: dict[str, Any] = {}
+    strong, weak = alone.get((r.loss, r.b)), alone.get((r.loss, r.b // r.n_devices))
+    if strong is not None and strong.ms is not None:
+        changes["of_ideal"] = strong.ms / (r.n_devices * ms)
+        if strong.fraction and r.fraction:
+            changes["of_ideal_at_rate"] = r.fraction / strong.fraction
+    if weak is not None and weak.ms is not None:
+        changes["of_ideal_weak"] = r.n_devices * weak.ms / ms
+    return replace(r, **changes)
 
 
 def speaker(rank: int) -> Callable[[dict[str, Any]], None]:

@@ -3,14 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megabatch.benchmarking import family, step, truth
-from megabatch.benchmarking.contenders import LOSSES
-from megabatch.benchmarking.family import FAMILY
+from machinery import family
+from machinery.family import LOSSES
+from megabatch.benchmarking import step, truth
 from megabatch.benchmarking.inputs import Case, features
+
+NAMES = [(n, c.name) for n, loss in LOSSES.items() if n != "clip" for c in loss.choose((), "cpu")]
 
 
 @pytest.mark.parametrize("strip", [7, 1 << 27])
-@pytest.mark.parametrize(("loss", "name"), [(n, c) for n in FAMILY for c in FAMILY[n].contenders])
+@pytest.mark.parametrize(("loss", "name"), NAMES)
 def test_every_contender_is_the_loss(
     loss: str, name: str, strip: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -21,7 +23,7 @@ def test_every_contender_is_the_loss(
     call = step.forward_backward(LOSSES[loss].contenders[name].load(), made, inputs)
     value, exact = call(), step.exact_result(made, inputs)
     found = [value, inputs.x.grad, inputs.y.grad, *(scalar.grad for scalar in inputs.scalars)]
-    for mine, theirs in zip(found, exact[:4], strict=True):
+    for mine, theirs in zip(found, [t for t in exact if t is not None], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 

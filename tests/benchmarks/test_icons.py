@@ -14,7 +14,7 @@ import pytest
 
 from megabatch.data.iconify import open_package
 from megabatch.training import TrainConfig
-from tests.benchmarking.test_scripts import SCRIPTS, run
+from tests.benchmarks.test_scripts import SCRIPTS, run
 from tests.data.iconify_set import write_tarball
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megabatch.benchmarking import group, inputs
+from machinery import group
+from machinery.group import Group
+from megabatch.benchmarking import inputs
 from megabatch.benchmarking.contenders import CLIP, Contender, two_products
-from megabatch.benchmarking.group import Group
 from megabatch.benchmarking.inputs import Case
 from megabatch.benchmarking.measure import Result
 

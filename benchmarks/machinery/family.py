@@ -10,10 +10,18 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.benchmarking import truth
-from megabatch.benchmarking.contenders import LOSSES, Contender, Loss, LossFunction
+from machinery import exact
+from megabatch.benchmarking.contenders import (
+    LOSSES,
+    Contender,
+    Loss,
+    LossFunction,
+    by_name,
+    compiled,
+)
 from megabatch.benchmarking.truth import Truth
 
 #: Kinds of labels of the supervised loss.
@@ -126,7 +134,7 @@ def _dense(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 def dense_clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """Equal ids are positives of each other."""
-    s, same = _dense(x, y, scale), truth.equal(duplicates(x), duplicates(x))
+    s, same = _dense(x, y, scale), exact.equal(duplicates(x), duplicates(x))
     target = same.to(s.dtype) / same.sum(1, keepdim=True)
     losses = [-(target * t.log_softmax(1)).sum(1).mean() for t in (s, s.T)]
     return (losses[0] + losses[1]) / 2
@@ -134,7 +142,7 @@ def dense_clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 def dense_clip_ignored(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """Equal ids are left out, in both directions."""
-    same = truth.equal(duplicates(x), duplicates(x))
+    same = exact.equal(duplicates(x), duplicates(x))
     s = _dense(x, y, scale).masked_fill(same.fill_diagonal_(False), -torch.inf)
     losses = [-t.log_softmax(1).diagonal().mean() for t in (s, s.T)]
     return (losses[0] + losses[1]) / 2
@@ -142,7 +150,7 @@ def dense_clip_ignored(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 def dense_infonce(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """Equal ids are left out."""
-    s, same = _dense(x, y, scale), truth.equal(duplicates(x), duplicates(x))
+    s, same = _dense(x, y, scale), exact.equal(duplicates(x), duplicates(x))
     same.fill_diagonal_(False)
     return -s.masked_fill(same, -torch.inf).log_softmax(1).diagonal().mean()
 
@@ -159,7 +167,7 @@ def _dense_supervised(ids: Callable[[Tensor], Tensor]) -> LossFunction:
         z, own = torch.cat([x, y]), ids(x)
         eye = torch.eye(len(z), dtype=torch.bool, device=z.device)
         logp = _dense(z, z, scale).masked_fill(eye, -torch.inf).log_softmax(1)
-        positive = truth.equal(own, own) & ~eye
+        positive = exact.equal(own, own) & ~eye
         return -(logp.masked_fill(~positive, 0).sum(1) / positive.sum(1)).mean()
 
     return loss
@@ -169,35 +177,35 @@ def _dense_supervised(ids: Callable[[Tensor], Tensor]) -> LossFunction:
 
 
 def _of_views(ids: Callable[[Tensor], Tensor]) -> Callable[..., Truth]:
-    def exact(x: Tensor, y: Tensor, scale: float) -> Truth:
+    def of_views(x: Tensor, y: Tensor, scale: float) -> Truth:
         z = torch.cat([x, y])
-        found = truth.supervised(z, ids(x), scale)
+        found = exact.supervised(z, ids(x), scale)
         return found._replace(dx=found.dx[: len(x)], dy=found.dx[len(x) :])
 
-    return exact
+    return of_views
 
 
 def _exact_clip(x: Tensor, y: Tensor, scale: float) -> Truth:
-    return truth.clip_with_ids(x, y, scale, duplicates(x))
+    return exact.clip_with_ids(x, y, scale, duplicates(x))
 
 
 def _exact_clip_ignored(x: Tensor, y: Tensor, scale: float) -> Truth:
-    return truth.clip_without_duplicates(x, y, scale, duplicates(x))
+    return exact.clip_without_duplicates(x, y, scale, duplicates(x))
 
 
 def _exact_infonce(x: Tensor, y: Tensor, scale: float) -> Truth:
-    return truth.infonce(x, y, scale, ids=duplicates(x))
+    return exact.infonce(x, y, scale, ids=duplicates(x))
 
 
 def _exact_infonce_margin(x: Tensor, y: Tensor, scale: float) -> Truth:
-    return truth.infonce(x, y, scale, margin=MARGIN)
+    return exact.infonce(x, y, scale, margin=MARGIN)
 
 
 def _loss(
     name: str,
     ours: LossFunction,
     dense: LossFunction,
-    exact: Callable[..., Truth],
+    truth: Callable[..., Truth],
     work: int,
     general: LossFunction | None = None,
 ) -> Loss:
@@ -207,7 +215,7 @@ def _loss(
     ]
     if general is not None:
         made.append(Contender("general", "megabatch, all tiles", lambda: general))
-    return Loss(name, {contender.name: contender for contender in made}, exact, work)
+    return Loss(name, {contender.name: contender for contender in made}, truth, work)
 
 
 # The matrix of two views has 4 b² logits, of which half suffice: 8 * 4 / 2.
@@ -231,4 +239,87 @@ FAMILY = {
         _loss("infonce-margin", _infonce_margin, dense_infonce_margin, _exact_infonce_margin, 8),
     )
 }
-LOSSES.update(FAMILY)  # so that cases find them by name
+
+
+# --- the sigmoid loss and plain log-sum-exps ------------------------------------------------------
+
+
+def dense_siglip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """SigLIP's loss from one matrix of logits."""
+    z = scale * (x @ y.T) + bias
+    wide = torch.promote_types(z.dtype, torch.float32)
+    return (F.softplus(z.to(wide)).sum() - z.diagonal().to(wide).sum()) / len(x)
+
+
+def _megabatch_siglip() -> LossFunction:
+    from megabatch import SigLipLoss
+
+    return SigLipLoss()
+
+
+def _megabatch_logsumexp() -> LossFunction:
+    from megabatch.similarity import logsumexp
+
+    return _means(logsumexp)
+
+
+def _dense_logsumexp() -> LossFunction:
+    from megabatch.similarity.dense import logsumexp
+
+    return _means(logsumexp)
+
+
+def _means(logsumexp: Callable[..., tuple[Tensor, Tensor | None]]) -> LossFunction:
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        rows, columns = logsumexp(x, y, scale)
+        assert columns is not None
+        return rows.mean() + columns.mean()
+
+    return loss
+
+
+def _siglip_kernel() -> LossFunction:
+    """siglip-kernel's own choice for the dtype."""
+    from siglip_kernel import fused_siglip_loss
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        value: Tensor = fused_siglip_loss(x, y, scale.log(), bias)
+        return value
+
+    return loss
+
+
+SIGLIP = Loss(
+    "siglip",
+    by_name(
+        Contender("megabatch", "megabatch.SigLipLoss: one sweep", _megabatch_siglip),
+        Contender("dense", "one matrix", lambda: dense_siglip),
+        Contender(
+            "dense-compiled", "under torch.compile", compiled(lambda: dense_siglip), cuda=True
+        ),
+        Contender(
+            "siglip-kernel",
+            "strips, matrix products and a kernel",
+            _siglip_kernel,
+            ("siglip_kernel", "siglip-kernel"),
+            cuda=True,
+        ),
+    ),
+    exact.siglip,
+    work=6,  # no second matrix: a pair's gradient needs no sum over others
+    bias=-10.0,
+)
+
+LOGSUMEXP = Loss(
+    "logsumexp",
+    by_name(
+        Contender("megabatch", "megabatch.similarity.logsumexp", _megabatch_logsumexp),
+        Contender("dense", "one matrix", _dense_logsumexp),
+    ),
+    exact.logsumexp,
+    work=8,
+)
+
+# So that cases find them by name.
+LOSSES.update(FAMILY)
+LOSSES.update({loss.name: loss for loss in (SIGLIP, LOGSUMEXP)})

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from megabatch.benchmarking.ranks import free_port
+from machinery.ranks import free_port
 
 
 def test_a_port_where_somebody_listens_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from typing import IO
 
 import pytest
 
-from megabatch.benchmarking import supervise
-from megabatch.benchmarking.group import Group
+from machinery import supervise
+from machinery.group import Group
 from megabatch.benchmarking.inputs import Case
 
 CASE = Case("clip", "0", "cpu", "float32", b=64, d=16, scale=14.3)

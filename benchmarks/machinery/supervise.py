@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from megabatch.benchmarking import group
-from megabatch.benchmarking.group import Group
+from machinery import group
+from machinery.group import Group
 from megabatch.benchmarking.inputs import Case
 from megabatch.benchmarking.measure import Result
 

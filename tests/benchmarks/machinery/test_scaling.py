@@ -9,22 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabatch.benchmarking import scaling, scaling_records
+from machinery import scaling
+from machinery.parallel import PARALLEL, shard, without_transfers
+from machinery.ranks import Team
+from machinery.scaling import ScalingRecord, ScalingResult, Trial
 from megabatch.benchmarking.inputs import Case, features
-from megabatch.benchmarking.parallel import PARALLEL, shard, without_transfers
-from megabatch.benchmarking.ranks import Team
-from megabatch.benchmarking.scaling import ScalingResult, Trial
-from megabatch.benchmarking.scaling_records import ScalingRecord
 from megabatch.similarity.distributed import gathered, ring
 from tests import programs
-from tests.benchmarking.test_scripts import SCRIPTS, run
+from tests.benchmarks.test_scripts import SCRIPTS, run
 
 CASE = Case("clip", "megabatch", "cpu", "float32", b=1000, d=10, scale=14.3)
 
 
 def made(n: int, ms: float, rate: float = 1e12, b: int = 1000) -> ScalingRecord:
     result = ScalingResult("ok", "", (ms,), (rate,), 100, 0.1, host_ms=1.0)
-    return scaling_records.record(Trial(Case(**{**vars(CASE), "b": b}), n), result)
+    return scaling.record(Trial(Case(**{**vars(CASE), "b": b}), n), result)
 
 
 def test_a_record_of_several_devices_shares_the_work() -> None:
@@ -35,9 +34,7 @@ def test_a_record_of_several_devices_shares_the_work() -> None:
 
 def test_fractions_of_ideal() -> None:
     # On two devices in 60% of the time, each 10% slower than the one alone.
-    found = scaling_records.compare(
-        [made(1, 10.0), made(2, 6.0, rate=0.9e12), made(2, 21.0, b=2000)]
-    )
+    found = scaling.compare([made(1, 10.0), made(2, 6.0, rate=0.9e12), made(2, 21.0, b=2000)])
     assert found[0].of_ideal == 1
     assert found[1].of_ideal == pytest.approx(10 / 12)
     assert found[1].of_ideal_at_rate == pytest.approx(10 / 12 / 0.9)
@@ -67,7 +64,8 @@ def test_one_device_is_all_of_them_each_alone_at_their_mean_rate() -> None:
 
 
 def test_shards_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megabatch.benchmarking import inputs, parallel
+    from machinery import parallel
+    from megabatch.benchmarking import inputs
 
     for module in (inputs, parallel):
         monkeypatch.setattr(module, "PERIOD", 12)
@@ -153,15 +151,16 @@ def test_turns_names_what_it_cannot_take() -> None:
         assert re.search(message, ended.stderr)
 
 
-FAILING = """
+FAILING = f"""
 import sys
-from megabatch.benchmarking import ranks
+sys.path.insert(0, {str(SCRIPTS)!r})
+from machinery import ranks
 if len(sys.argv) == 1:
     ranks.start_others(3, [sys.executable, __file__, "other"])
 teams = ranks.join("cpu", [1, 3])
 team = teams[3]
 assert team.share(team.rank) == [0, 1, 2] and team.tell(team.rank) == 0
-print(f"rank {team.rank} is here", file=sys.stderr, flush=True)
+print("rank", team.rank, "is here", file=sys.stderr, flush=True)
 try:
     if team.rank == 2:
         raise ValueError("of its own")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,12 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from machinery.exact import of_copies
+from machinery.family import LOSSES
 from megabatch.benchmarking import memory, step
-from megabatch.benchmarking.clock import product_rate, queued_ms, timed_calls, times
-from megabatch.benchmarking.contenders import LOSSES
+from megabatch.benchmarking.clock import product_rate, timed_calls, times
 from megabatch.benchmarking.inputs import PERIOD, Case
 from megabatch.benchmarking.measure import Result
-from megabatch.benchmarking.truth import Truth, of_copies
+from megabatch.benchmarking.truth import Truth
 
 #: Milliseconds; a shorter call may wait for the host's launches.
 HOST_MATTERS = 20.0
@@ -81,6 +83,19 @@ def run(group: Group, deadline: float) -> Iterator[Event]:
         yield from _time(ready, inputs, group, deadline)
         del inputs, ready
         _release(group.case)
+
+
+def queued_ms(call: Callable[[], object], calls: int = 8) -> float:
+    """Milliseconds of one call on a GPU that other work has kept busy while the host went ahead.
+
+    So in a training step, where the encoders' kernels are still in the queue: what is left is the
+    call's time on the GPU, without the host's for its launches.
+    """
+    a = torch.ones(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    for _ in range(64):  # 0.1 s on one H200; calls of 2 ms on the host need a sixth of it
+        torch.mm(a, a, out=out)
+    return statistics.median(timed_calls([call] * calls, "cuda"))
 
 
 def warm_up(device: str) -> None:
