@@ -52,6 +52,7 @@ POINTERS = {
         "references",
         "tops",
         "states",
+        "result",
         "score",
     ),
     "*fp32",
@@ -96,12 +97,12 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
 
 def compiled(name: str, capability: int) -> dict[str, int]:
     kernel, dtype, warps, constants = KERNELS[name]
-    names = kernel.arg_names
+    names = kernel.jitted.arg_names
     constants = {key: value for key, value in constants.items() if key in names}
     box = f"tensordesc<{dtype}[128, 64]>"
     features = {"x": box, "y": box, "ds": f"tensordesc<{dtype}[128, 128]>"}
     features |= dict.fromkeys(("features", "kept"), f"*{dtype}")
-    features["out"] = "*fp32" if kernel in (merge.combine, ranks.scores) else f"*{dtype}"
+    features["out"] = "*fp32" if kernel is ranks.scores else f"*{dtype}"
     kinds = features | POINTERS | (STACKS if name.startswith("pairs") else {})
     kinds |= dict.fromkeys(constants, "constexpr")
     signature = {key: kinds.get(key, "i32") for key in names}
@@ -112,7 +113,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     }
     places = {(names.index(key),): value for key, value in constants.items()}
     made = triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes),
+        ASTSource(fn=kernel.jitted, signature=signature, constexprs=places, attrs=attributes),
         target=GPUTarget("cuda", capability, 32),
         # As `configs` has it for a generation.
         options={"num_warps": warps, "num_stages": 3}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -23,101 +24,157 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import megabatch as mb
 from megabatch.similarity.backends.triton import launch as module
-from megabatch.similarity.backends.triton.launch import kinds, launch
+from megabatch.similarity.backends.triton.launch import Kernel, kernel, kinds
 
 WIDE = torch.zeros(8, 64, dtype=torch.float16)
 
 
-class Kernel:
-    """Notes how it is launched: by Triton ("bound"), or itself compiled."""
+def example(x, y, n, row_start, B: tl.constexpr, FLAG: tl.constexpr):  # type: ignore[no-untyped-def]
+    pass
 
-    arg_names = ("x", "n", "B", "FLAG")
+
+class Jitted:
+    """Notes how it is launched: by Triton ("bound"), or directly."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def bound(*arguments: Any, **constants: Any) -> Compiled:
-            self.launches.append(("bound", grid, arguments, constants))
+        def bound(*arguments: Any, **options: Any) -> Compiled:
+            self.launches.append(("bound", grid, arguments, options))
             return Compiled(self)
 
         return bound
 
 
 class Compiled:
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+    def __init__(self, jitted: Jitted) -> None:
+        self.jitted = jitted
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments: self.kernel.launches.append(("itself", grid, arguments))
+        return lambda *arguments: self.jitted.launches.append(("directly", grid, arguments))
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(module, "JITFunction", Kernel)
+def made(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(module, "JITFunction", Jitted)
     monkeypatch.setattr(module, "past_binding", True)
-    monkeypatch.setattr(module, "_known", {})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    return Kernel()
+    found = kernel(example)
+    found.jitted = Jitted()
+    return found
 
 
-def test_the_second_launch_is_of_the_compiled_kernel(kernel: Kernel) -> None:
-    launch(kernel, 7, WIDE, 32, FLAG=True, B=128, num_warps=4)
-    launch(kernel, 9, WIDE[2:], 48, FLAG=True, B=128, num_warps=4)
-    first, second = kernel.launches
+USUAL = {"x": WIDE, "y": None, "n": 32, "row_start": 0, "B": 128, "FLAG": True}
+
+
+def ways(made: Kernel) -> list[str]:
+    return [how for how, *_ in made.jitted.launches]
+
+
+def test_the_second_launch_is_of_the_compiled_kernel(made: Kernel) -> None:
+    made.launch(7, **USUAL, num_warps=8)
+    made.launch(9, **USUAL | {"x": WIDE[2:], "n": 48}, num_warps=8)
+    first, second = made.jitted.launches
     assert first[:2] == ("bound", (7,))
-    assert first[3] == {"FLAG": True, "B": 128, "num_warps": 4}
-    assert second[:2] == ("itself", (9, 1, 1))
+    assert first[2][1:] == (None, 32, 0, 128, True)
+    assert first[3] == {"num_warps": 8, "num_stages": 3}
+    assert second[:2] == ("directly", (9, 1, 1))
     assert second[2][0].data_ptr() == WIDE[2:].data_ptr()
-    assert second[2][1:] == (48, 128, True)  # constants in the signature's order, no options
+    assert second[2][1:] == (None, 48, 0, 128, True)
+
+
+def test_arguments_come_in_the_order_of_the_signature_whatever_that_of_the_call(
+    made: Kernel,
+) -> None:
+    for names in (USUAL, reversed(USUAL)):
+        made.launch(1, **{name: USUAL[name] for name in names})
+    bound, directly = (arguments for _, _, arguments, *_ in made.jitted.launches)
+    assert bound == directly == tuple(USUAL.values())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "constants"),
+    ("changed", "message"),
     [
-        ((WIDE.float(), 32), {}),
-        ((WIDE[:, 1:], 32), {}),  # not at a multiple of 16 bytes
-        ((WIDE, 33), {}),
-        ((WIDE, 1), {}),
-        ((WIDE, 1 << 40), {}),
-        ((WIDE, None), {}),
-        ((None, 32), {}),
-        ((TensorDescriptor.from_tensor(WIDE, [4, 64]), 32), {}),
-        ((WIDE, 32), {"B": 64}),
-        ((WIDE, 32), {"num_warps": 8}),
+        ({"x": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'x'"),
+        ({"FLAG": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'FLAG'"),
+        ({"z": 1}, r"example.launch\(\) got an unexpected keyword argument 'z'"),
+    ],
+)
+def test_arguments_that_are_missing_or_unknown(
+    made: Kernel, changed: dict[str, Any], message: str
+) -> None:
+    arguments = {k: v for k, v in (USUAL | changed).items() if v is not ...}
+    with pytest.raises(TypeError, match=message):
+        made.launch(1, **arguments)
+
+
+def test_arguments_go_by_name_only(made: Kernel) -> None:
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2"):
+        made.launch(1, WIDE, **{k: v for k, v in USUAL.items() if k != "x"})
+
+
+def test_constants_come_last_in_a_signature() -> None:
+    def mixed(x, B: tl.constexpr, n):  # type: ignore[no-untyped-def]
+        pass
+
+    with pytest.raises(TypeError, match=r"mixed: its tl.constexpr must come last"):
+        kernel(mixed)
+
+
+def test_numbers_that_vary_are_not_specialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    jitted = kernel(example).jitted
+    assert [p.name for p in jitted.params if p.do_not_specialize] == ["n", "row_start"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": WIDE.float()},
+        {"x": WIDE[:, 1:]},  # not at a multiple of 16 bytes
+        {"n": 33},
+        {"n": 1},
+        {"n": 1 << 40},
+        {"n": None},
+        {"x": None},
+        {"x": TensorDescriptor.from_tensor(WIDE, [4, 64])},
+        {"x": None, "y": WIDE},
+        {"B": 64},
+        {"num_warps": 8},
+        {"num_stages": 2},
     ],
 )
 def test_what_needs_another_kernel_goes_through_triton(
-    kernel: Kernel, arguments: tuple[Any, ...], constants: dict[str, Any]
+    made: Kernel, changed: dict[str, Any]
 ) -> None:
-    usual = {"B": 128, "FLAG": True, "num_warps": 4}
-    launch(kernel, 1, WIDE, 32, **usual)
-    launch(kernel, 1, *arguments, **(usual | constants))
-    launch(kernel, 1, *arguments, **(usual | constants))
-    assert [how for how, *_ in kernel.launches] == ["bound", "bound", "itself"]
+    made.launch(1, **USUAL)
+    made.launch(1, **USUAL | changed)
+    made.launch(1, **USUAL | changed)
+    assert ways(made) == ["bound", "bound", "directly"]
 
 
-def test_descriptors_of_other_tiles_need_another_kernel(kernel: Kernel) -> None:
+def test_descriptors_of_other_tiles_need_another_kernel(made: Kernel) -> None:
     for width in (64, 32, 64):
         box = TensorDescriptor.from_tensor(WIDE, [4, width])
-        launch(kernel, 1, box, 32, B=128, FLAG=True)
-    assert [how for how, *_ in kernel.launches] == ["bound", "bound", "itself"]
+        made.launch(1, **USUAL | {"x": box})
+    assert ways(made) == ["bound", "bound", "directly"]
 
 
-def test_every_device_has_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_has_its_own(made: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     for device in (0, 1, 0):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
-        launch(kernel, 1, WIDE, 32, B=128, FLAG=True)
-    assert [how for how, *_ in kernel.launches] == ["bound", "bound", "itself"]
+        made.launch(1, **USUAL)
+    assert ways(made) == ["bound", "bound", "directly"]
 
 
 def test_other_versions_of_triton_go_the_ordinary_way(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    made: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "past_binding", False)
     for _ in range(3):
-        launch(kernel, 1, WIDE, 32, B=128, FLAG=True)
-    assert [how for how, *_ in kernel.launches] == ["bound"] * 3
+        made.launch(1, **USUAL)
+    assert ways(made) == ["bound"] * 3
 
 
 def test_the_versions_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +187,6 @@ def test_the_versions_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_undocumented_names_of_triton(name: str) -> None:
     """A Triton that fails here cannot join `TESTED`; the rest of a launch only a GPU can show."""
     purpose = f"triton.{name}, which megabatch needs {module.PURPOSES[name]}"
-    if name.endswith("arg_names"):  # of an instance
-        assert getattr(JITFunction(example), "arg_names", None) == ["a", "b"], purpose
-        return
     try:
         found = reduce(getattr, name.split("."), triton)
     except AttributeError:
@@ -148,27 +202,29 @@ def test_undocumented_names_of_triton(name: str) -> None:
 @pytest.mark.gpu
 def test_both_ways_give_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """With any version of Triton: see `TESTED`."""
-    found = []
+    found, bound, counts = [], [], []  # type: ignore[var-annotated]
+    bind = Kernel._bind
+    monkeypatch.setattr(Kernel, "_bind", lambda *given: (bound.append(1), bind(*given))[1])
     for past_binding in (False, True):
         monkeypatch.setattr(module, "past_binding", past_binding)
-        monkeypatch.setattr(module, "_known", {})
         for rows in (1000, 999, 1000, 1024):  # launches of other kinds, and known ones
             torch.manual_seed(rows)
             x, y = (torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
             mine = x.requires_grad_(), y.requires_grad_()
             loss = mb.ClipLoss()(*mine, 2.0) + mb.SigLipLoss()(*mine, 2.0, -3.0)
             found.append([loss, *torch.autograd.grad(loss, mine)])
-        assert bool(module._known) is past_binding
+        counts.append(len(bound))
+    assert counts[1] - counts[0] < counts[0]  # the third launches were known
     for ordinary, itself in zip(found[:4], found[4:], strict=True):
         for a, b in zip(ordinary, itself, strict=True):
             assert torch.equal(a, b)
 
 
-def example(a, b):  # type: ignore[no-untyped-def]
+def two(a, b):  # type: ignore[no-untyped-def]
     pass
 
 
-_made = JITFunction(example)
+_made = JITFunction(two)
 _bound = create_function_from_signature(
     _made.signature, _made.params, make_backend(GPUTarget("cuda", 90, 32))
 )

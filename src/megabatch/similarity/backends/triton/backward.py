@@ -12,10 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.tiles import LOG2E, logits_tile, mask_tile, mixed, swizzle
 
 
-@triton.jit(do_not_specialize=["size", "tiles"])
+@kernel
 def extremes(pull, out, size, tiles, B: tl.constexpr):
     """Smallest and largest log-sum-exp of each tile of B rows in log2: out[0], out[1]."""
     t = tl.program_id(0)
@@ -30,19 +31,11 @@ def _extremes(value, inside, out, tiles):
     tl.store(out + tiles, tl.max(tl.where(inside, value, float("-inf")), 0))
 
 
-@triton.jit(do_not_specialize=["value_stride", "gradient_stride", "size", "tiles"])
+@kernel
 def pull(
-    values,
-    value_stride,
-    gradients,
-    gradient_stride,
-    out,
-    extremes_out,
-    size,
-    tiles,
-    B: tl.constexpr,
-    KINDS: tl.constexpr,
-):
+    values, value_stride, gradients, gradient_stride, out, extremes_out, size, tiles,
+    B: tl.constexpr, KINDS: tl.constexpr,
+):  # fmt: skip
     """A side's pull as `states.pull_of` makes it, and its tiles' `extremes`, in one launch."""
     t = tl.program_id(0)
     i = t * B + tl.arange(0, B)
@@ -95,34 +88,13 @@ def _apart(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["row_start", "column_start", "m", "n", "row_stride", "column_stride"]
-)
+@kernel
 def tile(
-    x,
-    y,
-    ds,
-    scale,
-    row_pull,
-    row_stride,
-    column_pull,
-    column_stride,
-    ceiling,
-    row_start,
-    column_start,
-    m,
-    n,
-    d,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    R: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CEILING: tl.constexpr,
-    TRIANGLE: tl.constexpr,
-):
+    x, y, ds, scale, row_pull, row_stride, column_pull, column_stride, ceiling, row_start,
+    column_start, m, n, d,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, COLUMNS: tl.constexpr, CEILING: tl.constexpr, TRIANGLE: tl.constexpr,
+):  # fmt: skip
     """dS of R row tiles a program, as if their log-sum-exps lay close; stored in SPLIT pieces.
 
     TRIANGLE, with R = 1: the block is symmetric. What lies below the diagonal comes from the tiles
@@ -176,61 +148,17 @@ def _store(ds, i0, j0, e, SPLIT: tl.constexpr):
         ds.store([i0, j0 + e.shape[1] // 2], right)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "row_start",
-        "column_start",
-        "m",
-        "n",
-        "diagonal_offset",
-        "column_tiles",
-        "row_tiles",
-        "row_stride",
-        "column_stride",
-        "row_range_stride",
-        "column_range_stride",
-    ]
-)
+@kernel
 def exact(
-    x,
-    y,
-    ds,
-    scale,
-    row_pull,
-    row_stride,
-    column_pull,
-    column_stride,
-    row_extremes,
-    row_tiles,
-    column_extremes,
-    column_tiles,
-    row_ids,
-    row_ranges,
-    row_range_stride,
-    column_ids,
-    column_ranges,
-    column_range_stride,
-    ceiling,
-    row_start,
-    column_start,
-    m,
-    n,
-    d,
+    x, y, ds, scale, row_pull, row_stride, column_pull, column_stride, row_extremes, row_tiles,
+    column_extremes, column_tiles, row_ids, row_ranges, row_range_stride, column_ids,
+    column_ranges, column_range_stride, ceiling, row_start, column_start, m, n, d,
     diagonal_offset,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ALL: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    IDS: tl.constexpr,
-    OWN: tl.constexpr,
-    CEILING: tl.constexpr,
-    POSITIVES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
+    ALL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIAGONAL: tl.constexpr,
+    IDS: tl.constexpr, OWN: tl.constexpr, CEILING: tl.constexpr, POSITIVES: tl.constexpr,
     LIMIT: tl.constexpr,
-):
+):  # fmt: skip
     """dS of the other tiles, or of ALL; each program looks at CHUNK tiles at once."""
     tiles = tl.cdiv(n, BN)
     start = tl.program_id(0) * CHUNK
@@ -294,23 +222,11 @@ def _pull(s, pull, stride, index, size, START: tl.constexpr, AXIS: tl.constexpr)
     return e * tl.expand_dims(weight, AXIS)
 
 
-@triton.jit
+@kernel
 def finish(
-    total,
-    features,
-    out,
-    factor,
-    inner,
-    rows,
-    d,
-    total_stride,
-    feature_stride,
-    out_stride,
-    B: tl.constexpr,
-    BD: tl.constexpr,
-    INNER: tl.constexpr,
-    OUT: tl.constexpr,
-):
+    total, features, out, factor, inner, rows, d, total_stride, feature_stride, out_stride,
+    B: tl.constexpr, BD: tl.constexpr, INNER: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
     """out = factor * total in out's dtype, inner[program] = <features, total> of B rows."""
     i = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     f = tl.load(factor)

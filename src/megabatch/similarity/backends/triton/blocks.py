@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megabatch.similarity.backends.triton import backward, forward, merge
 from megabatch.similarity.backends.triton.configs import backward_config, forward_config
 from megabatch.similarity.backends.triton.cuts import TILE, block_shape, cdiv, parts, product_parts
-from megabatch.similarity.backends.triton.launch import launch
 from megabatch.similarity.backends.triton.settle import settle
 from megabatch.similarity.backends.triton.sides import (
     Side,
@@ -130,39 +129,52 @@ class FusedBlocks:
         references, tops = self._empty(groups * size), self._empty(groups)
         row_sums, column_sums = self._empty(tiles, m), self._empty(groups, n)
         diagonal = diagonal_of(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL
-        place = i.start, j.start, m, n, self.d
         offset = pairs.column_start - pairs.row_start
         xd, yd = self._descriptors(config.bk)
         near, far = (r.view(s) for r, s in zip(self._ranges, (i, j), strict=True))
-        kinds = {"IDS": pairs.row_ids is not None, "CEILING": pairs.ceiling is not None}
-        common: dict[str, int | bool] = {"BM": TILE, "BN": TILE, "BK": config.bk, **kinds}
-        common |= {"num_warps": config.warps, "num_stages": config.stages}
-        launch(forward.reference, groups * config.rows,
-            xd, self.y, self.y.stride(0), scale, references,
-            pairs.row_ids, pairs.column_ids, pairs.ceiling, *place, offset,
-            DIAGONAL=diagonal != NO_DIAGONAL, **common,
+        ids, ceiling = pairs.row_ids is not None, pairs.ceiling is not None
+        forward.reference.launch(
+            groups * config.rows, x=xd, y=self.y, y_stride=self.y.stride(0), scale=scale,
+            out=references, row_ids=pairs.row_ids, column_ids=pairs.column_ids,
+            ceiling=pairs.ceiling, row_start=i.start, column_start=j.start, m=m, n=n, d=self.d,
+            diagonal_offset=offset,
+            BM=TILE, BN=TILE, BK=config.bk, DIAGONAL=diagonal != NO_DIAGONAL, IDS=ids,
+            CEILING=ceiling, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         # The last column tile apart where it reaches past the end: a mask costs the others 4%.
         whole = n // TILE
         for first, count, even in ((0, whole, True), (whole, tiles - whole, False)):
             if count:
-                launch(forward.tile, groups * count,
-                    xd, yd, scale, references, tops, row_sums, column_sums, *near, *far,
-                    pairs.ceiling, *place, first, count, offset,
-                    R=config.rows, GROUP=config.group, COLUMNS=triangle or columns is not None,
-                    EVEN=even, TRIANGLE=triangle, DIAGONAL=diagonal != NO_DIAGONAL, **common,
+                forward.tile.launch(
+                    groups * count, x=xd, y=yd, scale=scale, references=references, tops=tops,
+                    row_sums=row_sums, column_sums=column_sums,
+                    row_ranges=near.values, row_range_stride=near.stride,
+                    column_ranges=far.values, column_range_stride=far.stride,
+                    ceiling=pairs.ceiling, row_start=i.start, column_start=j.start,
+                    m=m, n=n, d=self.d, first_column_tile=first, column_tiles=count,
+                    diagonal_offset=offset,
+                    BM=TILE, BN=TILE, BK=config.bk, R=config.rows, GROUP=config.group,
+                    DIAGONAL=diagonal != NO_DIAGONAL, IDS=ids, CEILING=ceiling,
+                    COLUMNS=triangle or columns is not None, EVEN=even, TRIANGLE=triangle,
+                    num_warps=config.warps, num_stages=config.stages,
                 )  # fmt: skip
         state, begins, ends = rows
         other, other_begins, other_ends = rows if columns is None else columns
         programs = cdiv(m, TILE) + (0 if columns is None else tiles)
-        launch(settle, programs,
-            xd, yd, scale,
-            row_sums, references, tiles, state, state.stride(0), int(begins), int(ends),
-            column_sums, tops, groups, other, other.stride(0), int(other_begins), int(other_ends),
-            pairs.row_ids, *near, pairs.column_ids, *far, pairs.ceiling, *place, offset,
-            SIZE=size, P=64, B=TILE, BK=config.bk, DIAGONAL=diagonal, **kinds,
-            OWN=pairs.diagonal == PAIRED, POSITIVES=len(state) == 6, TRIANGLE=triangle,
-            num_warps=8, num_stages=config.stages,
+        settle.launch(
+            programs, x=xd, y=yd, scale=scale,
+            row_sums=row_sums, references=references, row_parts=tiles, row_state=state,
+            row_state_stride=state.stride(0), row_first=int(begins), row_last=int(ends),
+            column_sums=column_sums, tops=tops, column_parts=groups, column_state=other,
+            column_state_stride=other.stride(0), column_first=int(other_begins),
+            column_last=int(other_ends),
+            row_ids=pairs.row_ids, row_ranges=near.values, row_range_stride=near.stride,
+            column_ids=pairs.column_ids, column_ranges=far.values, column_range_stride=far.stride,
+            ceiling=pairs.ceiling, row_start=i.start, column_start=j.start, m=m, n=n, d=self.d,
+            diagonal_offset=offset,
+            SIZE=size, P=64, B=TILE, BK=config.bk, DIAGONAL=diagonal, IDS=ids,
+            OWN=pairs.diagonal == PAIRED, CEILING=ceiling, POSITIVES=len(state) == 6,
+            TRIANGLE=triangle, num_warps=8, num_stages=config.stages,
         )  # fmt: skip
 
     def merged(self, states: Tensor) -> Tensor:
@@ -188,9 +200,10 @@ class FusedBlocks:
         extremes = values.new_empty(2, cdiv(size, TILE))
         tiles = extremes.shape[1]
         if tiles:
-            launch(backward.pull, tiles,
-                values, values.stride(0), gradient, gradient.stride(0), pull, extremes, size,
-                tiles, B=TILE, KINDS=kinds,
+            backward.pull.launch(
+                tiles, values=values, value_stride=values.stride(0), gradients=gradient,
+                gradient_stride=gradient.stride(0), out=pull, extremes_out=extremes, size=size,
+                tiles=tiles, B=TILE, KINDS=kinds,
             )  # fmt: skip
         return Side(True, pull, extremes, size, tiles, kinds == 2)
 
@@ -244,33 +257,40 @@ class FusedBlocks:
         pairs, config = self.pairs.view(i, j), backward_config(self.features)
         ds = self._workspace(m, n)
         tiles, column_tiles = cdiv(m, TILE), cdiv(n, TILE)
-        common = {"BM": TILE, "BN": TILE, "BK": config.bk, "COLUMNS": columns.wanted}
-        common |= {"CEILING": pairs.ceiling is not None, "num_stages": config.stages}
         xd, yd = self._descriptors(config.bk)
         near, far = (r.view(s) for r, s in zip(self._ranges, (i, j), strict=True))
-        pulls = rows.pull, rows.stride, columns.pull, columns.stride
-        place = i.start, j.start, m, n, self.d
         triangle = self.symmetric and i == j
         # Triton 3.6 does not compile a loop over several rows of tiles with a store in a branch.
         size = 1 if triangle else config.rows
         whole = new_descriptor(ds, TILE)
         if rows.wanted:
             pieces = whole if config.split == 1 else new_descriptor(ds, TILE // config.split)
-            launch(backward.tile, cdiv(tiles, size) * column_tiles,
-                xd, yd, pieces, scale, *pulls, pairs.ceiling,
-                *place, R=size, GROUP=config.group, SPLIT=config.split, TRIANGLE=triangle,
-                num_warps=config.warps, **common,
+            backward.tile.launch(
+                cdiv(tiles, size) * column_tiles, x=xd, y=yd, ds=pieces, scale=scale,
+                row_pull=rows.pull, row_stride=rows.stride,
+                column_pull=columns.pull, column_stride=columns.stride,
+                ceiling=pairs.ceiling, row_start=i.start, column_start=j.start, m=m, n=n, d=self.d,
+                BM=TILE, BN=TILE, BK=config.bk, R=size, GROUP=config.group, SPLIT=config.split,
+                COLUMNS=columns.wanted, CEILING=pairs.ceiling is not None, TRIANGLE=triangle,
+                num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
         chunk = 64 if rows.wanted else 1
-        launch(backward.exact, cdiv(tiles * column_tiles, chunk),
-            xd, yd, whole, scale, *pulls,
-            rows.extremes, rows.tiles, columns.extremes, columns.tiles,
-            pairs.row_ids, *near, pairs.column_ids, *far, pairs.ceiling,
-            *place, pairs.column_start - pairs.row_start,
-            CHUNK=chunk, ALL=not rows.wanted, ROWS=rows.wanted, LIMIT=SPREAD,
-            IDS=pairs.row_ids is not None, OWN=pairs.diagonal == PAIRED,
+        backward.exact.launch(
+            cdiv(tiles * column_tiles, chunk), x=xd, y=yd, ds=whole, scale=scale,
+            row_pull=rows.pull, row_stride=rows.stride,
+            column_pull=columns.pull, column_stride=columns.stride,
+            row_extremes=rows.extremes, row_tiles=rows.tiles,
+            column_extremes=columns.extremes, column_tiles=columns.tiles,
+            row_ids=pairs.row_ids, row_ranges=near.values, row_range_stride=near.stride,
+            column_ids=pairs.column_ids, column_ranges=far.values, column_range_stride=far.stride,
+            ceiling=pairs.ceiling, row_start=i.start, column_start=j.start, m=m, n=n, d=self.d,
+            diagonal_offset=pairs.column_start - pairs.row_start,
+            BM=TILE, BN=TILE, BK=config.bk, CHUNK=chunk, ALL=not rows.wanted, ROWS=rows.wanted,
+            COLUMNS=columns.wanted,
             DIAGONAL=diagonal_of(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL,
-            POSITIVES=rows.positives or columns.positives, num_warps=8, **common,
+            IDS=pairs.row_ids is not None, OWN=pairs.diagonal == PAIRED,
+            CEILING=pairs.ceiling is not None, POSITIVES=rows.positives or columns.positives,
+            LIMIT=SPREAD, num_warps=8, num_stages=config.stages,
         )  # fmt: skip
         return ds
 
@@ -335,9 +355,11 @@ class FusedBlocks:
         target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
         parts = total.new_empty(cdiv(size, block))
         if size:
-            launch(backward.finish, cdiv(size, block),
-                total, features, total if target is None else target, factor, parts, size, d,
-                total.stride(0), features.stride(0), 0 if target is None else target.stride(0),
+            backward.finish.launch(
+                cdiv(size, block), total=total, features=features,
+                out=total if target is None else target, factor=factor, inner=parts, rows=size, d=d,
+                total_stride=total.stride(0), feature_stride=features.stride(0),
+                out_stride=0 if target is None else target.stride(0),
                 B=block, BD=128, INNER=inner, OUT=out is not None,
             )  # fmt: skip
         if out is not None and target is not None and target is not out:

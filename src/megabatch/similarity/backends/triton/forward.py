@@ -11,32 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.tiles import LOG2E, mixed, swizzle
 
 
-@triton.jit(do_not_specialize=["row_start", "column_start", "m", "n", "diagonal_offset"])
+@kernel
 def reference(
-    x,
-    y,
-    y_stride,
-    scale,
-    out,
-    row_ids,
-    column_ids,
-    ceiling,
-    row_start,
-    column_start,
-    m,
-    n,
-    d,
+    x, y, y_stride, scale, out, row_ids, column_ids, ceiling, row_start, column_start, m, n, d,
     diagonal_offset,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    IDS: tl.constexpr,
-    CEILING: tl.constexpr,
-):
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DIAGONAL: tl.constexpr,
+    IDS: tl.constexpr, CEILING: tl.constexpr,
+):  # fmt: skip
     """out[i] = largest of row i's logits against BN columns spread over all, in log2, less 20.
 
     Only negatives count: a positive far above them would push their sum out of range. Rows past m
@@ -70,52 +55,15 @@ def reference(
     tl.store(out + i, tl.where(i < m, largest, float("inf")))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "row_start",
-        "column_start",
-        "m",
-        "n",
-        "diagonal_offset",
-        "first_column_tile",
-        "column_tiles",
-        "row_range_stride",
-        "column_range_stride",
-    ]
-)
+@kernel
 def tile(
-    x,
-    y,
-    scale,
-    references,
-    tops,
-    row_sums,
-    column_sums,
-    row_ranges,
-    row_range_stride,
-    column_ranges,
-    column_range_stride,
-    ceiling,
-    row_start,
-    column_start,
-    m,
-    n,
-    d,
-    first_column_tile,
-    column_tiles,
-    diagonal_offset,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    R: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    IDS: tl.constexpr,
-    CEILING: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr,
-    TRIANGLE: tl.constexpr,
-):
+    x, y, scale, references, tops, row_sums, column_sums, row_ranges, row_range_stride,
+    column_ranges, column_range_stride, ceiling, row_start, column_start, m, n, d,
+    first_column_tile, column_tiles, diagonal_offset,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    DIAGONAL: tl.constexpr, IDS: tl.constexpr, CEILING: tl.constexpr, COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr, TRIANGLE: tl.constexpr,
+):  # fmt: skip
     """row_sums[tile column, i], column_sums[group of R row tiles, j] of 2^(logit - reference).
 
     tops[group] becomes the largest reference of a group. Mixed tiles count nothing. Not EVEN: some

@@ -4,31 +4,18 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from megabatch.similarity.backends.triton.launch import kernel
 
-@triton.jit
+
+@kernel
 def keep(
-    total,
-    features,
-    order,
-    out,
-    units,
-    factor,
-    inner,
-    rows,
-    d,
-    total_stride,
-    feature_stride,
+    total, features, order, out, units, factor, inner, rows, d, total_stride, feature_stride,
     out_stride,
-    B: tl.constexpr,
-    BD: tl.constexpr,
-    ORDER: tl.constexpr,
-    UNITS: tl.constexpr,
-    INNER: tl.constexpr,
-    GAIN: tl.constexpr,
-):
+    B: tl.constexpr, BD: tl.constexpr, ORDER: tl.constexpr, UNITS: tl.constexpr,
+    INNER: tl.constexpr, GAIN: tl.constexpr,
+):  # fmt: skip
     """out[order] = factor * total / units in out's dtype.
 
     inner[program] = <features, total> / GAIN. UNITS: one a row is chosen, a power of two that
@@ -67,21 +54,11 @@ def keep(
         tl.store(inner + tl.program_id(0), tl.sum(tl.sum(dot, 1), 0) * (1.0 / GAIN))
 
 
-@triton.jit
+@kernel
 def release(
-    kept,
-    units,
-    out,
-    factor,
-    times,
-    rows,
-    d,
-    kept_stride,
-    out_stride,
-    B: tl.constexpr,
-    BD: tl.constexpr,
-    UNITS: tl.constexpr,
-):
+    kept, units, out, factor, times, rows, d, kept_stride, out_stride,
+    B: tl.constexpr, BD: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
     """out = kept * units * factor * times in out's dtype."""
     i = (tl.program_id(0) * B + tl.arange(0, B)).to(tl.int64)
     inside = i < rows

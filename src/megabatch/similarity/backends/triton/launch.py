@@ -1,15 +1,21 @@
-"""Launching a kernel, without what Triton would work out anew each time.
+"""Kernels whose launches name every argument, and cost the host little.
 
-`kernel[grid](...)` binds, classifies and hashes up to 45 arguments in Python, which a small batch
-waits for. What it finds depends on the constants and on each argument's kind alone: with these
-known, the compiled kernel is launched itself, as Triton's tutorial on a fused softmax does.
+`kernel` turns a function into a Triton kernel with a method `launch`. A kernel's own signature is
+the one place that orders its arguments; `launch` takes them by keyword only.
 
-That takes what Triton does not document (`PURPOSES`): all that megabatch knows of it is in this
-file, and serves with the versions it was tested with.
+`jitted[grid](...)` binds, classifies and hashes all arguments in Python, tens of microseconds that
+a small batch waits for. The result depends on the constants and on each argument's kind alone. Once
+a launch with the same ones has been made, the compiled kernel is launched directly, as Triton's
+tutorial on a fused softmax does.
+
+That takes undocumented parts of Triton (`PURPOSES`). This file holds all that megabatch knows of
+them, and uses them only with the versions of Triton it was tested with.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,59 +24,134 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-#: By undocumented name of Triton, what it is for.
+#: Undocumented names of Triton, and what each is for.
 PURPOSES = {
-    "runtime.jit.JITFunction": "to tell a kernel that is compiled from one that is interpreted",
-    "runtime.jit.JITFunction.arg_names": "to give constants in the order of a kernel's signature",
+    "runtime.jit.JITFunction": "to tell a compiled kernel from an interpreted one",
     "runtime.jit.JITFunction.run": "to get the compiled kernel that a launch used",
-    "compiler.CompiledKernel.__getitem__": "to launch a compiled kernel past the binding of its "
+    "compiler.CompiledKernel.__getitem__": "to launch a compiled kernel without binding its "
     "arguments: with a grid of three, on the current stream, with all arguments and constants",
 }
-#: Versions whose compiled kernels were launched themselves on a GPU. Another one joins once
-#: `pytest -m gpu tests/similarity/backends/triton/test_launch.py` passed with it, which tries it
-#: with any version; until then launches go the ordinary way: tens of microseconds more each.
+#: Versions whose compiled kernels have been launched directly on a GPU. To add one, run
+#: `pytest -m gpu tests/similarity/backends/triton/test_launch.py`, which tries whatever version is
+#: installed. With any other version Triton binds the arguments, tens of microseconds a launch.
 TESTED = ("3.6",)
 
-#: Whether compiled kernels are launched themselves.
+#: Names of arguments that change from block to block. No kernel is specialised to their values:
+#: Triton would compile it anew, for seconds, whenever one becomes 1 or a multiple of 16.
+VARYING = (
+    "count", "diagonal_offset", "m", "n", "size",
+    "row_start", "row_stride", "row_range_stride", "row_state_stride",
+    "row_first", "row_last", "row_parts", "row_tiles",
+    "column_start", "column_stride", "column_range_stride", "column_state_stride",
+    "column_first", "column_last", "column_parts", "column_tiles", "first_column_tile", "tiles",
+    "gradient_stride", "part_stride", "result_stride", "stride", "value_stride",
+)  # fmt: skip
+
+#: Whether compiled kernels are launched directly.
 past_binding = ".".join(triton.__version__.split(".")[:2]) in TESTED
 
-_known: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
+class Kernel:
+    """A Triton kernel.
 
-def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-    """`kernel[(programs,)](*arguments, **constants)` on the current device.
-
-    Args:
-        arguments: those that are no `tl.constexpr`, which come first in the kernel's signature.
-        constants: the others, and the launch's options.
+    Attributes:
+        jitted: the kernel as `triton.jit` makes it.
+        launch: `launch(programs, *, <arguments>, <constants>, num_warps=4, num_stages=3)` runs that
+            many programs on the current device. The arguments are those of the function that are
+            no `tl.constexpr`, the constants the others; all of them are keyword-only and required.
     """
-    if not (past_binding and isinstance(kernel, JITFunction)):  # or Triton's interpreter runs it
-        kernel[(programs,)](*arguments, **constants)
-        return
-    key = (id(kernel), torch.cuda.current_device(), tuple(constants.items()), *kinds(arguments))
-    known = _known.get(key)
-    if known is None:
-        compiled = kernel[(programs,)](*arguments, **constants)
-        _known[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
-    else:
-        compiled, rest = known
-        compiled[(programs, 1, 1)](*arguments, *rest)
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.jitted: Any = triton.jit(do_not_specialize=VARYING)(function)
+        self.launch: Callable[..., None] = _launch_by_name(function, self._launch)
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def _launch(
+        self,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        """Launch with arguments and constants in the signature's order."""
+        if not (past_binding and isinstance(self.jitted, JITFunction)):  # or it is interpreted
+            self._bind(programs, arguments, constants, num_warps, num_stages)
+            return
+        device = torch.cuda.current_device()
+        key = device, num_warps, num_stages, constants, tuple(kinds(arguments))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            bound = self._bind(programs, arguments, constants, num_warps, num_stages)
+            self._compiled[key] = bound
+        else:
+            compiled[(programs, 1, 1)](*arguments, *constants)
+
+    def _bind(
+        self,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int,
+    ) -> Any:
+        """Launch through Triton; returns the compiled kernel."""
+        return self.jitted[(programs,)](
+            *arguments, *constants, num_warps=num_warps, num_stages=num_stages
+        )
+
+
+def kernel(function: Callable[..., None]) -> Kernel:
+    """`triton.jit` for a kernel that is launched; functions that kernels call take `triton.jit`."""
+    return Kernel(function)
+
+
+def _launch_by_name(
+    function: Callable[..., None], launch: Callable[..., None]
+) -> Callable[..., None]:
+    """`launch`, taking the parameters of `function` by keyword.
+
+    Source code as for a namedtuple: Python binds the keywords of a plain function without making a
+    dict or hashing them, 1.5 us for 40 (a namedtuple of 30 fields, then unpacked: 3 us).
+    """
+    parameters = inspect.signature(function).parameters.values()
+    constant = ["constexpr" in str(p.annotation) for p in parameters]
+    if constant != sorted(constant):
+        raise TypeError(f"{function.__name__}: its tl.constexpr must come last")
+    arguments, constants = (
+        "".join(f"{p.name}, " for p, c in zip(parameters, constant, strict=True) if c == wanted)
+        for wanted in (False, True)
+    )
+    source = (
+        f"lambda programs, *, {arguments}{constants}num_warps=4, num_stages=3: "
+        f"launch(programs, ({arguments}), ({constants}), num_warps, num_stages)"
+    )
+    made: Callable[..., None] = eval(source, {"launch": launch})
+    made.__qualname__ = f"{function.__name__}.launch"
+    return made
 
 
 def kinds(arguments: tuple[Any, ...]) -> list[Any]:
-    """What Triton compiles a kernel anew for: dtypes, and numbers and addresses in steps of 16.
+    """The kind of each argument: arguments of the same kinds share a compiled kernel.
 
-    Numbers are told apart a little more than that, also where a kernel does not specialise them:
-    it costs entries, of which a few dozen remain.
+    Triton specialises a kernel to dtypes, to addresses that divide by 16 and to numbers that are 1
+    or divide by 16. Kinds tell a few more numbers apart, and do so also for numbers that a kernel
+    does not specialise. That costs entries, a few dozen in all.
     """
     found: list[Any] = []
     for a in arguments:
-        if type(a) is int:
-            found.append(a if 0 <= a < 16 else (a.bit_length() > 31, a % 16 == 0))
-        elif isinstance(a, Tensor):
+        kind = type(a)
+        if kind is int:
+            if 0 <= a < 16:
+                found.append(a)
+            else:
+                found.append((16 if a.bit_length() < 32 else 18) + (a % 16 == 0))
+        elif a is None:
+            found.append(None)
+        elif kind is Tensor or isinstance(a, Tensor):
             found.append(a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,))
-        elif isinstance(a, TensorDescriptor):
+        elif kind is TensorDescriptor:
             found.append((a.base.dtype, *a.block_shape))
         else:
-            found.append(type(a))
+            found.append(kind)
     return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity.backends.triton.cuts import cdiv
-from megabatch.similarity.backends.triton.launch import launch
+from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.tiles import LN2
 
 #: Rows a program.
@@ -29,26 +28,19 @@ def results(states: Tensor, out: Tensor) -> None:
 def _launch(states: Tensor, out: Tensor, finish: bool) -> None:
     count, rows, size = states.shape
     if size:
-        launch(combine, cdiv(size, BLOCK),
-            states, states.stride(0), states.stride(1), out, out.stride(0), count, size,
+        combine.launch(
+            cdiv(size, BLOCK), states=states, part_stride=states.stride(0), stride=states.stride(1),
+            result=out, result_stride=out.stride(0), count=count, size=size,
             KINDS=1 if rows == 2 else 2, FINISH=finish, B=BLOCK,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["part_stride", "stride", "out_stride", "count", "size"])
+@kernel
 def combine(
-    states,
-    part_stride,
-    stride,
-    out,
-    out_stride,
-    count,
-    size,
-    KINDS: tl.constexpr,
-    FINISH: tl.constexpr,
-    B: tl.constexpr,
-):
-    """out = `count` states as one, or what `states.finish` would make of that."""
+    states, part_stride, stride, result, result_stride, count, size,
+    KINDS: tl.constexpr, FINISH: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """result = `count` states as one, or what `states.finish` would make of that."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
     part_stride = part_stride.to(tl.int64)
@@ -66,10 +58,10 @@ def combine(
             of_one = tl.load(own + part * part_stride + stride, mask=inside, other=0.0)
             total += of_one * tl.exp2(one - shift)
         if FINISH:
-            tl.store(out + kind * out_stride + i, tl.log(total) + top * LN2, mask=inside)
+            tl.store(result + kind * result_stride + i, tl.log(total) + top * LN2, mask=inside)
         else:
-            tl.store(out + 2 * kind * out_stride + i, top, mask=inside)
-            tl.store(out + (2 * kind + 1) * out_stride + i, total, mask=inside)
+            tl.store(result + 2 * kind * result_stride + i, top, mask=inside)
+            tl.store(result + (2 * kind + 1) * result_stride + i, total, mask=inside)
     if KINDS == 2:
         for number in tl.static_range(2):
             total = tl.zeros((B,), tl.float32)
@@ -77,4 +69,4 @@ def combine(
                 place = states + part * part_stride + (4 + number) * stride + i
                 total += tl.load(place, mask=inside, other=0.0)
             row = 2 + number if FINISH else 4 + number
-            tl.store(out + row * out_stride + i, total, mask=inside)
+            tl.store(result + row * result_stride + i, total, mask=inside)

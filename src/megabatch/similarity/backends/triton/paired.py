@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity.backends.triton.cuts import cdiv
-from megabatch.similarity.backends.triton.launch import launch
+from megabatch.similarity.backends.triton.launch import kernel
 
 #: Pairs a program.
 BLOCK = 256
@@ -18,8 +18,9 @@ BLOCK = 256
 
 def paired_losses(rows: Tensor, columns: Tensor, out: Tensor) -> None:
     """out (m,) = the mean of both sides' losses of their stacks (4, m)."""
-    launch(losses, cdiv(len(out), BLOCK),
-        rows, rows.stride(0), columns, columns.stride(0), out, len(out), B=BLOCK,
+    losses.launch(
+        cdiv(len(out), BLOCK), rows=rows, row_stride=rows.stride(0), columns=columns,
+        column_stride=columns.stride(0), out=out, size=len(out), B=BLOCK,
     )  # fmt: skip
 
 
@@ -28,13 +29,14 @@ def paired_gradients(
 ) -> None:
     """Gradients of the stacks (4, m), contiguous, for that of the losses, (m,) of any stride."""
     size = rows.shape[1]
-    launch(gradients, cdiv(size, BLOCK),
-        rows, rows.stride(0), columns, columns.stride(0), gradient, gradient.stride(0),
-        drows, dcolumns, size, B=BLOCK,
+    gradients.launch(
+        cdiv(size, BLOCK), rows=rows, row_stride=rows.stride(0), columns=columns,
+        column_stride=columns.stride(0), gradient=gradient, gradient_stride=gradient.stride(0),
+        drows=drows, dcolumns=dcolumns, size=size, B=BLOCK,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["row_stride", "column_stride", "size"])
+@kernel
 def losses(rows, row_stride, columns, column_stride, out, size, B: tl.constexpr):
     """out = softplus(negative - positive_sum) of the rows, and of the columns; their mean."""
     i = tl.program_id(0) * B + tl.arange(0, B)
@@ -44,19 +46,11 @@ def losses(rows, row_stride, columns, column_stride, out, size, B: tl.constexpr)
     tl.store(out + i, 0.5 * (near + far), mask=inside)
 
 
-@triton.jit(do_not_specialize=["row_stride", "column_stride", "gradient_stride", "size"])
+@kernel
 def gradients(
-    rows,
-    row_stride,
-    columns,
-    column_stride,
-    gradient,
-    gradient_stride,
-    drows,
-    dcolumns,
-    size,
+    rows, row_stride, columns, column_stride, gradient, gradient_stride, drows, dcolumns, size,
     B: tl.constexpr,
-):
+):  # fmt: skip
     """Gradients of both stacks, whose rows follow one another at `size`."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size

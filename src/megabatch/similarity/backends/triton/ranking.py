@@ -15,7 +15,6 @@ from torch import Tensor
 from megabatch.similarity import sweep
 from megabatch.similarity.backends.triton.configs import forward_config
 from megabatch.similarity.backends.triton.cuts import TILE, cdiv, parts
-from megabatch.similarity.backends.triton.launch import launch
 from megabatch.similarity.backends.triton.ranks import ranks, scores
 from megabatch.similarity.backends.triton.sides import aligned, new_descriptor
 
@@ -56,9 +55,11 @@ class FusedScores:
         (m, d), n = self.x.shape, len(y)
         if m == 0 or n == 0:
             return
-        launch(ranks, cdiv(m, TILE) * cdiv(n, TILE * PART),
-            new_descriptor(self.x, config.bk), new_descriptor(y, config.bk), target, score,
-            above, equal, None if ids is None else self.ids, ids, m, n, d,
+        ranks.launch(
+            cdiv(m, TILE) * cdiv(n, TILE * PART),
+            x=new_descriptor(self.x, config.bk), y=new_descriptor(y, config.bk),
+            target=target, score=score, above=above, equal=equal,
+            row_ids=None if ids is None else self.ids, column_ids=ids, m=m, n=n, d=d,
             BM=TILE, BN=TILE, BK=config.bk, PART=PART, GROUP=GROUP, FIND=above is None,
             IDS=ids is not None, num_warps=self.warps, num_stages=config.stages,
         )  # fmt: skip
@@ -72,14 +73,16 @@ class FusedScores:
             return
         out = self.x.new_empty(_block(m, n, sweep.workspace(self.x)), dtype=torch.float32)
         tops = out.new_empty(len(out), out.shape[1] // TILE)
-        descriptors = new_descriptor(self.x, config.bk), new_descriptor(y, config.bk)
+        xd, yd = new_descriptor(self.x, config.bk), new_descriptor(y, config.bk)
         for i in parts(m, len(out)):
             for j in parts(n, out.shape[1]):
                 rows, columns = i.stop - i.start, j.stop - j.start
                 tiles = cdiv(columns, TILE)
-                launch(scores, cdiv(rows, TILE) * tiles,
-                    *descriptors, out, tops, None if ids is None else self.ids, ids,
-                    i.start, j.start, rows, columns, d, out.stride(0), tops.stride(0),
+                scores.launch(
+                    cdiv(rows, TILE) * tiles, x=xd, y=yd, out=out, tops=tops,
+                    row_ids=None if ids is None else self.ids, column_ids=ids,
+                    row_start=i.start, column_start=j.start, m=rows, n=columns, d=d,
+                    out_stride=out.stride(0), tops_stride=tops.stride(0),
                     BM=TILE, BN=TILE, BK=config.bk, GROUP=GROUP, IDS=ids is not None,
                     num_warps=8, num_stages=config.stages,  # 4 spill 1.4 kB by Triton 3.6
                 )  # fmt: skip

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.tiles import logits_tile, swizzle
 
 
-@triton.jit(do_not_specialize=["m", "n"])
+@kernel
 def ranks(
-    x,
-    y,
-    target,
-    score,
-    above,
-    equal,
-    row_ids,
-    column_ids,
-    m,
-    n,
-    d,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    FIND: tl.constexpr,
-    IDS: tl.constexpr,
-):
+    x, y, target, score, above, equal, row_ids, column_ids, m, n, d,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr,
+    GROUP: tl.constexpr, FIND: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
     """FIND: score[i] = x[i] @ y[target[i]], where that is a column; else counts of the others.
 
     One kernel for both: a target's score is then, bit for bit, what its tile holds when the others
@@ -71,27 +56,13 @@ def ranks(
         tl.atomic_add(equal + i, alike.to(tl.int64), mask=i < m, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["row_start", "column_start", "m", "n"])
+@kernel
 def scores(
-    x,
-    y,
-    out,
-    tops,
-    row_ids,
-    column_ids,
-    row_start,
-    column_start,
-    m,
-    n,
-    d,
-    out_stride,
+    x, y, out, tops, row_ids, column_ids, row_start, column_start, m, n, d, out_stride,
     tops_stride,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     IDS: tl.constexpr,
-):
+):  # fmt: skip
     """out = x @ y.T of a block of m rows and n columns; tops[i, tile] = largest of row i there.
 
     -inf where ids are equal and past n, up to a whole tile. A NaN counts as inf in `tops`, so that

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from megabatch.similarity.backends.triton.forward import clamped
+from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.tiles import LN2, LOG2E, logits_tile, mask_tile, mixed
 
 #: Sums outside are redone exactly. Below, terms lost under 2^-126 would count (4M of them: 2^-29).
@@ -17,67 +18,16 @@ LOWEST = tl.constexpr(2.0**-75)
 HIGHEST = tl.constexpr(2.0**126)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "row_start",
-        "column_start",
-        "m",
-        "n",
-        "diagonal_offset",
-        "row_parts",
-        "row_state_stride",
-        "row_first",
-        "row_last",
-        "row_range_stride",
-        "column_parts",
-        "column_state_stride",
-        "column_first",
-        "column_last",
-        "column_range_stride",
-    ]
-)
+@kernel
 def settle(
-    x,
-    y,
-    scale,
-    row_sums,
-    references,
-    row_parts,
-    row_state,
-    row_state_stride,
-    row_first,
-    row_last,
-    column_sums,
-    tops,
-    column_parts,
-    column_state,
-    column_state_stride,
-    column_first,
-    column_last,
-    row_ids,
-    row_ranges,
-    row_range_stride,
-    column_ids,
-    column_ranges,
-    column_range_stride,
-    ceiling,
-    row_start,
-    column_start,
-    m,
-    n,
-    d,
-    diagonal_offset,
-    SIZE: tl.constexpr,
-    P: tl.constexpr,
-    B: tl.constexpr,
-    BK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    IDS: tl.constexpr,
-    OWN: tl.constexpr,
-    CEILING: tl.constexpr,
-    POSITIVES: tl.constexpr,
-    TRIANGLE: tl.constexpr,
-):
+    x, y, scale, row_sums, references, row_parts, row_state, row_state_stride, row_first,
+    row_last, column_sums, tops, column_parts, column_state, column_state_stride, column_first,
+    column_last, row_ids, row_ranges, row_range_stride, column_ids, column_ranges,
+    column_range_stride, ceiling, row_start, column_start, m, n, d, diagonal_offset,
+    SIZE: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    DIAGONAL: tl.constexpr, IDS: tl.constexpr, OWN: tl.constexpr, CEILING: tl.constexpr,
+    POSITIVES: tl.constexpr, TRIANGLE: tl.constexpr,
+):  # fmt: skip
     """Add a block to both sides' running states, a tile of B rows or columns a program.
 
     `parts` sums a row are added P at a time; SIZE rows are a group. Where it is a side's `first`

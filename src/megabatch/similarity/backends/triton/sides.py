@@ -11,7 +11,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.backends.triton import backward
 from megabatch.similarity.backends.triton.cuts import TILE, cdiv, padded
-from megabatch.similarity.backends.triton.launch import launch
 from megabatch.similarity.backends.triton.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
 
@@ -35,7 +34,9 @@ class Side(NamedTuple):
             return cls(False, placeholder, placeholder)
         tiles = cdiv(pull.shape[1], TILE)
         extremes = pull.new_empty(2, tiles)
-        launch(backward.extremes, tiles, pull, extremes, pull.shape[1], tiles, B=TILE)
+        backward.extremes.launch(
+            tiles, pull=pull, out=extremes, size=pull.shape[1], tiles=tiles, B=TILE
+        )
         return cls(True, pull, extremes, pull.stride(0), tiles, len(pull) == 5)
 
     def view(self, part: slice) -> Side:
@@ -67,7 +68,7 @@ def ranges_of(ids: Tensor | None) -> Ranges:
     tiles = cdiv(len(ids), TILE)
     ranges = ids.new_empty(2, tiles)
     if tiles:
-        launch(id_ranges, tiles, ids, ranges, len(ids), tiles, B=TILE)
+        id_ranges.launch(tiles, ids=ids, out=ranges, size=len(ids), tiles=tiles, B=TILE)
     return Ranges(ranges, tiles)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.tiles import (
     LN2,
     LOG2E,
@@ -93,52 +94,15 @@ def _quarter_sums(v, BM: tl.constexpr, B: tl.constexpr):
     return tl.sum(tl.sum(tl.sum(v, 1), 2), 1)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "row_start",
-        "column_start",
-        "m",
-        "n",
-        "first_column_tile",
-        "column_tiles",
-        "diagonal_offset",
-        "row_range_stride",
-        "column_range_stride",
-    ]
-)
+@kernel
 def tile(
-    x,
-    y,
-    ds,
-    parts,
-    scale,
-    bias,
-    weight,
-    row_ranges,
-    row_range_stride,
-    column_ranges,
-    column_range_stride,
-    row_start,
-    column_start,
-    m,
-    n,
-    d,
-    first_column_tile,
-    column_tiles,
+    x, y, ds, parts, scale, bias, weight, row_ranges, row_range_stride, column_ranges,
+    column_range_stride, row_start, column_start, m, n, d, first_column_tile, column_tiles,
     diagonal_offset,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    R: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EVEN: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    IDS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    GAIN: tl.constexpr,
-):
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, GAIN: tl.constexpr,
+):  # fmt: skip
     """dS * GAIN of R row tiles a program, and its sums of losses (in base 2) and of dS.
 
     Those are parts[group of R row tiles, tile column]; mixed tiles count nothing in them. Not EVEN:
@@ -204,52 +168,15 @@ def tile(
         tl.store(parts + index + PARTS, _quarter_sums(slopes, BM, BN // 16))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "row_start",
-        "column_start",
-        "m",
-        "n",
-        "diagonal_offset",
-        "row_range_stride",
-        "column_range_stride",
-        "stride",
-    ]
-)
+@kernel
 def exact(
-    x,
-    y,
-    ds,
-    parts,
-    sums,
-    stride,
-    scale,
-    bias,
-    weight,
-    row_ids,
-    row_ranges,
-    row_range_stride,
-    column_ids,
-    column_ranges,
-    column_range_stride,
-    row_start,
-    column_start,
-    m,
-    n,
-    d,
+    x, y, ds, parts, sums, stride, scale, bias, weight, row_ids, row_ranges, row_range_stride,
+    column_ids, column_ranges, column_range_stride, row_start, column_start, m, n, d,
     diagonal_offset,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    R: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ALL: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    IDS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    GAIN: tl.constexpr,
-):
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    ALL: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr, WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr, GAIN: tl.constexpr,
+):  # fmt: skip
     """The tiles that `tile` leaves, or ALL; each program looks at CHUNK tiles at once.
 
     Adds to sums[:, program] (float64) the losses, dS, and dS times the products <x, y>, the last

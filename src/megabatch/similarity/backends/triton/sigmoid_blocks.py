@@ -14,7 +14,6 @@ from megabatch.similarity.backends.triton import sigmoid, tuned
 from megabatch.similarity.backends.triton.blocks import FusedBlocks
 from megabatch.similarity.backends.triton.configs import packaged_backward
 from megabatch.similarity.backends.triton.cuts import TILE, cdiv, product_parts
-from megabatch.similarity.backends.triton.launch import launch
 from megabatch.similarity.backends.triton.sides import diagonal_of, new_descriptor
 from megabatch.similarity.backends.triton.tiles import NO_DIAGONAL
 from megabatch.similarity.pairs import Pairs
@@ -92,17 +91,10 @@ class SigmoidBlocks(FusedBlocks):
         tiles, columns = cdiv(m, TILE), cdiv(n, TILE)
         groups = cdiv(tiles, config.rows)
         weight = None if self.weight is None else self.weight[i]
-        numbers = self.terms.scale, self.terms.bias, weight
         near, far = (r.view(s) for r, s in zip(self._ranges, (i, j), strict=True))
-        place = i.start, j.start, m, n, self.d
         offset = pairs.column_start - pairs.row_start
         xd, yd = self._descriptors(config.bk)
-        common: dict[str, int | float | bool] = {
-            "DIAGONAL": diagonal_of(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL,
-            **{"BM": TILE, "BN": TILE, "BK": config.bk, "R": config.rows, "GAIN": self.gain},
-            **{"IDS": pairs.row_ids is not None, "WEIGHT": weight is not None},
-            **{"GRADIENT": ds is not None, "num_stages": config.stages},
-        }
+        diagonal = diagonal_of(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL
         # Sums of dS without any dS to store are rare: no kernel of their own.
         slow = ds is None and (self.need.scale or self.need.bias)
         out = None if ds is None else new_descriptor(ds, TILE // config.split)
@@ -110,18 +102,32 @@ class SigmoidBlocks(FusedBlocks):
         whole = n // TILE
         for first, count, even in ((0, whole, True), (whole, columns - whole, False)):
             if count and not slow:
-                launch(sigmoid.tile, groups * count,
-                    xd, yd, out, self._parts, *numbers, *near, *far, *place, first, count, offset,
-                    GROUP=config.group, SPLIT=config.split, EVEN=even, num_warps=config.warps,
-                    **common,
+                sigmoid.tile.launch(
+                    groups * count, x=xd, y=yd, ds=out, parts=self._parts,
+                    scale=self.terms.scale, bias=self.terms.bias, weight=weight,
+                    row_ranges=near.values, row_range_stride=near.stride,
+                    column_ranges=far.values, column_range_stride=far.stride,
+                    row_start=i.start, column_start=j.start, m=m, n=n, d=self.d,
+                    first_column_tile=first, column_tiles=count, diagonal_offset=offset,
+                    BM=TILE, BN=TILE, BK=config.bk, R=config.rows, GROUP=config.group,
+                    SPLIT=config.split, EVEN=even, DIAGONAL=diagonal,
+                    IDS=pairs.row_ids is not None, WEIGHT=weight is not None,
+                    GRADIENT=ds is not None, GAIN=self.gain,
+                    num_warps=config.warps, num_stages=config.stages,
                 )  # fmt: skip
         if config.split != 1:
             out = None if ds is None else new_descriptor(ds, TILE)
         chunk = CHUNKS[0] if tiles * columns >= LARGE else CHUNKS[1]
-        launch(sigmoid.exact, cdiv(tiles * columns, chunk),
-            xd, yd, out, self._parts, self._sums, self._sums.stride(0), *numbers,
-            pairs.row_ids, *near, pairs.column_ids, *far, *place, offset,
-            CHUNK=chunk, ALL=slow, num_warps=16, **common,
+        sigmoid.exact.launch(
+            cdiv(tiles * columns, chunk), x=xd, y=yd, ds=out, parts=self._parts, sums=self._sums,
+            stride=self._sums.stride(0),
+            scale=self.terms.scale, bias=self.terms.bias, weight=weight,
+            row_ids=pairs.row_ids, row_ranges=near.values, row_range_stride=near.stride,
+            column_ids=pairs.column_ids, column_ranges=far.values, column_range_stride=far.stride,
+            row_start=i.start, column_start=j.start, m=m, n=n, d=self.d, diagonal_offset=offset,
+            BM=TILE, BN=TILE, BK=config.bk, R=config.rows, CHUNK=chunk, ALL=slow,
+            DIAGONAL=diagonal, IDS=pairs.row_ids is not None, WEIGHT=weight is not None,
+            GRADIENT=ds is not None, GAIN=self.gain, num_warps=16, num_stages=config.stages,
         )  # fmt: skip
 
     def sums(self) -> Tensor:
@@ -157,10 +163,12 @@ class SigmoidBlocks(FusedBlocks):
         else:
             order = rows
         if programs:
-            launch(kernels.keep, programs,
-                total, features, order, values, units, factor, products, size, d,
-                total.stride(0), features.stride(0), values.stride(0), B=ROWS, BD=COLUMNS,
-                ORDER=order is not None, UNITS=len(kept.units) > 0, INNER=inner, GAIN=self.gain,
+            kernels.keep.launch(
+                programs, total=total, features=features, order=order, out=values, units=units,
+                factor=factor, inner=products, rows=size, d=d, total_stride=total.stride(0),
+                feature_stride=features.stride(0), out_stride=values.stride(0),
+                B=ROWS, BD=COLUMNS, ORDER=order is not None, UNITS=len(kept.units) > 0,
+                INNER=inner, GAIN=self.gain,
             )  # fmt: skip
         if not inner:
             return None
@@ -171,7 +179,8 @@ class SigmoidBlocks(FusedBlocks):
 def release(kept: Kept, out: Tensor, factor: Tensor, times: int) -> None:
     """out = kept * factor * times, each row times its unit."""
     size, d = out.shape
-    launch(kernels.release, cdiv(size, ROWS),
-        kept.values, kept.units, out, factor, times, size, d,
-        kept.values.stride(0), out.stride(0), B=ROWS, BD=COLUMNS, UNITS=len(kept.units) > 0,
+    kernels.release.launch(
+        cdiv(size, ROWS), kept=kept.values, units=kept.units, out=out, factor=factor, times=times,
+        rows=size, d=d, kept_stride=kept.values.stride(0), out_stride=out.stride(0),
+        B=ROWS, BD=COLUMNS, UNITS=len(kept.units) > 0,
     )  # fmt: skip

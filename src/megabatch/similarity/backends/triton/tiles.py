@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megabatch.similarity.backends.triton.launch import kernel
+
 # The kernels' `do_not_specialize`: numbers that change from block to block. Triton would compile a
 # kernel anew, seconds each, for those that are 1 or divide by 16.
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -31,7 +33,7 @@ def logits_tile(x, y, i0, j0, d, BM: tl.constexpr, BN: tl.constexpr, BK: tl.cons
     return acc
 
 
-@triton.jit(do_not_specialize=["size", "tiles"])
+@kernel
 def id_ranges(ids, out, size, tiles, B: tl.constexpr):
     """Smallest and largest id of each tile of B rows: out[0], out[1]; no negative ones."""
     t = tl.program_id(0)
