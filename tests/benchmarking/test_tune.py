@@ -10,8 +10,8 @@ import torch
 from megabatch import cli
 from megabatch.benchmarking import tune, tune_command
 from megabatch.benchmarking.tune import Tried
-from megabatch.similarity.backends.triton import tuned
-from megabatch.similarity.backends.triton.tuned import VALUES, Config, Key
+from megabatch.similarity.backends.triton import configs
+from megabatch.similarity.backends.triton.configs import VALUES, Config, Key
 
 OPTIONS = {field: VALUES[field] for field in ("rows", "group", "stages")}
 GOAL = Config(rows=8, group=2, stages=4)
@@ -106,7 +106,7 @@ def test_the_command_keeps_what_it_found(
     targets = [FakeTarget("forward"), FakeTarget("backward")]
     monkeypatch.setattr(tune_command, "_targets", lambda options: targets)
     assert cli.main(["tune"]) == 0
-    assert tuned.read(tmp_path / "kernels.json") == {t.key(): GOAL for t in targets}
+    assert configs.read(tmp_path / "kernels.json") == {t.key(): GOAL for t in targets}
     shown = capsys.readouterr().out
     assert "backward, bfloat16, width 768, many rows" in shown
     assert "times as fast" in shown

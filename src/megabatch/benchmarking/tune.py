@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megabatch.benchmarking.clock import times
 from megabatch.similarity import dense, split_logsumexp
-from megabatch.similarity.backends.triton import configs, tuned
-from megabatch.similarity.backends.triton.tuned import FEW_ROWS, VALUES, Config, Key
+from megabatch.similarity.backends.triton import configs
+from megabatch.similarity.backends.triton.configs import FEW_ROWS, VALUES, Config, Key
 
 #: Fields that are searched, in this order; split concerns the backward kernel alone.
 FIELDS = {
@@ -127,7 +127,7 @@ class Target:
         exact = _exact(*small)
 
         def measure(config: Config) -> float:
-            with tuned.trying({self.kernel: config}):
+            with configs.trying({self.kernel: config}):
                 _check(*small, exact, self.dtype)
                 if self.kernel == "forward":
                     with torch.no_grad():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megabatch.benchmarking.tune import Target, Tried
-    from megabatch.similarity.backends.triton.tuned import Config, Key
+    from megabatch.similarity.backends.triton.configs import Config, Key
 
 # Libraries are imported by the functions that use them: --help does without.
 
@@ -45,9 +45,9 @@ def main(argv: list[str]) -> int:
     targets = _targets(options)
     from rich.console import Console
 
-    from megabatch.similarity.backends.triton import tuned
+    from megabatch.similarity.backends.triton import configs
 
-    file = options.output or tuned.path()
+    file = options.output or configs.path()
     console = Console(highlight=False)
     for target in targets:
         # Each is kept as it is found: an interrupted run loses one.
@@ -111,9 +111,9 @@ def _words(tried: Tried) -> str:
 
 
 def _keep(file: Path, found: dict[Key, Config]) -> None:
-    from megabatch.similarity.backends.triton import tuned
+    from megabatch.similarity.backends.triton import configs
 
     try:
-        tuned.write(file, found)
+        configs.write(file, found)
     except OSError as error:
         raise UsageError(f"{file}: cannot be written: {error.strerror}") from error

@@ -16,7 +16,7 @@ from megabatch.planning.counter import counted
 from megabatch.planning.towers import AUTOCAST
 from megabatch.similarity import sweep
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.backends.triton.cuts import block_shape, padded
+from megabatch.similarity.backends.triton.blocking import block_shape, padded
 from megabatch.similarity.distributed import ring
 
 #: Operations a second in half precision on CLIP's loss, by part of the GPU's name, with 8 b^2 d

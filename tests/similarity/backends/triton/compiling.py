@@ -18,15 +18,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megabatch.similarity.backends.triton import (
-    backward,
-    forward,
-    kept,
-    merge,
     paired,
     ranking,
-    ranks,
-    settle,
     sigmoid,
+    softmax_backward,
+    softmax_forward,
 )
 
 POINTERS = {
@@ -77,21 +73,31 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "tile": (sigmoid.tile, "bf16", 4, TILE | PLAIN | ABSENT | {"EVEN": True}),
     "tile, masked": (sigmoid.tile, "fp16", 4, TILE | MASKED | {"EVEN": False}),
     "exact": (sigmoid.exact, "bf16", 16, TILE | MASKED | {"CHUNK": 128, "ALL": False}),
-    "clip": (forward.tile, "bf16", 4, TILE | ABSENT | SIDES | WHOLE | {"R": 8, "EVEN": True}),
-    "clip, half": (forward.tile, "bf16", 4, TILE | ABSENT | SIDES | HALF | {"R": 8, "EVEN": False}),
-    "settle, half": (settle.settle, "bf16", 8, TILE | SIDES | SETTLE | HALF),
-    "clip, ds": (backward.tile, "bf16", 4, TILE | ABSENT | SIDES | WHOLE),
-    "clip, ds, half": (backward.tile, "fp16", 4, TILE | ABSENT | SIDES | HALF),
-    "find": (ranks.ranks, "bf16", 4, TILE | ABSENT | FIND),
-    "count": (ranks.ranks, "bf16", 4, TILE | ABSENT | COUNT | {"IDS": False}),
-    "scores": (ranks.scores, "bf16", 8, TILE | ABSENT | {"GROUP": ranking.GROUP, "IDS": False}),
-    "scores, ids": (ranks.scores, "fp16", 8, TILE | {"GROUP": ranking.GROUP, "IDS": True}),
-    "count, ids": (ranks.ranks, "fp16", 8, TILE | COUNT | {"IDS": True}),
-    "combine": (merge.combine, "bf16", 4, {"KINDS": 2, "FINISH": False, "B": 256}),
+    "clip": (
+        softmax_forward.tile,
+        "bf16",
+        4,
+        TILE | ABSENT | SIDES | WHOLE | {"R": 8, "EVEN": True},
+    ),
+    "clip, half": (
+        softmax_forward.tile,
+        "bf16",
+        4,
+        TILE | ABSENT | SIDES | HALF | {"R": 8, "EVEN": False},
+    ),
+    "settle, half": (softmax_forward.settle, "bf16", 8, TILE | SIDES | SETTLE | HALF),
+    "clip, ds": (softmax_backward.tile, "bf16", 4, TILE | ABSENT | SIDES | WHOLE),
+    "clip, ds, half": (softmax_backward.tile, "fp16", 4, TILE | ABSENT | SIDES | HALF),
+    "find": (ranking.ranks, "bf16", 4, TILE | ABSENT | FIND),
+    "count": (ranking.ranks, "bf16", 4, TILE | ABSENT | COUNT | {"IDS": False}),
+    "scores": (ranking.scores, "bf16", 8, TILE | ABSENT | {"GROUP": ranking.GROUP, "IDS": False}),
+    "scores, ids": (ranking.scores, "fp16", 8, TILE | {"GROUP": ranking.GROUP, "IDS": True}),
+    "count, ids": (ranking.ranks, "fp16", 8, TILE | COUNT | {"IDS": True}),
+    "combine": (softmax_forward.combine, "bf16", 4, {"KINDS": 2, "FINISH": False, "B": 256}),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
-    "keep": (kept.keep, "fp16", 4, ROWS),
-    "release": (kept.release, "fp16", 4, ROWS),
+    "keep": (sigmoid.keep, "fp16", 4, ROWS),
+    "release": (sigmoid.release, "fp16", 4, ROWS),
 }
 
 
@@ -102,7 +108,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     box = f"tensordesc<{dtype}[128, 64]>"
     features = {"x": box, "y": box, "ds": f"tensordesc<{dtype}[128, 128]>"}
     features |= dict.fromkeys(("features", "kept"), f"*{dtype}")
-    features["out"] = "*fp32" if kernel is ranks.scores else f"*{dtype}"
+    features["out"] = "*fp32" if kernel is ranking.scores else f"*{dtype}"
     kinds = features | POINTERS | (STACKS if name.startswith("pairs") else {})
     kinds |= dict.fromkeys(constants, "constexpr")
     signature = {key: kinds.get(key, "i32") for key in names}

@@ -15,7 +15,7 @@ from torch import Tensor
 from megabatch import similarity
 from megabatch.similarity import dense, sweep
 from megabatch.similarity.backends.triton import blocks
-from megabatch.similarity.backends.triton.tuned import Config
+from megabatch.similarity.backends.triton.configs import Config
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, careful_dense, float32_noise, truth
 from tests.similarity.test_statistics import some_ids, weighted_sum

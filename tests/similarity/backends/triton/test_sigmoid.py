@@ -16,7 +16,7 @@ from megabatch.similarity import sweep
 from tests.similarity.features import MAKERS
 
 pytest.importorskip("triton")
-from megabatch.similarity.backends.triton import sigmoid_blocks, tuned
+from megabatch.similarity.backends.triton import configs
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -198,8 +198,8 @@ def test_other_launches_give_the_same(launch: tuple[int, int]) -> None:
     x, y = MAKERS["clustered"](450, 300, 16)
     ids = torch.randint(-1, 40, (450,)), torch.randint(-1, 40, (300,))
     x[130:140] *= 8  # beyond what products of e^logit may be
-    config = tuned.Config(rows=launch[0], split=launch[1], group=2)
-    with tuned.trying({"sigmoid": config}):
+    config = configs.Config(rows=launch[0], split=launch[1], group=2)
+    with configs.trying({"sigmoid": config}):
         check(x.half(), y.half(), 10.0, -2.0, ids)
         check(x.half()[:300], y.half(), 10.0, -2.0, "paired", torch.rand(300))
 
@@ -311,7 +311,7 @@ def test_what_stays_until_the_backward_pass() -> None:
 
 def test_shapes_of_launches() -> None:
     x = torch.empty(20, 8, dtype=torch.float16)
-    assert sigmoid_blocks.config(x).rows == 1
+    assert configs.sigmoid_config(x).rows == 1
 
 
 # --- on a GPU alone -------------------------------------------------------------------------------

@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megabatch.similarity.backends.triton import backward, forward, merge
+from megabatch.similarity.backends.triton import softmax_backward, softmax_forward
+from megabatch.similarity.backends.triton.blocking import (
+    TILE,
+    block_shape,
+    cdiv,
+    parts,
+    product_parts,
+)
 from megabatch.similarity.backends.triton.configs import backward_config, forward_config
-from megabatch.similarity.backends.triton.cuts import TILE, block_shape, cdiv, parts, product_parts
-from megabatch.similarity.backends.triton.settle import settle
-from megabatch.similarity.backends.triton.sides import (
+from megabatch.similarity.backends.triton.operands import (
     Side,
     aligned,
     diagonal_of,
@@ -133,7 +138,7 @@ class FusedBlocks:
         xd, yd = self._descriptors(config.bk)
         near, far = (r.view(s) for r, s in zip(self._ranges, (i, j), strict=True))
         ids, ceiling = pairs.row_ids is not None, pairs.ceiling is not None
-        forward.reference.launch(
+        softmax_forward.reference.launch(
             groups * config.rows, x=xd, y=self.y, y_stride=self.y.stride(0), scale=scale,
             out=references, row_ids=pairs.row_ids, column_ids=pairs.column_ids,
             ceiling=pairs.ceiling, row_start=i.start, column_start=j.start, m=m, n=n, d=self.d,
@@ -145,7 +150,7 @@ class FusedBlocks:
         whole = n // TILE
         for first, count, even in ((0, whole, True), (whole, tiles - whole, False)):
             if count:
-                forward.tile.launch(
+                softmax_forward.tile.launch(
                     groups * count, x=xd, y=yd, scale=scale, references=references, tops=tops,
                     row_sums=row_sums, column_sums=column_sums,
                     row_ranges=near.values, row_range_stride=near.stride,
@@ -161,7 +166,7 @@ class FusedBlocks:
         state, begins, ends = rows
         other, other_begins, other_ends = rows if columns is None else columns
         programs = cdiv(m, TILE) + (0 if columns is None else tiles)
-        settle.launch(
+        softmax_forward.settle.launch(
             programs, x=xd, y=yd, scale=scale,
             row_sums=row_sums, references=references, row_parts=tiles, row_state=state,
             row_state_stride=state.stride(0), row_first=int(begins), row_last=int(ends),
@@ -179,11 +184,11 @@ class FusedBlocks:
 
     def merged(self, states: Tensor) -> Tensor:
         """Several states (k, ...) of the same rows as one."""
-        return merge.merged(states)
+        return softmax_forward.merged(states)
 
     def results(self, states: Tensor, out: Tensor) -> None:
         """out = what the public functions return of several states (k, ...) of the same rows."""
-        merge.results(states, out)
+        softmax_forward.results(states, out)
 
     # --- backward ---------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class FusedBlocks:
         extremes = values.new_empty(2, cdiv(size, TILE))
         tiles = extremes.shape[1]
         if tiles:
-            backward.pull.launch(
+            softmax_backward.pull.launch(
                 tiles, values=values, value_stride=values.stride(0), gradients=gradient,
                 gradient_stride=gradient.stride(0), out=pull, extremes_out=extremes, size=size,
                 tiles=tiles, B=TILE, KINDS=kinds,
@@ -265,7 +270,7 @@ class FusedBlocks:
         whole = new_descriptor(ds, TILE)
         if rows.wanted:
             pieces = whole if config.split == 1 else new_descriptor(ds, TILE // config.split)
-            backward.tile.launch(
+            softmax_backward.tile.launch(
                 cdiv(tiles, size) * column_tiles, x=xd, y=yd, ds=pieces, scale=scale,
                 row_pull=rows.pull, row_stride=rows.stride,
                 column_pull=columns.pull, column_stride=columns.stride,
@@ -275,7 +280,7 @@ class FusedBlocks:
                 num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
         chunk = 64 if rows.wanted else 1
-        backward.exact.launch(
+        softmax_backward.exact.launch(
             cdiv(tiles * column_tiles, chunk), x=xd, y=yd, ds=whole, scale=scale,
             row_pull=rows.pull, row_stride=rows.stride,
             column_pull=columns.pull, column_stride=columns.stride,
@@ -355,7 +360,7 @@ class FusedBlocks:
         target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
         parts = total.new_empty(cdiv(size, block))
         if size:
-            backward.finish.launch(
+            softmax_backward.finish.launch(
                 cdiv(size, block), total=total, features=features,
                 out=total if target is None else target, factor=factor, inner=parts, rows=size, d=d,
                 total_stride=total.stride(0), feature_stride=features.stride(0),

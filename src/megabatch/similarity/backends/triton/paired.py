@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.similarity.backends.triton.cuts import cdiv
+from megabatch.similarity.backends.triton.blocking import cdiv
 from megabatch.similarity.backends.triton.launch import kernel
 
 #: Pairs a program.

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megabatch.similarity import sweep
-from megabatch.similarity.backends.triton import kept as kernels
-from megabatch.similarity.backends.triton import sigmoid, tuned
+from megabatch.similarity.backends.triton import sigmoid
+from megabatch.similarity.backends.triton.blocking import TILE, cdiv, product_parts
 from megabatch.similarity.backends.triton.blocks import FusedBlocks
-from megabatch.similarity.backends.triton.configs import packaged_backward
-from megabatch.similarity.backends.triton.cuts import TILE, cdiv, product_parts
-from megabatch.similarity.backends.triton.sides import diagonal_of, new_descriptor
+from megabatch.similarity.backends.triton.configs import sigmoid_config
+from megabatch.similarity.backends.triton.operands import diagonal_of, new_descriptor
 from megabatch.similarity.backends.triton.tiles import NO_DIAGONAL
 from megabatch.similarity.pairs import Pairs
 from megabatch.similarity.sigmoid_blocks import Kept, Need, Terms
@@ -26,18 +24,8 @@ HALF_GAIN = 2.0**15
 #: many programs as a GPU has multiprocessors, each with hardly more than one tile of the diagonal.
 CHUNKS = 128, 32
 LARGE = 8192
-#: Rows and columns that a program of `kept.keep` takes at once.
+#: Rows and columns that a program of `sigmoid.keep` takes at once.
 ROWS, COLUMNS = 16, 128
-
-
-def config(x: Tensor) -> tuned.Config:
-    """Launch of `sigmoid.tile` for features like x (m, d)."""
-    found = tuned.lookup("sigmoid", x)
-    if found is not None:
-        return found
-    # One row tile a program: with more, registers run out.
-    base = packaged_backward(x)
-    return base if base.rows == 1 else replace(base, rows=1, split=1, group=32)
 
 
 class SigmoidBlocks(FusedBlocks):
@@ -50,7 +38,7 @@ class SigmoidBlocks(FusedBlocks):
         self.weight = None if terms.weight is None else terms.weight.contiguous()
         if self.weight is not None and terms.unit is not None:
             self.weight = self.weight / terms.unit
-        self.config = config(x)
+        self.config = sigmoid_config(x)
         tiles = cdiv(min(self.rows, len(x)), TILE) * cdiv(min(self.columns, len(y)), TILE)
         #: by program of `sigmoid.exact`: losses, dS, dS times products
         self._sums = x.new_zeros((3, cdiv(tiles, CHUNKS[1])), dtype=torch.float64)
@@ -163,7 +151,7 @@ class SigmoidBlocks(FusedBlocks):
         else:
             order = rows
         if programs:
-            kernels.keep.launch(
+            sigmoid.keep.launch(
                 programs, total=total, features=features, order=order, out=values, units=units,
                 factor=factor, inner=products, rows=size, d=d, total_stride=total.stride(0),
                 feature_stride=features.stride(0), out_stride=values.stride(0),
@@ -179,7 +167,7 @@ class SigmoidBlocks(FusedBlocks):
 def release(kept: Kept, out: Tensor, factor: Tensor, times: int) -> None:
     """out = kept * factor * times, each row times its unit."""
     size, d = out.shape
-    kernels.release.launch(
+    sigmoid.release.launch(
         cdiv(size, ROWS), kept=kept.values, units=kept.units, out=out, factor=factor, times=times,
         rows=size, d=d, kept_stride=kept.values.stride(0), out_stride=out.stride(0),
         B=ROWS, BD=COLUMNS, UNITS=len(kept.units) > 0,

@@ -10,7 +10,7 @@ import torch
 from megabatch.similarity import states
 
 pytest.importorskip("triton")
-from megabatch.similarity.backends.triton import merge
+from megabatch.similarity.backends.triton import softmax_forward
 
 # The logarithm of an empty sum is meant; the interpreter's NumPy remarks on it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -33,9 +33,9 @@ def test_merged_states(kinds: int, count: int, size: int) -> None:
         found[:, 2 * kind + 1].masked_fill_(empty, 0)
     given = found.to(DEVICE)[..., :size]  # not contiguous
     wanted = states.merge(given.double(), UNIT)
-    mine = merge.merged(given)
+    mine = softmax_forward.merged(given)
     ours, theirs = states.finish(mine.double(), UNIT), states.finish(wanted, UNIT)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     out = torch.full((2 * rows, size), math.nan, device=DEVICE)[: len(theirs)]
-    merge.results(given, out)
+    softmax_forward.results(given, out)
     torch.testing.assert_close(out.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megabatch.similarity.backends.triton import backward
-from megabatch.similarity.backends.triton.cuts import TILE, cdiv, padded
+from megabatch.similarity.backends.triton import softmax_backward
+from megabatch.similarity.backends.triton.blocking import TILE, cdiv, padded
 from megabatch.similarity.backends.triton.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
 from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
 
@@ -34,7 +34,7 @@ class Side(NamedTuple):
             return cls(False, placeholder, placeholder)
         tiles = cdiv(pull.shape[1], TILE)
         extremes = pull.new_empty(2, tiles)
-        backward.extremes.launch(
+        softmax_backward.extremes.launch(
             tiles, pull=pull, out=extremes, size=pull.shape[1], tiles=tiles, B=TILE
         )
         return cls(True, pull, extremes, pull.stride(0), tiles, len(pull) == 5)

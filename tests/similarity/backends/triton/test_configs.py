@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabatch.similarity.backends.triton import configs, tuned
-from megabatch.similarity.backends.triton.tuned import Config, Key
+from megabatch.similarity.backends.triton import configs
+from megabatch.similarity.backends.triton.configs import Config, Key
 
 KEY = Key("forward", "Some GPU", "3.6.0", "bfloat16", 768, False)
 BEST = Config(rows=16, group=4, stages=4)
@@ -18,9 +18,9 @@ BEST = Config(rows=16, group=4, stages=4)
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MEGABATCH_CACHE", str(tmp_path))
-    tuned._table.cache_clear()
+    configs._table.cache_clear()
     yield
-    tuned._table.cache_clear()
+    configs._table.cache_clear()
 
 
 class Features:
@@ -40,8 +40,8 @@ class Features:
 
 @pytest.fixture
 def _on_some_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "_gpu_name", lambda index: "Some GPU")
-    monkeypatch.setattr(tuned, "_triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(configs, "_gpu_name", lambda index: "Some GPU")
+    monkeypatch.setattr(configs, "_triton_version", lambda: "3.6.0")
     monkeypatch.setattr(configs, "capability", lambda device: (9, 0))
 
 
@@ -50,7 +50,7 @@ def test_what_was_tuned_comes_first_and_for_its_own_case_only() -> None:
     x = Features(10_000, 768)
     packaged = configs.forward_config(x)  # type: ignore[arg-type]
     assert packaged != BEST
-    tuned.write(tuned.path(), {KEY: BEST})
+    configs.write(configs.path(), {KEY: BEST})
     assert configs.forward_config(x) == BEST  # type: ignore[arg-type]
     assert configs.packaged_forward(x) == packaged  # type: ignore[arg-type]
     for other in (Features(10_000, 512), Features(100, 768)):
@@ -59,7 +59,7 @@ def test_what_was_tuned_comes_first_and_for_its_own_case_only() -> None:
 
 
 def test_on_the_cpu_nothing_was_tuned() -> None:
-    tuned.write(tuned.path(), {KEY: BEST})
+    configs.write(configs.path(), {KEY: BEST})
     x = torch.empty(10_000, 768, dtype=torch.bfloat16)
     assert configs.forward_config(x) == configs.packaged_forward(x)
 
@@ -67,7 +67,7 @@ def test_on_the_cpu_nothing_was_tuned() -> None:
 def test_a_launch_that_is_tried_comes_before_all() -> None:
     x = torch.empty(10, 768)
     before = configs.forward_config(x), configs.backward_config(x)
-    with tuned.trying({"forward": BEST}):
+    with configs.trying({"forward": BEST}):
         assert configs.forward_config(x) == BEST
         assert configs.backward_config(x) == before[1]
     assert configs.forward_config(x) == before[0]
@@ -75,14 +75,14 @@ def test_a_launch_that_is_tried_comes_before_all() -> None:
 
 def test_entries_are_added_and_replaced() -> None:
     other = replace(KEY, width=512)
-    tuned.write(tuned.path(), {KEY: Config(), other: Config(rows=2)})
-    tuned.write(tuned.path(), {KEY: BEST})
-    assert tuned.read(tuned.path()) == {KEY: BEST, other: Config(rows=2)}
-    assert [path.name for path in tuned.path().parent.iterdir()] == ["kernels.json"]
+    configs.write(configs.path(), {KEY: Config(), other: Config(rows=2)})
+    configs.write(configs.path(), {KEY: BEST})
+    assert configs.read(configs.path()) == {KEY: BEST, other: Config(rows=2)}
+    assert [path.name for path in configs.path().parent.iterdir()] == ["kernels.json"]
 
 
 def test_no_file_is_nothing() -> None:
-    assert tuned.read(tuned.path()) == {}
+    assert configs.read(configs.path()) == {}
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def test_no_file_is_nothing() -> None:
     ],
 )
 def test_a_file_that_cannot_be_understood_is_left_aside(text: str, reason: str) -> None:
-    tuned.path().write_text(text)
+    configs.path().write_text(text)
     with pytest.warns(UserWarning, match="tuned kernels are not used") as caught:
-        assert tuned.read(tuned.path()) == {}
+        assert configs.read(configs.path()) == {}
     assert reason in str(caught[0].message)
 
 
 def test_the_file_is_json_with_all_that_a_launch_is_for() -> None:
-    tuned.write(tuned.path(), {KEY: BEST})
-    (entry,) = json.loads(tuned.path().read_text())["kernels"]
+    configs.write(configs.path(), {KEY: BEST})
+    (entry,) = json.loads(configs.path().read_text())["kernels"]
     assert entry.pop("config") == vars(BEST)
     assert entry == vars(KEY)
 
