@@ -17,87 +17,53 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.backends.triton import (
-    paired,
-    ranking,
-    sigmoid,
-    softmax_backward,
-    softmax_forward,
-)
+from megabatch.similarity.backends.triton import paired, ranking, sigmoid
+from megabatch.similarity.backends.triton import softmax_backward as backward
+from megabatch.similarity.backends.triton import softmax_forward as forward
 
-POINTERS = {
-    "parts": "*fp32",
-    "sums": "*fp64",
-    "row_ids": "*i64",
-    "column_ids": "*i64",
-    "target": "*i64",
-    "above": "*i64",
-    "equal": "*i64",
-    "row_ranges": "*i64",
-    "column_ranges": "*i64",
-    "order": "*i64",
-} | dict.fromkeys(
-    (
-        "scale",
-        "bias",
-        "weight",
-        "total",
-        "units",
-        "factor",
-        "inner",
-        "references",
-        "tops",
-        "states",
-        "result",
-        "score",
-    ),
-    "*fp32",
+IDS = ("row_ids", "col_ids", "row_ranges", "col_ranges", "target", "above", "equal", "order")
+FLOATS = (
+    *("scale", "bias", "weight", "factor", "total", "row_scale", "scale_grad_parts"),
+    *("references", "group_references", "row_sums", "col_sums", "row_state", "col_state"),
+    *("row_lse_and_grad", "col_lse_and_grad", "partials", "states", "result", "score", "tops"),
 )
-POINTERS |= dict.fromkeys(
-    ("row_sums", "column_sums", "row_state", "column_state", "row_pull", "column_pull"), "*fp32"
-)
-STACKS = dict.fromkeys(("rows", "columns", "gradient", "drows", "dcolumns", "out"), "*fp32")
-TILE = {"BM": 128, "BN": 128, "BK": 64, "R": 1, "GROUP": 32, "SPLIT": 1, "GRADIENT": True}
+POINTERS = dict.fromkeys(IDS, "*i64") | dict.fromkeys(FLOATS, "*fp32") | {"sums": "*fp64"}
+STACKS = dict.fromkeys(("rows", "cols", "gradient", "drows", "dcols", "out"), "*fp32")
+TILE = {"BM": 128, "BN": 128, "BK": 64, "ROW_TILES": 1, "GROUP": 32, "SPLIT": 1, "GRADIENT": True}
 MASKED = {"IDS": True, "WEIGHT": True, "DIAGONAL": 0, "GAIN": 32768.0}
 PLAIN = {"IDS": False, "WEIGHT": False, "DIAGONAL": 0, "GAIN": 1.0}
-ABSENT = dict.fromkeys(("weight", "row_ids", "row_ranges", "column_ids", "column_ranges"))
-SIDES = {"IDS": False, "CEILING": False, "COLUMNS": True, "ceiling": None, "DIAGONAL": 2}
-SETTLE = {"SIZE": 1024, "P": 64, "B": 128, "OWN": False, "POSITIVES": True, "IDS": True}
+ABSENT = dict.fromkeys(("weight", "row_ids", "row_ranges", "col_ids", "col_ranges"))
+SIDES = {"IDS": False, "CEILING": False, "COLS": True, "ceiling": None, "DIAGONAL": 2}
+COMBINE = {"GROUP_ROWS": 1024, "P": 64, "B": 128, "PAIRED": False, "HAS_POSITIVES": True}
+COMBINE |= {"IDS": True}
 WHOLE, HALF = {"TRIANGLE": False}, {"TRIANGLE": True}
-RANKS = {"PART": ranking.PART, "GROUP": ranking.GROUP}
+CLIP = TILE | ABSENT | SIDES
+RANKS = {"COL_TILES": ranking.COL_TILES, "GROUP": ranking.GROUP}
 FIND = RANKS | {"FIND": True, "IDS": False} | dict.fromkeys(("above", "equal"))
 COUNT = RANKS | {"FIND": False}
-ROWS = {"B": 16, "BD": 128, "ORDER": True, "UNITS": True, "INNER": True, "GAIN": 32768.0}
+SCORES = {"GROUP": ranking.GROUP}
+ROWS = {"B": 16, "BD": 128, "ORDER": True, "ROW_SCALE": True, "SCALE_GRAD": True, "GAIN": 32768.0}
+MERGE = {"HAS_POSITIVES": True, "TO_LOGSUMEXP": False, "B": 256}
 #: name -> (kernel, dtype, warps, constants)
 KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
-    "tile": (sigmoid.tile, "bf16", 4, TILE | PLAIN | ABSENT | {"EVEN": True}),
-    "tile, masked": (sigmoid.tile, "fp16", 4, TILE | MASKED | {"EVEN": False}),
-    "exact": (sigmoid.exact, "bf16", 16, TILE | MASKED | {"CHUNK": 128, "ALL": False}),
-    "clip": (
-        softmax_forward.tile,
-        "bf16",
-        4,
-        TILE | ABSENT | SIDES | WHOLE | {"R": 8, "EVEN": True},
-    ),
-    "clip, half": (
-        softmax_forward.tile,
-        "bf16",
-        4,
-        TILE | ABSENT | SIDES | HALF | {"R": 8, "EVEN": False},
-    ),
-    "settle, half": (softmax_forward.settle, "bf16", 8, TILE | SIDES | SETTLE | HALF),
-    "clip, ds": (softmax_backward.tile, "bf16", 4, TILE | ABSENT | SIDES | WHOLE),
-    "clip, ds, half": (softmax_backward.tile, "fp16", 4, TILE | ABSENT | SIDES | HALF),
+    "sigmoid": (sigmoid.unmasked_tiles, "bf16", 4, TILE | PLAIN | ABSENT | {"EVEN_N": True}),
+    "sigmoid, ids": (sigmoid.unmasked_tiles, "fp16", 4, TILE | MASKED | {"EVEN_N": False}),
+    "sigmoid, masked": (sigmoid.masked_tiles, "bf16", 16, TILE | MASKED | {"CHUNK": 128, "ALL": 0}),
+    "clip": (forward.unmasked_tiles, "bf16", 4, CLIP | WHOLE | {"ROW_TILES": 8, "EVEN_N": True}),
+    "clip, half": (forward.unmasked_tiles, "bf16", 4, CLIP | HALF | {"ROW_TILES": 8, "EVEN_N": 0}),
+    "combine, half": (forward.combine_partials, "bf16", 8, TILE | SIDES | COMBINE | HALF),
+    "clip, ds": (backward.unmasked_tiles, "bf16", 4, CLIP | WHOLE),
+    "clip, ds, half": (backward.unmasked_tiles, "fp16", 4, CLIP | HALF),
     "find": (ranking.ranks, "bf16", 4, TILE | ABSENT | FIND),
     "count": (ranking.ranks, "bf16", 4, TILE | ABSENT | COUNT | {"IDS": False}),
-    "scores": (ranking.scores, "bf16", 8, TILE | ABSENT | {"GROUP": ranking.GROUP, "IDS": False}),
-    "scores, ids": (ranking.scores, "fp16", 8, TILE | {"GROUP": ranking.GROUP, "IDS": True}),
     "count, ids": (ranking.ranks, "fp16", 8, TILE | COUNT | {"IDS": True}),
-    "combine": (softmax_forward.combine, "bf16", 4, {"KINDS": 2, "FINISH": False, "B": 256}),
+    "scores": (ranking.scores, "bf16", 8, TILE | ABSENT | SCORES | {"IDS": False}),
+    "scores, ids": (ranking.scores, "fp16", 8, TILE | SCORES | {"IDS": True}),
+    "merge": (forward.merge_states, "bf16", 4, MERGE),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
-    "keep": (sigmoid.keep, "fp16", 4, ROWS),
-    "release": (sigmoid.release, "fp16", 4, ROWS),
+    "defer": (sigmoid.defer_grad, "fp16", 4, ROWS),
+    "write deferred": (sigmoid.write_deferred_grad, "fp16", 4, ROWS),
 }
 
 
@@ -107,7 +73,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     constants = {key: value for key, value in constants.items() if key in names}
     box = f"tensordesc<{dtype}[128, 64]>"
     features = {"x": box, "y": box, "ds": f"tensordesc<{dtype}[128, 128]>"}
-    features |= dict.fromkeys(("features", "kept"), f"*{dtype}")
+    features |= dict.fromkeys(("features", "deferred"), f"*{dtype}")
     features["out"] = "*fp32" if kernel is ranking.scores else f"*{dtype}"
     kinds = features | POINTERS | (STACKS if name.startswith("pairs") else {})
     kinds |= dict.fromkeys(constants, "constexpr")

@@ -1,4 +1,4 @@
-"""A launch with known kinds of arguments is that of the compiled kernel itself."""
+"""Launches by name, and directly of compiled kernels once arguments of these kinds were seen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import megabatch as mb
 from megabatch.similarity.backends.triton import launch as module
-from megabatch.similarity.backends.triton.launch import Kernel, kernel, kinds
+from megabatch.similarity.backends.triton import (
+    paired,
+    ranking,
+    sigmoid,
+    softmax_backward,
+    softmax_forward,
+    tiles,
+)
+from megabatch.similarity.backends.triton.launch import VARYING, Kernel, kernel, kinds
 
 WIDE = torch.zeros(8, 64, dtype=torch.float16)
 
@@ -126,6 +134,13 @@ def test_numbers_that_vary_are_not_specialised(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     jitted = kernel(example).jitted
     assert [p.name for p in jitted.params if p.do_not_specialize] == ["n", "row_start"]
+
+
+def test_numbers_that_vary_are_some_kernels_arguments() -> None:
+    """A number that is renamed in a kernel alone would be specialised, and compile it anew."""
+    modules = (paired, ranking, sigmoid, softmax_backward, softmax_forward, tiles)
+    kernels = [k for m in modules for k in vars(m).values() if isinstance(k, Kernel)]
+    assert set(VARYING) <= {name for k in kernels for name in k.jitted.arg_names}
 
 
 @pytest.mark.parametrize(

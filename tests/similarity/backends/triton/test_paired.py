@@ -58,8 +58,8 @@ def test_what_is_not_finite() -> None:
     paired.paired_losses(side, other, out)
     assert out[:2].tolist() == [0, infinity]
     assert out[2].isnan()
-    near, far = torch.empty(4, 3, device=DEVICE), torch.empty(4, 3, device=DEVICE)
-    paired.paired_gradients(side, other, torch.ones(3, device=DEVICE), near, far)
-    assert near[0, :2].tolist() == [0, 0.5]
-    assert near[0, 2].isnan()
-    assert (far[0] == 0).all()
+    drows, dcols = (torch.empty(4, 3, device=DEVICE) for _ in range(2))
+    paired.paired_gradients(side, other, torch.ones(3, device=DEVICE), drows, dcols)
+    assert drows[0, :2].tolist() == [0, 0.5]
+    assert drows[0, 2].isnan()
+    assert (dcols[0] == 0).all()

@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE, BIAS = (torch.tensor(number, device=DEVICE) for number in (10.0, -3.0))
 WORKSPACE = 1 << 20  # two strips of 600 rows, two blocks of 700 columns
 
-Later = list[Callable[[], None]] | None
+Deferred = list[Callable[[], None]] | None
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -30,10 +30,10 @@ def log_sum_exps(x: Tensor, y: Tensor) -> tuple[FusedBlocks, Callable[..., None]
     blocks = FusedBlocks(x, y, Pairs(), False, WORKSPACE)
     rows, columns = blocks.values(SCALE, 1, True)
     assert columns is not None
-    near, far = (blocks.pull(v, torch.full_like(v, 1e-3)) for v in (rows, columns))
+    sides = [blocks.pull(v, torch.full_like(v, 1e-3)) for v in (rows, columns)]
 
-    def add(i: slice, dx: Tensor, dy: Tensor, fresh: tuple[bool, bool], later: Later) -> None:
-        blocks.backward(i, SCALE, near, far, dx, dy, fresh, later)
+    def add(i: slice, dx: Tensor, dy: Tensor, overwrite: tuple[bool, bool], to: Deferred) -> None:
+        blocks.backward(i, SCALE, *sides, dx, dy, overwrite, to)
 
     return blocks, add
 
@@ -51,18 +51,18 @@ def test_the_last_product_of_dx_may_be_left_to_the_caller(
     monkeypatch.setattr("megabatch.similarity.sweep.workspace", lambda like: WORKSPACE)
     x, y = (t.to(DEVICE, torch.float16) for t in MAKERS["random"](600, 700, 24))
     made = []
-    later: Later
-    for later in (None, []):
+    deferred: Deferred
+    for deferred in (None, []):
         blocks, add = kind(x, y)
         dx, dy = blocks.buffer(len(x)), blocks.buffer(len(y))
         strips = list(blocks.strips())
         assert len(strips) == 2
         for i in strips:
-            add(i, dx[i], dy, (True, i.start == 0), later)
-            if later is not None:
-                assert len(later) == 1
+            add(i, dx[i], dy, (True, i.start == 0), deferred)
+            if deferred is not None:
+                assert len(deferred) == 1
                 before = dx[i].clone()
-                later.pop()()
+                deferred.pop()()
                 assert not torch.equal(before, dx[i])
         made.append((dx, dy))
     for a, b in zip(*made, strict=True):

@@ -1,4 +1,4 @@
-"""How a matrix is cut into blocks."""
+"""How a matrix is divided into blocks and tiles."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import functools
 import math
 from collections.abc import Iterator
 
-#: Rows and columns of every tile: pairs (i, i) then fall into whole tiles on both sides.
+#: Rows and columns of a tile. Alike for both, so that pairs (i, i) fall into whole tiles.
 TILE = 128
-#: A block's side is a multiple, so that only its last tiles may be partly empty.
+#: The sides of a block are multiples of it, so that only the last tiles are partly empty.
 GROUP = 4 * TILE
-#: Bytes a row that the backward pass holds: results, their gradients, pulls, a loss's own terms.
+#: Bytes per row of vectors in the backward pass: results, their gradients, a loss's own terms.
 VECTORS = 80
 
 
@@ -20,12 +20,12 @@ def cdiv(a: int, b: int) -> int:
 
 
 def whole_groups(size: int) -> int:
-    """The largest multiple of GROUP that is not above `size`, but GROUP at least."""
+    """The largest multiple of GROUP up to `size`, but at least GROUP."""
     return max(GROUP, size // GROUP * GROUP)
 
 
 def padded(width: int, item: int) -> int:
-    """Features of `item` bytes a row has where the kernels read it: whole 16 bytes."""
+    """Width of features of `item` bytes as the kernels read them: rows of whole 16 bytes."""
     unit = 16 // item
     return cdiv(width, unit) * unit
 
@@ -34,10 +34,10 @@ def padded(width: int, item: int) -> int:
 def block_shape(
     m: int, n: int, width: int, item: int, symmetric: bool, workspace: int
 ) -> tuple[int, int]:
-    """Rows and columns of a block of dS, which in the features' dtype takes the workspace.
+    """Rows and columns of a block of dS, which takes the workspace, in the features' dtype.
 
-    A quarter of it is left for what else the backward pass holds: a strip's gradient, vectors of
-    each row and column, padded copies. What exceeds that makes the blocks narrower.
+    A quarter of the workspace is left for the rest of the backward pass: a strip's gradient,
+    vectors of rows and columns, padded copies. If those take more, blocks have fewer columns.
     """
     rows = whole_groups(int(math.sqrt(workspace / item)))
     if symmetric:
@@ -57,7 +57,7 @@ def parts(n: int, step: int) -> Iterator[slice]:
 
 
 def product_parts(n: int, step: int) -> Iterator[slice]:
-    """As `parts`, for products: a last part below GROUP is one of its own.
+    """As `parts`, for products: the rows beyond a multiple of GROUP are a part of their own.
 
     A product over an odd number of some thousand rows is slow: at b = 65,601 the loss took 53.8 ms
     with a block of 12,353 columns, 45.0 ms with one of 65.

@@ -1,11 +1,12 @@
-"""How kernels are launched: tile shapes by GPU kind, dtype and width of the features.
+"""Launch configurations of the kernels, by GPU, dtype and width of the features.
 
-First what `megabatch tune` found on this machine and wrote to the user's cache, then what was
-measured on such a GPU and is written here, else what runs everywhere. Nothing is tuned on the way.
+In this order: the configuration that `megabatch tune` found on this machine and wrote to the tuning
+cache; the one measured on such a GPU, which is written here; one that runs everywhere. No call
+tunes anything.
 
-The cache is a JSON file with a list of entries, one for each kernel, GPU, Triton, dtype, width and
-class of sizes. An entry that does not fit the GPU at hand is not looked at; a file that cannot be
-understood is left aside with a warning.
+The cache is a JSON file with one entry for each kernel, GPU, Triton version, dtype, width and class
+of sizes. Entries for other GPUs are ignored. If the file cannot be read, a warning says so, and it
+is not used.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ from megabatch.paths import default_cache_dir
 from megabatch.similarity.sweep import capability
 
 FORMAT = 1
-#: Below so many rows another launch is best: few programs must feed all multiprocessors.
+#: Below this number of rows another configuration is best: few programs must occupy all
+#: multiprocessors.
 FEW_ROWS = 8192
 
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel is launched."""
+    """The launch configuration of one kernel."""
 
-    rows: int = 1  #: row tiles one program takes, one after another: a power of two up to 16
-    group: int = 8  #: programs' rows that stay in the L2 cache while columns pass
-    split: int = 1  #: pieces in which dS is stored: more take less shared memory
-    bk: int = 64  #: features a step
+    rows: int = 1  #: row tiles per program, one after another: a power of two up to 16
+    group: int = 8  #: programs' row tiles that stay in the L2 cache while columns pass
+    split: int = 1  #: pieces in which a tile of dS is stored: more of them take less shared memory
+    bk: int = 64  #: features per step of a tile's product
     warps: int = 4
     stages: int = 3
 
 
-#: What each field of a `Config` may be.
+#: Allowed values of each field of a `Config`.
 VALUES: dict[str, tuple[int, ...]] = {
     "rows": (1, 2, 4, 8, 16),
     "group": (1, 2, 4, 8, 16, 32, 64),
@@ -56,11 +58,11 @@ VALUES: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class Key:
-    """What a tuned launch is for."""
+    """The case that a tuned configuration is for."""
 
-    kernel: str  #: "forward" or "backward"
+    kernel: str  #: "forward", "backward" or "sigmoid"
     gpu: str
-    triton: str  #: version: another one compiles to another kernel
+    triton: str  #: version: another one compiles another kernel
     dtype: str
     width: int  #: of the features
     few: bool  #: fewer than `FEW_ROWS` rows
@@ -73,25 +75,25 @@ class Key:
         return cls(kernel, gpu, _triton_version(), dtype, x.shape[1], len(x) < FEW_ROWS)
 
 
-#: Forward. Few rows: fewer to a program, so that all multiprocessors get some.
+#: Forward, for many rows and for few: with fewer per program all multiprocessors get some.
 MANY, FEW = Config(rows=8, group=2), Config(rows=4, group=4)
-#: Backward, by the features' width. The whole loss on one H200, b = 65,536: 46.4 against 47.3 ms at
-#: d = 768, 30.7 against 30.3 ms at d = 512.
+#: Backward, for wide features and for narrow ones. The whole loss on one H200 at b = 65,536: 46.4
+#: against 47.3 ms at d = 768, 30.7 against 30.3 ms at d = 512.
 WIDE, NARROW = Config(group=32), Config(rows=8, group=2, split=2)
 
 
 def forward_config(x: torch.Tensor) -> Config:
-    """Launch of the forward kernels for features like x (m, d)."""
+    """Configuration of the forward kernels for features like x (m, d)."""
     return lookup("forward", x) or packaged_forward(x)
 
 
 def backward_config(x: torch.Tensor) -> Config:
-    """Launch of the backward kernels for features like x (m, d)."""
+    """Configuration of the backward kernels for features like x (m, d)."""
     return lookup("backward", x) or packaged_backward(x)
 
 
 def packaged_forward(x: torch.Tensor) -> Config:
-    """That of the forward kernels without anything tuned."""
+    """Configuration of the forward kernels without the tuning cache."""
     config = MANY if x.shape[0] >= FEW_ROWS else FEW
     if _generation(x) == 9:
         return _narrow(config, x)
@@ -99,24 +101,24 @@ def packaged_forward(x: torch.Tensor) -> Config:
 
 
 def packaged_backward(x: torch.Tensor) -> Config:
-    """That of the backward kernels without anything tuned."""
+    """Configuration of the backward kernels without the tuning cache."""
     if _generation(x) == 9:
         return _narrow(WIDE if x.shape[1] > 640 else NARROW, x)
     return _narrow(_elsewhere(Config(), x), x)
 
 
 def sigmoid_config(x: torch.Tensor) -> Config:
-    """Launch of the sigmoid loss's kernels for features like x (m, d)."""
+    """Configuration of the sigmoid loss's kernels for features like x (m, d)."""
     found = lookup("sigmoid", x)
     if found is not None:
         return found
-    # One row tile a program: with more, registers run out.
+    # One row tile per program: with more, registers spill.
     base = packaged_backward(x)
     return base if base.rows == 1 else replace(base, rows=1, split=1, group=32)
 
 
 def _elsewhere(config: Config, x: torch.Tensor) -> Config:
-    """Not measured: compiled for sm_80 and sm_89, 4 warps spill 0.5 to 1 kB a thread, 8 hardly."""
+    """For GPUs not measured: compiled for sm_80 and sm_89, 4 warps spill 0.5 to 1 kB a thread."""
     return replace(config, stages=2, warps=8 if _generation(x) < 9 else config.warps)
 
 
@@ -125,7 +127,7 @@ def _generation(x: torch.Tensor) -> int:
 
 
 def _narrow(config: Config, x: torch.Tensor) -> Config:
-    """float32 takes twice the shared memory a feature."""
+    """float32 takes twice the shared memory per feature."""
     return config if x.element_size() < 4 else replace(config, bk=config.bk // 2)
 
 
@@ -133,7 +135,7 @@ _tried: dict[str, Config] = {}
 
 
 def lookup(kernel: str, x: torch.Tensor) -> Config | None:
-    """The tuned launch for features like x, if there is one."""
+    """The tuned configuration for features like x, if there is one."""
     if kernel in _tried:
         return _tried[kernel]
     table = _table() if x.is_cuda else {}
@@ -142,7 +144,7 @@ def lookup(kernel: str, x: torch.Tensor) -> Config | None:
 
 @contextmanager
 def trying(configs: Mapping[str, Config]) -> Iterator[None]:
-    """Launch these kernels so, whatever was tuned."""
+    """Use these configurations, by kernel, before any others."""
     before = dict(_tried)
     _tried.update(configs)
     try:
@@ -153,7 +155,7 @@ def trying(configs: Mapping[str, Config]) -> Iterator[None]:
 
 
 def path() -> Path:
-    """Of the file."""
+    """Path of the tuning cache."""
     return default_cache_dir() / "kernels.json"
 
 
@@ -163,7 +165,7 @@ def _table() -> dict[Key, Config]:
 
 
 def read(file: Path) -> dict[Key, Config]:
-    """What a file holds; nothing where there is none, or none that can be understood."""
+    """The entries of a file; none if it is missing or cannot be read."""
     try:
         content = json.loads(file.read_text())
         if content["format"] != FORMAT:
@@ -178,10 +180,10 @@ def read(file: Path) -> dict[Key, Config]:
 
 
 def write(file: Path, found: Mapping[Key, Config]) -> None:
-    """Add to what a file holds, whole or not at all.
+    """Add entries to a file, atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     table = {**read(file), **found}
     entries = [{**asdict(key), "config": asdict(config)} for key, config in table.items()]
@@ -217,6 +219,6 @@ def _gpu_name(index: int) -> str:
 
 @functools.cache
 def _triton_version() -> str:
-    import triton  # here: this module is read where there is none, too
+    import triton  # here: this module is imported without Triton, too
 
     return str(triton.__version__)

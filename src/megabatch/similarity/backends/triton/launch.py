@@ -1,15 +1,15 @@
-"""Kernels whose launches name every argument, and cost the host little.
+"""Kernels whose launches name every argument and cost the host little.
 
-`kernel` turns a function into a Triton kernel with a method `launch`. A kernel's own signature is
-the one place that orders its arguments; `launch` takes them by keyword only.
+`kernel` turns a function into a Triton kernel with a method `launch`, which takes all arguments by
+keyword. Only the kernel's signature orders them.
 
-`jitted[grid](...)` binds, classifies and hashes all arguments in Python, tens of microseconds that
-a small batch waits for. The result depends on the constants and on each argument's kind alone. Once
-a launch with the same ones has been made, the compiled kernel is launched directly, as Triton's
-tutorial on a fused softmax does.
+Triton's own launch, `jitted[grid](...)`, binds, classifies and hashes all arguments in Python: tens
+of microseconds, which a small batch waits for. The outcome depends only on the constants and on the
+kind of each argument. The first launch with the same constants and kinds goes through Triton; later
+ones call the compiled kernel directly, as Triton's tutorial on a fused softmax does.
 
-That takes undocumented parts of Triton (`PURPOSES`). This file holds all that megabatch knows of
-them, and uses them only with the versions of Triton it was tested with.
+Direct launches need undocumented parts of Triton (`PURPOSES`). Only this file knows of them, and it
+uses them only with the versions of Triton that they were tested with.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ PURPOSES = {
     "arguments: with a grid of three, on the current stream, with all arguments and constants",
 }
 #: Versions whose compiled kernels have been launched directly on a GPU. To add one, run
-#: `pytest -m gpu tests/similarity/backends/triton/test_launch.py`, which tries whatever version is
-#: installed. With any other version Triton binds the arguments, tens of microseconds a launch.
+#: `pytest -m gpu tests/similarity/backends/triton/test_launch.py` with it. With other versions all
+#: launches go through Triton.
 TESTED = ("3.6",)
 
-#: Names of arguments that change from block to block. No kernel is specialised to their values:
-#: Triton would compile it anew, for seconds, whenever one becomes 1 or a multiple of 16.
+#: Arguments that no kernel is specialised to, by name: numbers that change from block to block.
+#: Triton would compile a kernel again, for seconds, whenever one becomes 1 or a multiple of 16.
 VARYING = (
-    "count", "diagonal_offset", "m", "n", "size",
+    "count", "diagonal_offset", "m", "n", "size", "tiles",
     "row_start", "row_stride", "row_range_stride", "row_state_stride",
-    "row_first", "row_last", "row_parts", "row_tiles",
-    "column_start", "column_stride", "column_range_stride", "column_state_stride",
-    "column_first", "column_last", "column_parts", "column_tiles", "first_column_tile", "tiles",
-    "gradient_stride", "part_stride", "result_stride", "stride", "value_stride",
+    "row_is_first", "row_is_last", "row_partials", "row_tiles",
+    "col_start", "col_stride", "col_range_stride", "col_state_stride",
+    "col_is_first", "col_is_last", "col_partials", "col_tiles", "first_col_tile",
+    "gradient_stride", "part_stride", "result_stride", "stride",
 )  # fmt: skip
 
 #: Whether compiled kernels are launched directly.
@@ -57,8 +57,8 @@ class Kernel:
     Attributes:
         jitted: the kernel as `triton.jit` makes it.
         launch: `launch(programs, *, <arguments>, <constants>, num_warps=4, num_stages=3)` runs that
-            many programs on the current device. The arguments are those of the function that are
-            no `tl.constexpr`, the constants the others; all of them are keyword-only and required.
+            many programs on the current device. The constants are the parameters that are
+            `tl.constexpr`, the arguments all others; every one is required, by keyword.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -82,8 +82,8 @@ class Kernel:
         key = device, num_warps, num_stages, constants, tuple(kinds(arguments))
         compiled = self._compiled.get(key)
         if compiled is None:
-            bound = self._bind(programs, arguments, constants, num_warps, num_stages)
-            self._compiled[key] = bound
+            compiled = self._bind(programs, arguments, constants, num_warps, num_stages)
+            self._compiled[key] = compiled
         else:
             compiled[(programs, 1, 1)](*arguments, *constants)
 
@@ -95,7 +95,7 @@ class Kernel:
         num_warps: int,
         num_stages: int,
     ) -> Any:
-        """Launch through Triton; returns the compiled kernel."""
+        """Launch through Triton; return the compiled kernel."""
         return self.jitted[(programs,)](
             *arguments, *constants, num_warps=num_warps, num_stages=num_stages
         )
@@ -111,8 +111,8 @@ def _launch_by_name(
 ) -> Callable[..., None]:
     """`launch`, taking the parameters of `function` by keyword.
 
-    Source code as for a namedtuple: Python binds the keywords of a plain function without making a
-    dict or hashing them, 1.5 us for 40 (a namedtuple of 30 fields, then unpacked: 3 us).
+    Generated source, as for a namedtuple: Python matches the keywords of a plain function without a
+    dict and without hashing, in 1.5 us for 40 of them. (A namedtuple of 30 arguments: 3 us.)
     """
     parameters = inspect.signature(function).parameters.values()
     constant = ["constexpr" in str(p.annotation) for p in parameters]
@@ -132,11 +132,11 @@ def _launch_by_name(
 
 
 def kinds(arguments: tuple[Any, ...]) -> list[Any]:
-    """The kind of each argument: arguments of the same kinds share a compiled kernel.
+    """The kind of each argument: launches with the same kinds share a compiled kernel.
 
     Triton specialises a kernel to dtypes, to addresses that divide by 16 and to numbers that are 1
-    or divide by 16. Kinds tell a few more numbers apart, and do so also for numbers that a kernel
-    does not specialise. That costs entries, a few dozen in all.
+    or divide by 16. Kinds distinguish a few more numbers, also those that no kernel is specialised
+    to: that costs a few dozen entries in all.
     """
     found: list[Any] = []
     for a in arguments:
@@ -144,7 +144,7 @@ def kinds(arguments: tuple[Any, ...]) -> list[Any]:
         if kind is int:
             if 0 <= a < 16:
                 found.append(a)
-            else:
+            else:  # 16 to 19: int32 or int64, a multiple of 16 or not
                 found.append((16 if a.bit_length() < 32 else 18) + (a % 16 == 0))
         elif a is None:
             found.append(None)

@@ -1,4 +1,4 @@
-"""What the kernels take of one side of the matrix: features, pulls, ranges of ids."""
+"""The operands of the kernels: features, ids, and one side's log-sum-exps with their gradients."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
 
 
 class Side(NamedTuple):
-    """One side's pull, and its tiles' smallest and largest log-sum-exps."""
+    """One side in the backward pass: see `softmax_backward` for the rows of `pull`."""
 
-    wanted: bool
-    pull: Tensor
-    extremes: Tensor
-    stride: int = 0
+    wanted: bool  #: whether the side has upstream gradients
+    pull: Tensor  #: (2 or 5, size) log-sum-exps and their gradients
+    extremes: Tensor  #: (2, tiles) smallest and largest log-sum-exp of each tile, in log2
+    stride: int = 0  #: of `pull`
     tiles: int = 0
-    positives: bool = False
+    has_positives: bool = False
 
     @classmethod
     def of(cls, pull: Side | Tensor | None, placeholder: Tensor) -> Side:
-        """None: a side without upstream gradients; the kernels never read the placeholder."""
+        """None: a side without upstream gradients; kernels never read the placeholder."""
         if isinstance(pull, Side):
             return pull
         if pull is None:
             return cls(False, placeholder, placeholder)
         tiles = cdiv(pull.shape[1], TILE)
         extremes = pull.new_empty(2, tiles)
-        softmax_backward.extremes.launch(
-            tiles, pull=pull, out=extremes, size=pull.shape[1], tiles=tiles, B=TILE
+        softmax_backward.lse_extremes.launch(
+            tiles, lse=pull, out=extremes, size=pull.shape[1], tiles=tiles, B=TILE
         )
         return cls(True, pull, extremes, pull.stride(0), tiles, len(pull) == 5)
 
     def view(self, part: slice) -> Side:
-        """These rows or columns, whole tiles but for the last."""
+        """These rows or columns, which must begin with a tile and end with one or with the side."""
         if not self.wanted or part.stop - part.start == self.pull.shape[1]:
             return self
         return self._replace(
@@ -49,7 +49,7 @@ class Side(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Smallest and largest ids of one side's tiles, (2, tiles); None where there are no ids."""
+    """Smallest and largest id of each tile of one side, (2, tiles); None without ids."""
 
     values: Tensor | None
     stride: int
@@ -62,7 +62,7 @@ class Ranges(NamedTuple):
 
 
 def ranges_of(ids: Tensor | None) -> Ranges:
-    """Of ids (m,)."""
+    """The ranges of ids (m,)."""
     if ids is None:
         return Ranges(None, 0)
     tiles = cdiv(len(ids), TILE)
@@ -73,7 +73,10 @@ def ranges_of(ids: Tensor | None) -> Ranges:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Rows of 16-byte multiples, as a descriptor wants them: else a zero-padded copy."""
+    """x (m, d) itself if a descriptor can take it, else a copy, padded with zeros if need be.
+
+    A descriptor takes rows of whole 16 bytes, one after another, at addresses that divide by 16.
+    """
     unit = 16 // x.element_size()
     if x.shape[1] % unit:
         return F.pad(x, (0, padded(x.shape[1], x.element_size()) - x.shape[1]))
@@ -85,12 +88,12 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def new_descriptor(x: Tensor, columns: int) -> TensorDescriptor:
-    """Tiles of so many columns of a matrix, for the GPU's copy engine."""
+    """TILE rows by so many columns of a matrix at a time, for the GPU's copy engine (TMA)."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [TILE, columns])
 
 
 def diagonal_of(pairs: Pairs) -> int:
-    """What the kernels call the kind of the pairs (i, i)."""
+    """The kernels' DIAGONAL: the kind of the pairs (i, i)."""
     if pairs.diagonal == PLAIN:
         return NO_DIAGONAL
     return POSITIVE if pairs.diagonal == PAIRED else DROPPED

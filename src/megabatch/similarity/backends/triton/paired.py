@@ -1,6 +1,6 @@
 """CLIP's loss of each pair and its gradient, in one launch each: see `losses.paired`.
 
-A stack's rows: negative, positive, positive_sum, positive_count.
+Both take one stack per side, (4, m), with rows: negative, positive, positive_sum, positive_count.
 """
 
 from __future__ import annotations
@@ -12,51 +12,52 @@ from torch import Tensor
 from megabatch.similarity.backends.triton.blocking import cdiv
 from megabatch.similarity.backends.triton.launch import kernel
 
-#: Pairs a program.
+#: Pairs per program.
 BLOCK = 256
 
 
 def paired_losses(rows: Tensor, columns: Tensor, out: Tensor) -> None:
-    """out (m,) = the mean of both sides' losses of their stacks (4, m)."""
+    """out (m,) = the mean of both sides' losses, from their stacks (4, m)."""
     losses.launch(
-        cdiv(len(out), BLOCK), rows=rows, row_stride=rows.stride(0), columns=columns,
-        column_stride=columns.stride(0), out=out, size=len(out), B=BLOCK,
+        cdiv(len(out), BLOCK), rows=rows, row_stride=rows.stride(0),
+        cols=columns, col_stride=columns.stride(0), out=out, size=len(out), B=BLOCK,
     )  # fmt: skip
 
 
 def paired_gradients(
     rows: Tensor, columns: Tensor, gradient: Tensor, drows: Tensor, dcolumns: Tensor
 ) -> None:
-    """Gradients of the stacks (4, m), contiguous, for that of the losses, (m,) of any stride."""
+    """Write the stacks' gradients (4, m), contiguous, from that of the losses (m,), any stride."""
     size = rows.shape[1]
     gradients.launch(
-        cdiv(size, BLOCK), rows=rows, row_stride=rows.stride(0), columns=columns,
-        column_stride=columns.stride(0), gradient=gradient, gradient_stride=gradient.stride(0),
-        drows=drows, dcolumns=dcolumns, size=size, B=BLOCK,
+        cdiv(size, BLOCK), rows=rows, row_stride=rows.stride(0),
+        cols=columns, col_stride=columns.stride(0),
+        gradient=gradient, gradient_stride=gradient.stride(0),
+        drows=drows, dcols=dcolumns, size=size, B=BLOCK,
     )  # fmt: skip
 
 
 @kernel
-def losses(rows, row_stride, columns, column_stride, out, size, B: tl.constexpr):
-    """out = softplus(negative - positive_sum) of the rows, and of the columns; their mean."""
+def losses(rows, row_stride, cols, col_stride, out, size, B: tl.constexpr):
+    """out = mean of softplus(negative - positive_sum) of the rows and of the columns."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
-    near = _softplus(_margin(rows, row_stride, i, inside))
-    far = _softplus(_margin(columns, column_stride, i, inside))
-    tl.store(out + i, 0.5 * (near + far), mask=inside)
+    of_row = _softplus(_margin(rows, row_stride, i, inside))
+    of_col = _softplus(_margin(cols, col_stride, i, inside))
+    tl.store(out + i, 0.5 * (of_row + of_col), mask=inside)
 
 
 @kernel
 def gradients(
-    rows, row_stride, columns, column_stride, gradient, gradient_stride, drows, dcolumns, size,
+    rows, row_stride, cols, col_stride, gradient, gradient_stride, drows, dcols, size,
     B: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of both stacks, whose rows follow one another at `size`."""
+    """Gradients of both stacks, written with stride `size`."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
     g = 0.5 * tl.load(gradient + i.to(tl.int64) * gradient_stride, mask=inside, other=0.0)
     _store(drows, size, i, inside, g * _sigmoid(_margin(rows, row_stride, i, inside)))
-    _store(dcolumns, size, i, inside, g * _sigmoid(_margin(columns, column_stride, i, inside)))
+    _store(dcols, size, i, inside, g * _sigmoid(_margin(cols, col_stride, i, inside)))
 
 
 @triton.jit
@@ -75,9 +76,9 @@ def _store(out, size, i, inside, value):
 
 @triton.jit
 def _softplus(z):
-    """max(z, 0) + log1p(e^-|z|); the logarithm by the series of atanh: Triton's is not exact at 1.
+    """max(z, 0) + log1p(e^-|z|), with log1p by a series: Triton's logarithm is inexact near 1.
 
-    log1p(e) = 2 atanh(t), t = e / (2 + e) up to 1/3: what is left out is 2e-9 of it.
+    log1p(e) = 2 atanh(t) with t = e / (2 + e), at most 1/3: the terms left out are 2e-9 of it.
     """
     e = tl.exp(-tl.abs(z))
     t = e / (2.0 + e)

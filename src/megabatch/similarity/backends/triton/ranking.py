@@ -1,8 +1,9 @@
-"""Ranks and the best columns on one GPU, in tiles.
+"""Ranks and the best columns on one GPU, tile by tile.
 
-Ranks: each row's target is found, and the others held against it. The best: a block of scores is
-written with the largest of each 128 columns, and only the k chunks that have the largest of those
-are selected from. torch's selection goes over all that it is given several times.
+Ranks: one kernel first finds each row's target and its score, then counts the columns above it.
+The best columns: a kernel writes a block of scores and the largest of each 128 columns. A row's k
+best are in the k chunks whose largest are; only those are given to torch's `topk`, which passes
+over its input several times.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.operands import aligned, new_descriptor
 from megabatch.similarity.backends.triton.tiles import logits_tile, swizzle
 
-#: Tiles of columns that a program goes through, and tiles of rows whose programs run together.
-PART, GROUP = 8, 16
-#: Columns of a block of scores: the more, the smaller the share of them that is selected from.
+#: Column tiles per program of `ranks`, and row tiles whose programs run together.
+COL_TILES, GROUP = 8, 16
+#: Columns of a block of scores: in a wider block, `topk` sees a smaller share of them.
 WIDEST = 65_536
 
 
 class FusedScores:
-    """The scores of x (m, d) against columns as they come; see `ranking.Scores`."""
+    """The scores of x (m, d) against chunks of columns; see `ranking.Scores`."""
 
     def __init__(self, x: Tensor, ids: Tensor | None) -> None:
         self.x, self.ids = aligned(x), None if ids is None else ids.contiguous()
@@ -36,7 +37,7 @@ class FusedScores:
         self.warps = self.config.warps if ids is None else 8
 
     def find(self, y: Tensor, target: Tensor, score: Tensor) -> None:
-        """score[i] = row i's with its target, where `target` (m,) is one of these columns."""
+        """Write row i's score of its target to score[i] if target[i] is one of these columns."""
         self.count(y, target, score, None, None, None)
 
     def count(
@@ -48,7 +49,7 @@ class FusedScores:
         above: Tensor | None,
         equal: Tensor | None,
     ) -> None:
-        """Add to `above` and `equal`, int64 (m,), how many columns score so; see `ranks`.
+        """Add to `above` and `equal`, int64 (m,), the columns that score so; see `ranks`.
 
         Both None: `find`, by the same kernel.
         """
@@ -58,16 +59,16 @@ class FusedScores:
         if m == 0 or n == 0:
             return
         ranks.launch(
-            cdiv(m, TILE) * cdiv(n, TILE * PART),
+            cdiv(m, TILE) * cdiv(n, TILE * COL_TILES),
             x=new_descriptor(self.x, config.bk), y=new_descriptor(y, config.bk),
             target=target, score=score, above=above, equal=equal,
-            row_ids=None if ids is None else self.ids, column_ids=ids, m=m, n=n, d=d,
-            BM=TILE, BN=TILE, BK=config.bk, PART=PART, GROUP=GROUP, FIND=above is None,
+            row_ids=None if ids is None else self.ids, col_ids=ids, m=m, n=n, d=d,
+            BM=TILE, BN=TILE, BK=config.bk, COL_TILES=COL_TILES, GROUP=GROUP, FIND=above is None,
             IDS=ids is not None, num_warps=self.warps, num_stages=config.stages,
         )  # fmt: skip
 
     def best(self, y: Tensor, ids: Tensor | None, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Part after part: its rows, the best scores and whose they are; see `ranking.Scores`."""
+        """Yield (rows, scores, columns) of the best, part by part; see `ranking.Scores`."""
         y, config = aligned(y), self.config
         ids = None if ids is None else ids.contiguous()
         (m, d), n = self.x.shape, len(y)
@@ -82,8 +83,8 @@ class FusedScores:
                 tiles = cdiv(columns, TILE)
                 scores.launch(
                     cdiv(rows, TILE) * tiles, x=xd, y=yd, out=out, tops=tops,
-                    row_ids=None if ids is None else self.ids, column_ids=ids,
-                    row_start=i.start, column_start=j.start, m=rows, n=columns, d=d,
+                    row_ids=None if ids is None else self.ids, col_ids=ids,
+                    row_start=i.start, col_start=j.start, m=rows, n=columns, d=d,
                     out_stride=out.stride(0), tops_stride=tops.stride(0),
                     BM=TILE, BN=TILE, BK=config.bk, GROUP=GROUP, IDS=ids is not None,
                     num_warps=8, num_stages=config.stages,  # 4 spill 1.4 kB by Triton 3.6
@@ -94,7 +95,7 @@ class FusedScores:
 
 
 def _block(m: int, n: int, workspace: int) -> tuple[int, int]:
-    """Rows and columns of a block of scores; a quarter of the workspace is the selection's."""
+    """Rows and columns of a block of scores; the selection gets a quarter of the workspace."""
     columns = min(cdiv(n, TILE) * TILE, WIDEST)
     rows = workspace * 3 // 4 // (4 * columns * TILE) * TILE
     return min(max(TILE, rows), m), columns
@@ -106,79 +107,80 @@ def _best(s: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
         value, column = s.topk(k, dim=1)
         return value, column
     chunks = tops.topk(k, dim=1).indices
-    kept = s.unflatten(1, (-1, TILE)).gather(1, chunks[:, :, None].expand(-1, -1, TILE)).flatten(1)
-    value, at = kept.topk(k, dim=1)
+    index = chunks[:, :, None].expand(-1, -1, TILE)
+    candidates = s.unflatten(1, (-1, TILE)).gather(1, index).flatten(1)
+    value, at = candidates.topk(k, dim=1)
     return value, chunks.gather(1, at // TILE) * TILE + at % TILE
 
 
 @kernel
 def ranks(
-    x, y, target, score, above, equal, row_ids, column_ids, m, n, d,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PART: tl.constexpr,
+    x, y, target, score, above, equal, row_ids, col_ids, m, n, d,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COL_TILES: tl.constexpr,
     GROUP: tl.constexpr, FIND: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
-    """FIND: score[i] = x[i] @ y[target[i]], where that is a column; else counts of the others.
+    """FIND: score[i] = x[i] @ y[target[i]], if that is a column; otherwise count the other columns.
 
-    One kernel for both: a target's score is then, bit for bit, what its tile holds when the others
-    are counted. Counts are whole numbers, whose sum no order of the programs changes.
+    One kernel does both, so that a target's score is bit for bit the one in its tile when columns
+    are counted. Counts are integers: their sums do not depend on the order of the programs.
     """
-    ti, part = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN * PART), GROUP)
+    ti, part = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN * COL_TILES), GROUP)
     i = ti * BM + tl.arange(0, BM)
-    home = tl.load(target + i, mask=i < m, other=-1)
-    first = part * PART
-    last = tl.minimum(first + PART, tl.cdiv(n, BN))
-    if FIND:  # the tiles that have targets of these rows, and those between
-        here = (home >= first * BN) & (home < tl.minimum(last * BN, n))
-        low = tl.min(tl.where(here, home // BN, last), 0)
-        last = (tl.max(tl.where(here, home // BN, first - 1), 0) + 1).to(tl.int32)
+    targets = tl.load(target + i, mask=i < m, other=-1)
+    first = part * COL_TILES
+    last = tl.minimum(first + COL_TILES, tl.cdiv(n, BN))
+    if FIND:  # visit the tiles from the first to the last target of these rows
+        here = (targets >= first * BN) & (targets < tl.minimum(last * BN, n))
+        low = tl.min(tl.where(here, targets // BN, last), 0)
+        last = (tl.max(tl.where(here, targets // BN, first - 1), 0) + 1).to(tl.int32)
         first = low.to(tl.int32)
     else:
         own = tl.load(score + i, mask=i < m, other=0.0)
         higher = tl.zeros((BM,), tl.int32)
-        alike = tl.zeros((BM,), tl.int32)
+        ties = tl.zeros((BM,), tl.int32)
     if IDS:
         ids = tl.load(row_ids + i, mask=i < m, other=-1)
     for tj in tl.range(first, last):
         s = logits_tile(x, y, ti * BM, tj * BN, d, BM, BN, BK)
         j = tj * BN + tl.arange(0, BN)
-        targets = home[:, None] == j[None, :]
+        is_target = targets[:, None] == j[None, :]
         if FIND:
-            found = tl.sum(tl.where(targets, s, 0.0), 1)
-            inside = (home >= tj * BN) & (home < tl.minimum(tj * BN + BN, n))
+            found = tl.sum(tl.where(is_target, s, 0.0), 1)
+            inside = (targets >= tj * BN) & (targets < tl.minimum(tj * BN + BN, n))
             tl.store(score + i, found, mask=inside)
         else:
-            counted = (j < n)[None, :] & ~targets
+            counted = (j < n)[None, :] & ~is_target
             if IDS:
-                others = tl.load(column_ids + j, mask=j < n, other=-1)
+                others = tl.load(col_ids + j, mask=j < n, other=-1)
                 counted = counted & ~((ids[:, None] == others[None, :]) & (ids >= 0)[:, None])
             # Not s > own: a row whose target's score is NaN counts every column as above.
             higher += tl.sum((counted & ~(s <= own[:, None])).to(tl.int32), 1)
-            alike += tl.sum((counted & (s == own[:, None])).to(tl.int32), 1)
+            ties += tl.sum((counted & (s == own[:, None])).to(tl.int32), 1)
     if not FIND:
         tl.atomic_add(above + i, higher.to(tl.int64), mask=i < m, sem="relaxed")
-        tl.atomic_add(equal + i, alike.to(tl.int64), mask=i < m, sem="relaxed")
+        tl.atomic_add(equal + i, ties.to(tl.int64), mask=i < m, sem="relaxed")
 
 
 @kernel
 def scores(
-    x, y, out, tops, row_ids, column_ids, row_start, column_start, m, n, d, out_stride,
+    x, y, out, tops, row_ids, col_ids, row_start, col_start, m, n, d, out_stride,
     tops_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     IDS: tl.constexpr,
 ):  # fmt: skip
     """out = x @ y.T of a block of m rows and n columns; tops[i, tile] = largest of row i there.
 
-    -inf where ids are equal and past n, up to a whole tile. A NaN counts as inf in `tops`, so that
-    no selection by them passes over it.
+    Pairs of equal ids get -inf, and so do columns past n, up to a whole tile. A NaN is inf in
+    `tops`, so that a selection by them finds it.
     """
     ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
     i = ti * BM + tl.arange(0, BM)
     j = tj * BN + tl.arange(0, BN)
-    s = logits_tile(x, y, row_start + ti * BM, column_start + tj * BN, d, BM, BN, BK)
+    s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
     wanted = (i < m)[:, None] & (j < n)[None, :]
     if IDS:
         own = tl.load(row_ids + row_start + i, mask=i < m, other=-1)
-        others = tl.load(column_ids + column_start + j, mask=j < n, other=-1)
+        others = tl.load(col_ids + col_start + j, mask=j < n, other=-1)
         wanted = wanted & ~((own[:, None] == others[None, :]) & (own >= 0)[:, None])
     s = tl.where(wanted, s, float("-inf"))
     rows = i.to(tl.int64)

@@ -1,13 +1,16 @@
-"""The forward pass of log-sum-exps: kernels that sum exponentials tile by tile, in base 2.
+"""Forward kernels of log-sum-exp: sums of exponentials, tile by tile, in base 2.
 
-1. `reference`: an upper guess of each row's largest logit.
-2. `tile`: a tile's logits in registers, one exponential each, shared by both sides: row i's are
-   relative to a reference of its own, and weighted by 2^(row's reference - the row group's) they
-   sum to the columns'. It leaves out the tiles that need masks for some pairs (`tiles.mixed`).
-3. `settle`: adds the tiles' sums to the running state, does the tiles left out of them with a
-   running maximum, and does rows anew whose sums left float32's range.
+1. `reference` guesses an upper bound of each row's largest logit.
+2. `unmasked_tiles` keeps a tile's logits in registers and takes one exponential each, which both
+   sides share: row i's exponentials are relative to a reference of its own, and weighted by
+   2^(row's reference - its row group's reference) they sum to the columns'. Tiles that need masks
+   (`tiles.needs_mask`) are left out.
+3. `combine_partials` adds the tiles' sums to the running state. It computes the tiles left out,
+   with a running maximum, and recomputes the rows whose sums left float32's range.
 
-`merged` and `results` join states of the same rows from several GPUs, in one launch each.
+A state is laid out as `similarity.states` documents, with references in base 2: for pairs of
+different ids, then for pairs of equal ids, (reference, sum of 2^(logit - reference)); the sum of
+positive logits; their number. `merge_states` joins states of the same rows from several GPUs.
 """
 
 from __future__ import annotations
@@ -23,45 +26,46 @@ from megabatch.similarity.backends.triton.tiles import (
     LOG2E,
     logits_tile,
     mask_tile,
-    mixed,
+    needs_mask,
     swizzle,
 )
 
-#: Sums outside are redone exactly. Below, terms lost under 2^-126 would count (4M of them: 2^-29).
+#: Sums outside are recomputed. Below LOWEST, terms lost under 2^-126 would matter (4M: 2^-29).
 LOWEST = tl.constexpr(2.0**-75)
 HIGHEST = tl.constexpr(2.0**126)
-#: Rows a program of `combine`.
-BLOCK = 256
+#: Rows per program of `merge_states`.
+MERGED_ROWS = 256
 
 
 @kernel
 def reference(
-    x, y, y_stride, scale, out, row_ids, column_ids, ceiling, row_start, column_start, m, n, d,
-    diagonal_offset,
+    x, y, y_stride, scale, out, row_ids, col_ids, ceiling,
+    row_start, col_start, m, n, d, diagonal_offset,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DIAGONAL: tl.constexpr,
     IDS: tl.constexpr, CEILING: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = largest of row i's logits against BN columns spread over all, in log2, less 20.
+    """out[i] = row i's largest logit among BN columns spread over the block, in log2, minus 20.
 
-    Only negatives count: a positive far above them would push their sum out of range. Rows past m
-    get +inf, whose exponentials are 0. The 20 centre the sums in float32's range: a column's sum
-    is relative to the largest of a group of rows, so it is rather too small.
+    Only negatives count: a positive far above them would push the sum of the negatives out of
+    range. Rows past m get +inf, so their exponentials are 0. Subtracting 20 centres the sums in
+    float32's range: a column's sum is relative to the largest reference of a group of rows, so it
+    tends to be small.
     """
     i0 = tl.program_id(0) * BM
     i = i0 + tl.arange(0, BM)
     j = tl.arange(0, BN) * tl.maximum(n // BN, 1)
     present = j < n
-    columns = y + (column_start + j).to(tl.int64) * y_stride
+    cols = y + (col_start + j).to(tl.int64) * y_stride
     s = tl.zeros((BM, BN), tl.float32)
     for c in tl.range(0, d, BK):
         k = c + tl.arange(0, BK)
         mask = present[:, None] & (k < d)[None, :]
-        b = tl.load(columns[:, None] + k[None, :], mask=mask, other=0.0)
+        b = tl.load(cols[:, None] + k[None, :], mask=mask, other=0.0)
         s = tl.dot(x.load([row_start + i0, c]), b.T, s, input_precision="tf32")
     s *= tl.load(scale)
     if IDS:
         own = tl.load(row_ids + i, mask=i < m, other=-1)
-        others = tl.load(column_ids + j, mask=present, other=-2)
+        others = tl.load(col_ids + j, mask=present, other=-2)
         present = present[None, :] & ((own[:, None] != others[None, :]) | (own < 0)[:, None])
     else:
         present = present[None, :] & (i >= 0)[:, None]
@@ -75,199 +79,195 @@ def reference(
 
 
 @kernel
-def tile(
-    x, y, scale, references, tops, row_sums, column_sums, row_ranges, row_range_stride,
-    column_ranges, column_range_stride, ceiling, row_start, column_start, m, n, d,
-    first_column_tile, column_tiles, diagonal_offset,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr,
-    DIAGONAL: tl.constexpr, IDS: tl.constexpr, CEILING: tl.constexpr, COLUMNS: tl.constexpr,
-    EVEN: tl.constexpr, TRIANGLE: tl.constexpr,
+def unmasked_tiles(
+    x, y, scale, references, group_references, row_sums, col_sums,
+    row_ranges, row_range_stride, col_ranges, col_range_stride, ceiling,
+    row_start, col_start, m, n, d, first_col_tile, col_tiles, diagonal_offset,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROW_TILES: tl.constexpr,
+    GROUP: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr, CEILING: tl.constexpr,
+    COLS: tl.constexpr, EVEN_N: tl.constexpr, TRIANGLE: tl.constexpr,
 ):  # fmt: skip
-    """row_sums[tile column, i], column_sums[group of R row tiles, j] of 2^(logit - reference).
+    """row_sums[column tile, i] and col_sums[row group, j] of 2^(logit - reference).
 
-    tops[group] becomes the largest reference of a group. Mixed tiles count nothing. Not EVEN: some
-    of these column_tiles reaches past n. TRIANGLE: the block is symmetric, and left of a group's
-    first tile on the diagonal nothing is written; `settle` takes columns' sums for it.
+    A row group is the ROW_TILES tiles of one program; group_references[group] becomes its largest
+    reference. Tiles that need masks add nothing. Unless EVEN_N, one of these col_tiles reaches past
+    n. TRIANGLE: the block is symmetric; nothing is written left of a group's first tile on the
+    diagonal, where `combine_partials` uses the columns' sums instead.
     """
-    group, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM * R), column_tiles, GROUP)
-    tj += first_column_tile
+    group, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM * ROW_TILES), col_tiles, GROUP)
+    tj += first_col_tile
     if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
-        if tj < group * R:
+        if tj < group * ROW_TILES:
             return
     j0 = tj * BN
     factor = tl.load(scale)
     k = factor * LOG2E
-    top = _top(references, group, R * BM)
-    tl.store(tops + group, top)  # every program of the group writes the same
-    # The columns' sums stay spread over the threads until all R tiles are in: reducing each tile
+    group_reference = _largest_reference(references, group, ROW_TILES * BM)
+    tl.store(group_references + group, group_reference)  # all programs of a group write the same
+    # The columns' sums stay spread over the threads until all row tiles are in: reducing each tile
     # across a warp costs 4% of the kernel.
-    columns = tl.zeros((32, BN), tl.float32)
-    for r in tl.range(0, R, flatten=True):
-        ti = group * R + r
+    cols = tl.zeros((32, BN), tl.float32)
+    for r in tl.range(0, ROW_TILES, flatten=True):
+        ti = group * ROW_TILES + r
         i0 = ti * BM
         i = i0 + tl.arange(0, BM)
         acc = tl.zeros((BM, BN), tl.float32)
         for c in tl.range(0, d, BK):
             a = x.load([row_start + i0, c])
-            acc = tl.dot(a, y.load([column_start + j0, c]).T, acc, input_precision="tf32")
-        own = clamped(references, i, top)
+            acc = tl.dot(a, y.load([col_start + j0, c]).T, acc, input_precision="tf32")
+        own = _clamped_references(references, i, group_reference)
         shift = own
         if DIAGONAL or IDS:
-            # The last group may reach past the rows' tiles.
-            skipped = mixed(
-                tl.minimum(ti, tl.cdiv(m, BM) - 1), tj, row_ranges, row_range_stride,
-                column_ranges, column_range_stride, diagonal_offset, BM, BN, DIAGONAL, IDS,
+            # The last group may reach past the last row tile.
+            skipped = needs_mask(
+                tl.minimum(ti, tl.cdiv(m, BM) - 1), tj,
+                row_ranges=row_ranges, row_stride=row_range_stride,
+                col_ranges=col_ranges, col_stride=col_range_stride,
+                diagonal_offset=diagonal_offset, BM=BM, BN=BN, DIAGONAL=DIAGONAL, IDS=IDS,
             )  # fmt: skip
             shift = tl.where(skipped, float("inf"), own)
         if CEILING:
             highest = tl.load(ceiling + i, mask=i < m, other=0.0)
             acc = tl.where(acc * factor > highest[:, None], float("-inf"), acc)
         e = tl.exp2(acc * k - shift[:, None])
-        if CEILING:  # a negative scale turns -inf round
+        if CEILING:  # a negative scale turns -inf into +inf
             e = tl.where(acc == float("-inf"), 0.0, e)
-        if not EVEN:
+        if not EVEN_N:
             e = tl.where((j0 + tl.arange(0, BN) < n)[None, :], e, 0.0)
         tl.store(row_sums + tj.to(tl.int64) * m + i, tl.sum(e, 1), mask=i < m)
-        if COLUMNS:
-            e = e * tl.exp2(tl.minimum(own - top, 0.0))[:, None]
+        if COLS:
+            e = e * tl.exp2(tl.minimum(own - group_reference, 0.0))[:, None]
             spread = tl.reshape(e, (BM // 64, 4, 2, 8, BN))
-            columns += tl.reshape(tl.sum(tl.sum(spread, 2), 0), (32, BN))
-    if COLUMNS:
+            cols += tl.reshape(tl.sum(tl.sum(spread, 2), 0), (32, BN))
+    if COLS:
         j = j0 + tl.arange(0, BN)
-        tl.store(column_sums + group.to(tl.int64) * n + j, tl.sum(columns, 0), mask=j < n)
+        tl.store(col_sums + group.to(tl.int64) * n + j, tl.sum(cols, 0), mask=j < n)
 
 
 @triton.jit
-def _top(references, group, SIZE: tl.constexpr):
-    """Largest reference of a group of rows; those past the end are +inf."""
-    own = tl.load(references + group * SIZE + tl.arange(0, SIZE))
+def _largest_reference(references, group, ROWS: tl.constexpr):
+    """Largest reference of a group of rows; rows past the end have +inf and do not count."""
+    own = tl.load(references + group * ROWS + tl.arange(0, ROWS))
     return tl.max(tl.where(own == float("inf"), float("-inf"), own), 0)
 
 
 @triton.jit
-def clamped(references, i, top):
-    """A row far below its group would vanish in the columns' weights: its reference is raised."""
-    return tl.maximum(tl.load(references + i), top - 100.0)
+def _clamped_references(references, i, group_reference):
+    """References of rows, raised if far below their group's: the columns' weights would vanish."""
+    return tl.maximum(tl.load(references + i), group_reference - 100.0)
 
 
 @kernel
-def settle(
-    x, y, scale, row_sums, references, row_parts, row_state, row_state_stride, row_first,
-    row_last, column_sums, tops, column_parts, column_state, column_state_stride, column_first,
-    column_last, row_ids, row_ranges, row_range_stride, column_ids, column_ranges,
-    column_range_stride, ceiling, row_start, column_start, m, n, d, diagonal_offset,
-    SIZE: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
-    DIAGONAL: tl.constexpr, IDS: tl.constexpr, OWN: tl.constexpr, CEILING: tl.constexpr,
-    POSITIVES: tl.constexpr, TRIANGLE: tl.constexpr,
+def combine_partials(
+    x, y, scale,
+    row_sums, references, row_partials, row_state, row_state_stride, row_is_first, row_is_last,
+    col_sums, group_references, col_partials, col_state, col_state_stride, col_is_first,
+    col_is_last,
+    row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride, ceiling,
+    row_start, col_start, m, n, d, diagonal_offset,
+    GROUP_ROWS: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    DIAGONAL: tl.constexpr, IDS: tl.constexpr, PAIRED: tl.constexpr, CEILING: tl.constexpr,
+    HAS_POSITIVES: tl.constexpr, TRIANGLE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block to both sides' running states, a tile of B rows or columns a program.
+    """Add a block to the running states of both sides, B rows or B columns per program.
 
-    `parts` sums a row are added P at a time; SIZE rows are a group. Where it is a side's `first`
-    block the state holds nothing yet; after the `last` it holds what `states.finish` would return.
-    TRIANGLE: rows' sums begin at their group's first tile on the diagonal; for what lies left of it
-    there are the columns' sums of the groups above.
+    A row has `row_partials` sums, a column `col_partials`, which are added P at a time; GROUP_ROWS
+    rows are a row group. Before a side's first block, its state holds nothing; after its last one,
+    the state holds what `states.finish` would return. TRIANGLE: a row's sums begin at its group's
+    first tile on the diagonal; the columns' sums of the groups above give the tiles left of it.
     """
     t = tl.program_id(0)
     tiles = tl.cdiv(m, B)
     if t < tiles:
         i = t * B + tl.arange(0, B)
-        group = t * B // SIZE
-        new = clamped(references, i, tl.load(tops + group))
-        total = tl.zeros((B,), tl.float32)
-        for start in range(group * (SIZE // B) if TRIANGLE else 0, row_parts, P):
-            total += tl.sum(_parts(row_sums, start, row_parts, i, m, P), 0)
-        above = tl.full((B,), float("-inf"), tl.float32)
+        group = t * B // GROUP_ROWS
+        block_reference = _clamped_references(references, i, tl.load(group_references + group))
+        block_total = tl.zeros((B,), tl.float32)
+        for start in range(group * (GROUP_ROWS // B) if TRIANGLE else 0, row_partials, P):
+            block_total += tl.sum(_load_partials(row_sums, start, row_partials, i, m, P), 0)
+        above_reference = tl.full((B,), float("-inf"), tl.float32)
         above_total = tl.zeros((B,), tl.float32)
         if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
             if group > 0:
-                largest = _largest(tops, group, P)
-                above_total = _column_total(column_sums, tops, largest, group, i, m, B, P)
-                above = tl.zeros((B,), tl.float32) + largest
-        _settle(
-            x, y, scale, new, total, above, above_total,
-            row_state, row_state_stride, row_first, row_last,
-            row_ids, row_ranges, row_range_stride, column_ids, column_ranges, column_range_stride,
-            ceiling, row_start, column_start, m, n, d, diagonal_offset, t,
-            B, BK, DIAGONAL, IDS, OWN, 1 if CEILING else 0, POSITIVES,
+                largest = _largest_of_groups(group_references, group, P)
+                above_total = _col_total(col_sums, group_references, largest, group, i, m, B, P)
+                above_reference = tl.zeros((B,), tl.float32) + largest
+        _combine_side(
+            x, y, scale, t,
+            block_reference=block_reference, block_total=block_total,
+            above_reference=above_reference, above_total=above_total,
+            state=row_state, stride=row_state_stride, is_first=row_is_first, is_last=row_is_last,
+            row_ids=row_ids, row_ranges=row_ranges, row_range_stride=row_range_stride,
+            col_ids=col_ids, col_ranges=col_ranges, col_range_stride=col_range_stride,
+            ceiling=ceiling, row_start=row_start, col_start=col_start, m=m, n=n, d=d,
+            diagonal_offset=diagonal_offset, B=B, BK=BK, DIAGONAL=DIAGONAL, IDS=IDS,
+            PAIRED=PAIRED, CEILING=1 if CEILING else 0, HAS_POSITIVES=HAS_POSITIVES,
         )  # fmt: skip
-    else:
+    else:  # the same with rows and columns swapped
         t = t - tiles
         j = t * B + tl.arange(0, B)
-        largest = _largest(tops, column_parts, P)
-        total = _column_total(column_sums, tops, largest, column_parts, j, n, B, P)
-        new = tl.zeros((B,), tl.float32) + largest
-        above = tl.full((B,), float("-inf"), tl.float32)
-        _settle(
-            y, x, scale, new, total, above, tl.zeros((B,), tl.float32),
-            column_state, column_state_stride, column_first, column_last,
-            column_ids, column_ranges, column_range_stride, row_ids, row_ranges, row_range_stride,
-            ceiling, column_start, row_start, n, m, d, -diagonal_offset, t,
-            B, BK, DIAGONAL, IDS, OWN, 2 if CEILING else 0, POSITIVES,
+        largest = _largest_of_groups(group_references, col_partials, P)
+        block_total = _col_total(col_sums, group_references, largest, col_partials, j, n, B, P)
+        block_reference = tl.zeros((B,), tl.float32) + largest
+        above_reference = tl.full((B,), float("-inf"), tl.float32)
+        _combine_side(
+            y, x, scale, t,
+            block_reference=block_reference, block_total=block_total,
+            above_reference=above_reference, above_total=tl.zeros((B,), tl.float32),
+            state=col_state, stride=col_state_stride, is_first=col_is_first, is_last=col_is_last,
+            row_ids=col_ids, row_ranges=col_ranges, row_range_stride=col_range_stride,
+            col_ids=row_ids, col_ranges=row_ranges, col_range_stride=row_range_stride,
+            ceiling=ceiling, row_start=col_start, col_start=row_start, m=n, n=m, d=d,
+            diagonal_offset=-diagonal_offset, B=B, BK=BK, DIAGONAL=DIAGONAL, IDS=IDS,
+            PAIRED=PAIRED, CEILING=2 if CEILING else 0, HAS_POSITIVES=HAS_POSITIVES,
         )  # fmt: skip
 
 
 @triton.jit
-def _largest(tops, parts, P: tl.constexpr):
-    top = tl.full((P,), float("-inf"), tl.float32)
-    for start in range(0, parts, P):
+def _largest_of_groups(group_references, groups, P: tl.constexpr):
+    largest = tl.full((P,), float("-inf"), tl.float32)
+    for start in range(0, groups, P):
         p = start + tl.arange(0, P)
-        top = tl.maximum(top, tl.load(tops + p, mask=p < parts, other=float("-inf")))
-    return tl.max(top, 0)
+        own = tl.load(group_references + p, mask=p < groups, other=float("-inf"))
+        largest = tl.maximum(largest, own)
+    return tl.max(largest, 0)
 
 
 @triton.jit
-def _column_total(sums, tops, largest, parts, j, n, B: tl.constexpr, P: tl.constexpr):
-    """The sums of these columns over the first groups of rows, relative to `largest`."""
+def _col_total(
+    sums, group_references, largest, groups, j, n, B: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Sums of columns j over the first groups of rows, relative to `largest`."""
     total = tl.zeros((B,), tl.float32)
-    for start in range(0, parts, P):
+    for start in range(0, groups, P):
         p = start + tl.arange(0, P)
-        own = tl.load(tops + p, mask=p < parts, other=float("-inf"))
-        total += tl.sum(_parts(sums, start, parts, j, n, P) * tl.exp2(own - largest)[:, None], 0)
+        own = tl.load(group_references + p, mask=p < groups, other=float("-inf"))
+        partials = _load_partials(sums, start, groups, j, n, P)
+        total += tl.sum(partials * tl.exp2(own - largest)[:, None], 0)
     return total
 
 
 @triton.jit
-def _parts(sums, start, parts, i, size, P: tl.constexpr):
+def _load_partials(sums, start, partials, i, size, P: tl.constexpr):
     p = start + tl.arange(0, P)
-    mask = (p < parts)[:, None] & (i < size)[None, :]
+    mask = (p < partials)[:, None] & (i < size)[None, :]
     return tl.load(sums + p.to(tl.int64)[:, None] * size + i[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _settle(
-    x,
-    y,
-    scale,
-    new,
-    new_total,
-    above,
-    above_total,
-    state,
-    stride,
-    is_first,
-    is_last,
-    row_ids,
-    row_ranges,
-    row_range_stride,
-    column_ids,
-    column_ranges,
-    column_range_stride,
-    ceiling,
-    row_start,
-    column_start,
-    m,
-    n,
-    d,
-    diagonal_offset,
-    ti,
-    B: tl.constexpr,
-    BK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    IDS: tl.constexpr,
-    OWN: tl.constexpr,
-    CEILING: tl.constexpr,
-    POSITIVES: tl.constexpr,
-):
+def _combine_side(
+    x, y, scale, ti, block_reference, block_total, above_reference, above_total,
+    state, stride, is_first, is_last,
+    row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride, ceiling,
+    row_start, col_start, m, n, d, diagonal_offset,
+    B: tl.constexpr, BK: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr,
+    PAIRED: tl.constexpr, CEILING: tl.constexpr, HAS_POSITIVES: tl.constexpr,
+):  # fmt: skip
+    """Merge the block's sums of row tile ti and the tiles that need masks into the rows' state.
+
+    If any row's sum left float32's range, the block's sums of this tile are dropped and all its
+    column tiles recomputed.
+    """
     i0 = ti * B
     i = i0 + tl.arange(0, B)
     inside = i < m
@@ -278,52 +278,55 @@ def _settle(
     p_total = tl.zeros((B,), tl.float32)
     p_sum = tl.zeros((B,), tl.float32)
     p_count = tl.zeros((B,), tl.float32)
-    if POSITIVES:
+    if HAS_POSITIVES:
         p_largest = tl.load(state + 2 * stride + i, mask=begun, other=float("-inf"))
         p_total = tl.load(state + 3 * stride + i, mask=begun, other=0.0)
         p_sum = tl.load(state + 4 * stride + i, mask=begun, other=0.0)
         p_count = tl.load(state + 5 * stride + i, mask=begun, other=0.0)
-    # A tile of rows any of which left float32's range is done anew, all columns of it.
-    bad = inside & ~((new_total >= LOWEST) & (new_total <= HIGHEST))
-    some = above > float("-inf")
+    bad = inside & ~((block_total >= LOWEST) & (block_total <= HIGHEST))
+    some = above_reference > float("-inf")
     bad = bad | (inside & some & ~((above_total >= LOWEST) & (above_total <= HIGHEST)))
-    above = tl.where(some, above, new)  # nothing is added, at any reference
-    merged_new, merged_total = _merge(new, new_total, above, above_total)
-    new, new_total = merged_new, merged_total
-    flagged = tl.max(bad.to(tl.int32), 0) != 0
-    merged, merged_total = _merge(largest, total, new, new_total)
-    largest = tl.where(flagged, largest, merged)
-    total = tl.where(flagged, total, merged_total)
+    above_reference = tl.where(some, above_reference, block_reference)  # a sum of 0 at any
+    block_reference, block_total = _merge(
+        block_reference, block_total, above_reference, above_total
+    )  # fmt: skip
+    recompute = tl.max(bad.to(tl.int32), 0) != 0
+    merged, merged_total = _merge(largest, total, block_reference, block_total)
+    largest = tl.where(recompute, largest, merged)
+    total = tl.where(recompute, total, merged_total)
     k = tl.load(scale)
     tiles = tl.cdiv(n, B)
     for start in tl.range(0, tiles, 64):
-        # 64 tiles are looked at in one go, then those from the first to the last that is wanted.
+        # Look at 64 tiles at once, then visit those from the first to the last that is wanted.
         index = start + tl.arange(0, 64)
-        wanted = (index < tiles) & (flagged | mixed(
-            ti, tl.minimum(index, tiles - 1), row_ranges, row_range_stride,
-            column_ranges, column_range_stride, diagonal_offset, B, B, DIAGONAL, IDS,
+        wanted = (index < tiles) & (recompute | needs_mask(
+            ti, tl.minimum(index, tiles - 1), row_ranges=row_ranges, row_stride=row_range_stride,
+            col_ranges=col_ranges, col_stride=col_range_stride, diagonal_offset=diagonal_offset,
+            BM=B, BN=B, DIAGONAL=DIAGONAL, IDS=IDS,
         ))  # fmt: skip
         first = tl.min(tl.where(wanted, index, tiles), 0)
         last = tl.max(tl.where(wanted, index, -1), 0)
         for tj in tl.range(first, last + 1):
-            if flagged | mixed(
-                ti, tj, row_ranges, row_range_stride, column_ranges, column_range_stride,
-                diagonal_offset, B, B, DIAGONAL, IDS,
+            if recompute | needs_mask(
+                ti, tj, row_ranges=row_ranges, row_stride=row_range_stride, col_ranges=col_ranges,
+                col_stride=col_range_stride, diagonal_offset=diagonal_offset,
+                BM=B, BN=B, DIAGONAL=DIAGONAL, IDS=IDS,
             ):  # fmt: skip
-                s = logits_tile(x, y, row_start + i0, column_start + tj * B, d, B, B, BK) * k
+                s = logits_tile(x, y, row_start + i0, col_start + tj * B, d, B, B, BK) * k
                 negative, positive = mask_tile(
-                    s, i0, tj * B, m, n, diagonal_offset, row_ids, column_ids, ceiling,
-                    B, B, DIAGONAL, IDS, OWN, CEILING,
+                    s, i0, tj * B, m=m, n=n, diagonal_offset=diagonal_offset, row_ids=row_ids,
+                    col_ids=col_ids, ceiling=ceiling, BM=B, BN=B, DIAGONAL=DIAGONAL, IDS=IDS,
+                    PAIRED=PAIRED, CEILING=CEILING,
                 )  # fmt: skip
                 largest, total = _running_sum(largest, total, s * LOG2E, negative)
-                if POSITIVES:
+                if HAS_POSITIVES:
                     p_largest, p_total = _running_sum(p_largest, p_total, s * LOG2E, positive)
                     p_sum += tl.sum(tl.where(positive, s, 0.0), 1)
                     p_count += tl.sum(positive.to(tl.float32), 1)
     done = is_last != 0
-    tl.store(state + i, tl.where(done, _logarithm(largest, total), largest), mask=inside)
-    if POSITIVES:
-        second = tl.where(done, _logarithm(p_largest, p_total), total)
+    tl.store(state + i, tl.where(done, _to_logsumexp(largest, total), largest), mask=inside)
+    if HAS_POSITIVES:
+        second = tl.where(done, _to_logsumexp(p_largest, p_total), total)
         tl.store(state + stride + i, second, mask=inside)
         tl.store(state + 2 * stride + i, tl.where(done, p_sum, p_largest), mask=inside)
         tl.store(state + 3 * stride + i, tl.where(done, p_count, p_total), mask=inside)
@@ -343,7 +346,7 @@ def _merge(old, old_total, new, new_total):
 
 
 @triton.jit
-def _logarithm(largest, total):
+def _to_logsumexp(largest, total):
     return tl.log(total) + largest * LN2
 
 
@@ -357,59 +360,59 @@ def _running_sum(largest, total, s, mask):
 
 
 def merged(states: Tensor) -> Tensor:
-    """(k, rows of a state, size) -> (rows of a state, size); see `similarity.states`."""
+    """Several states (k, 2 or 6, size) of the same rows as one, (2 or 6, size)."""
     out = states.new_empty(states.shape[1:])
-    _launch(states, out, False)
+    _merge_states(states, out, False)
     return out
 
 
-def results(states: Tensor, out: Tensor) -> None:
-    """out = what `states.finish` makes of the states (k, ...) as one."""
-    _launch(states, out, True)
+def merged_logsumexp(states: Tensor, out: Tensor) -> None:
+    """out = what `states.finish` returns of several states (k, 2 or 6, size) of the same rows."""
+    _merge_states(states, out, True)
 
 
-def _launch(states: Tensor, out: Tensor, finish: bool) -> None:
+def _merge_states(states: Tensor, out: Tensor, to_logsumexp: bool) -> None:
     count, rows, size = states.shape
     if size:
-        combine.launch(
-            cdiv(size, BLOCK), states=states, part_stride=states.stride(0), stride=states.stride(1),
-            result=out, result_stride=out.stride(0), count=count, size=size,
-            KINDS=1 if rows == 2 else 2, FINISH=finish, B=BLOCK,
+        merge_states.launch(
+            cdiv(size, MERGED_ROWS), states=states, part_stride=states.stride(0),
+            stride=states.stride(1), result=out, result_stride=out.stride(0), count=count,
+            size=size, HAS_POSITIVES=rows == 6, TO_LOGSUMEXP=to_logsumexp, B=MERGED_ROWS,
         )  # fmt: skip
 
 
 @kernel
-def combine(
+def merge_states(
     states, part_stride, stride, result, result_stride, count, size,
-    KINDS: tl.constexpr, FINISH: tl.constexpr, B: tl.constexpr,
+    HAS_POSITIVES: tl.constexpr, TO_LOGSUMEXP: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """result = `count` states as one, or what `states.finish` would make of that."""
+    """result = `count` states as one, or what `states.finish` returns of that."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
     part_stride = part_stride.to(tl.int64)
-    for kind in tl.static_range(KINDS):
+    for kind in tl.static_range(2 if HAS_POSITIVES else 1):  # negatives, positives
         own = states + 2 * kind * stride + i
-        top = tl.full((B,), float("-inf"), tl.float32)
+        largest = tl.full((B,), float("-inf"), tl.float32)
         for part in range(count):
             one = tl.load(own + part * part_stride, mask=inside, other=float("-inf"))
-            top = tl.maximum(top, one)
+            largest = tl.maximum(largest, one)
         # A state without any pair has -inf; -inf - -inf would be NaN.
-        shift = tl.where(top == float("-inf"), 0.0, top)
+        shift = tl.where(largest == float("-inf"), 0.0, largest)
         total = tl.zeros((B,), tl.float32)
         for part in range(count):
             one = tl.load(own + part * part_stride, mask=inside, other=float("-inf"))
             of_one = tl.load(own + part * part_stride + stride, mask=inside, other=0.0)
             total += of_one * tl.exp2(one - shift)
-        if FINISH:
-            tl.store(result + kind * result_stride + i, tl.log(total) + top * LN2, mask=inside)
+        if TO_LOGSUMEXP:
+            tl.store(result + kind * result_stride + i, _to_logsumexp(largest, total), mask=inside)
         else:
-            tl.store(result + 2 * kind * result_stride + i, top, mask=inside)
+            tl.store(result + 2 * kind * result_stride + i, largest, mask=inside)
             tl.store(result + (2 * kind + 1) * result_stride + i, total, mask=inside)
-    if KINDS == 2:
-        for number in tl.static_range(2):
+    if HAS_POSITIVES:
+        for number in tl.static_range(2):  # sum of logits, count
             total = tl.zeros((B,), tl.float32)
             for part in range(count):
                 place = states + part * part_stride + (4 + number) * stride + i
                 total += tl.load(place, mask=inside, other=0.0)
-            row = 2 + number if FINISH else 4 + number
+            row = 2 + number if TO_LOGSUMEXP else 4 + number
             tl.store(result + row * result_stride + i, total, mask=inside)
