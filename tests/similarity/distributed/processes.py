@@ -54,9 +54,8 @@ GRACE = 10.0
 ENVIRONMENT = dict(os.environ)
 
 
-#: What the server that they come from has imported, if it is there.
-PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "megabatch.training.session"]
-PRELOADED += ["matplotlib.pyplot", "open_clip", "sklearn.linear_model"]
+#: What the server that they come from imports.
+PRELOADED = ["tests.similarity.distributed.preloaded"]
 
 
 @dataclass(frozen=True)
