@@ -52,7 +52,7 @@ class State:
         ring.set_overlap(overlap := ring.set_overlap(True))
         return cls(
             torch.get_default_dtype(),
-            torch.get_default_device(),
+            torch.empty(0).device,  # as torch.get_default_device(), which 2.8 has with a bug
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(),
@@ -83,7 +83,7 @@ class State:
         ring.set_piece(self.piece)
         ring.set_gather(self.gather)
         ring.set_overlap(self.overlap)
-        if torch.get_default_device() != self.default_device:
+        if torch.empty(0).device != self.default_device:
             torch.set_default_device(self.default_device)
         os.chdir(self.folder)
         for name in os.environ.keys() - self.variables.keys():

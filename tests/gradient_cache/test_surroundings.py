@@ -156,3 +156,12 @@ def test_a_step_whose_precision_pytorch_cannot_name():
     finally:
         matmul.fp32_precision = before
     assert all(gradient is not None for gradient in gradients(*towers))
+
+
+def test_after_a_default_device_was_taken_back():
+    """Where PyTorch 2.8 has none to name."""
+    torch.set_default_device("meta")
+    torch.set_default_device(None)
+    towers = Tower(), Tower()
+    GradientCache(towers, clip_loss, 3)(*pairs()).backward()
+    assert all(gradient is not None for gradient in gradients(*towers))

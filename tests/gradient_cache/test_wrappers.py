@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache import GradientCache, UnusedParameters
 from megabatch.losses import ClipLoss
+from megabatch.torch_internals import fsdp_groups
 from tests.similarity.distributed.processes import World, on_processes
 
 WIDTH, DIMS = 5, 4
@@ -174,7 +175,7 @@ def synchronised(model):
         if isinstance(module, DistributedDataParallel):
             yield module.require_backward_grad_sync
         elif isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            for group in fsdp_groups(module):
                 yield group.reduce_grads, group.all_reduce_grads
 
 

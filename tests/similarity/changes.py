@@ -66,7 +66,8 @@ def softmax(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, **options: An
     """Both sides, positives among them."""
     rows, columns = similarity.split_logsumexp(x, y, scale, **options)
     assert columns is not None
-    return sum(part.sum() for side in (rows, columns) for part in side[:3])  # type: ignore[return-value]
+    parts = [(side.negative, side.positive, side.positive_sum) for side in (rows, columns)]
+    return sum(part.sum() for side in parts for part in side)  # type: ignore[return-value]
 
 
 def mirrored(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -23,7 +23,7 @@ class Surroundings:
         self._autocast = {device: _autocast(device) for device in AUTOCAST_DEVICES}
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._dtype = torch.get_default_dtype()
-        self._device = torch.get_default_device()
+        self._device = _default_device()
         self._precision = _float32_precision()
         self._training = {module: module.training for module in modules}
         self._streams = [torch.cuda.current_stream(device) for device in devices]
@@ -39,7 +39,7 @@ class Surroundings:
                     enabled, dtype = state
                     cached = self._autocast_cache
                     stack.enter_context(torch.autocast(device, dtype, enabled, cached))
-            if self._device != torch.get_default_device():
+            if self._device != _default_device():
                 stack.enter_context(self._device)
             if self._dtype != (dtype := torch.get_default_dtype()):
                 stack.callback(torch.set_default_dtype, dtype)
@@ -53,6 +53,11 @@ class Surroundings:
                     stack.callback(setattr, module, "training", module.training)
                     module.training = training
             yield
+
+
+def _default_device() -> torch.device:
+    # torch.get_default_device() of PyTorch 2.8 raises after torch.set_default_device(None).
+    return torch.empty(0).device
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype]:

@@ -7,6 +7,8 @@ import contextlib
 import gc
 import importlib
 
+from tests import interpreter
+
 for name in (
     "torch.distributed.fsdp",
     "torch._dynamo",
@@ -17,6 +19,8 @@ for name in (
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+
+interpreter.mend()
 
 # It stays: to look through all of it takes each process a quarter of a second a time.
 gc.collect()
