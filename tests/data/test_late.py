@@ -175,6 +175,7 @@ def hangs(image: Image.Image) -> torch.Tensor:
     raise AssertionError
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path: Path) -> None:
     dataset = shard(tmp_path)
     images = next(iter(loader(dataset, transform=fails, late=4))).images

@@ -55,10 +55,11 @@ def test_a_process_that_died_while_nothing_came_is_noticed() -> None:
 
 
 def test_what_takes_longer_than_a_look_comes() -> None:
-    numbers = loader(0.9, 0, 0.7, timeout=600)
+    numbers = loader(0.5, 0, 0.4, timeout=600)
     assert [list(numbers) for _ in range(2)] == [[0, 1, 2]] * 2
 
 
+@pytest.mark.usefixtures("short_wait")
 def test_patience_ends() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="timed out"):
