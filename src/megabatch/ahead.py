@@ -1,4 +1,4 @@
-"""One thing ahead: a thread makes the next one while the caller works with the one before."""
+"""Prefetching by one: a thread makes the next item while the caller uses the current one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TypeVar
 S = TypeVar("S")
 T = TypeVar("T")
 
-_PATIENCE = 10  # seconds, with a thread that is at work when the process ends
+_PATIENCE = 10  # seconds to wait for a busy thread when the process exits
 
 
 def one_ahead(make: Callable[[S], T], items: Iterable[S], name: str) -> Generator[T, None, None]:
-    """make(item) for each item; a thread called `name` is at the next one meanwhile.
+    """make(item) for each item, the next one already in progress in a thread called `name`.
 
-    Items are taken in the caller's thread. An error surfaces when its turn comes. Closing the
-    generator waits for what is being made, and ends the thread.
+    Items are drawn in the caller's thread. An exception is raised when its item is due. Closing the
+    generator waits for the item in progress and ends the thread.
     """
     worker = _Worker(name)
     try:
@@ -35,16 +35,17 @@ def one_ahead(make: Callable[[S], T], items: Iterable[S], name: str) -> Generato
 
 
 class _Worker:
-    """One thread that does one thing after another.
+    """A thread that runs jobs in order.
 
-    A daemon, unlike those of concurrent.futures: one that hangs does not keep the process alive.
+    It is a daemon, unlike those of concurrent.futures: a job that hangs does not keep the process
+    alive.
     """
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
-        # Python kills daemons as it ends, which in the middle of PyTorch's code aborts the process.
+        # At exit Python kills daemons, which aborts the process if one is inside PyTorch's code.
         atexit.register(self._end, timeout=_PATIENCE)
 
     def submit(self, function: Callable[[S], T], item: S) -> Future[T]:
@@ -53,7 +54,7 @@ class _Worker:
         return future
 
     def stop(self) -> None:
-        """Wait for what is being done, and end."""
+        """Finish the jobs, then end the thread."""
         atexit.unregister(self._end)
         self._end()
 
@@ -64,11 +65,11 @@ class _Worker:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # what it made is the caller's alone
+            del job  # drop the reference to the result, which is the caller's
 
 
 def _fulfil(future: Future[T], function: Callable[[S], T], item: S) -> None:
     try:
         future.set_result(function(item))
-    except BaseException as error:  # whatever it is, the caller waits for it
+    except BaseException as error:  # the caller waits for the future in any case
         future.set_exception(error)

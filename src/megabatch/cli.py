@@ -1,4 +1,4 @@
-"""The `megabatch` program: the first word picks a command, which is imported only then."""
+"""The `megabatch` program: imports the module of the command that the first word names."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COMMANDS = {
     "train": ("megabatch.training.command", "train two towers on pairs"),
     "eval": ("megabatch.evaluation.command", "evaluate a run or any open_clip model"),
     "data": ("megabatch.data.command", "write the built-in data sets as shards"),
-    "plan": ("megabatch.training.plan_command", "say what a run would take of the memory"),
-    "bench": ("megabatch.benchmarking.command", "measure megabatch beside its peers"),
-    "tune": ("megabatch.benchmarking.tune_command", "fit the fused kernels to this GPU"),
+    "plan": ("megabatch.training.plan_command", "estimate the memory that a run needs"),
+    "bench": ("megabatch.benchmarking.command", "compare megabatch with its peers"),
+    "tune": ("megabatch.benchmarking.tune_command", "tune the fused kernels for this GPU"),
 }
 
 USAGE = "usage: megabatch COMMAND [OPTIONS]   (megabatch COMMAND --help lists the options)\n\n" + (
     "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in COMMANDS.items())
-    + "\n\n  --version  this program's version, torch's, Triton's and CUDA's"
+    + "\n\n  --version  the versions of megabatch, torch, Triton and CUDA"
 )
 
 
@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The program's exit code: 0; 2 where the command was asked for something impossible; 1 where
-        it had to stop; 75 after SIGTERM or SIGUSR1 with a checkpoint; 130 after Ctrl-C.
+        The exit code: 0; 2 for an invalid command line; 1 if the command had to stop; 75 after
+        SIGTERM or SIGUSR1 with a checkpoint; 130 after Ctrl-C.
     """
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
@@ -48,11 +48,11 @@ def main(argv: list[str] | None = None) -> int:
             return int(importlib.import_module(COMMANDS[command][0]).main(options))
     except UsageError as error:
         return _complain(str(error), command, getattr(error, "exit_code", 2))
-    except SystemExit as leaving:  # from the parser of options: after --help, or an error it told
+    except SystemExit as leaving:  # from the parser, after --help or an error that it printed
         return leaving.code if isinstance(leaving.code, int) else 2
     except KeyboardInterrupt:
         return _complain("interrupted", command, 130)
-    except BrokenPipeError:  # `megabatch ... | head`; Python flushes what is left on its way out
+    except BrokenPipeError:  # `megabatch ... | head`; Python flushes the rest when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -62,7 +62,7 @@ def _versions() -> str:
 
     try:
         import triton
-    except ImportError:  # there is none but for Linux
+    except ImportError:  # it exists for Linux only
         kernels = "no Triton"
     else:
         kernels = f"Triton {triton.__version__}"

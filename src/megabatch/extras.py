@@ -1,4 +1,4 @@
-"""Which extra brings a library that is not installed."""
+"""The extra to install if a library is missing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from megabatch.errors import UsageError
 
-#: What each extra brings beside torch, as it is imported. In a library's absence the first extra
-#: that has it is named; the one of the command that runs goes before.
+#: The libraries of each extra beside torch, by the names they are imported by. A missing library is
+#: attributed to the running command's extra if that has it, else to the first extra that has it.
 EXTRAS = {
     "train": frozenset(
         {
@@ -24,7 +24,7 @@ EXTRAS = {
     ),
 }
 
-#: Libraries that are installed under another name than the one that is imported.
+#: Libraries whose distribution has another name than their module.
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "open_clip": "open_clip_torch",
@@ -34,19 +34,18 @@ DISTRIBUTIONS = {
 
 
 class MissingLibrary(UsageError, ImportError):
-    """A library that was needed for what was asked is not installed."""
+    """A library that the call needs is not installed."""
 
 
 @contextlib.contextmanager
 def named_extras(extra: str = "train") -> Iterator[None]:
-    """Say which extra to install where a library turns out to be missing.
+    """Name the extra to install if an import inside fails.
 
     Args:
-        extra: the one of the command that runs: named first, and for what the extras' libraries
-            themselves require.
+        extra: the running command's, preferred, and assumed for dependencies of its libraries.
 
     Raises:
-        MissingLibrary: in place of a ModuleNotFoundError of anybody's but our own modules.
+        MissingLibrary: instead of a ModuleNotFoundError, except for megabatch's own modules.
     """
     try:
         yield
@@ -58,7 +57,7 @@ def named_extras(extra: str = "train") -> Iterator[None]:
 
 
 def missing(module: str, extra: str = "train") -> str:
-    """One sentence: what is not installed, and what to type."""
+    """One sentence: the missing library and the command that installs it."""
     order = sorted(EXTRAS, key=lambda name: name != extra)
     chosen = next((name for name in order if module in EXTRAS[name]), extra)
     library = DISTRIBUTIONS.get(module, module)

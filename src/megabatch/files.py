@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent, whenever the process dies."""
+"""Atomic writes: files and folders that are complete or absent, whenever the process dies."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def replacing(path: Path, partial: Path | None = None) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)  # there is none after success
+        partial.unlink(missing_ok=True)  # gone after success
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in UTF-8, completely or not at all.
 
     Raises:
-        OSError: it cannot be written; the old file stays.
+        OSError: the file cannot be written; the old one stays.
     """
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")

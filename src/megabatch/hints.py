@@ -1,6 +1,6 @@
-"""Settings declared as fields of dataclasses: their types and ranges, in words and from words.
+"""Settings declared as fields of dataclasses: types, ranges, parsing and descriptions.
 
-A field's annotation says everything about it: `lr: Annotated[float, Interval(above=0)] = 1e-3`.
+The annotation of a field has all of it: `lr: Annotated[float, Interval(above=0)] = 1e-3`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True)
 class Interval:
-    """The range of a number, or of each number in a list. Infinity and NaN are outside of any."""
+    """The valid range of a number, or of each number in a list; never infinity or NaN."""
 
     above: float | None = None
     at_least: float | None = None
@@ -50,14 +50,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Details:
-    """Help that is computed, printed after the text below the field."""
+    """Computed help, which follows the field's docstring."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Positional:
-    """Marks a field that is given by its place: `Annotated[Path | None, Positional("RUN")]`."""
+    """Marks a positional argument: `Annotated[Path | None, Positional("RUN")]`."""
 
     metavar: str
 
@@ -66,7 +66,10 @@ class Positional:
 class Setting:
     """A field of a dataclass.
 
-    type: without its marks. default: `MISSING` if there is none. marks: an `Interval`, say.
+    Attributes:
+        type: the type inside `Annotated`.
+        default: `dataclasses.MISSING` if there is none.
+        marks: the other arguments of `Annotated`, such as an `Interval`.
     """
 
     name: str
@@ -75,11 +78,11 @@ class Setting:
     marks: tuple[object, ...] = ()
 
     def mark(self, kind: type[Mark]) -> Mark | None:
-        """Its mark of this class, if it has one."""
+        """The mark of this class, if there is one."""
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
     def expected(self, value: Any) -> str:
-        """The range in words if a value of the right type lies outside of it, else ""."""
+        """The valid range in words if a value of the right type lies outside of it, else ""."""
         interval = self.mark(Interval)
         return "" if interval is None or value is None or value in interval else str(interval)
 
@@ -98,24 +101,24 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 
 def option(name: str) -> str:
-    """A setting as it is written on the command line."""
+    """A setting's name as an option: `--global-batch-size`."""
     return "--" + name.replace("_", "-")
 
 
 def with_value(name: str, value: Any) -> str:
-    """An option with its value, as it is written on the command line."""
+    """A setting with its value as an option: `--workers 4`, `--no-evaluate`."""
     if isinstance(value, bool):
         return option(name) if value else option(f"no_{name}")
     return f"{option(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value is of a field's type: exactly, but for whole numbers where a float goes."""
+    """Whether a value has a field's type. An int is a valid float, a bool is no number."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if is_union(hint):
         return any(accepts(part, value) for part in get_args(hint))
-    if get_origin(hint) is tuple:  # of any length, all of one type
+    if get_origin(hint) is tuple:  # tuple[item, ...]
         item = get_args(hint)[0]
         return isinstance(value, tuple) and all(accepts(item, part) for part in value)
     if hint in (int, float) and isinstance(value, bool):
@@ -124,7 +127,7 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """A field's type in words."""
+    """A field's type in words, for "expected ..."."""
     if get_origin(hint) is Literal:
         return " or ".join(repr(choice) for choice in get_args(hint))
     if is_union(hint):
@@ -135,10 +138,10 @@ def describe_type(hint: Any) -> str:
 
 
 def parse_value(hint: Any, word: str) -> Any:
-    """The value that a word on the command line means; "None" is None where that is possible.
+    """Parse a word from the command line; "None" is None if the type allows it.
 
     Raises:
-        ValueError: it means none of this type.
+        ValueError: the word is no value of this type.
     """
     if is_union(hint):
         parts = get_args(hint)
@@ -158,7 +161,7 @@ def is_union(hint: Any) -> bool:
 
 
 def placeholder(hint: Any) -> str:
-    """What stands for the value in a command's help."""
+    """The value's placeholder in a command's help."""
     if is_union(hint):
         return placeholder(next(part for part in get_args(hint) if part is not types.NoneType))
     if get_origin(hint) is Literal:

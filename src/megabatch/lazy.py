@@ -1,7 +1,7 @@
-"""Packages whose names are imported when they are first asked for.
+"""Packages that import their public names on first access.
 
-So `megabatch train --help` does not wait for torch, and a package says what it offers without
-needing every library that some of it needs.
+So `megabatch train --help` does not import torch, and a package is usable without the libraries
+that only some of its names need.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def lazy(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: `__name__` of the package.
-        places: for each name that the package offers, the module that defines it; a submodule is
-            its own place.
+        places: for each public name, the module that defines it; for a submodule, itself.
 
-    What it returns raises MissingLibrary, an ImportError, for a name whose module needs a library
-    that is not installed.
+    Returns:
+        A function that raises MissingLibrary, an ImportError, if the module of a name needs a
+        library that is not installed.
     """
 
     def get(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A command's options: the fields of a dataclass, with the texts below them as help."""
+"""Command-line options from dataclasses: a field is an option, its docstring the help."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _NARROWEST, _WIDEST = 60, 100  # columns of a help text
 
 @dataclass
 class Parser:
-    """Reads the options of one command.
+    """Parses the options of one command.
 
-    classes: dataclasses; each field is an option, True and False as `--name` and `--no-name`.
-    prog, description: as in the help.
-    groups: the help's headings, each under the name of the first field below it.
-    elsewhere: options that users of other programs type, and what to do instead.
-    values: by field, values that they type, likewise.
+    Args:
+        classes: dataclasses whose fields are the options; a bool is `--name` and `--no-name`.
+        prog, description: for the help.
+        groups: headings of the help, by the first field below each.
+        elsewhere: options of other programs, each with its replacement.
+        values: by field, values that other programs accept, likewise.
     """
 
     classes: Sequence[type]
@@ -51,10 +52,10 @@ class Parser:
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def parse(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The values that were given, by field; what was not given is not in it.
+        """The values of the options that were given, by field.
 
         Raises:
-            UsageError: options that do not exist or have a wrong value, all in one message.
+            UsageError: options do not exist or have invalid values; one message for all.
             SystemExit: after `--help`, which is printed.
         """
         words = [_normalized(word) for word in _joined(argv)]
@@ -107,7 +108,7 @@ class Parser:
                 close = difflib.get_close_matches(name, map(option, self._settings), n=1)
                 hint = f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
                 yield f"{name}: no such option; {hint}"
-            elif i == 0 or not unknown[i - 1].startswith("-"):  # else it is that one's value
+            elif i == 0 or not unknown[i - 1].startswith("-"):  # not an unknown option's value
                 before = words[words.index(word) - 1] if words.index(word) else ""
                 field_name = before.removeprefix("--").replace("-", "_")
                 if advice := self.values.get(field_name, {}).get(word):
@@ -118,10 +119,10 @@ class Parser:
 
 
 def parse(cls: Callable[..., T], argv: Sequence[str], *, prog: str, description: str) -> T:
-    """Read a command's options into an instance of the dataclass that declares them.
+    """Parse a command's options into an instance of the dataclass that declares them.
 
     Raises:
-        UsageError, SystemExit: as `Parser.parse`; an option without a default was not given.
+        UsageError, SystemExit: as `Parser.parse`; also if an option without a default is missing.
     """
     assert isinstance(cls, type)
     given = Parser((cls,), prog, description, groups=getattr(cls, "GROUPS", {})).parse(argv)
@@ -134,17 +135,17 @@ def parse(cls: Callable[..., T], argv: Sequence[str], *, prog: str, description:
 def parse_one_of(
     commands: Mapping[str, Callable[..., T]], argv: Sequence[str], *, prog: str, description: str
 ) -> T:
-    """Read the options of the command that the first word names.
+    """Parse the options of the subcommand that the first word names.
 
     Raises:
-        UsageError, SystemExit: as `parse`; there is no such command.
+        UsageError, SystemExit: as `parse`; also if there is no such subcommand.
     """
     lines = [
         _wrapped(_summary(cls), _width(), f"  {name:<10}", " " * 12)
         for name, cls in commands.items()
     ]
-    told = [line for several in lines for line in several]
-    usage = "\n".join([f"usage: {prog} COMMAND [OPTIONS]", "", description, "", *told])
+    listed = [line for wrapped in lines for line in wrapped]
+    usage = "\n".join([f"usage: {prog} COMMAND [OPTIONS]", "", description, "", *listed])
     if not argv or argv[0] in ("-h", "--help"):
         print(usage)
         raise SystemExit(0 if argv else 2)
@@ -171,7 +172,7 @@ class _Flag(argparse.Action):
 
 
 class _Help(argparse.HelpFormatter):
-    """Options on lines of their own, texts below them, broken at spaces alone."""
+    """Each option on its own line with its text below, wrapped at spaces only."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, indent_increment=2, max_help_position=6, width=_width())
@@ -190,7 +191,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def _width() -> int:
-    """Columns for a help text: the terminal's, within bounds."""
+    """Columns of the help: the terminal's, within bounds."""
     known = "COLUMNS" in os.environ or sys.stdout.isatty()
     columns = shutil.get_terminal_size().columns if known else _WIDEST
     return max(_NARROWEST, min(columns, _WIDEST))
@@ -246,7 +247,7 @@ def _plain(words: Any) -> str:
 
 
 def _joined(argv: Sequence[str]) -> list[str]:
-    """Join `--lr -1e-3` to `--lr=-1e-3`, which argparse would take for two options."""
+    """Join `--lr -1e-3` to `--lr=-1e-3`, as argparse would take the value for an option."""
     words: list[str] = []
     for word in argv:
         before = words[-1] if words else ""
@@ -258,7 +259,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 def _normalized(word: str) -> str:
-    """Options may be written with underscores, as in configuration files."""
+    """Accept underscores in options, as configuration files have them."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -266,7 +267,7 @@ def _normalized(word: str) -> str:
 
 
 def _texts(classes: Iterable[type]) -> dict[str, str]:
-    """The text below each field."""
+    """The docstring below each field."""
     found: dict[str, str] = {}
     for cls in classes:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
@@ -283,7 +284,7 @@ def _texts(classes: Iterable[type]) -> dict[str, str]:
 
 
 def _spelled(text: str, names: Iterable[str]) -> str:
-    """Name other settings in a text as they are typed."""
+    """Replace names of settings in a text by their options."""
     several = [name for name in names if "_" in name]
     if not several:
         return text

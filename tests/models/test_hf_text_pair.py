@@ -21,7 +21,7 @@ from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock, locked_towers
 from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep
-from megabatch.training.towers import build_towers
+from megabatch.training.setup import build_towers
 from megabatch.training.trainer import Trainer
 from tests.models.tiny_bert import save_tiny_bert
 

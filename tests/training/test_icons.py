@@ -12,7 +12,7 @@ from megabatch.data.iconify import open_package
 from megabatch.data.icons import write_icons
 from megabatch.evaluation import evaluate_run
 from megabatch.training import load_config, train
-from megabatch.training.towers import build_towers
+from megabatch.training.setup import build_towers
 from tests.data.iconify_set import write_folder
 
 

@@ -1,17 +1,19 @@
-"""metrics.jsonl and TensorBoard, fresh and continued."""
+"""What a run reports: metrics.jsonl, TensorBoard, the progress bar."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megabatch.training import log as log_module
-from megabatch.training.log import Meter, MetricsLog, memory_bytes
+from megabatch.training.log import Display, Meter, MetricsLog, duration, memory_bytes
 
 
 def write(run: Path, resumed: int, steps: range, loss: float) -> None:
@@ -104,3 +106,62 @@ def test_memory_counts_what_is_in_use() -> None:
     held = torch.ones(50_000_000)  # 200 MB, written to
     assert memory_bytes(torch.device("cpu")) - before > 150e6
     del held
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def record(loss: float, speed: float, gib: int) -> dict[str, float]:
+    return {"loss": loss, "pairs_per_second": speed, "memory_bytes": gib * 2**30}
+
+
+def test_a_file_gets_a_line_every_ten_seconds_and_one_at_the_end(clock: list[float]) -> None:
+    file = io.StringIO()
+    with Display(Console(file=file), total_steps=105, done=5) as shown:
+        for step in range(6, 106):
+            clock[0] += 1
+            shown.update(step, record(2.5, 1234.4, 3))
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[0] == "step 15/105  loss 2.500  1,234 pairs/s  3.0 GiB  1m 30s left"
+    assert lines[-1].startswith("step 105/105")
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100)
+    with Display(console, total_steps=4, done=0) as shown:
+        shown.update(1, record(2.5, 10.0, 1))
+    text = file.getvalue()
+    assert "1/4" in text
+    assert "loss 2.500" in text
+    assert "10 pairs/s" in text
+    assert "1.0 GiB" in text
+
+
+def test_a_step_that_was_left_out_has_no_loss(clock: list[float]) -> None:
+    file = io.StringIO()
+    with Display(Console(file=file), total_steps=1, done=0) as shown:
+        clock[0] += 1
+        shown.update(1, {"pairs_per_second": 1.0, "memory_bytes": 0})
+    assert "loss not finite" in file.getvalue()
+
+
+def test_a_quiet_console_gets_nothing() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, quiet=True)
+    with Display(console, total_steps=1, done=0) as shown:
+        shown.update(1, record(2.5, 10.0, 1))
+    assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (125, "2m 05s"), (11_220, "3h 07m")],
+)
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megabatch.errors import UsageError
-from megabatch.training.replicas import ReplicasDiffer, check_replicas
+from megabatch.training.parallel import ReplicasDiffer, check_replicas
 from megabatch.training.trainer import Trainer, TrainingStopped
 from megabatch.training.world import World
 from tests.similarity.distributed.processes import World as Processes

@@ -17,7 +17,7 @@ from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep
 from megabatch.training.optimizer import create_optimizer, load_state_tensors, state_tensors
 from megabatch.training.parallel import lay_out
-from megabatch.training.towers import build_towers
+from megabatch.training.setup import build_towers
 from megabatch.training.world import World as Ranks
 from tests.models.tiny import TINY
 from tests.similarity.distributed.processes import World, on_processes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -90,15 +92,14 @@ def test_each_process_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> N
 def test_alone_everything_is_said_to_oneself() -> None:
     alone = World(CPU)
     assert alone.main
-    assert alone.gather(1, 2.5) == [[1, 2.5]]
+    assert alone.gather([1, 2.5]) == [[1, 2.5]]
     assert alone.mean(3.0) == 3.0
-    assert alone.texts("word") == ["word"]
     assert alone.from_main({"a": [1]}) == {"a": [1]}
     tensors = {"a": torch.ones(2)}
     assert dict(alone.tensors_from_main(tensors)) == tensors
-    alone.settle()
+    alone.raise_if_any()
     with pytest.raises(UsageError, match="mine"):
-        alone.settle(UsageError("mine"))
+        alone.raise_if_any(UsageError("mine"))
     with pytest.raises(RuntimeError, match="gloo"), alone.failures("step 1"):
         raise RuntimeError("gloo")
 
@@ -123,7 +124,7 @@ def test_a_failed_communication_is_one_line(error: RuntimeError) -> None:
 def stopped(some: World, error: UsageError | None) -> tuple[str, int]:
     """What a rank says when all stop, and its exit code."""
     try:
-        some.settle(error)
+        some.raise_if_any(error)
     except UsageError as raised:
         return str(raised), getattr(raised, "exit_code", 2)
     except SystemExit as left:
@@ -136,9 +137,10 @@ def test_what_is_told(processes: Processes) -> None:
     rank = processes.rank
     some = World(CPU, rank, processes.size)
     assert some.main == (rank == 0)
-    assert some.gather(rank, 0.5 * rank) == [[0, 0], [1, 0.5], [2, 1.0]]
+    assert some.gather([rank, 0.5 * rank]) == [[0, 0], [1, 0.5], [2, 1.0]]
+    assert math.isnan(some.mean(math.nan if rank == 2 else 1.0))
     assert some.mean(float(rank)) == 1.0
-    assert some.texts("ab" * rank) == ["", "ab", "abab"]
+    assert some.gather("ab" * rank) == ["", "ab", "abab"]
     assert some.from_main({"rank": rank, "é": None}) == {"rank": 0, "é": None}
     for kind in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         sent = {"a": torch.arange(6).view(2, 3).t().to(kind), "b": torch.tensor(3).to(kind)}
@@ -154,7 +156,7 @@ def test_what_is_told(processes: Processes) -> None:
 def test_all_stop_together_and_rank_0_says_why(processes: Processes) -> None:
     rank = processes.rank
     some = World(CPU, rank, processes.size)
-    some.settle()
+    some.raise_if_any()
     everywhere = stopped(some, UsageError("the same"))
     assert everywhere == (("the same", 2) if rank == 0 else ("", 2))
     elsewhere = stopped(some, Gone("its own") if rank == 2 else None)

@@ -15,43 +15,42 @@ from megabatch.options import Parser
 _DESCRIPTION = """Train two towers on pairs with one contrastive loss over the whole global batch.
 
 Name a model and data (--model ViT-B-32 --train-data 'shards/{{000..099}}.tar'), or a configuration
-(--config {names}). Options go before the settings of a configuration, and those before
-defaults."""
+(--config {names}). Options override the configuration, which overrides defaults."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where settings come from that are no options."""
+    """The source of all settings that are not given as options."""
 
     config: str | None = None
-    """A TOML file to start from: a packaged one by its name, or your own, such as a run's
-    config.toml."""
+    """A TOML file with settings: a packaged one by name, or your own, such as a run's config.toml.
+    """
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, Given]:
-    """Turn options into a configuration: defaults, then `--config`'s file, then the others.
+    """Build a configuration from defaults, the file of `--config` and options, in this order.
 
-    With `--resume` and no `--config` the file is the one in the run's folder.
+    With `--resume` and without `--config` the file is the one in the run's folder.
 
     Returns:
-        The configuration, and where its values come from.
+        The configuration and the sources of its values.
 
     Raises:
-        UsageError: an option or a file cannot be used.
+        UsageError: an option or the file is invalid.
         SystemExit: after `--help`.
     """
     return configure(parser((Start, TrainConfig), "megabatch train", _DESCRIPTION).parse(argv))
 
 
 def parser(classes: Sequence[type], prog: str, description: str, **groups: str) -> Parser:
-    """Of a command that takes the options of `megabatch train`."""
+    """The parser of a command that takes the options of `megabatch train`."""
     text = description.format(names=" or ".join(packaged()))
     headings = {"config": "configuration", **GROUPS, **groups}
     return Parser(classes, prog, text, headings, INSTEAD, VALUES)
 
 
 def configure(chosen: dict[str, Any]) -> tuple[TrainConfig, Given]:
-    """The configuration that options make, and where its values come from; see `parse`."""
+    """The configuration from parsed options, and the sources of its values; see `parse`."""
     options = dict(chosen)
     name = options.pop("config", None)
     config = TrainConfig(**options)

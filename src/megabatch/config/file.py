@@ -21,7 +21,7 @@ else:
     import tomli as tomllib
 
 _CONFIGS = resources.files("megabatch.config") / "packaged"
-_NOT_SAVED = ("resume",)  # says how a run is started, not what it is
+_NOT_SAVED = ("resume",)  # how a run was started, which a repetition need not share
 
 
 def packaged() -> list[str]:
@@ -30,17 +30,17 @@ def packaged() -> list[str]:
 
 
 def load_config(name_or_path: str | Path) -> TrainConfig:
-    """Read a configuration: a packaged one's name, or a TOML file. Fields left out get defaults.
+    """Read a configuration: a packaged one by name, or a TOML file. Missing fields have defaults.
 
     Raises:
-        UsageError: no such file, no TOML, keys that are no field, values of the wrong type; all
-            of a file's faults in one message.
+        UsageError: there is no such file, it is not TOML, or it has unknown keys or values of the
+            wrong type; the message has all of them.
     """
     return replace(TrainConfig(), **read_settings(name_or_path))
 
 
 def read_settings(name_or_path: str | Path) -> dict[str, Any]:
-    """The settings that a configuration has, by field; otherwise as `load_config`."""
+    """The settings that a configuration contains, by field; otherwise as `load_config`."""
     name = str(name_or_path)
     if name in packaged():
         return _parse((_CONFIGS / f"{name}.toml").read_text(encoding="utf-8"), name)
@@ -55,7 +55,7 @@ def read_settings(name_or_path: str | Path) -> dict[str, Any]:
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
-    """Write every field but `resume`, atomically; `load_config` reads the same configuration.
+    """Write every field except `resume`, atomically, for `load_config`.
 
     Raises:
         OSError: the file cannot be written.
@@ -68,7 +68,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """The fields that make a run what it is, as JSON and TOML hold them."""
+    """The fields that `save_config` writes, with values as JSON and TOML represent them."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _NOT_SAVED}
     return {key: _plain(value) for key, value in values.items()}
 
@@ -80,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 
 def _toml(value: Any) -> str:
-    # JSON's texts, numbers and truth values are TOML's too, but for one control character.
+    # JSON strings, numbers and booleans are valid TOML, except for one control character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,6 +1,6 @@
-"""Options of OpenCLIP's trainer that this one lacks, and what to use instead.
+"""Options of OpenCLIP's trainer that this one lacks, and their replacements.
 
-All of open_clip_train/params.py (3.3) that is no field of TrainConfig, in that file's order.
+All options of open_clip_train/params.py (3.3) that are not fields of TrainConfig, in its order.
 """
 
 from __future__ import annotations

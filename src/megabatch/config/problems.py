@@ -1,4 +1,4 @@
-"""Settings that are impossible, alone or together, each with its reason."""
+"""Invalid settings, alone or in combination, each with its reason."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from megabatch.losses.registry import TRAINABLE, losses_with
 
 @dataclass(frozen=True)
 class Conflict:
-    """Settings that cannot be together.
+    """Settings that contradict each other.
 
-    reason: as it is told; begins with the setting as it is typed.
-    between: the settings.
-    instead: which of them another value would put right, and that value.
+    Attributes:
+        reason: the message; it begins with the setting as it is typed.
+        between: the settings involved.
+        instead: values, by setting, each of which alone would resolve the conflict.
     """
 
     reason: str
@@ -26,7 +27,7 @@ class Conflict:
 
 
 def problems(config: TrainConfig) -> list[str]:
-    """Every setting that is impossible whatever the data and the model, each with its reason.
+    """Every setting that is invalid for any data and model, each with its reason.
 
     A reason begins with the setting as it is typed: `--global-batch-size 0: expected at least 1`.
     """
@@ -45,7 +46,7 @@ def problems(config: TrainConfig) -> list[str]:
 
 
 def wrong_types(config: TrainConfig) -> list[str]:
-    """Settings whose value is of another type, each with its reason."""
+    """Settings whose value has the wrong type, each with its reason."""
     return [
         f"{option(name)} {value!r}: expected {describe_type(setting.type)}"
         for name, setting in settings_of(TrainConfig).items()
@@ -58,7 +59,7 @@ def _shown(value: Any) -> str:
 
 
 def conflicts(config: TrainConfig) -> Iterator[Conflict]:
-    """Choices that cannot be together, whatever the data and the model."""
+    """Settings that contradict each other for any data and model."""
     if config.steps is None and config.epochs < 1:
         yield Conflict(f"--epochs {config.epochs}: expected at least 1", ("epochs",))
     yield from _of_data(config)

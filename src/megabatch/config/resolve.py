@@ -1,8 +1,8 @@
-"""Which setting gives way where two cannot be together: the one that was asked for less.
+"""Conflicts between settings: the one from the weaker source changes.
 
-A value that a user typed goes before one from a configuration file, and that before a default. So
-`--steps 6` is no contradiction to a warm-up that nobody set, nor `--train-data` to the evaluation
-of a packaged configuration. Settings of the same standing are refused together.
+An option on the command line is stronger than a configuration file, and the file than a default. So
+`--steps 6` shortens a warm-up that nobody set, and `--train-data` turns off the evaluation that a
+packaged configuration asks for. Conflicting settings from the same source are an error.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megabatch.hints import option, with_value
 
 
 class Level(IntEnum):
-    """How a setting came to its value."""
+    """The source of a setting's value."""
 
     DEFAULT = 0
     FILE = 1
     OPTION = 2
 
 
-#: The level of each setting that is not a default.
+#: The source of each setting that is not a default.
 Given = Mapping[str, Level]
 
 _LENGTH = (
@@ -34,12 +34,12 @@ _LENGTH = (
 
 
 def levels(of_file: Collection[str], of_options: Collection[str]) -> Given:
-    """The settings that a configuration file and the command line have."""
+    """The sources, given the names of settings in a file and on the command line."""
     return dict.fromkeys(of_file, Level.FILE) | dict.fromkeys(of_options, Level.OPTION)
 
 
 def given_in(config: TrainConfig) -> Given:
-    """The settings of a configuration made in Python: what differs from the defaults was asked."""
+    """The sources for a configuration made in Python: values other than the default are options."""
     default = TrainConfig()
     asked = [f.name for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)]
     return levels((), asked)
@@ -50,16 +50,16 @@ def resolve(
     given: Given,
     find: Callable[[TrainConfig], Iterable[Conflict]] = conflicts,
 ) -> tuple[TrainConfig, list[str]]:
-    """Let settings give way to others that were asked for more.
+    """Change settings that conflict with others from a stronger source.
 
     Args:
-        config: types are right.
-        given: where its values come from.
-        find: conflicts of a configuration; by default those that need neither data nor model.
+        config: its values have the right types.
+        given: the sources of its values.
+        find: returns a configuration's conflicts; by default those independent of data and model.
 
     Returns:
-        The configuration, in which conflicts are left that have to be refused; and a line for each
-        setting that gave way.
+        The configuration, which may still have conflicts that are errors; and a line for each
+        setting that was changed.
     """
     notes: list[str] = []
     firm = given
@@ -73,14 +73,14 @@ def resolve(
         conflict, name = found
         value = conflict.instead[name]
         config = replace(config, **{name: value})
-        firm = {**firm, name: Level.OPTION}  # once is enough
+        firm = {**firm, name: Level.OPTION}  # no setting changes twice
         taken = f"no {option(name)}" if value is None else with_value(name, value)
         notes.append(f"{conflict.reason}; taking {taken}")
     return config, notes
 
 
 def length_conflicts(config: TrainConfig, total_steps: int) -> list[Conflict]:
-    """What a run of so many steps is too short for."""
+    """Warm-up and cooldown that do not fit into so many steps."""
     cooldown = config.lr_cooldown or 0
     if total_steps < 1:
         return []
@@ -99,7 +99,7 @@ def length_conflicts(config: TrainConfig, total_steps: int) -> list[Conflict]:
 
 
 def _yielding(conflict: Conflict, level: Callable[[str], Level]) -> str | None:
-    """The setting that gives way: of those asked for less than another, the least."""
+    """The setting to change: from the weakest source, if another's is stronger; else None."""
     highest = max(map(level, conflict.between))
     lower = [name for name in conflict.instead if level(name) < highest]
     return min(lower, key=level, default=None)

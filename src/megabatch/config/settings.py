@@ -1,4 +1,4 @@
-"""The settings of a run."""
+"""The settings of a training run: names, types, ranges, defaults and help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megabatch.losses.registry import LossName, describe_duplicates, describe_lo
 if TYPE_CHECKING:
     import torch
 
-#: Headings of the settings, each under the first that is below it.
+#: Headings of `--help`, each by the first setting below it.
 GROUPS = {
     "model": "model",
     "hf_pooling": "text encoders of Hugging Face (hf: models)",
@@ -39,10 +39,10 @@ ABOVE_0, SHARE, FINITE = Interval(above=0), Interval(at_least=0, below=1), Inter
 
 
 class MayChange:
-    """Marks a setting of which a resumed run may have another value.
+    """Marks a setting that may change when a run is resumed.
 
-    Steps and epochs are among them: the schedule then ends later, and the steps from there on
-    follow the new one.
+    Steps and epochs may: the schedule then ends at the new length, and the remaining steps follow
+    it.
     """
 
 
@@ -54,83 +54,86 @@ class TrainConfig:
     """Train two towers on pairs with one contrastive loss over the whole global batch."""
 
     model: str = ""
-    """Needed: the name of an open_clip architecture such as ViT-B-32; local-dir:PATH, a folder that
-    open_clip saved for the hub; hf:PATH, a folder that transformers saved: a model of images and
-    texts (CLIP, SigLIP), or a text encoder for pairs of texts; or glyph-small or icon-small."""
+    """Required: the name of an open_clip architecture such as ViT-B-32; local-dir:PATH, a folder
+    that open_clip saved for the hub; hf:PATH, a folder that transformers saved, with a model of
+    images and texts (CLIP, SigLIP) or a text encoder for pairs of texts; or glyph-small or
+    icon-small."""
     pretrained: Path | None = None
-    """Weights to start from: a local .safetensors file, a .pt file of OpenCLIP's trainer, or a
-    folder that open_clip or a run wrote."""
+    """Initial weights: a local .safetensors file, a .pt file of OpenCLIP's trainer, or a folder
+    that open_clip or a run wrote."""
     pretrained_image_path: Path | None = None
-    """Weights of the image tower alone, over the others: out of a whole model's file, a tower's or
-    a timm trunk's."""
+    """Initial weights of the image tower, loaded after pretrained: the file of a whole model, of a
+    tower or of a timm trunk."""
     pretrained_text_path: Path | None = None
-    """Weights of the text tower alone."""
+    """Initial weights of the text tower, likewise."""
     force_patch_dropout: Annotated[float | None, SHARE] = None
-    """Share of an image's patches left out in training, instead of the model's own."""
+    """Share of an image's patches that training drops. Default: the model's own."""
     force_image_size: Annotated[int | None, AT_LEAST_1] = None
-    """Pixels a side, instead of the model's own."""
+    """Height and width of images in pixels. Default: the model's own."""
     force_context_length: Annotated[int | None, AT_LEAST_1] = None
-    """Tokens a text, instead of the model's own."""
+    """Tokens per text. Default: the model's own."""
     init_logit_scale: Annotated[float | None, FINITE] = None
-    """Where the logarithm of the logit scale starts, where no weights are loaded. Default: the
+    """Initial value of the log of the logit scale, unless loaded weights have one. Default: the
     model's own; with the siglip loss log 10."""
     init_logit_bias: Annotated[float | None, FINITE] = None
-    """Where the logit bias starts; gives the model one. Default: the model's own; with the siglip
-    loss -10."""
+    """Initial value of the logit bias; a model without one gets one. Default: the model's own; with
+    the siglip loss -10."""
     hf_pooling: Literal["mean", "cls", "last"] = "mean"
-    """Of hf: models, a text's feature: the mean over its tokens, the first token, or the last."""
+    """With hf: models, the feature of a text: the mean over its tokens, the first token or the
+    last."""
     hf_share: bool = True
-    """Of hf: models, one encoder for both texts; otherwise two that start alike."""
+    """With hf: models for pairs of texts, use one encoder for both sides; otherwise two encoders
+    that start with the same weights."""
     lock_image: bool = False
-    """Train the image tower no further (LiT); wholly locked it runs once a step, and in evaluation
-    mode."""
+    """Freeze the image tower (LiT). A tower that is frozen as a whole runs once per step, in
+    evaluation mode."""
     lock_image_unlocked_groups: Annotated[int, AT_LEAST_0] = 0
-    """Groups of layers at the image tower's end that are trained all the same."""
+    """Last groups of layers of the locked image tower that are trained nevertheless."""
     lock_image_freeze_bn_stats: bool = False
-    """Keep the running statistics of the locked image tower's batch normalisation as well."""
+    """Also freeze the running statistics of the locked image tower's batch normalisation."""
     lock_text: bool = False
-    """Train the text tower no further."""
+    """Freeze the text tower."""
     lock_text_unlocked_layers: Annotated[int, AT_LEAST_0] = 0
-    """Groups of layers at the text tower's end that are trained all the same."""
+    """Last groups of layers of the locked text tower that are trained nevertheless."""
     train_data: str = ""
-    """Needed: .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
-    tables: a path, a pattern such as 'shards/{00000..00099}.tar', or a folder of them; or a folder
-    that Hugging Face's datasets saved to disk; or several of these joined by '::'; or "glyphs",
-    which come with the library."""
+    """Required: .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
+    tables: a path, a pattern such as 'shards/{00000..00099}.tar', or a folder of them; a folder
+    that Hugging Face's datasets saved to disk; several of these joined by '::'; or "glyphs", which
+    come with the library."""
     train_data_upsampling_factors: str | None = None
-    """How often an epoch has each sample of a source, one number a source: '1::2' has those of the
-    second twice, '1::0.5' every other one in turn. Default: each once."""
+    """How often an epoch uses each sample of a source, one number per source: with '1::2' the
+    second source's samples come twice, with '1::0.5' every other one in turn. Default: once."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table of any kind. Default: filepath, image, image_path
-    or file_name, whichever the table has. Like the next two, one or, joined by '::', one a source.
-    """
+    or file_name, whichever the table has. Like the next two: one for all sources, or one for each,
+    joined by '::'."""
     csv_query_key: str | None = None
     """Column of first texts, for pairs of texts (hf: models). Default, in a table without images:
     query, anchor, question or sentence1."""
     csv_caption_key: str | None = None
-    """Column of captions, or of second texts. Default: title, caption or text; of pairs of texts
-    before those positive, answer or sentence2."""
+    """Column of captions, or of second texts. Default: title, caption or text; for pairs of texts
+    preferably positive, answer or sentence2."""
     csv_separator: str | None = None
-    """Separator of a text table. Default: a comma, in .tsv files a tab."""
+    """Separator of a text table. Default: a comma; in .tsv files a tab."""
     svg_size: Annotated[int, AT_LEAST_1] = 224
-    """Pixels of the longer side that .svg images in shards are drawn with, before the transform. A
-    little above the model's image size is enough, and quick."""
+    """Longer side in pixels at which .svg images in shards are rasterised, before the transform.
+    Slightly more than the model's image size suffices and is fast."""
     output: Annotated[Path, MAY_CHANGE] = Path("runs/train")
-    """The run's folder: configuration, logs, checkpoints, weights."""
+    """Folder of the run: configuration, logs, checkpoints, weights."""
     resume: bool = False
-    """Continue the run in the output folder where its newest checkpoint left it. A folder without
-    one is begun from the start, so the same command serves both."""
+    """Continue the run in the output folder from its newest checkpoint. Without a checkpoint the
+    run starts at step 0, so one command serves for both."""
 
     global_batch_size: Annotated[int, AT_LEAST_1] = 4096
-    """Pairs that are contrasted with each other in one step, over all processes."""
+    """Pairs that the loss of one step contrasts with each other, over all processes."""
     micro_batch_size: Annotated[int, AT_LEAST_1] = 512
-    """Pairs that go through the towers at a time, on each process: bounds memory and changes no
-    gradient (models with batch normalisation excepted). Towers run twice a step, once where a
-    process's pairs are no more than this."""
+    """Pairs that go through the towers at a time, per process. It bounds memory and changes no
+    gradient, except in models with batch normalisation. Towers run twice per step, or once if a
+    process has no more pairs than this."""
     epochs: Annotated[int, MAY_CHANGE] = 16
     """Passes over the data."""
     steps: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
-    """Optimizer steps; given, it decides instead of epochs."""
+    """Optimizer steps, instead of epochs."""
 
     loss: Annotated[LossName, Details(describe_losses())] = "clip"
     """The loss over the global batch."""
@@ -139,116 +142,118 @@ class TrainConfig:
     ] = "negatives"
     """How the loss treats pairs with the same caption."""
     label_smoothing: Annotated[float, SHARE] = 0.0
-    """Of the clip loss: this share of each target is spread over all columns."""
+    """For the clip loss: share of each target that is spread evenly over all columns."""
     infonce_margin: Annotated[float | None, FINITE] = None
-    """Of the infonce loss: negatives more similar than the own pair by more than this are left out.
-    """
+    """For the infonce loss: ignore negatives whose similarity exceeds the positive's by more than
+    this."""
     matryoshka_dims: Annotated[tuple[int, ...], AT_LEAST_1] = ()
-    """Widths of the features' prefixes that are trained to serve alone; the loss is their sum."""
+    """Widths of prefixes of the features that are trained to be useful on their own; the loss is
+    the sum over them."""
 
     opt: Literal["adamw", "lamb", "lars", "adafactor", "lion", "sgd"] = "adamw"
     """The optimizer."""
     lr: Annotated[float, ABOVE_0] = 1e-3
-    """Peak learning rate, at a batch of lr_base_batch_size."""
+    """Peak learning rate at a batch size of lr_base_batch_size."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """The peak grows with the batch: lr * (global_batch_size / lr_base_batch_size) ** p, p = 0, 1/2
-    or 1."""
+    """How the peak grows with the batch size: lr * (global_batch_size / lr_base_batch_size) ** p
+    with p = 0, 1/2 or 1."""
     lr_base_batch_size: Annotated[int, AT_LEAST_1] = 4096
-    """The batch size that lr is meant for; matters to lr_scaling alone."""
+    """The batch size that lr is meant for; used by lr_scaling only."""
     lr_scheduler: Literal["cosine", "const", "const-cooldown", "wsd"] = "cosine"
-    """After the warm-up: fall to zero along a half cosine; stay; or stay and fall at the end
-    (const-cooldown, and wsd is another name for it)."""
+    """After the warm-up: decay to zero along half a cosine; stay constant; or stay constant and
+    decay at the end (const-cooldown, also called wsd)."""
     lr_cooldown: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
-    """Steps of the fall at the end of const-cooldown. Default: a fifth of the run."""
+    """Steps of the decay at the end of const-cooldown. Default: a fifth of the run."""
     lr_cooldown_shape: Annotated[Literal["power", "1-sqrt", "cosine"], MAY_CHANGE] = "power"
-    """How it falls: (1 - x) ** lr_cooldown_power, 1 - sqrt(x), or half a cosine."""
+    """Shape of that decay: (1 - x) ** lr_cooldown_power, 1 - sqrt(x), or half a cosine."""
     lr_cooldown_power: Annotated[float, ABOVE_0, MAY_CHANGE] = 1.0
-    """1: a straight line."""
+    """Exponent of the power shape; 1 is linear."""
     lr_cooldown_end: Annotated[float, AT_LEAST_0, MAY_CHANGE] = 0.0
-    """Learning rate that it falls to."""
+    """Final learning rate of that decay."""
     layer_decay: Annotated[float | None, Interval(above=0, at_most=1)] = None
-    """Factor of the learning rate from each layer of a tower to the one below it."""
+    """Factor between the learning rates of a tower's layer and of the layer above it."""
     warmup: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 20
-    """Steps in which the learning rate rises linearly to its peak; a fifth of a run that is shorter
-    than the default."""
+    """Steps of linear warm-up to the peak learning rate. A run shorter than the default warms up
+    for a fifth of its steps."""
     beta1: Annotated[float, SHARE] = 0.9
-    """Decay of the mean gradient, of adamw, lamb, lion and adafactor."""
+    """Decay of the first moment: adamw, lamb, lion and adafactor."""
     beta2: Annotated[float, SHARE] = 0.98
-    """Decay of the mean squared gradient, of adamw and lamb; lion's second decay."""
+    """Decay of the second moment: adamw and lamb; the second decay of lion."""
     eps: Annotated[float, ABOVE_0] = 1e-6
     """Epsilon of adamw and lamb."""
     momentum: Annotated[float, SHARE] = 0.9
-    """Of lars and sgd."""
+    """Momentum of lars and sgd."""
     ema_decay: Annotated[float | None, SHARE] = None
-    """Also keep a moving average of the weights; at the end it is model-ema.safetensors."""
+    """Also keep an exponential moving average of the weights, exported as model-ema.safetensors."""
     wd: Annotated[float, AT_LEAST_0] = 0.2
-    """Weight decay of matrices; biases, gains and the logit scale have none."""
+    """Weight decay of matrices. Biases, gains and the logit scale have none."""
     grad_clip_norm: Annotated[float | None, ABOVE_0] = None
-    """Largest norm of the whole gradient; longer ones are scaled down."""
+    """Clip the gradient to this norm."""
     max_logit_scale: Annotated[float, AT_LEAST_1] = 100.0
-    """The logit scale (1 / temperature) is clamped to this after each step."""
+    """Upper bound of the logit scale (1 / temperature), enforced after each step."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Of the towers' and the loss's products, by autocast (OpenCLIP's amp_bf16 and amp); weights
-    stay in fp32. fp16 scales the loss."""
+    """Autocast dtype of the towers and the loss (OpenCLIP's amp_bf16 and amp). Weights stay in
+    fp32; fp16 uses loss scaling."""
     device: Annotated[str, MAY_CHANGE] = "auto"
-    """cpu, cuda, cuda:1 ...; auto takes cuda where there is one. Of several processes each takes
-    its own."""
+    """cpu, cuda, cuda:1 and so on; auto uses CUDA if it is available. Of several processes each
+    uses a GPU of its own."""
     parallel: Annotated[Literal["ddp", "fsdp"], MAY_CHANGE] = "ddp"
-    """With several processes (torchrun, srun): ddp, each has the whole model; fsdp (FSDP2), each
-    has a part of weights, optimizer state and gradients."""
+    """With several processes (torchrun, srun): ddp replicates the model; fsdp (FSDP2) shards
+    weights, optimizer state and gradients."""
     use_bn_sync: bool = False
-    """With several processes: batch normalisation over the micro-batches of all of them (GPUs)."""
+    """With several GPUs: synchronise batch normalisation over the micro-batches of all of them."""
     dist_timeout: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 600
-    """Seconds after which processes give up on one that does not come; more than a checkpoint
-    takes."""
+    """Seconds after which processes stop waiting for one another; must exceed the time that a
+    checkpoint takes."""
     grad_checkpointing: Annotated[bool, MAY_CHANGE] = False
-    """Keep no activations inside the towers' blocks but compute them again: less memory, slower.
-    Without repeated blocks (glyph-small) a tower is one block, and hardly anything is saved."""
+    """Recompute the activations inside the towers' blocks in the backward pass: slower, with less
+    memory. A tower without repeated blocks (glyph-small) counts as one block, which saves little.
+    """
     torchcompile: Annotated[bool, MAY_CHANGE] = False
-    """Translate the towers' blocks by torch.compile."""
+    """Compile the towers' blocks with torch.compile."""
 
     plan: Annotated[Literal["refuse", "warn", "off"] | None, MAY_CHANGE] = None
-    """What a step will take of the memory is told before the first one. Where it cannot fit: refuse
-    or warn. Default: refuse on GPUs, warn on the CPU."""
+    """Print the memory that a step needs before the first one and, if it cannot fit, refuse or
+    warn. Default: refuse on GPUs, warn on the CPU."""
     on_nonfinite: Annotated[Literal["stop", "skip"], MAY_CHANGE] = "stop"
-    """When loss or gradient is NaN or infinite: stop, or leave the step out and go on."""
+    """If loss or gradient is NaN or infinite: stop, or skip the step and continue."""
     max_nonfinite: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
-    """So many steps left out in a row stop the run all the same."""
+    """Stop after this many skipped steps in a row."""
     check_replicas_every: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 100
-    """Steps between two comparisons of what all processes should hold alike; 0: never."""
+    """Steps between two checks that replicated tensors are equal on all processes; 0: never."""
 
     seed: Annotated[int, Interval(at_least=0, below=2**32)] = 0
-    """Of the weights, the order of the data, augmentation and dropout."""
+    """Random seed of initial weights, data order, augmentation and dropout."""
     workers: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 0
-    """Processes that read and transform data; 0: none beside the trainer. Changes no result.
-    Images that are only to be copied (grey icons, glyphs) take one thread for any number."""
+    """Processes that read and transform data, with no effect on results; 0: the trainer's own.
+    Images that only need copying (grey icons, glyphs) use one thread, whatever the number."""
     decode: Annotated[Literal["early", "late"], MAY_CHANGE] = "early"
-    """early: images wait for their step on the host as the numbers that the towers take. late: they
-    wait as files, which workers (as many again) decode a micro-batch ahead, once a pass and so
-    twice a step: for batches that the host has no room for otherwise."""
+    """early: a batch waits on the host as decoded images. late: it waits as image files, which
+    workers (as many again) decode one micro-batch ahead, in each of a step's two passes; for
+    batches that would not fit the host's memory otherwise."""
     data_timeout: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 600
-    """Seconds after which workers that give no data are given up; 0: never."""
+    """Seconds to wait for a worker's data before the run stops; 0: no limit."""
     log_every: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 1
-    """Steps between two lines of metrics.jsonl and two points in TensorBoard."""
+    """Steps between two records in metrics.jsonl and TensorBoard."""
     checkpoint_every: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 100
     """Steps between two checkpoints; 0: only at the end and on a signal."""
     keep_checkpoints: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of checkpoints to keep, the newest ones."""
     evaluate: Annotated[bool, MAY_CHANGE] = False
-    """Evaluate at the end, on val_data, as `megabatch eval` does: on all processes where each can
-    read the output folder, else on the first alone. On where val_data is given."""
+    """Evaluate on val_data at the end, as `megabatch eval` does: on all processes if each can read
+    the output folder, otherwise on rank 0 alone. On if val_data is given."""
     val_data: Annotated[str | None, MAY_CHANGE] = None
-    """Held-out pairs to evaluate on: what `megabatch eval --val-data` takes, with the columns of
-    train_data. Default, with the glyphs as training data: glyphs that were held out."""
+    """Held-out pairs to evaluate on, as for `megabatch eval --val-data`, with the columns of
+    train_data. Default, if the training data are the glyphs: glyphs that were held out."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a configuration's `device` means here.
+    """The device that a configuration's `device` selects on this machine.
 
     Raises:
         ValueError: there is no such device.
     """
-    import torch  # --help does without
+    import torch  # which --help does not need
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""The trainer: configuration, loop, checkpoints, logs. `megabatch train` is its command."""
+"""The trainer: loop, checkpoints, logs; the commands `megabatch train` and `megabatch plan`."""
 
 from typing import TYPE_CHECKING
 

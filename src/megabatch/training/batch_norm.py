@@ -1,9 +1,9 @@
 """Batch normalisation under gradient caching and on several processes.
 
-It normalises what goes through the model at a time: a process's micro-batch, in both passes alike.
-So a run depends on the size of micro-batches, and gradients are those of that function, not of one
-that would normalise by the whole batch. Synchronised, it normalises by the micro-batches that all
-processes have in hand; a collective for every such layer in every forward and backward pass.
+Statistics are those of the samples that go through the model together: a process's micro-batch, the
+same in both passes. So a run depends on the micro-batch size, and gradients are exact for that
+function, not for one that normalises over the whole batch. Synchronised, the statistics are those
+of all processes' current micro-batches, at the cost of a collective per layer and pass.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megabatch.training.world import World
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
-    """The layers that normalise by the samples beside them: not those of a locked tower."""
+    """The layers that use batch statistics: those of a locked tower do not."""
     return [m for m in module.modules() if is_batch_norm(m) and m.training]
 
 
 def problems(config: TrainConfig, world: World) -> list[str]:
-    """Why batch normalisation cannot be synchronised as configured."""
+    """Reasons why batch normalisation cannot be synchronised as configured."""
     if not config.use_bn_sync or world.size == 1:
         return []
     if world.device.type != "cuda":
@@ -35,10 +35,10 @@ def problems(config: TrainConfig, world: World) -> list[str]:
 
 
 def synchronise(module: nn.Module, world: World) -> nn.Module:
-    """The module with its batch normalisation over all processes; its parameters are the same."""
+    """Convert a module's batch normalisation to statistics over all processes; same parameters."""
     if world.size == 1 or not batch_norms(module):
         return module
-    # Not torch's own conversion: timm's layers with an activation inside would lose it.
+    # Not torch's own conversion, which drops the activation inside of timm's layers.
     from timm.layers import convert_sync_batchnorm
 
     converted: nn.Module = convert_sync_batchnorm(module)
@@ -46,7 +46,7 @@ def synchronise(module: nn.Module, world: World) -> nn.Module:
 
 
 def explanation(module: nn.Module, config: TrainConfig, world: World) -> str:
-    """What batch normalisation means in this run; "" without any."""
+    """A warning about the batch statistics of this run; "" without batch normalisation."""
     layers = len(batch_norms(module))
     if not layers:
         return ""

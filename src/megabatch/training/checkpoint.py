@@ -1,19 +1,18 @@
-"""Checkpoints that are whole or absent, whenever the process dies.
+"""Atomic checkpoints: complete or absent, whenever the process dies.
 
 A checkpoint is a folder `step-00000123` with `model.safetensors`, `optimizer.safetensors` and
-`state.json`; nothing in it is a pickle. It is written under another name beside its place, flushed
-to the disk, and renamed: a folder of the right name is complete. `state.json` also holds the size
-and SHA-256 of the other two files, so that later damage is found before anything is loaded.
+`state.json`; nothing in it is a pickle. It is written to a temporary folder beside its place,
+flushed to the disk and renamed: a folder with the final name is complete. `state.json` also has the
+size and SHA-256 of the other two files, so that later damage is found before anything is loaded.
 
-**From several ranks** (DDP, FSDP2) rank 0 gathers whole tensors, one at a time over the devices,
-and writes this same format; it alone reads, and the others get their parts from it. So a checkpoint
-does not know how many ranks made it or how they shared the model, and goes to any number of them;
-no rank but 0 needs to see the disk; and there is one writer, whose rename decides. The formats of
-torch.distributed.checkpoint were the other choice. Its own is out, since FileSystemReader unpickles
-`.metadata`, and a pickle can run code. Its HuggingFaceStorageWriter writes safetensors, but with
-several ranks either without an index, so that a missing shard goes unnoticed, or by writing all
-bytes twice; neither is atomic. What it would buy is parallel writing, which counts from tens of
-billions of parameters on: two towers of 5 billion with AdamW's state are 60 GB.
+**With several ranks** (DDP, FSDP2) rank 0 gathers full tensors, one at a time over the devices, and
+writes this same format. Rank 0 alone reads it and sends the others their parts. So a checkpoint is
+independent of the number of ranks and of the layout, only rank 0 needs access to the disk, and a
+single rename commits it. The formats of torch.distributed.checkpoint are not used: its own one
+unpickles `.metadata` in FileSystemReader, and a pickle can run code; HuggingFaceStorageWriter
+writes safetensors, but with several ranks either without an index, so that a missing shard goes
+unnoticed, or all bytes twice, and neither is atomic. Its advantage, parallel writing, matters from
+tens of billions of parameters on: two towers of 5 billion with AdamW's state are 60 GB.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ _TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 
 @dataclass
 class Checkpoint:
-    """All that a run needs to go on: weights, optimizer tensors, and `state` as JSON holds it.
+    """The state of a run: weights, optimizer tensors, and `state`, which JSON can represent.
 
-    `state["step"]`: number of steps done.
+    `state["step"]` is the number of steps done.
     """
 
     model: dict[str, Tensor]
@@ -51,7 +50,7 @@ class Checkpoint:
 
 
 class CheckpointError(UsageError):
-    """A checkpoint could not be written, or none of those there can be read."""
+    """A checkpoint could not be written, or no existing one can be read."""
 
     exit_code = 1  # not a mistake in the command
 
@@ -67,8 +66,8 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         The checkpoint's own folder.
 
     Raises:
-        CheckpointError: it could not be written (a full disk, say). What was written of it is
-            removed, and the checkpoints that were there stay.
+        CheckpointError: it could not be written (a full disk, say). The incomplete one is removed,
+            earlier ones stay.
     """
     place = folder / f"step-{checkpoint.state['step']:08d}"
     partial = folder / f"{_PARTIAL}{place.name}"
@@ -77,7 +76,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         _write_files(partial, checkpoint)
-        if place.exists():  # a damaged one that was passed over
+        if place.exists():  # a damaged one that was skipped on resume
             shutil.rmtree(place)
         os.replace(partial, place)
         _flush_folder(folder)
@@ -93,38 +92,38 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint, list[str]] | None:
-    """Read the newest checkpoint that is whole; None if there is no checkpoint at all.
+    """Read the newest undamaged checkpoint; None if there is no checkpoint at all.
 
     Returns:
-        The checkpoint, and why each newer one was passed over.
+        The checkpoint, and the reason why each newer one was skipped.
 
     Raises:
-        CheckpointError: there are checkpoints, and every one is damaged.
+        CheckpointError: all checkpoints are damaged.
     """
-    passed_over: list[str] = []
+    skipped: list[str] = []
     for place in _newest_first(folder):
         try:
-            return _read(place), passed_over
+            return _read(place), skipped
         except _Damaged as damage:
-            passed_over.append(f"{place} is damaged: {damage}")
-    if passed_over:
-        raise CheckpointError(f"no checkpoint can be read; {'; '.join(passed_over)}")
+            skipped.append(f"{place} is damaged: {damage}")
+    if skipped:
+        raise CheckpointError(f"no checkpoint can be read; {'; '.join(skipped)}")
     return None
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what a killed process left half written."""
+    """Remove incomplete checkpoints of a killed process."""
     for partial in folder.glob(f"{_PARTIAL}*"):
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a .safetensors file, whole or not at all, and flush it to the disk.
+    """Write a .safetensors file atomically.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
     """
-    # Tensors that share memory are refused by safetensors, and slices drag all of it along.
+    # safetensors refuses tensors that share memory, and writes a slice's whole storage.
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -175,7 +174,7 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Make renames and new names in a folder outlive a power cut."""
+    """Flush the entries of a folder to the disk, so that renames survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

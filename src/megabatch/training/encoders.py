@@ -1,4 +1,4 @@
-"""How a batch on the host goes through the towers in one step of gradient caching."""
+"""The loss of a batch by gradient caching over two towers, one of which may be locked."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megabatch.models.locking import locked_towers
 
 
 class CachedStep:
-    """The loss of a batch, whose `backward()` fills `.grad`, the towers' features being cached.
+    """Computes the loss of a batch with cached features; its `backward()` fills `.grad`.
 
-    A wholly locked tower runs once a step, micro-batch by micro-batch, without a graph, before the
-    loss; its features are data to the loss, which then spends nothing on their gradient either. The
-    other tower runs twice, as gradient caching does it.
+    A tower that is locked as a whole runs once per step, without a graph, one micro-batch at a
+    time, before the loss. Its features are constants to the loss, which computes no gradient for
+    them. The other tower runs twice, by GradientCache.
 
     Args:
-        module: of `Towers`, on its device; wrapped by DDP or FSDP2 or not.
-        objective: called as `Objective` is.
+        module: of `Towers`, on its device, possibly wrapped by DDP or FSDP2.
+        objective: called as `Objective`.
         micro_batch_size: rows that go through a tower at a time.
-        device: where micro-batches go, the next one while one is computed on.
-        locked: the wholly locked towers, at most one. Default: those of the module.
+        device: where micro-batches are copied to, the next one during computation on the current.
+        locked: the towers that are locked as a whole, at most one. Default: those of the module.
         group, feature_dtype: see GradientCache.
     """
 
@@ -66,26 +66,26 @@ class CachedStep:
         )
 
     def __call__(self, batch: Batch, ids: Tensor | None = None) -> Tensor:
-        """The loss, shape (). ids: what the objective takes, or None."""
+        """The loss, shape (). `ids`: (b,) if the objective takes them, else None."""
         self._images = batch.images
         try:
             return self._step(batch, ids)
         finally:
-            self._images = None  # not kept alive by what calls `_loss`
+            self._images = None  # the cache refers to `_loss`, and must not keep images alive
 
     def _step(self, batch: Batch, ids: Tensor | None) -> Tensor:
         named = {} if ids is None else {"ids": ids}
         if self.locked is None:
             return self._cache(batch.images, batch.texts, **named)
         images_locked = self.locked == "image"
-        still, live = batch.images, batch.texts
+        frozen, trained = batch.images, batch.texts
         if not images_locked:
-            still, live = live, still
-        features = self.locked_features(still)
-        return self._cache(live, **{f"{self.locked}_features": features}, **named)
+            frozen, trained = trained, frozen
+        features = self.locked_features(frozen)
+        return self._cache(trained, **{f"{self.locked}_features": features}, **named)
 
     def _loss(self, **given: Any) -> Tensor:
-        """The objective, without the pairs whose image was found damaged in the first pass."""
+        """The objective without the pairs whose image turned out damaged in the first pass."""
         bad = getattr(self._images, "bad", None)
         if bad:
             good = torch.ones(len(self._images), dtype=torch.bool)
@@ -108,10 +108,10 @@ class CachedStep:
 
 
 def ids_of(batch: Batch) -> Tensor:
-    """Ids of a batch's pairs, int64 (b,): its own, or where it has none a hash of each text.
+    """Ids of a batch's pairs, int64 (b,): the data's own, or else a hash of each text's tokens.
 
-    The hash is of the tokens, the same on every rank: texts that the model cannot tell apart are
-    one. At 62 bits a million different texts share an id with probability 1e-7.
+    The hash is the same on every rank, and equal for texts that the model cannot distinguish. With
+    62 bits, any two of a million different texts collide with probability 1e-7.
     """
     own: Tensor | None = getattr(batch, "ids", None)
     if own is not None:
@@ -122,7 +122,7 @@ def ids_of(batch: Batch) -> Tensor:
 
 
 class OneTower(nn.Module):
-    """One tower alone, through the whole module's forward, so that DDP and FSDP2 see the pass."""
+    """One tower, run through the whole module's forward so that DDP's and FSDP2's hooks apply."""
 
     def __init__(self, module: nn.Module, tower: Tower) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class OneTower(nn.Module):
         self.tower = tower
 
     def forward(self, inputs: Tensor) -> dict[str, Tensor]:
-        """The module's outputs but for the other tower's features."""
+        """The module's outputs without the other tower's features."""
         outputs: dict[str, Tensor | None] = self.module(
             inputs if self.tower == "image" else None, inputs if self.tower == "text" else None
         )

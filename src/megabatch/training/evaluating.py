@@ -1,4 +1,4 @@
-"""The evaluation that follows a run: whether it will have data, and how it is done by all ranks."""
+"""The evaluation at the end of a run, by all ranks, and the check that it will have data."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megabatch.errors import UsageError
 from megabatch.extras import MissingLibrary, named_extras
 from megabatch.training.world import World
 
-# The evaluation brings matplotlib and scikit-learn along: imported where it is asked for.
+# Evaluation needs matplotlib and scikit-learn, so it is imported only if requested.
 
 
 def problems(config: TrainConfig, first: str) -> list[str]:
-    """Why the evaluation would end in an error, hours of training later.
+    """Reasons why the evaluation would fail after hours of training.
 
-    `first`: what the model takes first, "image" or "text".
+    `first`: the model's first input, "image" or "text".
     """
     if not config.evaluate:
         return []
@@ -43,16 +43,16 @@ def problems(config: TrainConfig, first: str) -> list[str]:
 
 
 def readable(folder: Path, world: World) -> bool:
-    """Whether all ranks can read the weights: the folder may be one machine's own."""
+    """Whether all ranks can read the weights: the folder may be local to one machine."""
     there = (folder / "model.safetensors").exists()
-    return all(row[0] for row in world.gather(there))
+    return all(world.gather(there))
 
 
 def evaluate(config: TrainConfig, world: World, console: Console) -> None:
-    """Evaluate the run on all ranks of the world, each its share; rank 0 tells the figures.
+    """Evaluate the run on all ranks of the world; rank 0 prints the figures.
 
     Raises:
-        UsageError: on all ranks alike.
+        UsageError: on all ranks.
     """
     from megabatch.evaluation import evaluate_run
     from megabatch.evaluation.table import print_evaluation

@@ -1,4 +1,4 @@
-"""Signals ask for an orderly end: the step is finished and a checkpoint written."""
+"""Signals that request a graceful stop: the step is finished and a checkpoint written."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-#: sysexits.h's EX_TEMPFAIL: the same command may be given again. No process that a signal kills,
-#: and no shell that reports one, ends with it: it says that there is a checkpoint.
+#: EX_TEMPFAIL of sysexits.h: run the same command again. No process that a signal kills, and no
+#: shell that reports one, exits with it, so it implies that there is a checkpoint.
 EX_TEMPFAIL = 75
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupt:
-    """Within this context SIGINT, SIGTERM and SIGUSR1 are only noted.
+    """A context in which SIGINT, SIGTERM and SIGUSR1 are recorded and otherwise ignored.
 
-    But a second SIGINT, which comes from somebody who waits, ends at once; schedulers may repeat
-    theirs, and wait for what was begun.
+    A second SIGINT, which comes from an impatient user, has its usual effect. Schedulers may repeat
+    their signals, which has none.
 
-    `received`: the first signal's number, or 0.
+    Attributes:
+        received: number of the first signal, or 0.
     """
 
     def __init__(self) -> None:
@@ -47,5 +48,5 @@ class Interrupt:
 
 
 def exit_code(number: int) -> int:
-    """What to end with after a signal and a checkpoint: 130 after Ctrl-C, else 75."""
+    """The exit code after a signal and a checkpoint: 130 after Ctrl-C, else 75."""
     return 128 + signal.SIGINT if number == signal.SIGINT else EX_TEMPFAIL

@@ -1,42 +1,46 @@
-"""What a run tells its files: metrics.jsonl and TensorBoard."""
+"""Progress of a run: metrics.jsonl, TensorBoard and the terminal."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import psutil
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
 
 from megabatch import files
 
-_NO_CURVE = ("step", "epoch", "samples", "seconds")  # what a curve is drawn against
+_LINE_EVERY = 10.0  # seconds, if the output is a file
+_NO_CURVE = ("step", "epoch", "samples", "seconds")  # the x axes of curves
 
 
 class MetricsLog:
-    """Appends one record a logged step to RUN/metrics.jsonl and its numbers to RUN/tensorboard.
+    """Appends a record per logged step to RUN/metrics.jsonl, and its numbers to RUN/tensorboard.
 
-    Records of steps after `resumed_step` come from a process that was killed: they are cut off
-    first, since those steps are done again.
+    Records of steps after `resumed_step`, left by a process that was killed, are removed first, as
+    these steps are repeated.
     """
 
     def __init__(self, run: Path, resumed_step: int) -> None:
-        self._told = False
+        self._reported = False
         path = run / "metrics.jsonl"
         if path.exists():
-            _cut_back(path, resumed_step)
+            _truncate(path, resumed_step)
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, record: dict[str, Any]) -> str:
-        """Log one step; on the disk when this returns, as far as another process can see.
+        """Log one step; other processes see the record when this returns.
 
         Returns:
-            "", or once an outage why it could not be written. The records that were not are kept
-            in memory and written when there is room again.
+            "", or the reason for a failure, once per outage. Records that could not be written stay
+            in memory and are written when there is room again.
         """
         try:
             self._file.write(json.dumps(record) + "\n")
@@ -45,16 +49,16 @@ class MetricsLog:
                 if name not in _NO_CURVE:
                     self._board.add_scalar(f"train/{name}", value, record["step"])
         except OSError as error:
-            told, self._told = self._told, True
-            return "" if told else f"the log cannot be written: {error.strerror or error}"
-        self._told = False
+            reported, self._reported = self._reported, True
+            return "" if reported else f"the log cannot be written: {error.strerror or error}"
+        self._reported = False
         return ""
 
     def close(self) -> None:
         """Flush and close both.
 
         Raises:
-            OSError: what was logged last cannot be written.
+            OSError: the last records cannot be written.
         """
         try:
             self._file.close()
@@ -63,9 +67,11 @@ class MetricsLog:
 
 
 class Meter:
-    """Measures speed and the share of time spent waiting for data, a step at a time.
+    """Measures the time of training and the part of it spent waiting for data.
 
-    seconds: of training so far, those before a resume included. waited: of these, for data.
+    Attributes:
+        seconds: of training so far, including before a resume.
+        waited: seconds of these spent waiting for data.
     """
 
     def __init__(self, seconds: float, waited: float) -> None:
@@ -85,21 +91,82 @@ class Meter:
         self.seconds += self._now - before
 
     def lap(self, pairs: int) -> dict[str, float]:
-        """Pairs a second and share of waiting, since the last lap."""
+        """Pairs per second and share of time spent waiting, since the last lap."""
         seconds, waited = self.seconds - self._since[0], self.waited - self._since[1]
         self._since = self.seconds, self.waited
         return {"pairs_per_second": pairs / seconds, "data_wait": waited / seconds}
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes in use: on a GPU the most that tensors have taken so far, else the process's now."""
+    """Bytes in use: on a GPU the peak of allocated tensors, else the process's current RSS."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
 
 
-def _cut_back(path: Path, last_step: int) -> None:
-    """Keep the records up to `last_step`; a half-written last line goes too."""
+class Display:
+    """A progress bar on a terminal; otherwise a line every ten seconds."""
+
+    def __init__(self, console: Console, total_steps: int, done: int) -> None:
+        self._console = console
+        self._total = total_steps
+        self._done = done
+        self._started_at = done
+        self._start = self._last_line = time.monotonic()
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[text]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=console.quiet or not console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=total_steps, completed=done, text="")
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, step: int, record: dict[str, float]) -> None:
+        """Show a record of the log, of step `step`."""
+        loss = f"{record['loss']:.3f}" if "loss" in record else "not finite"
+        speed, memory = record["pairs_per_second"], record["memory_bytes"]
+        text = f"loss {loss}  {speed:,.0f} pairs/s  {memory / 2**30:.1f} GiB"
+        self._bar.update(self._task, completed=step, text=text)
+        now = time.monotonic()
+        last = step == self._total
+        if not self._console.is_terminal and (last or now - self._last_line >= _LINE_EVERY):
+            self._last_line = now
+            left = (now - self._start) / (step - self._started_at) * (self._total - step)
+            self._console.print(
+                f"step {step}/{self._total}  {text}  {duration(left)} left",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: 9s, 2m 05s, 3h 07m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def _truncate(path: Path, last_step: int) -> None:
+    """Keep the records up to `last_step`; an incomplete last line is removed too."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -1,7 +1,8 @@
-"""Optimizers by name, the groups that their settings differ by, and their state by name."""
+"""Optimizers by name, their parameter groups, their state by name, and the learning rate."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megabatch.config.settings import TrainConfig
 from megabatch.models.layers import layer_ids
 
-# A group's own settings; whatever else it has that is no default of the optimizer is state.
+_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # by lr_scaling
+
+# A group's own settings; its other entries that are no defaults of the optimizer are state.
 _SETTINGS = ("params", "lr_scale")
 _GROUP = "param_groups."
 
@@ -21,12 +24,12 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
 
     Each group has "lr_scale", a factor of the learning rate (see `set_learning_rate`).
 
-    "adamw": Loshchilov and Hutter 2019, arXiv 1711.05101, torch's fused one. The others but "sgd"
-    are timm's: "lamb", You et al. 2020, arXiv 1904.00962, without the clipping inside that it has
-    there, so that `grad_clip_norm` alone decides; "lars", You et al. 2017, arXiv 1708.03888;
-    "adafactor", Shazeer and Stern 2018, arXiv 1804.04235, as in Big Vision (Zhai et al. 2022, arXiv
-    2106.04560), with a first moment in bfloat16 unless beta1 is 0; "lion", Chen et al. 2023, arXiv
-    2302.06675. "sgd": torch's, with Nesterov's momentum.
+    "adamw" (Loshchilov and Hutter 2019, arXiv 1711.05101) is torch's, fused; "sgd" is torch's, with
+    Nesterov momentum. The others are timm's: "lamb" (You et al. 2020, arXiv 1904.00962), with its
+    internal gradient clipping off, so that only `grad_clip_norm` clips; "lars" (You et al. 2017,
+    arXiv 1708.03888); "adafactor" (Shazeer and Stern 2018, arXiv 1804.04235) as in Big Vision (Zhai
+    et al. 2022, arXiv 2106.04560), with a first moment in bfloat16 unless beta1 is 0; "lion" (Chen
+    et al. 2023, arXiv 2302.06675).
     """
     groups = parameter_groups(module, config)
     lr, betas = config.lr, (config.beta1, config.beta2)
@@ -35,7 +38,7 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
     if config.opt == "sgd":
         nesterov = config.momentum > 0
         return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=nesterov)
-    from timm import optim  # brings torchvision along: for those who need it
+    from timm import optim  # imports torchvision, which the others do not need
 
     if config.opt == "lamb":
         return optim.Lamb(groups, lr=lr, betas=betas, eps=config.eps, max_grad_norm=None)
@@ -47,17 +50,17 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give each group the learning rate, times its own factor."""
+    """Set each group's learning rate: `lr` times the group's own factor."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
 
 def parameter_groups(module: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    """The trainable parameters by weight decay and, with `config.layer_decay`, by layer.
+    """The trainable parameters, grouped by weight decay and, with `config.layer_decay`, by layer.
 
-    A layer's learning rate is `layer_decay` times that of the layer above it, in each tower by
-    itself (Howard and Ruder 2018, arXiv 1801.06146; in timm and OpenCLIP's fine-tuning as here);
-    scale and bias have the whole rate.
+    Within each tower, a layer's learning rate is `layer_decay` times that of the layer above it
+    (Howard and Ruder 2018, arXiv 1801.06146; likewise in timm and OpenCLIP's fine-tuning). Scale
+    and bias have the full rate.
     """
     ids = {} if config.layer_decay is None else layer_ids(module)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -75,8 +78,8 @@ def parameter_groups(module: nn.Module, config: TrainConfig) -> list[dict[str, A
 def decay_groups(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """The trainable parameters without and with weight decay, by name.
 
-    As in OpenCLIP's trainer: no decay for fewer than two dimensions and for names with "bn", "ln",
-    "bias" or "logit_scale" in them.
+    As in OpenCLIP's trainer, parameters with fewer than two dimensions, and those whose names
+    contain "bn", "ln", "bias" or "logit_scale", have no decay.
     """
     gains: dict[str, nn.Parameter] = {}
     matrices: dict[str, nn.Parameter] = {}
@@ -88,10 +91,10 @@ def decay_groups(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, 
 
 
 def state_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's whole state as tensors by name.
+    """The optimizer's full state as tensors by name.
 
-    "parameter name/kind", for example "visual.proj/exp_avg"; what a group as a whole counts is
-    "param_groups.0/kind". A plain number is a tensor of shape () whose key ends in ":number".
+    Keys are "parameter name/kind", for example "visual.proj/exp_avg", and "param_groups.0/kind" for
+    the state of a whole group. A plain number is a tensor of shape () whose key ends in ":number".
     """
     entries = {
         f"{name}/{kind}": value
@@ -107,9 +110,9 @@ def state_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def load_state_tensors(
     module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:
-    """Put back what `state_tensors` gave, for the same module and groups.
+    """Restore from `state_tensors` of the same module and groups.
 
-    Where FSDP2 shards a parameter, its state may be sharded like it, or whole.
+    The state of a parameter that FSDP2 shards may be sharded alike, or full.
     """
     by_name: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
@@ -134,11 +137,11 @@ def load_state_tensors(
 
 
 def _laid_out(value: Any, parameter: nn.Parameter) -> Any:
-    """A state of the parameter as the optimizer would have made it: sharded or not."""
+    """A parameter's state in the layout that the optimizer would have created: sharded or not."""
     made_like_it = isinstance(value, Tensor) and value.ndim == parameter.ndim
     if not (made_like_it and isinstance(parameter, DTensor)) or isinstance(value, DTensor):
         return value
-    # Of another shape than the parameter's are Adafactor's factors, which timm makes by new_zeros.
+    # new_zeros, as in timm: Adafactor's factors have other shapes than the parameter.
     like = parameter.detach().new_zeros(value.shape)
     assert isinstance(like, DTensor)
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
@@ -152,3 +155,54 @@ def _as_tensor(key: str, value: Any) -> tuple[str, Tensor]:
     if isinstance(value, float):
         return f"{key}:number", torch.tensor(value, dtype=torch.float64)
     raise TypeError(f"{key}: expected a tensor or a number, got {type(value).__name__}")
+
+
+def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
+    """The learning rate of step `step` (from 0) of `total_steps`, as in OpenCLIP.
+
+    It rises linearly to the peak in `config.warmup` steps. Then "cosine" follows half a cosine that
+    would reach zero at `total_steps`; "const" stays constant; "const-cooldown" (also called "wsd",
+    warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395) stays constant until the last
+    `cooldown_steps`, in which it decays to `config.lr_cooldown_end`.
+    """
+    peak = peak_learning_rate(config)
+    if step < config.warmup:
+        return peak * (step + 1) / config.warmup
+    if config.lr_scheduler == "const":
+        return peak
+    if config.lr_scheduler == "cosine":
+        done = (step - config.warmup) / (total_steps - config.warmup)
+        return peak * (1 + math.cos(math.pi * done)) / 2
+    length = cooldown_steps(config, total_steps)
+    into = step - (total_steps - length)
+    if into < 0:
+        return peak
+    end = config.lr_cooldown_end
+    return end + (peak - end) * _left(config, into / length)
+
+
+def peak_learning_rate(config: TrainConfig) -> float:
+    """`lr` scaled by the batch size: lr * (global_batch_size / lr_base_batch_size) ** p.
+
+    p is 0 for "none"; 1/2 for "sqrt", which keeps the noise of an Adam-like step (Krizhevsky 2014,
+    arXiv 1404.5997; Malladi et al. 2022, arXiv 2205.10287); 1 for "linear" (Goyal et al. 2017,
+    arXiv 1706.02677), meant for SGD.
+    """
+    ratio = config.global_batch_size / config.lr_base_batch_size
+    return config.lr * float(ratio ** _POWER[config.lr_scaling])
+
+
+def cooldown_steps(config: TrainConfig, total_steps: int) -> int:
+    """Steps of the final fall: a fifth of the run where the configuration does not say."""
+    if config.lr_cooldown is not None:
+        return config.lr_cooldown
+    return max(1, min(total_steps // 5, total_steps - config.warmup))
+
+
+def _left(config: TrainConfig, done: float) -> float:
+    """What is left of the height, from 1 at the fall's beginning to 0 at its end."""
+    if config.lr_cooldown_shape == "1-sqrt":  # Haegele et al. 2024, arXiv 2405.18392
+        return 1 - math.sqrt(done)
+    if config.lr_cooldown_shape == "cosine":
+        return (1 + math.cos(math.pi * done)) / 2
+    return float((1 - done) ** config.lr_cooldown_power)

@@ -1,17 +1,18 @@
-"""A model over several processes: replicated (DDP) or sharded (FSDP2), and its parts made whole.
+"""A model over several processes: replicated (DDP) or sharded (FSDP2).
 
-Precision is autocast's in all three layouts (one process, DDP, FSDP), not FSDP2's
-MixedPrecisionPolicy: the same roundings everywhere, so a run can move between layouts; gains,
-biases and the logit scale, at 100 off by 0.4% in bf16, are never rounded. The policy would halve
-what an all-gather carries, but there is one all-gather a step here: gradient caching holds
-unsharded gradients from the first micro-batch to the last, so the unsharded weights stay beside
-them (ZeRO-2) rather than to be gathered again for every micro-batch, twice.
+All layouts (one process, DDP, FSDP) use autocast rather than FSDP2's MixedPrecisionPolicy. Rounding
+is then the same, so a run can move between layouts, and gains, biases and the logit scale (at 100,
+0.4% off in bf16) are never rounded. The policy would halve the all-gather's traffic, but there is
+only one all-gather per step: gradient caching keeps unsharded gradients from the first micro-batch
+to the last, and keeps the unsharded weights with them (ZeRO-2) instead of gathering them twice for
+every micro-batch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +23,26 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.errors import UsageError
 from megabatch.models.blocks import blocks
 from megabatch.training.world import World
 
 
+class ReplicasDiffer(UsageError):
+    """Replicated parameters have diverged; gradients have been wrong since then."""
+
+    exit_code = 1  # not a mistake in the command
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How a module's tensors lie over the ranks.
+    """A module laid out over the ranks.
 
-    module: the module itself, with its own parameter names (sharded in place by FSDP2).
-    model: what to call instead of it.
-    scalars: names of parameters of shape () that are (1,) here, since FSDP2 shards no scalar.
+    Attributes:
+        module: the module with its own parameter names (sharded in place by FSDP2).
+        model: the module to call, such as DDP's wrapper.
+        world: the ranks.
+        scalars: names of parameters of shape () that are (1,) here, as FSDP2 shards no scalars.
     """
 
     module: nn.Module
@@ -41,15 +51,15 @@ class Layout:
     scalars: frozenset[str] = frozenset()
 
     def end_step(self) -> None:
-        """Free FSDP2's unsharded weights, which the optimizer is about to make stale."""
+        """Free FSDP2's unsharded weights, which the optimizer's step makes stale."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on rank 0's host, in the shapes of one process; nothing on other ranks.
+        """Full tensors on rank 0's host, in the shapes of one process; {} on other ranks.
 
-        Every rank has to come, with the same names: "parameter" or, of an optimizer,
+        All ranks must call this, with the same names: "parameter" or, for an optimizer's state,
         "parameter/kind".
         """
         whole: dict[str, Tensor] = {}
@@ -62,7 +72,7 @@ class Layout:
         return whole
 
     def scatter(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Each rank's part of rank 0's whole tensors: the inverse of `gather`."""
+        """This rank's part of rank 0's full tensors: the inverse of `gather`."""
         parameters = dict(self.module.named_parameters())
         return {
             key: self._part(key, tensor, parameters.get(_parameter(key)))
@@ -70,7 +80,7 @@ class Layout:
         }
 
     def _part(self, key: str, whole: Tensor, parameter: nn.Parameter | None) -> Tensor:
-        # An optimizer's count of steps has the shape of a scalar parameter, and is on every rank.
+        # An optimizer's step count has the shape of a scalar parameter, but is not sharded.
         if not isinstance(parameter, DTensor) or _is_count(key):
             return whole
         if _parameter(key) in self.scalars and whole.numel() == 1:
@@ -86,12 +96,12 @@ def _is_count(key: str) -> bool:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded; then every rank has to come."""
+    """The full tensor of a DTensor, for which all ranks must call this; others as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def lay_out(module: nn.Module, how: str, world: World) -> Layout:
-    """Spread a module, on its device already, over the ranks; `how`: "ddp" or "fsdp"."""
+    """Wrap or shard a module that is on its device; `how` is "ddp" or "fsdp"."""
     if world.size == 1:
         return Layout(module, module, world)
     for tensor in (*module.parameters(), *module.buffers()):
@@ -108,9 +118,9 @@ def lay_out(module: nn.Module, how: str, world: World) -> Layout:
 
 
 def _replicate(module: nn.Module) -> DistributedDataParallel:
-    # Buffers stay each rank's own (running statistics; the checkpoint has rank 0's): DDP would send
-    # them before the forward passes of a step, which in training read none of them. The option has
-    # another name in newer torch.
+    # Each rank keeps its own buffers, such as running statistics (a checkpoint has rank 0's). DDP
+    # would broadcast them before each step's forward passes, which do not read them in training.
+    # Newer torch has another name for the option.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     options: dict[str, Any] = {name: False, "gradient_as_bucket_view": True}
@@ -118,7 +128,7 @@ def _replicate(module: nn.Module) -> DistributedDataParallel:
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
-    """The buffers in which batch normalisation follows the data: each rank's own."""
+    """The running statistics of batch normalisation, which differ between ranks."""
     return [
         buffer
         for part in module.modules()
@@ -143,6 +153,61 @@ def _parameter(key: str) -> str:
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The norm of the whole gradient, over all shards; the same on every rank."""
+    """The norm of the gradient over all parameters and shards, the same on every rank."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return full(torch.nn.utils.get_total_norm(gradients))
+
+
+def check_replicas(module: nn.Module, world: World) -> None:
+    """Compare parameters and buffers over the ranks, bit by bit, by a checksum of each.
+
+    Costs one pass over them and one exchange between hosts. FSDP2's shards are left out, as no two
+    ranks share them, and so are running statistics, which each rank collects from its own samples.
+
+    Raises:
+        ReplicasDiffer: on every rank; names the tensors and the ranks that disagree.
+    """
+    tensors = _replicated(module)
+    if world.size == 1 or not tensors:
+        return
+    sums = torch.stack([_checksum(tensor) for tensor in tensors.values()]).tolist()
+    digest = hashlib.sha256(repr(sums).encode()).hexdigest()
+    if len(set(world.gather(digest))) == 1:
+        return
+    table = zip(tensors, zip(*world.gather(sums), strict=True), strict=True)
+    differ = [f"{name} ({_camps(found)})" for name, found in table if len(set(found)) > 1]
+    more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+    raise ReplicasDiffer(f"parameters differ between ranks: {', '.join(differ[:5])}{more}")
+
+
+def _replicated(module: nn.Module) -> dict[str, Tensor]:
+    own = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        if getattr(part, "track_running_stats", False)
+        for name, _ in part.named_buffers(recurse=False)
+    }
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        name: tensor.detach()
+        for name, tensor in named
+        if name not in own and not isinstance(tensor, DTensor) and tensor.numel()
+    }
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """An int64 that changes, most likely, if any bit does or if two values change places."""
+    bits = tensor.contiguous().flatten().view(torch.uint8)
+    width = next(size for size in (4, 2, 1) if bits.numel() % size == 0)
+    words = bits.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).long()
+    places = torch.arange(1, len(words) + 1, device=words.device)
+    return (words * places).sum() & ((1 << 62) - 1)
+
+
+def _camps(sums: Iterable[int]) -> str:
+    ranks: dict[int, list[str]] = {}
+    for rank, value in enumerate(sums):
+        ranks.setdefault(value, []).append(str(rank))
+    return " against ".join(
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}" for who in ranks.values()
+    )

@@ -17,23 +17,22 @@ from megabatch.hints import Interval
 if TYPE_CHECKING:
     from megabatch.planning.machine import Machine
 
-_DESCRIPTION = """Say what a run would take of each GPU's memory, and whether it fits.
+_DESCRIPTION = """Estimate the memory that a run needs on each GPU, and whether it fits.
 
 Takes the options of `megabatch train` ({names} are packaged configurations). With --decode late it
-looks at the sizes of some of the images. The exit code is 0 where the run fits and 1 where it does
-not."""
+reads the sizes of some images. The exit code is 0 if the run fits and 1 if it does not."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan is for."""
+    """The machine, and the output."""
 
     gpus: Annotated[int, Interval(at_least=1)] = 1
-    """GPUs, or processes on the CPU."""
+    """Number of GPUs, or of processes on the CPU."""
     gpu_memory: str | None = None
-    """Plan for GPUs of this size, 80GiB say, on another machine. Default: this machine's."""
+    """Memory per GPU of another machine, such as 80GiB. Default: this machine."""
     gpu_name: str = ""
-    """What the GPUs are, of another machine; where the loss was measured on such, its time is told.
+    """Name of the GPUs of another machine; for a measured kind the time of the loss is estimated.
     """
     json: bool = False
     """Print JSON, sizes in bytes."""
@@ -47,13 +46,12 @@ def main(argv: list[str]) -> int:
     own = {name: chosen.pop(name) for name in vars(PlanOptions()) if name in chosen}
     options = PlanOptions(**own)
     config, notes = resolve(*configure(chosen))
-    from rich.console import Console  # as little as can be for --help
+    from rich.console import Console  # --help imports as little as possible
 
     from megabatch.data.late import mean_bytes
     from megabatch.planning.plan import make_plan
     from megabatch.planning.show import print_plan, to_json
-    from megabatch.training.setup import open_data, unnamed
-    from megabatch.training.towers import build_towers
+    from megabatch.training.setup import build_towers, open_data, unnamed
 
     late = config.decode == "late"
     if lacking := unnamed(config, "model", *["train_data"] * late):

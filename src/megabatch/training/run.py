@@ -1,4 +1,4 @@
-"""A run in progress: steps, logs and checkpoints, to a folder with weights."""
+"""A run in progress: the loop over steps with logs and checkpoints, and the exported weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from megabatch.errors import UsageError
 from megabatch.training import checkpoint
 from megabatch.training.batch_norm import explanation
 from megabatch.training.checkpoint import Checkpoint, CheckpointError
-from megabatch.training.display import Display, duration
 from megabatch.training.interrupt import Interrupt
-from megabatch.training.log import Meter, MetricsLog, memory_bytes
-from megabatch.training.replicas import check_replicas
+from megabatch.training.log import Display, Meter, MetricsLog, duration, memory_bytes
+from megabatch.training.parallel import check_replicas
 from megabatch.training.setup import Setup
 from megabatch.training.trainer import Trainer, TrainingStopped
 
@@ -46,13 +45,13 @@ class Run:
             save_config(self.config, self.folder / "config.toml")
 
     def train(self) -> int:
-        """Do the steps that are left and save a checkpoint; returns a signal that ended it, or 0.
+        """Do the remaining steps and save a checkpoint; returns the signal that ended it, or 0.
 
-        A periodic checkpoint or a line of the log that cannot be written is told, and training goes
-        on; the last checkpoint must be written.
+        If a periodic checkpoint or a log record cannot be written, a message says so and training
+        continues; the last checkpoint must be written.
         """
         trainer = self.trainer
-        if self.world.main and trainer.step < trainer.total_steps:  # finished, and made longer
+        if self.world.main and trainer.step < trainer.total_steps:  # a finished run, extended
             for name in ("model.safetensors", "model-ema.safetensors"):
                 (self.folder / name).unlink(missing_ok=True)
         self._announce()
@@ -97,10 +96,10 @@ class Run:
         return 0
 
     def _next(self, batches: Iterator[Batch], interrupt: Interrupt) -> tuple[int, Batch]:
-        """A signal that any rank got, or 0; this rank's part of the next batch.
+        """A signal that any rank received, or 0, and this rank's part of the next batch.
 
         Raises:
-            UsageError: a rank has no data; what was trained is saved.
+            UsageError: a rank failed to read its data; a checkpoint has been saved.
         """
         failure: UsageError | None = None
         rows = 0
@@ -109,24 +108,24 @@ class Run:
             rows = len(batch)
         except UsageError as error:
             failure = error
-        except (OSError, RuntimeError) as error:  # RuntimeError: DataLoader's, of its workers
+        except (OSError, RuntimeError) as error:  # DataLoader raises a RuntimeError for workers
             failure = TrainingStopped(f"reading data: {' '.join(str(error).split())[:500]}")
             failure.__cause__ = error
-        heard = self.world.gather(interrupt.received, failure is not None, rows)
-        signals, failed, shares = zip(*heard, strict=True)
+        status = self.world.gather((interrupt.received, failure is not None, rows))
+        signals, failed, shares = zip(*status, strict=True)
         if any(failed):
             self._save(last=True)
-            self.world.settle(failure)
+            self.world.raise_if_any(failure)
         if sum(shares) > self.config.global_batch_size:
             raise TrainingStopped(
-                f"the ranks' parts of a batch have {sum(shares):.0f} pairs, expected "
+                f"the ranks' parts of a batch have {sum(shares)} pairs, expected "
                 f"{self.config.global_batch_size}"
             )
-        # Several kinds: SIGTERM's number is the largest.
-        return int(max(signals)), batch
+        # Of several kinds SIGTERM counts, whose number is the largest.
+        return max(signals), batch
 
     def finish(self) -> None:
-        """Export the weights and say what came out."""
+        """Export the weights and print a summary."""
         weights = self.folder / "model.safetensors"
         if self.trainer.ema is not None:
             self._export(self.trainer.weights(ema=True), self.folder / "model-ema.safetensors")
@@ -147,7 +146,7 @@ class Run:
             self.console.print(f"next:    megabatch eval {self.folder}")
 
     def _batches(self) -> Iterator[Batch]:
-        """Batches up to the last step; an epoch without one is an error."""
+        """Batches up to the last step, over as many epochs as that takes."""
         while self.trainer.step < self.trainer.total_steps:
             for batch in self.loader:
                 yield batch
@@ -175,8 +174,8 @@ class Run:
         )
         error = self._write(made) if self.world.main else None
         if last:
-            self.world.settle(error)
-        # Ranks that took different views of it would not come together at the next one.
+            self.world.raise_if_any(error)
+        # All ranks must agree on whether it was saved, or they would diverge at the next one.
         if self.world.from_main(error is None):
             self._saved_step = step
         self.console.print(f"{error}; going on") if error else None
@@ -195,7 +194,7 @@ class Run:
                 checkpoint.save_tensors(state, path)
             except (OSError, SafetensorError) as caught:
                 error = TrainingStopped(f"{path} could not be written: {caught}")
-        self.world.settle(error)
+        self.world.raise_if_any(error)
 
     def _restore(self) -> None:
         found = self.world.attempt(self._read)
@@ -246,7 +245,7 @@ class Run:
             self.console.print(f"  {line}")
         for line in getattr(self.loader.dataset, "notes", []):
             self.console.print(f"  note: {line}")
-        for line in self.loader.report():  # before the hours, not only after them
+        for line in self.loader.report():  # known damage, before hours of training
             self.console.print(f"  {line}")
         if warning := explanation(trainer.module, config, self.world):
             self.console.print(warning)

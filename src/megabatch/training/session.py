@@ -1,4 +1,4 @@
-"""Training as a user asks for it: everything from a configuration to an exit code."""
+"""A training session: everything from a configuration to an exit code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megabatch.data.late import DecodingStopped, mean_bytes
 from megabatch.errors import UsageError
 from megabatch.training import evaluating
 from megabatch.training.interrupt import exit_code
-from megabatch.training.lock import locked
 from megabatch.training.run import Run
-from megabatch.training.setup import Setup, check_folder, prepare
+from megabatch.training.run_folder import check_folder, locked
+from megabatch.training.setup import Setup, prepare
 from megabatch.training.trainer import TrainingStopped
 from megabatch.training.world import Gone, World, joined
 
@@ -26,25 +26,26 @@ def train(
     resume_command: str = "the same with --resume",
     given: Given | None = None,
 ) -> int:
-    """Train as configured; writes `config.output` (see the package's page on run folders).
+    """Train as configured, into the folder `config.output`.
 
-    Where `torchrun` or `srun` started several processes, each calls this, and they train together;
-    rank 0 writes and speaks.
+    If `torchrun` or `srun` started several processes, each of them calls this and they train
+    together; rank 0 writes files and prints.
 
     Args:
-        config: the run's settings. Those that were asked for less give way where two cannot be
-            together, and a line says so.
-        resume_command: what to tell a user who interrupts.
-        given: where settings come from; by default what differs from the defaults was asked for.
+        config: the run's settings. Of two that conflict, the one from the weaker source changes,
+            and a line says so.
+        resume_command: the command to print after an interruption.
+        given: the sources of the settings. By default, values other than the defaults count as
+            options.
 
     Returns:
-        0; or, after a checkpoint, 130 where SIGINT ended it and 75 (EX_TEMPFAIL: give the same
-        command with --resume again) where SIGTERM or SIGUSR1 did, on whichever rank it came.
+        0; or, after a signal on any rank and a checkpoint, 130 for SIGINT and 75 (EX_TEMPFAIL: run
+        the same command again with --resume) for SIGTERM and SIGUSR1.
 
     Raises:
-        UsageError: the configuration is impossible (nothing was started), or the run had to stop:
+        UsageError: the configuration is invalid (nothing was started), or the run had to stop:
             TrainingStopped, CheckpointError, Gone (another process).
-        SystemExit: on ranks other than 0, in place of an error that rank 0 raises.
+        SystemExit: on ranks other than 0, instead of an error that rank 0 raises.
     """
     evaluated = False
     with joined(config) as world:
@@ -56,7 +57,7 @@ def train(
                 evaluated = True
         except UsageError as error:
             if world.main or isinstance(error, (Gone, DecodingStopped)):
-                raise  # nobody else knows of it
+                raise  # no other rank knows of it
             raise SystemExit(getattr(error, "exit_code", 2)) from error
     if received:
         return exit_code(received)
@@ -72,7 +73,7 @@ def _train(
     resume_command: str,
     given: Given | None,
 ) -> tuple[int, TrainConfig]:
-    """The run; returns the signal that ended it, or 0, and the settings that it had."""
+    """Train; returns the signal that ended the run, or 0, and the settings that it used."""
     setup = prepare(config, world, given=given)
     config = setup.config
     for note in setup.notes:
@@ -97,7 +98,7 @@ def _train(
 
 
 def _plan(setup: Setup, console: Console) -> None:
-    """Say what a step will take; a UsageError where it cannot fit and is to be refused."""
+    """Print the memory plan; raise a UsageError if a step cannot fit and `plan` says to refuse."""
     from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
 
     config, world = setup.config, setup.world
@@ -122,5 +123,5 @@ def _own_folder(config: TrainConfig, world: World) -> Iterator[None]:
         yield
         return
     with locked(config.output):
-        check_folder(config)  # once more: somebody may have been here before the lock was
+        check_folder(config)  # again: another process may have used it before the lock
         yield

@@ -1,30 +1,33 @@
-"""Everything that can be wrong with a run is found here, before anything starts."""
+"""Preparation of a run: opens the data, builds the model, and finds all errors beforehand."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from megabatch.config.file import load_config, to_dict
+from megabatch.config.file import to_dict
 from megabatch.config.problems import Conflict, problems, wrong_types
 from megabatch.config.resolve import Given, given_in, length_conflicts, resolve
-from megabatch.config.settings import MayChange, TrainConfig
+from megabatch.config.settings import TrainConfig
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of
 from megabatch.extras import MissingLibrary
-from megabatch.hints import option, settings_of, with_value
-from megabatch.models import Towers
+from megabatch.hints import option, with_value
+from megabatch.losses.registry import TRAINABLE
+from megabatch.models import ModelOptions, Towers, create
+from megabatch.models.layers import layer_ids
+from megabatch.models.locking import lock
+from megabatch.models.tower_weights import load_tower
 from megabatch.training import batch_norm, evaluating
-from megabatch.training.towers import build_towers
+from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
 
 T = TypeVar("T")
@@ -32,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass
 class Setup:
-    """What a run works with; `notes`: what was changed about the configuration, a line each."""
+    """Everything a run needs; `notes` has a line for each setting that was changed."""
 
     config: TrainConfig
     world: World
@@ -45,16 +48,15 @@ class Setup:
 def prepare(
     config: TrainConfig, world: World | None = None, *, given: Given | None = None
 ) -> Setup:
-    """Open the data, build the model, and check that the run can be done.
+    """Open the data, build the model, and check the configuration.
 
     Args:
-        config: the run's.
-        world: its processes.
-        given: where the configuration's values come from; by default what differs from the
-            defaults was asked for, and all of that alike.
+        config: the run's settings.
+        world: its processes. Default: this one, on the CPU.
+        given: the sources of the settings; see `resolve.given_in` for the default.
 
     Raises:
-        UsageError: it cannot, here or on another rank; the message has every reason found.
+        UsageError: the run is impossible, here or on another rank; the message has all reasons.
     """
     world = world or World(torch.device("cpu"))
     known = given_in(config) if given is None else given
@@ -78,7 +80,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         notes += more
         too_few = length_problems(config, pairs, world.size)
         reasons += too_few
-        if too_few:  # which may be why
+        if too_few:  # damaged sources may be the reason
             reasons += [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
     if not reasons:
         torch.manual_seed(config.seed)
@@ -111,7 +113,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
 
 
 def unnamed(config: TrainConfig, *names: str) -> str:
-    """What to write where settings that a run cannot do without are not named; "" if all are."""
+    """An error message if required settings are missing, with an example; "" if all are there."""
     lacking = [name for name in names or ("model", "train_data") if not getattr(config, name)]
     if not lacking:
         return ""
@@ -123,36 +125,8 @@ def unnamed(config: TrainConfig, *names: str) -> str:
     )
 
 
-def check_folder(config: TrainConfig) -> None:
-    """Raise a UsageError where the output folder cannot take this run."""
-    if reasons := folder_problems(config):
-        raise UsageError(all_of(reasons))
-
-
-def folder_problems(config: TrainConfig) -> list[str]:
-    """Why the output folder cannot take this run: not writable, another run's, no run's."""
-    folder = config.output
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        return [f"--output {folder}: {existing} is no folder"]
-    try:
-        # Permissions alone do not tell: root may do anything, and a disk may be read-only.
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        return [f"--output {folder}: {existing} cannot be written to: {error.strerror or error}"]
-    begun = [f for f in ("config.toml", "checkpoints", "metrics.jsonl") if (folder / f).exists()]
-    if begun and not config.resume:
-        return [
-            f"--output {folder}: holds a run already; continue it with --resume, or choose another"
-        ]
-    if begun and "config.toml" not in begun:
-        return [f"--resume: {folder} has {begun[0]} but no config.toml"]
-    return _differences(config) if begun else []
-
-
 def compiler_problems(config: TrainConfig, device: torch.device) -> list[str]:
-    """Why torch.compile, which is to be used, would fail at the first step."""
+    """Reasons why torch.compile, if requested, would fail at the first step."""
     if not config.torchcompile:
         return []
     on_gpu = device.type == "cuda"
@@ -167,7 +141,7 @@ def compiler_problems(config: TrainConfig, device: torch.device) -> list[str]:
 
 
 def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
-    """Why a model does not take what the pairs have first, "image" or "text"."""
+    """Reasons why the first inputs of pairs, "image" or "text", do not suit the model."""
     if given == taken:
         return []
     hint = " (--csv-query-key names the column of first texts)" if taken == "text" else ""
@@ -178,7 +152,7 @@ def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
 
 
 def length_problems(config: TrainConfig, pairs: int, ranks: int = 1) -> list[str]:
-    """Why a data set of so many pairs an epoch is too small for this run."""
+    """Reasons why a data set with this many pairs per epoch is too small for the run."""
     if config.global_batch_size < 1:
         return []
     batch = with_value("global_batch_size", config.global_batch_size)
@@ -190,31 +164,14 @@ def length_problems(config: TrainConfig, pairs: int, ranks: int = 1) -> list[str
 
 
 def too_short(config: TrainConfig, pairs: int) -> list[Conflict]:
-    """What the run is too short for, with so many pairs an epoch."""
+    """Conflicts between the run's length, with this many pairs per epoch, and its schedule."""
     if config.global_batch_size < 1:
         return []
     return length_conflicts(config, _total_steps(config, pairs))
 
 
-def _differences(config: TrainConfig) -> list[str]:
-    now, before = to_dict(config), to_dict(load_config(config.output / "config.toml"))
-    settings = settings_of(TrainConfig)
-    changed = [
-        f"{option(key)} was {_shown(before[key])}, is {_shown(now[key])}"
-        for key in now
-        if now[key] != before[key] and settings[key].mark(MayChange) is None
-    ]
-    if not changed:
-        return []
-    return [f"--resume: {config.output} is a run with other settings: {', '.join(changed)}"]
-
-
-def _shown(value: object) -> str:
-    return "not set" if value is None else str(value)
-
-
 def open_data(config: TrainConfig) -> PairDataset:
-    """The configuration's training data; a UsageError where there are none."""
+    """The configuration's training data; raises a UsageError if they cannot be opened."""
     factors = config.train_data_upsampling_factors
     try:
         return open_pairs(
@@ -233,6 +190,38 @@ def open_data(config: TrainConfig) -> PairDataset:
         raise UsageError(
             reason if reason.startswith("--") else f"--train-data: {reason}"
         ) from error
+
+
+def build_towers(config: TrainConfig) -> Towers:
+    """Build the configuration's model, load its weights and lock its towers.
+
+    Raises:
+        UsageError: the model cannot be built, or cannot be trained as configured.
+    """
+    options = ModelOptions.of(to_dict(config))
+    towers = create(config.model, pretrained=config.pretrained, options=options)
+    module = towers.module
+    if config.pretrained_image_path is not None:
+        load_tower(module, "image", config.pretrained_image_path)
+    if config.pretrained_text_path is not None:
+        load_tower(module, "text", config.pretrained_text_path)
+    if config.lock_image:
+        unlocked = config.lock_image_unlocked_groups
+        lock(module, "image", unlocked=unlocked, freeze_bn_stats=config.lock_image_freeze_bn_stats)
+    if config.lock_text:
+        lock(module, "text", unlocked=config.lock_text_unlocked_layers)
+    bias = getattr(module, "logit_bias", None)
+    if bias is not None and not TRAINABLE[config.loss].takes_bias:
+        # It cancels in a softmax and gets no gradient, for which DDP would wait.
+        bias.requires_grad_(False)
+    if config.layer_decay is not None and not layer_ids(module):
+        raise UsageError(f"--layer-decay: {config.model} has no numbered layers")
+    if max(config.matryoshka_dims, default=0) > towers.embed_dim:
+        raise UsageError(
+            f"--matryoshka-dims {max(config.matryoshka_dims)}: the features of {config.model} "
+            f"have only {towers.embed_dim}"
+        )
+    return towers
 
 
 def _total_steps(config: TrainConfig, pairs: int) -> int:

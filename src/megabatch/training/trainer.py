@@ -1,4 +1,4 @@
-"""One training step, and everything that a step changes."""
+"""The training step and its state: model, optimizer, loss scale, moving average."""
 
 from __future__ import annotations
 
@@ -25,36 +25,38 @@ from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep, ids_of
 from megabatch.training.optimizer import (
     create_optimizer,
+    learning_rate,
     load_state_tensors,
     set_learning_rate,
     state_tensors,
 )
 from megabatch.training.parallel import full, gradient_norm, lay_out, running_statistics
-from megabatch.training.schedule import learning_rate
 from megabatch.training.world import World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_SMALLEST_SCALE = 2.0**-10  # of an fp16 loss: a gradient that overflows below is no number at all
+_SMALLEST_SCALE = 2.0**-10  # of an fp16 loss; an overflow below it means infinity
 
 
 class TrainingStopped(UsageError):
-    """Training cannot go on; what was saved before stays good."""
+    """Training cannot continue; earlier checkpoints remain valid."""
 
     exit_code = 1  # not a mistake in the command
 
 
 class Trainer:
-    """Steps one model through batches.
+    """Trains a model, one batch at a time.
 
-    A step depends on the weights, the optimizer's state, its batch and its number alone: its
-    random numbers (dropout, patch dropout) come from the seed, the number and the rank. So a run
-    that is continued from a checkpoint draws what the uninterrupted one would, with no random state
-    kept.
+    A step depends only on the weights, the optimizer's state, the batch and the step's number: its
+    random numbers (dropout, patch dropout) derive from the seed, the number and the rank. So a
+    resumed run draws the same numbers as an uninterrupted one, and checkpoints need no random
+    state.
 
-    With several processes each calls everything here at the same time, `train_step` with its own
+    With several processes all of them call every method together, `train_step` with each one's
     share of the batch.
 
-    step: number of steps done. skipped: how many of them were left out, not being finite.
+    Attributes:
+        step: number of steps done.
+        skipped: number of these that were skipped as not finite.
     """
 
     def __init__(
@@ -92,20 +94,20 @@ class Trainer:
             config.micro_batch_size,
             locked=locked_towers(self.module),
             device=device,
-            # What the losses cast features to; but prefixes are normalised first.
+            # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
         )
 
     def train_step(self, batch: Batch) -> dict[str, float]:
-        """Do one step; returns what is worth logging of it, the same on every rank.
+        """Do one step; returns figures for the log, the same on every rank.
 
-        A step whose loss or gradient is not finite changes no weight. With fp16 a gradient that is
-        too large for it is no fault: the scaler lowers its scale.
+        A step whose loss or gradient is not finite changes no weight. With fp16 an overflow of the
+        gradient is normal: the scaler lowers its scale.
 
         Raises:
-            UsageError: a parameter that DDP waits for gets no gradient.
-            TrainingStopped: the loss or the gradient is not finite and the configuration says to
-                stop, or it was so too many times in a row.
+            UsageError: a parameter gets no gradient, for which DDP would wait.
+            TrainingStopped: the loss or the gradient is not finite, and `on_nonfinite` is "stop" or
+                it happened too many times in a row.
         """
         _seed_everything(self.config.seed, self.step, self.world.rank)
         lr = learning_rate(self.config, self.step, self.total_steps)
@@ -113,10 +115,10 @@ class Trainer:
         statistics = [buffer.clone() for buffer in self._statistics]
         loss, norm = self._gradients(batch)
         if math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled()):
-            self.scaler.step(self.optimizer)  # leaves out an overflow of fp16 by itself
+            self.scaler.step(self.optimizer)  # skips the step itself if fp16 overflowed
             self._skipped_in_a_row = 0
         else:
-            self._leave_out(loss, norm)
+            self._skip_or_stop(loss, norm)
             for buffer, before in zip(self._statistics, statistics, strict=True):
                 buffer.copy_(before)
         self.scaler.update()
@@ -133,19 +135,19 @@ class Trainer:
             self.ema.update(self.step)
         scale = full(self.logit_scale.detach()).exp().item()
         values = {"loss": loss, "lr": lr, "logit_scale": scale, "grad_norm": norm}
-        # What is no number is left out: JSON has no word for it.
+        # JSON has no NaN or infinity.
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         return {**finite, "skipped_steps": self.skipped} if self.skipped else finite
 
     @property
     def logit_scale(self) -> nn.Parameter:
-        """The logarithm of the scale."""
+        """The parameter: the log of the scale."""
         parameter = self.module.logit_scale
         assert isinstance(parameter, nn.Parameter)
         return parameter
 
     def checkpoint(self, **state: Any) -> Checkpoint:
-        """All of this as a checkpoint, with `state` beside it; the tensors are on rank 0 alone."""
+        """A checkpoint of everything here, with further `state`; tensors are on rank 0 only."""
         own = {
             "step": self.step,
             "total_steps": self.total_steps,
@@ -158,14 +160,14 @@ class Trainer:
         return Checkpoint(self.weights(), self.layout.gather(optimizer), {**own, **state})
 
     def weights(self, *, ema: bool = False) -> dict[str, Tensor]:
-        """The module's tensors by name, or their moving average; whole, on rank 0 alone."""
+        """The module's full tensors by name, or their moving average, on rank 0; {} elsewhere."""
         if not ema:
             return self.layout.gather(self.module.state_dict())
         assert self.ema is not None
         return self.layout.gather(self.ema.model_state())
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Be where the checkpoint was made, by however many ranks; its tensors are rank 0's."""
+        """Restore a checkpoint of any number of ranks; its tensors are needed on rank 0 only."""
         self.module.load_state_dict(self.layout.scatter(checkpoint.model))
         tensors = self.layout.scatter(checkpoint.optimizer)
         if self.ema is not None:
@@ -174,7 +176,7 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.step = checkpoint.state["step"]
-        self.skipped = checkpoint.state.get("skipped_steps", 0)  # earlier versions did not count
+        self.skipped = checkpoint.state.get("skipped_steps", 0)  # absent in early versions
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
@@ -182,7 +184,7 @@ class Trainer:
         return torch.autocast(self.device.type, _AUTOCAST[self.config.precision])
 
     def _gradients(self, batch: Batch) -> tuple[float, float]:
-        """Fill the gradients, unscaled and clipped; the global mean loss, the norm before clipping.
+        """Fill the gradients, unscaled and clipped; returns global loss and norm before clipping.
 
         One synchronisation of gradients: GradientCache's, in the last micro-batch.
         """
@@ -204,11 +206,11 @@ class Trainer:
             if self.config.grad_clip_norm is not None:
                 limit = self.config.grad_clip_norm
                 torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-            # Each rank's loss is its share: the mean over ranks is the mean over all rows.
+            # The mean over ranks of their losses is the mean over all rows.
             return self.world.mean(loss.item()), norm.item()
 
-    def _leave_out(self, loss: float, norm: float) -> None:
-        """Count a step that is not finite; every rank comes to the same end."""
+    def _skip_or_stop(self, loss: float, norm: float) -> None:
+        """Count a step that is not finite, or stop; the same on every rank."""
         self._skipped_in_a_row += 1
         config, row = self.config, self._skipped_in_a_row
         if config.on_nonfinite == "skip" and row < config.max_nonfinite:

@@ -1,13 +1,12 @@
-"""The processes that train together: how they find each other and what they tell each other.
+"""The processes that train together: how they start, exchange status, and stop together.
 
-`torchrun` and Slurm's `srun` start one process for each device and say so in the environment. What
-goes between hosts here (a signal, a failure, a loss) is a few bytes over Gloo, beside NCCL for
-what is on GPUs: it waits for the other hosts and never for a device.
+`torchrun` and Slurm's `srun` start one process per device and describe the group in the
+environment. Status (a signal, a failure, a loss) is a few bytes that go from host to host by
+`megabatch.ranks`: it waits for the other hosts and never for a device.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import CommunicationError, UsageError
+from megabatch.ranks import all_gather_values
 from megabatch.similarity import set_abort_on_lost_rank
 
 T = TypeVar("T")
@@ -42,7 +42,9 @@ class Gone(UsageError):
 class World:
     """This process among those that train together.
 
-    rank, size: which one it is, of how many. device: where its part of the work is done.
+    Attributes:
+        device: where this rank computes.
+        rank, size: of the default process group; with size 1 no group is used.
     """
 
     device: torch.device
@@ -51,53 +53,28 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes and speaks for all."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
-    def gather(self, *numbers: float) -> list[list[float]]:
-        """Every rank's numbers, as many from each, by rank.
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank. Values are anything that JSON can represent.
 
         Raises:
-            Gone: a rank is gone or does not come.
+            Gone: a rank is gone or does not come in time.
         """
-        if self.size == 1:
-            return [list(numbers)]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        table = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.failures("telling each other how it stands"):
-            dist.all_gather(table, mine)
-        return [row.tolist() for row in table]
+        with self.failures("exchanging status"):
+            return all_gather_values(value, None if self.size > 1 else "local")
 
     def mean(self, number: float) -> float:
-        """The mean of every rank's number, the same on each."""
-        return sum(row[0] for row in self.gather(number)) / self.size
-
-    def texts(self, text: str) -> list[str]:
-        """Every rank's text, by rank."""
-        data = text.encode()
-        longest = int(max(row[0] for row in self.gather(len(data))))
-        if self.size == 1 or longest == 0:
-            return [text] * self.size
-        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-        table = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.failures("telling each other what went wrong"):
-            dist.all_gather(table, mine)
-        return [bytes(row.numpy()).rstrip(b"\0").decode() for row in table]
+        """The mean over ranks, the same on each."""
+        return sum(self.gather(number)) / self.size
 
     def from_main(self, value: T) -> T:
-        """What rank 0 has, as JSON carries it."""
-        if self.size == 1:
-            return value
-        data = json.dumps(value).encode() if self.main else b""
-        size = int(self.gather(len(data))[0][0])
-        buffer = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8)
-        with self.failures("hearing from rank 0"):
-            dist.broadcast(buffer, 0)
-        received: T = json.loads(bytes(buffer.numpy()))
-        return received
+        """Rank 0's value, on every rank."""
+        return self.gather(value if self.main else None)[0]  # type: ignore[return-value]
 
     def tensors_from_main(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0's tensors one after the other, by name, on every rank's device."""
+        """Rank 0's tensors by name, one at a time, on every rank's device."""
         if self.size == 1:
             yield from tensors.items()
             return
@@ -112,49 +89,46 @@ class World:
             self.broadcast(tensor, name)
             yield name, tensor
 
-    def broadcast(self, tensor: Tensor, what: str) -> None:
-        """Give a tensor on this rank's device rank 0's values; `what` names it in errors."""
+    def broadcast(self, tensor: Tensor, name: str) -> None:
+        """Overwrite a tensor on this rank's device with rank 0's; `name` is for errors."""
         whole = tensor.contiguous()
-        with self.failures(f"receiving {what} from rank 0"):
-            dist.broadcast(whole.flatten().view(torch.uint8), 0)  # of any dtype
+        with self.failures(f"receiving {name} from rank 0"):
+            dist.broadcast(whole.flatten().view(torch.uint8), 0)  # bytes: any dtype will do
         if whole is not tensor:
             tensor.copy_(whole)
 
-    def settle(self, error: UsageError | None = None) -> None:
-        """Go on together, or stop together where any rank has an error.
+    def raise_if_any(self, error: UsageError | None = None) -> None:
+        """Continue on all ranks, or stop on all if any has an error.
 
         Raises:
-            UsageError: on rank 0 (its own error where there is no other), with all of them.
-            SystemExit: on the others, which have nothing more to say.
+            UsageError: on rank 0, with every rank's error; its own one if there is no other.
+            SystemExit: on the other ranks, so that an error is printed once.
         """
-        if self.size == 1:
-            if error is not None:
-                raise error
+        code = getattr(error, "exit_code", 2) if error else 0
+        found = self.gather((code, "" if error is None else str(error)))
+        code = next((code for code, _ in found if code), 0)
+        if not code:
             return
-        codes = [row[0] for row in self.gather(getattr(error, "exit_code", 2) if error else 0)]
-        if not any(codes):
-            return
-        texts = self.texts("" if error is None else str(error))
-        code = int(next(code for code in codes if code))
         if not self.main:
             raise SystemExit(code)
+        texts = [text for _, text in found]
         if error is not None and set(texts) <= {str(error), ""}:
             raise error
         raise _Together(_by_rank(texts), code)
 
     def attempt(self, work: Callable[[], T]) -> T:
-        """What `work` gives on this rank; where it ends in a UsageError on any, all stop."""
+        """The result of `work()` on this rank; a UsageError on any rank stops all of them."""
         error: UsageError | None = None
         try:
             result = work()
         except UsageError as caught:
             error = caught
-        self.settle(error)
+        self.raise_if_any(error)
         return result
 
     @contextmanager
-    def failures(self, what: str) -> Iterator[None]:
-        """Turn a failed communication inside into `Gone`, one line that says where it was."""
+    def failures(self, stage: str) -> Iterator[None]:
+        """Turn a failed communication into `Gone`, one line that names the stage."""
         try:
             yield
         except RuntimeError as error:
@@ -162,7 +136,7 @@ class World:
                 raise
             reason = " ".join(str(error).split())
             raise Gone(
-                f"rank {self.rank} of {self.size}, {what}: another process is gone or did not "
+                f"rank {self.rank} of {self.size}, {stage}: another process is gone or did not "
                 f"come within --dist-timeout: {reason[:400]}"
             ) from error
 
@@ -175,10 +149,10 @@ class _Together(UsageError):
 
 @contextmanager
 def joined(config: TrainConfig) -> Iterator[World]:
-    """Join the processes that the launcher started; alone where there was none.
+    """Form the default process group if a launcher started several processes.
 
     Raises:
-        UsageError: the environment or the device is not usable; the others do not come.
+        UsageError: the environment or the device is not usable, or the other ranks do not come.
     """
     rank, size, local_rank = place(os.environ)
     if size == 1:
@@ -206,36 +180,36 @@ def joined(config: TrainConfig) -> Iterator[World]:
             f"rank {rank} of {size} cannot join the others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']}: {' '.join(str(error).split())[:400]}"
         ) from error
-    before = set_abort_on_lost_rank(True)  # the launcher ends the others and may start all again
+    before = set_abort_on_lost_rank(True)  # the launcher then stops the others, or restarts all
     try:
         yield world
-        leave()  # not after an error: it waits for ranks that may be gone
+        leave()  # not after an error: it would wait for ranks that may be gone
     finally:
         set_abort_on_lost_rank(before)
 
 
 def leave() -> None:
-    """Take leave of the group, so that the program can end.
+    """Destroy the process group so that the program can exit.
 
-    DistributedDataParallel keeps Gloo's threads alive beyond `destroy_process_group`. One that has
-    not let go of the last collective's tensors yet waits for the interpreter's lock, and if the
-    interpreter ends before, the program aborts after all its work is done: "terminate called
-    without an active exception" (torch 2.15; made certain by holding such a thread back). Sleeping
-    hands over the lock; 0.1 s is twenty times what a thread waits to ask for it.
+    DistributedDataParallel keeps Gloo's threads alive beyond `destroy_process_group`. A thread that
+    still has to release the last collective's tensors waits for the GIL; if the interpreter exits
+    first, the program aborts although all its work is done: "terminate called without an active
+    exception" (torch 2.15; reproduced reliably by delaying such a thread). Sleeping releases the
+    GIL; 0.1 s is twenty times the interval at which a waiting thread requests it.
     """
     dist.destroy_process_group()
     time.sleep(0.1)
 
 
 def place(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, number of processes, rank on this machine: from torchrun, else from Slurm's srun.
+    """Rank, world size and local rank, as torchrun sets them, or else Slurm's srun.
 
     Raises:
-        UsageError: variables that do not fit together.
+        UsageError: the variables are incomplete or contradict each other.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if "WORLD_SIZE" not in environ:
-        # Set by srun for its own step; in a batch script outside of srun there is none.
+        # srun sets them for its step; a batch script outside of srun has none of that name.
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     if names[1] not in environ:
         return 0, 1, 0
@@ -260,7 +234,7 @@ def _check_rendezvous(environ: Mapping[str, str]) -> None:
 
 
 def _device_or_cpu(name: str) -> torch.device:
-    """The device; a wrong name is told later, with all else that is wrong."""
+    """The device; the CPU for an invalid name, which `problems` reports with all others."""
     try:
         return resolve_device(name)
     except ValueError:
@@ -279,7 +253,7 @@ def _device_of(name: str, local_rank: int) -> torch.device:
         raise UsageError(
             f"--device {name}: with several processes each takes its own: cuda or auto"
         )
-    if count == 1:  # the launcher shows each process its own device only
+    if count == 1:  # the launcher makes one device visible to each process
         return torch.device("cuda", 0)
     if local_rank >= count:
         raise UsageError(f"--device: process {local_rank} of this machine, which has {count} GPUs")
@@ -289,12 +263,13 @@ def _device_of(name: str, local_rank: int) -> torch.device:
 def _is_communication(error: RuntimeError) -> bool:
     if isinstance(error, (CommunicationError, dist.DistError)):
         return True
-    # Gloo's errors have no type of their own.
+    # Gloo raises plain RuntimeErrors.
     text = str(error).lower()
     return any(word in text for word in ("gloo", "nccl", "connection closed", "timed out waiting"))
 
 
 def _by_rank(texts: list[str]) -> str:
+    """Each text with the ranks that have it, in one line."""
     ranks: dict[str, list[str]] = {}
     for rank, text in enumerate(texts):
         if text:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megabatch.errors import UsageError
-from megabatch.training import lock
-from megabatch.training.lock import locked
+from megabatch.training import run_folder
+from megabatch.training.run_folder import locked
 
 
 def process_with_lock(folder: Path) -> int:
@@ -54,6 +54,6 @@ def test_a_file_system_without_locks_is_no_reason_to_stop(
     def unsupported(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(lock.fcntl, "lockf", unsupported)
+    monkeypatch.setattr(run_folder.fcntl, "lockf", unsupported)
     with locked(tmp_path):
         pass

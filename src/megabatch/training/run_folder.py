@@ -1,0 +1,93 @@
+"""The folder of a run: checks that it can be used, and a lock against a second process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megabatch.config.file import load_config, to_dict
+from megabatch.config.settings import MayChange, TrainConfig
+from megabatch.errors import UsageError, all_of
+from megabatch.hints import option, settings_of
+
+_NAME = "run.lock"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system releases when the process ends for any reason.
+
+    The file `run.lock` remains and names its last holder. A file system without locks gets none.
+
+    Raises:
+        UsageError: another process has the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _NAME).open("a+", encoding="utf-8") as file:
+        try:
+            # A lock of the process, not of the open file: data workers that outlive a killed
+            # process do not keep it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise UsageError(f"--output {folder}: it is being written by {holder}") from None
+        except OSError:
+            yield
+            return
+        file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+        file.flush()
+        yield
+
+
+def check_folder(config: TrainConfig) -> None:
+    """Raise a UsageError if the output folder cannot be used for this run."""
+    if reasons := folder_problems(config):
+        raise UsageError(all_of(reasons))
+
+
+def folder_problems(config: TrainConfig) -> list[str]:
+    """Reasons why the output folder cannot be used: not writable, another run's, not a run's."""
+    folder = config.output
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        return [f"--output {folder}: {existing} is no folder"]
+    try:
+        # Permissions are not enough: root may do anything, and a disk may be read-only.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        return [f"--output {folder}: {existing} cannot be written to: {error.strerror or error}"]
+    begun = [f for f in ("config.toml", "checkpoints", "metrics.jsonl") if (folder / f).exists()]
+    if begun and not config.resume:
+        return [
+            f"--output {folder}: holds a run already; continue it with --resume, or choose another"
+        ]
+    if begun and "config.toml" not in begun:
+        return [f"--resume: {folder} has {begun[0]} but no config.toml"]
+    return _differences(config) if begun else []
+
+
+def _differences(config: TrainConfig) -> list[str]:
+    now, before = to_dict(config), to_dict(load_config(config.output / "config.toml"))
+    settings = settings_of(TrainConfig)
+    changed = [
+        f"{option(key)} was {_shown(before[key])}, is {_shown(now[key])}"
+        for key in now
+        if now[key] != before[key] and settings[key].mark(MayChange) is None
+    ]
+    if not changed:
+        return []
+    return [f"--resume: {config.output} is a run with other settings: {', '.join(changed)}"]
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else str(value)
