@@ -21,7 +21,7 @@ from megabatch.benchmarking.records import Record, combine
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure."""
+    """The cases to measure."""
 
     loss: Loss
     contenders: Sequence[Contender]
@@ -42,10 +42,10 @@ class Plan:
 
 
 def run(plan: Plan, tell: Callable[[str], None]) -> Iterator[list[Record]]:
-    """Measure one batch size after the other; gives the records of each.
+    """Measure one batch size after another; yields the records of each.
 
-    Contenders take turns, A B A B, so that a machine that grows slower harms all alike. One that
-    did not get through its first round is not tried again.
+    Contenders take turns, A B A B, so that a machine that slows down affects all of them. One that
+    fails in its first round is not tried again.
     """
     for b in plan.batch_sizes:
         cases = plan.cases(b)
@@ -62,7 +62,7 @@ def run(plan: Plan, tell: Callable[[str], None]) -> Iterator[list[Record]]:
 def in_process(case: Case, effort: Effort) -> Result:
     """Measure a case in a process of its own.
 
-    So a peak of memory is that contender's alone, and one that fails or is killed is a result.
+    So the peak of memory is that contender's, and a contender that fails or is killed is a result.
     """
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder, "job.json"), Path(folder, "result.json")
@@ -78,7 +78,7 @@ def in_process(case: Case, effort: Effort) -> Result:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """One line a record; times and memory beside the first contender's of the same size."""
+    """A row per record, with time and memory relative to the first contender of the same size."""
     made = Table(box=None, padding=(0, 1), header_style="bold")
     made.add_column("b", justify="right")
     made.add_column("contender", no_wrap=True)
@@ -109,5 +109,5 @@ def _times(value: float, first: float | None) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes in MiB or GiB."""
+    """Format bytes in MiB or GiB."""
     return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""Time: repetitions of a call, and the rate of matrix products to hold them against."""
+"""Timing of repeated calls, and the rate of matrix products as a yardstick."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 def times(call: Callable[[], object], device: str, seconds: float, repetitions: int) -> list[float]:
     """Milliseconds of each call, repeated for about `seconds` and at least `repetitions` times.
 
-    One call goes before, to warm up and to find how many make up the time.
+    A first call warms up and determines how many calls fill the time.
     """
     once = timed_calls([call], device)[0]
     taken: list[float] = []
-    # In a few series: the first calls of an idle GPU are slower, and would promise too few.
+    # In a few series, as the first calls of an idle GPU are slower and would suggest too few.
     while len(taken) < repetitions or sum(taken) < 1e3 * seconds:
         count = math.ceil((1e3 * seconds - sum(taken)) / max(once, 1e-3))
         taken += timed_calls([call] * max(count, repetitions - len(taken), 1), device)
@@ -33,7 +33,7 @@ def timed_calls(calls: list[Callable[[], object]], device: str) -> list[float]:
             call()
             marks.append(time.perf_counter())
         return [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
-    # Events and not the host's clock: the host runs ahead, as it does in training.
+    # Events instead of the host's clock, so that the host runs ahead, as it does in training.
     events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
     events[0].record()
     for call, event in zip(calls, events[1:], strict=True):
@@ -44,10 +44,10 @@ def timed_calls(calls: list[Callable[[], object]], device: str) -> list[float]:
 
 
 def product_rate(device: str, dtype: torch.dtype, size: int, seconds: float) -> float:
-    """Operations per second of products of two normal random (size, size) matrices, sustained.
+    """Sustained FLOP/s of products of two normal random (size, size) matrices.
 
-    A GPU that is limited by its power runs a short product on a cool chip faster than a long one,
-    so this is repeated for about as long as what it is compared with.
+    A GPU at its power limit runs a short product on a cool chip faster than a long one, so this is
+    repeated for about as long as the measurement that it is compared with.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

@@ -15,11 +15,11 @@ from megabatch.options import parse_one_of
 if TYPE_CHECKING:
     from megabatch.benchmarking import bench, records
 
-# Libraries are imported by the functions that use them: --help does without.
+# Libraries are imported by the functions that use them, as --help needs none.
 
 AT_LEAST_1, ABOVE_0 = Interval(at_least=1), Interval(above=0)
 
-_DESCRIPTION = "Measure megabatch beside other implementations, in one run."
+_DESCRIPTION = "Compare megabatch with other implementations in one run."
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class LossOptions:
     """CLIP's loss, forward and backward: time, peak memory, error against float64."""
 
     batch_size: Annotated[tuple[int, ...], AT_LEAST_1] = (16_384,)
-    """Pairs; several sizes are measured one after the other."""
+    """Pairs; several sizes are measured one after another."""
     width: Annotated[int, AT_LEAST_1] = 512
-    """Of the features."""
+    """Width of the features."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Of the features; in half precision losses run under autocast."""
+    """Dtype of the features; in half precision losses run under autocast."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes cuda where there is one."""
+    """auto uses CUDA if it is available."""
     contenders: tuple[str, ...] = ()
     """megabatch, megabatch-keeping (all logits, in 1.125 GiB), dense, two-products, openclip; on
     CUDA also megabatch-compiled, dense-compiled, inf-cl, memeff, liger, cut-cross-entropy. Default:
@@ -43,24 +43,24 @@ class LossOptions:
     rounds: Annotated[int, AT_LEAST_1] = 2
     """Processes for each contender; contenders take turns."""
     repetitions: Annotated[int, AT_LEAST_1] = 2
-    """Timed runs in each process, at least; the median of all is reported."""
+    """Minimum number of timed calls in each process; the median of all is reported."""
     seconds: Annotated[float | None, ABOVE_0] = None
-    """Repeat for at least so long, and the matrix products around it too. Default: 1 on the CPU,
-    2 on CUDA."""
+    """Minimum time for the calls, and for the matrix products before and after. Default: 1 on the
+    CPU, 2 on CUDA."""
     product_size: Annotated[int | None, AT_LEAST_1] = None
-    """Rows and columns of the matrix product whose rate is the yardstick. Default: 4,096 on the
-    CPU, 8,192 on CUDA."""
+    """Rows and columns of the matrix product that serves as yardstick. Default: 4,096 on the CPU,
+    8,192 on CUDA."""
     check_batch_size: Annotated[int | None, AT_LEAST_1] = None
     """Pairs in the comparison with float64. Default: at most 4,096 on the CPU, 65,536 on CUDA."""
     max_memory: Annotated[float | None, ABOVE_0] = None
-    """GiB that a contender may take beside its inputs (CPU only); more is out of memory. Default:
-    what the machine has."""
+    """GiB that a contender may use beside its inputs (CPU only); more is out of memory. Default:
+    the machine's."""
     output: Path | None = None
     """JSON file for the records."""
 
 
 def main(argv: list[str]) -> int:
-    """Run `megabatch bench ...`; returns the exit code: 1 where a contender failed or was wrong."""
+    """Run `megabatch bench ...`; returns the exit code: 1 if a contender failed or was wrong."""
     options = parse_one_of(
         {"loss": LossOptions}, argv, prog="megabatch bench", description=_DESCRIPTION
     )
@@ -149,7 +149,7 @@ def _device(options: LossOptions) -> str:
 
 
 def _check_output(path: Path) -> None:
-    """Fail now and not after the measurements."""
+    """Fail before the measurements rather than after them."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""Who is measured: losses, and for each the implementations that stand side by side."""
+"""The contenders: CLIP's loss by megabatch, by dense expressions and by other libraries."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megabatch.errors import UsageError
 LossFunction = Callable[..., Tensor]
 
 
-#: Bytes; room for all logits of 16,384 pairs in float32, which the backward pass then reuses.
+#: A workspace that keeps all logits of 16,384 pairs in float32 for the backward pass.
 KEEPING = 1152 << 20
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One implementation. `load` imports what it needs; `needs`: a package that may be missing."""
+    """One implementation. `load` imports its libraries; `needs`: a package that may be missing."""
 
     name: str
     summary: str
@@ -33,7 +33,7 @@ class Contender:
     cuda: bool = False  #: runs on CUDA only
 
     def installed(self) -> bool:
-        """Whether its package is here."""
+        """Whether its package is installed."""
         return self.needs is None or importlib.util.find_spec(self.needs[0]) is not None
 
     def runs_on(self, device: str) -> bool:
@@ -43,7 +43,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss: its implementations, its exact value, and the work that none of them can avoid."""
+    """A loss: its implementations, its exact value, and the work that no implementation avoids."""
 
     name: str
     contenders: dict[str, Contender]
@@ -52,10 +52,10 @@ class Loss:
     bias: float | None = None  #: of the logits, where the loss takes one
 
     def choose(self, names: tuple[str, ...], device: str) -> list[Contender]:
-        """The contenders of these names; none given: all that run here.
+        """The contenders with these names, or without names all that run here.
 
         Raises:
-            UsageError: a name is not known, given twice, or its package or device is missing.
+            UsageError: a name is unknown or given twice, or its package or device is missing.
         """
         if not names:
             return [c for c in self.contenders.values() if c.runs_on(device)]
@@ -74,7 +74,7 @@ class Loss:
 
 
 def two_products(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Each direction's logits from a product of its own, the features scaled first."""
+    """Separate products for the logits of each direction, with scaled features."""
     images, texts = scale * x @ y.T, scale * y @ x.T
     labels = torch.arange(len(x), device=x.device)
     return (F.cross_entropy(images, labels) + F.cross_entropy(texts, labels)) / 2
@@ -96,7 +96,7 @@ def _megabatch_keeping() -> LossFunction:
         try:
             return loss(*inputs)
         finally:
-            set_workspace(before)  # of the contenders beside it, in the same process
+            set_workspace(before)  # for other contenders in the same process
 
     return keeping
 
@@ -123,7 +123,7 @@ def _inf_cl() -> LossFunction:
     from inf_cl import cal_inf_loss
 
     def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-        # Its argument `scale` runs a collective, for which one process alone has no group.
+        # Its argument `scale` runs a collective, which needs a process group.
         with torch.autocast(x.device.type, enabled=False):
             x, y = x.float(), y.float()
             value: Tensor = (cal_inf_loss(scale * x, y) + cal_inf_loss(scale * y, x)) / 2
@@ -164,8 +164,8 @@ def _liger() -> LossFunction:
 def _cut_cross_entropy() -> LossFunction:
     """cut-cross-entropy, once for each direction.
 
-    Without its filter, which drops what is small beside 1 and not beside the sum of many: at the
-    start of training, all negatives.
+    Without its filter, which drops probabilities that are small compared with 1 even if their sum
+    is not: at the start of training, all negatives.
     """
     from cut_cross_entropy import linear_cross_entropy
 

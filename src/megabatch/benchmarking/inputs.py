@@ -1,4 +1,4 @@
-"""What is measured, and the features it is measured on."""
+"""The cases of a benchmark and their features."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-#: Features repeat after so many rows. A loss over copies follows from the loss over one, so the
-#: exact result is known also where float64 could not reach it.
+#: Features repeat after this many rows. The loss of copies follows from the loss of one, so the
+#: exact result is known also for sizes that are too large for float64.
 PERIOD = 65_536
 _STRIP = 4096
 
@@ -49,7 +49,7 @@ def features(
     n = b if n is None else n
     x, y = (torch.empty(rows, d, dtype=dtype, device=device) for rows in (b, n))
     different = min(max(b, n), PERIOD)
-    for i in range(0, different, _STRIP):  # in strips: little memory beside x and y
+    for i in range(0, different, _STRIP):  # in strips, to save memory
         rows = min(_STRIP, different - i)
         first, second = FEATURES[kind](rows, d, generator)
         x[i : i + rows] = first[: max(0, b - i)]
@@ -70,7 +70,7 @@ def _common(rows: int, d: int, generator: torch.Generator) -> Tensor:
 
 
 def _at_cosine(first: Tensor, cosine: Tensor, direction: Tensor) -> Tensor:
-    """Unit rows at these cosines to the rows of `first`, turned in this direction."""
+    """Unit rows with these cosines to the rows of `first`, rotated towards `direction`."""
     across = direction - (direction * first).sum(1, keepdim=True) * first
     return cosine * first + (1 - cosine**2).sqrt() * normalize(across, dim=1)
 
@@ -78,8 +78,8 @@ def _at_cosine(first: Tensor, cosine: Tensor, direction: Tensor) -> Tensor:
 def _pairs(rows: int, d: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Pairs at a cosine of 0.5, all others around 0.
 
-    On independent features all probabilities are 1/b, and a loss that lost part of its logits
-    would hardly be seen.
+    With independent features all probabilities are 1/b, and a loss that misses some of its logits
+    would go unnoticed.
     """
     first, noise = (_unit(rows, d, generator) for _ in range(2))
     return first, normalize(first + 3**0.5 * noise, dim=1)

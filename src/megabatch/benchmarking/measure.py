@@ -1,6 +1,6 @@
 """One contender at one size, in this process.
 
-`python -m megabatch.benchmarking.measure JOB.json RESULT.json` makes a process of its own of it.
+`python -m megabatch.benchmarking.measure JOB.json RESULT.json` does so in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megabatch.benchmarking.inputs import Case
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """The extent of a measurement."""
 
     seconds: float  #: of each series of repetitions, and of the matrix products around it
     repetitions: int  #: at least
@@ -35,7 +35,7 @@ class Effort:
 
 @dataclass
 class Result:
-    """What one process found. `status`: ok, wrong, out of memory, failed; `note`: why not ok."""
+    """The result of one process. `status`: ok, wrong, out of memory, failed; `note`: the reason."""
 
     status: str
     note: str = ""
@@ -49,7 +49,7 @@ class Result:
     queued_ms: float | None = None  #: see `clock.queued_ms`; where a call is short
 
     def judge(self, case: Case, found: step.Errors) -> None:
-        """Take the errors in, unless one is not finite."""
+        """Set the status and, if they are finite, the errors."""
         self.status, self.note = step.verdict(case, found)
         if all(error is None or math.isfinite(error) for error in found):
             self.max_row_error, self.loss_error, self.scale_gradient_error = found
@@ -58,11 +58,11 @@ class Result:
 def measure(case: Case, effort: Effort) -> Result:
     """Memory, time and errors of a case.
 
-    The contender's first full run comes before anything else that is large: on the CPU, memory
-    that was given back may stay resident, and the contender would take it unseen.
+    The contender's first full run precedes everything else that is large: on the CPU freed memory
+    may stay resident, and the contender's use of it would not be counted.
     """
     loss = LOSSES[case.loss].contenders[case.contender].load()
-    # Libraries and threads are loaded now, and not counted.
+    # Load libraries and start threads, which are not counted.
     step.forward_backward(loss, case, step.make_inputs(case, rows=64))()
     inputs = step.make_inputs(case)
     call = step.forward_backward(loss, case, inputs)
@@ -88,7 +88,7 @@ def measure(case: Case, effort: Effort) -> Result:
 
 
 def check(result: Result, loss: LossFunction, case: Case, rows: int) -> None:
-    """Compare value and gradients with float64; fills the errors, and the status where wrong."""
+    """Compare value and gradients with float64; fills in the errors and the status."""
     inputs = step.make_inputs(case, rows)
     value = step.forward_backward(loss, case, inputs)()
     found = step.errors(case, inputs, value, step.exact_result(case, inputs))
@@ -104,7 +104,7 @@ def _limit(case: Case, effort: Effort) -> contextlib.AbstractContextManager[None
 
 
 def main(job_file: str, result_file: str) -> None:
-    """Measure what the first file describes; the second gets the `Result`."""
+    """Measure the case in the first file; write the `Result` to the second."""
     memory.be_killed_first()
     job = json.loads(Path(job_file).read_text())
     result = measure(Case(**job["case"]), Effort(**job["effort"]))

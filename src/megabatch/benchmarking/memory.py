@@ -1,4 +1,4 @@
-"""Peak memory of a call, and an end to it."""
+"""Peak memory of a call, and limits to it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def extra_bytes(call: Callable[[], object], device: str) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Not getrusage's ru_maxrss: a process starts with that of the process that started it.
-    with contextlib.suppress(OSError):  # where this is forbidden, the peak since the start counts
+    # Not getrusage's ru_maxrss, which a process inherits from its parent.
+    with contextlib.suppress(OSError):  # if this is forbidden, the peak since the start counts
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _status_bytes("VmRSS")
     call()
@@ -29,9 +29,9 @@ def extra_bytes(call: Callable[[], object], device: str) -> int:
 
 @contextlib.contextmanager
 def at_most(extra: int) -> Iterator[None]:
-    """Let this process allocate `extra` bytes more than it has; what asks for more gets an error.
+    """Let this process allocate at most `extra` further bytes; beyond that allocations fail.
 
-    Without it, Linux grants more than there is and then kills a process, perhaps another one.
+    Without a limit Linux overcommits memory and then kills a process, possibly another one.
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
     hard = before[1]
@@ -45,26 +45,26 @@ def at_most(extra: int) -> Iterator[None]:
 
 
 def be_killed_first() -> None:
-    """Where memory runs out all the same, Linux ends this process and no other."""
+    """Make this process the first that Linux kills if memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch has one class for this on CUDA and none on the CPU."""
+    """Whether an allocation failed, for which torch has an exception class on CUDA only."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def reason(error: BaseException) -> str:
-    """What was asked for, in one line."""
+    """The failed request in one line."""
     text = str(error).strip().split("\n")[0] or type(error).__name__
     return text[max(0, text.find("tried to allocate")) :]
 
 
 def _status_bytes(name: str) -> int:
-    """A figure of this process's memory: VmRSS resident now, VmHWM its peak, VmData allocated."""
+    """A figure of this process in bytes: VmRSS resident, VmHWM its peak, VmData allocated."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

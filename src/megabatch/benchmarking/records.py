@@ -1,4 +1,4 @@
-"""Records of measurements as JSON, with what is needed to repeat them."""
+"""Records of measurements as JSON, with everything needed to repeat them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _PACKAGES = (
     "cut-cross-entropy",
     "siglip-kernel",
 )
-#: Of more repetitions, quantiles are recorded.
+#: Times that a record has; of more repetitions it has quantiles.
 _TIMES = 21
 
 
 @dataclass(frozen=True)
 class Record:
-    """One contender at one size, all rounds together. See benchmarks/README.md for the fields."""
+    """One contender at one size, over all rounds. See benchmarks/README.md for the fields."""
 
     contender: str
     loss: str
@@ -71,11 +71,11 @@ class Record:
 
 
 def combine(case: Case, results: Sequence[Result], work: int, n_devices: int = 1) -> Record:
-    """One record of the rounds of one case: median time, mean product rate, largest of the rest.
+    """Combine the rounds of a case: median time, mean product rate, maximum of the rest.
 
     Args:
-        work: what no implementation can avoid, in units of b²d operations. Of a softmax's 8, 2
-            are the forward pass's.
+        case, results: the case and one result per round.
+        work: operations that no implementation avoids, in units of b²d; the forward pass takes 2.
         n_devices: that shared the work, each with the product rate of the results.
     """
     times = tuple(t for result in results for t in result.times_ms)
@@ -119,13 +119,13 @@ def _few(times: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def command_line(output: Path) -> str:
-    """How this script was called; of the folder that the records go to, nothing."""
+    """This script's command line, without the folder of the output."""
     words = [word.replace(f"{output.parent}/", "") for word in sys.argv]
     return shlex.join(["python", *words])
 
 
 def write(path: Path, command: str, records: Sequence[Any]) -> None:
-    """Write records, dataclasses all, with command, date, machine and versions, atomically."""
+    """Write records (dataclasses) with command, date, machine and versions, atomically."""
     content = {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -137,7 +137,7 @@ def write(path: Path, command: str, records: Sequence[Any]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the measurements ran on."""
+    """The machine of the measurements."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": _cpu_name(),
@@ -150,14 +150,14 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter here, where they are installed."""
+    """Versions of Python and of the relevant packages that are installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found.setdefault("megabatch", megabatch.__version__)  # from its sources, not installed
+    found.setdefault("megabatch", megabatch.__version__)  # run from its sources, not installed
     return found
 
 

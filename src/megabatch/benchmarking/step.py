@@ -1,4 +1,4 @@
-"""One pass of a contender, forward and backward, and how wrong it is."""
+"""One forward and backward pass of a contender, and its errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megabatch.benchmarking import truth
 from megabatch.benchmarking.contenders import LOSSES, LossFunction
 from megabatch.benchmarking.inputs import Case, features
 
-#: A relative error of a gradient's row above this is not rounding but another loss. Dense losses
-#: round their logits to the features' dtype, and stay below.
+#: A larger relative error of a gradient's row cannot be rounding: it is another loss. Dense losses,
+#: which round their logits to the features' dtype, stay below.
 SANE = {"float64": 1e-8, "float32": 2e-2, "bfloat16": 0.3, "float16": 0.1}
 
-#: float16's gradients are below its range without a factor, as torch's GradScaler starts with.
+#: Loss scale, as gradients would underflow in float16; GradScaler's initial value.
 LOSS_SCALE = {"float16": 65_536.0}
 
 
 class Inputs(NamedTuple):
-    """What a loss is called with."""
+    """The inputs of a loss."""
 
     x: Tensor  #: (b, d)
     y: Tensor  #: (n, d)
@@ -34,12 +34,12 @@ class Inputs(NamedTuple):
             tensor.grad = None
 
     def gradient_bytes(self) -> int:
-        """What the gradients take."""
+        """Bytes of the gradients."""
         return sum(t.grad.nbytes for t in (self.x, self.y, *self.scalars) if t.grad is not None)
 
 
 class Errors(NamedTuple):
-    """Relative errors against float64; None where there is no such result."""
+    """Relative errors against float64; None if there is no such result."""
 
     row: float | None  #: the largest of a row of dx or dy
     loss: float
@@ -47,7 +47,7 @@ class Errors(NamedTuple):
 
 
 def make_inputs(case: Case, rows: int | None = None) -> Inputs:
-    """The case's inputs, or only the first `rows` rows of them."""
+    """The case's inputs, or their first `rows` rows."""
     b = case.b if rows is None else min(rows, case.b)
     n = case.n if case.n is None or rows is None else min(rows, case.n)
     x, y = features(b, case.d, case.torch_dtype, case.device, case.features, n)
@@ -62,8 +62,8 @@ def make_inputs(case: Case, rows: int | None = None) -> Inputs:
 
 
 def forward_backward(loss: LossFunction, case: Case, inputs: Inputs) -> Callable[[], Tensor]:
-    """A call that computes the loss, and the gradients where the case wants them."""
-    # Half precision runs under autocast, as in training: a dense softmax is then in float32.
+    """A function that computes the loss and, if the case has them, its gradients."""
+    # Half precision runs under autocast, as in training, so a dense softmax is in float32.
     half = case.torch_dtype in (torch.bfloat16, torch.float16)
 
     def call() -> Tensor:
@@ -84,7 +84,7 @@ def exact_result(case: Case, inputs: Inputs) -> truth.Truth:
 
 
 def errors(case: Case, inputs: Inputs, value: Tensor, exact: truth.Truth) -> Errors:
-    """Those of a call that has just been made."""
+    """The errors of the call that computed `value`."""
     factor = LOSS_SCALE.get(case.dtype, 1.0)
     loss = truth.relative_error(value, exact.loss)
     x, y, (scale, *bias) = inputs.x.grad, inputs.y.grad, (t.grad for t in inputs.scalars)
@@ -105,7 +105,7 @@ def errors(case: Case, inputs: Inputs, value: Tensor, exact: truth.Truth) -> Err
 
 
 def verdict(case: Case, found: Errors) -> tuple[str, str]:
-    """Status and note: whether such errors are rounding or another loss."""
+    """Status and note: whether these errors are rounding or a wrong loss."""
     if not all(math.isfinite(error) for error in found if error is not None):
         return "wrong", "the loss or a gradient is not finite"
     if found.row is not None and found.row > SANE[case.dtype]:

@@ -1,6 +1,6 @@
-"""Losses and their gradients in float64, written apart from the engine that is measured.
+"""CLIP's loss and its gradients in float64, independent of the engine that is measured.
 
-Strips of the matrix are formed twice, so that the check also runs where the matrix does not fit.
+The matrix is formed in strips, twice, so that the check also runs if the matrix does not fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Truth(NamedTuple):
 
 @torch.no_grad()
 def clip(x: Tensor, y: Tensor, scale: float) -> Truth:
-    """CLIP's loss: both cross-entropies of the logits scale * x @ y.T, their mean."""
+    """CLIP's loss: the mean of both cross-entropies of the logits scale * x @ y.T."""
     x, y = x.double(), y.double()
     b = len(x)
     rows, columns = logsumexps(x, y, scale)
@@ -47,7 +47,7 @@ def logsumexps(
     scale: float,
     kept: Callable[[Tensor, slice], Tensor] = lambda s, i: s,
 ) -> tuple[Tensor, Tensor]:
-    """Of rows and of columns; `kept` puts -inf for what is left out of a strip of logits."""
+    """Log-sum-exps of rows and columns; `kept` masks a strip of logits with -inf."""
     rows, columns = x.new_empty(len(x)), x.new_full((len(y),), -torch.inf)
     for i in _strips(x, y):
         s = kept(scale * (x[i] @ y.T), i)
@@ -59,7 +59,7 @@ def logsumexps(
 def gradients(
     x: Tensor, y: Tensor, scale: float, gradient: Callable[[Tensor, slice], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dy and dscale from the gradient of a strip of logits, given those and its rows."""
+    """dx, dy and dscale; `gradient` maps a strip of logits and its rows to dS."""
     dx, dy, dscale = torch.empty_like(x), torch.zeros_like(y), x.new_zeros(())
     for i in _strips(x, y):
         s = scale * (x[i] @ y.T)
@@ -83,11 +83,11 @@ def row_errors(gradient: Tensor, exact: Tensor) -> Tensor:
 
 
 def row_error(gradient: Tensor, exact: Tensor) -> float:
-    """The largest of all rows; those of `exact` repeat where it has fewer."""
+    """The largest error of all rows; `exact` repeats if it has fewer."""
     parts = gradient.split(len(exact))
     return torch.stack([row_errors(part, exact[: len(part)]).max() for part in parts]).max().item()
 
 
 def relative_error(value: Tensor, exact: Tensor) -> float:
-    """The error of one number, relative to it."""
+    """The relative error of a number."""
     return ((value.double() - exact) / exact).abs().item()

@@ -1,8 +1,8 @@
-"""Find the fastest launch of a fused kernel on the GPU at hand.
+"""Search for the fastest launch configuration of a fused kernel on this GPU.
 
-A search along one field at a time, from the launch that would be taken without: every candidate is
-compiled, checked against float64 on random features, and timed. One that does not compile, takes
-more shared memory than there is or is wrong is left out.
+A coordinate search from the packaged configuration: every candidate is compiled, checked against
+float64 on random features, and timed. Candidates that do not compile, exceed the shared memory or
+give wrong results are skipped.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megabatch.similarity import dense, split_logsumexp
 from megabatch.similarity.backends.triton import configs
 from megabatch.similarity.backends.triton.configs import FEW_ROWS, VALUES, Config, Key
 
-#: Fields that are searched, in this order; split concerns the backward kernel alone.
+#: Fields in the order of the search; only the backward kernel has split.
 FIELDS = {
     "forward": ("rows", "group", "stages", "warps", "bk"),
     "backward": ("rows", "group", "split", "stages", "warps", "bk"),
 }
-#: Rows of the features that a class of sizes is tuned on.
+#: Rows of the features for tuning, by whether rows are few.
 ROWS = {True: 4096, False: 32_768}
 CHECK_ROWS = 1024
 SECONDS = 0.15
-#: Faster by less is noise.
+#: Relative gains below this are noise.
 GAIN = 0.005
 SCALE = 14.3
 
-#: Milliseconds with a launch; raises where it does not run or is wrong.
+#: Returns milliseconds with a launch configuration; raises if it does not run or is wrong.
 Measure = Callable[[Config], float]
 
 
@@ -50,13 +50,13 @@ class Tried:
 def search(
     first: Config, options: Mapping[str, Sequence[int]], measure: Measure, deadline: float
 ) -> Iterator[Tried]:
-    """Every candidate as it is measured, the first one first; each once.
+    """Yield every candidate as it is measured, beginning with `first`; each once.
 
-    Field by field the best value so far is kept, until a round over all fields changes nothing or
-    it is `deadline` (of time.time()).
+    The search keeps the best value of each field in turn, until a round over all fields changes
+    nothing or time.time() reaches `deadline`.
 
     Raises:
-        Exception: what `measure` raises for the first one.
+        Exception: if `measure` raises it for `first`.
     """
     best, best_ms = first, measure(first)
     yield Tried(first, best_ms)
@@ -89,14 +89,14 @@ def _try(config: Config, measure: Measure) -> Tried:
 
 
 def best(tried: Sequence[Tried]) -> Tried:
-    """The fastest; the first one where none gains more than noise."""
+    """The fastest candidate, or the first one if none is faster by more than noise."""
     usable = [t for t in tried if t.ms is not None]
     return min(usable, key=lambda t: (t.ms or 0.0) * (1 - GAIN if t is tried[0] else 1))
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is tuned."""
+    """A kernel to tune, for one width, dtype and class of sizes."""
 
     kernel: str  #: "forward" or "backward"
     dtype: torch.dtype
@@ -104,24 +104,24 @@ class Target:
     few: bool  #: rows below `FEW_ROWS`
 
     def key(self) -> Key:
-        """Where the result belongs."""
+        """The key of the result in the tuning cache."""
         return Key.of(self.kernel, self._features(1 if self.few else FEW_ROWS)[0])
 
     def packaged(self) -> Config:
-        """The launch without anything tuned."""
+        """The packaged launch configuration."""
         x = self._features(1 if self.few else FEW_ROWS)[0]
         choose = {"forward": configs.packaged_forward, "backward": configs.packaged_backward}
         return choose[self.kernel](x)
 
     def options(self) -> dict[str, tuple[int, ...]]:
-        """Values of the fields that are searched."""
+        """The values to try for each field."""
         found = {field: VALUES[field] for field in FIELDS[self.kernel]}
         wide = self.dtype.itemsize >= 4
         found["bk"] = (16, 32) if wide else (32, 64, 128)
         return found
 
     def measurer(self) -> Measure:
-        """Checks a launch and times the kernel in its place: forward, or backward alone."""
+        """A function that checks a configuration and times its pass, forward or backward."""
         x, y = self._features(ROWS[self.few])
         small = self._features(CHECK_ROWS)
         exact = _exact(*small)
@@ -150,9 +150,9 @@ def _sums(x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 def _total(x: Tensor, y: Tensor) -> Tensor:
-    """A number whose gradient pulls at negatives and positives, as a loss's does."""
-    near, positive, far, _ = _sums(x, y)
-    total: Tensor = (near.sum() + far.sum() - 2 * positive.sum()) / len(x)
+    """A scalar with gradients for negatives and positives, as a loss has."""
+    rows, positive, columns, _ = _sums(x, y)
+    total: Tensor = (rows.sum() + columns.sum() - 2 * positive.sum()) / len(x)
     return total
 
 
@@ -163,20 +163,20 @@ def _backward(total: Tensor, x: Tensor, y: Tensor) -> Callable[[], object]:
 def _exact(x: Tensor, y: Tensor) -> list[Tensor]:
     """Log-sum-exps of both sides and both gradients, in float64."""
     a, b = (t.detach().double().requires_grad_() for t in (x, y))
-    near, far = dense.split_logsumexp(a, b, SCALE)
-    total = (near.negative + far.negative - 2 * near.positive_sum).sum() / len(a)
+    rows, columns = dense.split_logsumexp(a, b, SCALE)
+    total = (rows.negative + columns.negative - 2 * rows.positive_sum).sum() / len(a)
     gradients = torch.autograd.grad(total, (a, b))
-    return [near.negative.detach(), far.negative.detach(), *gradients]
+    return [rows.negative.detach(), columns.negative.detach(), *gradients]
 
 
 def _check(x: Tensor, y: Tensor, exact: Sequence[Tensor], dtype: torch.dtype) -> None:
-    near, _, far, _ = _sums(x, y)
+    rows, _, columns, _ = _sums(x, y)
     gradients = torch.autograd.grad(_total(x, y), (x, y))
     tolerance = 8 * (2e-3 if dtype == torch.float32 else torch.finfo(dtype).eps)
-    for got, want in zip((near, far), exact[:2], strict=True):
+    for got, want in zip((rows, columns), exact[:2], strict=True):
         if not torch.allclose(got.double(), want, rtol=0, atol=tolerance):
             raise ValueError("its log-sum-exps are wrong")
     for got, want in zip(gradients, exact[2:], strict=True):
         error = (got.double() - want).norm(dim=1) / want.norm(dim=1)
-        if not bool((error < tolerance).all()):  # NaN is not below
+        if not bool((error < tolerance).all()):  # so that NaN fails
             raise ValueError(f"its gradients are wrong by {error.max().item():.2g}")

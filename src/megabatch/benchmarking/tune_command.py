@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from megabatch.benchmarking.tune import Target, Tried
     from megabatch.similarity.backends.triton.configs import Config, Key
 
-# Libraries are imported by the functions that use them: --help does without.
+# Libraries are imported by the functions that use them, as --help needs none.
 
-_DESCRIPTION = """Find the fastest launches of the fused kernels on this machine's GPU, for features
-of these widths, and keep them in the user's cache, where every later run finds them."""
+_DESCRIPTION = """Find the fastest launch configurations of the fused kernels on this machine's GPU
+for features of these widths, and store them in the user's cache, where later runs find them."""
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to tune."""
+    """The kernels to tune."""
 
     width: Annotated[tuple[int, ...], Interval(at_least=1)] = (512, 768, 1024)
-    """Of the features: a tuned launch is for one width."""
+    """Widths of the features; each is tuned on its own."""
     dtype: tuple[Literal["bfloat16", "float16", "float32"], ...] = ("bfloat16",)
-    """Of the features; float32 as TF32."""
+    """Dtypes of the features; float32 as TF32."""
     rows: tuple[Literal["few", "many"], ...] = ("many",)
-    """few: below 8,192 on one GPU."""
+    """few: fewer than 8,192 rows on one GPU."""
     budget_seconds: Annotated[float, Interval(above=0)] = 150.0
-    """For each kernel, width and dtype; a candidate takes some seconds, most of them to compile."""
+    """Time for each kernel, width and dtype; a candidate takes seconds, mostly to compile."""
     output: Path | None = None
-    """Another file than the cache's, to look at or to carry elsewhere."""
+    """A file to write instead of the cache, to inspect or to copy elsewhere."""
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     file = options.output or configs.path()
     console = Console(highlight=False)
     for target in targets:
-        # Each is kept as it is found: an interrupted run loses one.
+        # Each is stored as it is found, so an interrupted run loses only one.
         _keep(file, {target.key(): _tune(target, options.budget_seconds, console)})
     console.print(f"kept in {file}", soft_wrap=True)
     return 0

@@ -1,4 +1,4 @@
-"""What a run will take of each GPU's memory, before it starts. `megabatch plan` is its command."""
+"""Estimates of a run's memory on each device, before it starts, as `megabatch plan` prints."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,8 @@
-"""The memory that tensors take while something runs, counted without running it.
+"""The memory that a computation's tensors would take, counted without running it.
 
-Fake tensors (`FakeTensorMode`) have shapes, types and devices, but no values: operations on them
-take no time and no memory, on any device, present or not. What they would take is counted here,
-tensor by tensor, as an allocator would: it is freed when the last reference goes, those of
-autograd's graph included.
+Fake tensors (`FakeTensorMode`) have shapes, dtypes and devices, but no values: operations on them
+take no time and no memory, for any device, present or not. The counter adds up the tensors that
+are alive, as an allocator would: one is freed with its last reference, including autograd's.
 """
 
 from __future__ import annotations
@@ -23,18 +22,19 @@ from megabatch.torch_internals import (
     tensors_in,
 )
 
-#: CUDA's allocator gives multiples of this.
+#: CUDA's allocator rounds sizes up to multiples of this.
 UNIT = 512
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations inside make, as long as they live.
-
-    live, peak: bytes now, and most at once since `start`.
+    """Counts the bytes of tensors that operations create, while they are alive.
 
     Args:
-        inside: bytes that an operation takes while it runs, beside its results; called with the
-            operation's name and its arguments.
+        inside: returns an operation's workspace in bytes, beside its results, given its name and
+            arguments.
+
+    Attributes:
+        live, peak: bytes now, and the maximum since `start`.
     """
 
     def __init__(self, inside: Callable[[str, Sequence[Any]], int] = lambda name, args: 0) -> None:
@@ -44,7 +44,7 @@ class MemoryCounter(TorchDispatchMode):
         self._known: set[int] = set()
 
     def start(self) -> int:
-        """Count the peak from here; returns the bytes that live now."""
+        """Reset the peak; returns the bytes that are live now."""
         self.peak = self.live
         return self.live
 
@@ -76,13 +76,13 @@ class MemoryCounter(TorchDispatchMode):
 def counted(
     inside: Callable[[str, Sequence[Any]], int] = lambda name, args: 0,
 ) -> Iterator[MemoryCounter]:
-    """Fake tensors instead of real ones, and their memory counted."""
+    """Within this context new tensors are fake, and their memory is counted."""
     with fake_tensor_mode(allow_non_fake_inputs=True), MemoryCounter(inside) as counter:
         yield counter
 
 
 def fake_copies(module: torch.nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Fake tensors on a device for a module's parameters and buffers, by name; call it inside."""
+    """Fake copies of a module's parameters and buffers on a device, by name; call in `counted`."""
     copies: dict[Tensor, Tensor] = {}
     named = [
         *module.named_parameters(remove_duplicate=False),

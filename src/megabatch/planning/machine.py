@@ -1,4 +1,4 @@
-"""The devices that a plan is for."""
+"""The devices of a plan."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-#: Of a GPU's memory: what the allocator loses between blocks of different sizes.
+#: Share of a GPU's memory that the allocator loses to fragmentation.
 FRAGMENTATION = 0.05
-#: Bytes: CUDA's context, cuBLAS's workspaces and NCCL's buffers, where they cannot be measured.
+#: Bytes for CUDA's context, cuBLAS's workspaces and NCCL's buffers, if they cannot be measured.
 CONTEXT = 1 << 30
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -20,12 +20,15 @@ _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a run, alike.
+    """The identical devices of a run.
 
-    device: "cpu" or "cuda". count: processes, each with one device.
-    limit: bytes that tensors may take on each device; on the CPU of each process.
-    host: bytes free on a host; None where it is another machine. per_host: processes on a host.
-    name: as the driver has it, where it is known.
+    Attributes:
+        device: "cpu" or "cuda".
+        count: number of processes, each with one device.
+        limit: bytes available to tensors on each device, or to each process on the CPU.
+        host: free bytes per host; None if unknown, on another machine.
+        per_host: processes per host.
+        name: of the GPU, if known.
     """
 
     device: str
@@ -37,7 +40,7 @@ class Machine:
 
 
 def this_machine(device: torch.device, count: int) -> Machine:
-    """The machine that this process runs on; `count` processes in all."""
+    """The machine of this process, with `count` processes in total."""
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", count))
     host = int(psutil.virtual_memory().available)
     if device.type != "cuda":
@@ -49,16 +52,16 @@ def this_machine(device: torch.device, count: int) -> Machine:
 
 
 def other_machine(count: int, memory: int, name: str = "") -> Machine:
-    """Some GPUs of so many bytes each."""
+    """A machine with `count` GPUs of `memory` bytes each."""
     limit = int((memory - CONTEXT) * (1 - FRAGMENTATION))
     return Machine("cuda", count, max(0, limit), name=name)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "80GiB", "80 GB" or "80g" (binary), or of a plain number.
+    """Parse a size: "80GiB", "80 GB", "80g" (binary) or a plain number of bytes.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text is none of these.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if match is None:

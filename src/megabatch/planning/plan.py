@@ -1,4 +1,4 @@
-"""What fits: the parts of each phase of a step, and what to change where it does not."""
+"""The memory of each phase of a step, whether it fits, and a suggestion if it does not."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from megabatch.planning.machine import Machine
 from megabatch.planning.state import state_bytes
 from megabatch.planning.towers import AUTOCAST, MicroBatch, Sample, measure, sample_of
 
-#: Bytes of an image file's objects beside the file.
-_LATER = 500
-#: Micro-batches of images in the making, coming, being put together, and pinned.
+#: Bytes of Python objects per image file.
+_FILE_OVERHEAD = 500
+#: Micro-batches of decoded images in memory: in workers, in transit, being collated, pinned.
 _DECODED = 5
-#: What a plan says where torch.compile has the towers.
+#: The note of a plan with compiled towers.
 COMPILED = "activations are those of towers that are not compiled: at most what compiled ones take"
 #: Phases of a step, in order.
 PHASES = ("encode", "loss", "second pass", "update")
 
 
 class NoPlan(UsageError):
-    """A model runs operations that cannot be counted without their values."""
+    """The model's operations depend on values, so its memory cannot be estimated."""
 
     exit_code = 1  # not a mistake in the command
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something that takes memory in some phases of a step.
+    """A user of memory.
 
-    nbytes: by phase; phases left out take none.
+    nbytes: bytes by phase; 0 in others.
     """
 
     name: str
@@ -50,11 +50,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes of each device's memory and of its host's.
+    """The memory of a step on each device and host.
 
-    parts: on each device. host: likewise, on each host; phases do not matter there.
-    seconds: of the loss in each step, where known.
-    problem: why it cannot fit, with a suggestion; "" where it does.
+    Attributes:
+        config, machine: the run.
+        parts: on each device.
+        host: on each host, where the phase does not matter.
+        seconds: time of the loss per step, if known.
+        notes: remarks for the user.
+        problem: the reason why it does not fit, with a suggestion; "" if it fits.
     """
 
     config: TrainConfig
@@ -66,22 +70,22 @@ class Plan:
     problem: str = ""
 
     def total(self, phase: str) -> int:
-        """Bytes on each device in a phase."""
+        """Bytes on each device during a phase."""
         return sum(part.nbytes.get(phase, 0) for part in self.parts)
 
     @property
     def peak(self) -> int:
-        """Most bytes on each device."""
+        """Peak bytes on each device."""
         return max(self.total(phase) for phase in PHASES)
 
     @property
     def host_total(self) -> int:
-        """Bytes on a host."""
+        """Bytes on each host."""
         return sum(max(part.nbytes.values()) for part in self.host)
 
     @property
     def fits(self) -> bool:
-        """Whether it does."""
+        """Whether both the devices' and the hosts' memory suffice."""
         free = self.machine.host
         return self.peak <= self.machine.limit and (free is None or self.host_total <= free)
 
@@ -89,14 +93,18 @@ class Plan:
 def make_plan(
     config: TrainConfig, towers: Towers, machine: Machine, *, file_bytes: float | None = None
 ) -> Plan:
-    """Plan a run: what each part will take, whether it fits, and if not, what would.
+    """Estimate a run's memory, whether it fits, and if not, settings that would.
 
-    Nothing is computed and nothing allocated, whatever the sizes. Takes a second or two.
+    Nothing is computed or allocated, whatever the sizes; it takes a second or two.
 
-    `file_bytes`: an image file's size on average, where images are decoded late; else None.
+    Args:
+        config: the run's settings.
+        towers: its model.
+        machine: its devices.
+        file_bytes: mean size of an image file if images are decoded late; else None.
 
     Raises:
-        NoPlan: the model cannot be counted.
+        NoPlan: the model's memory cannot be estimated.
     """
     planner = _Planner(config, towers, machine, file_bytes)
     plan = planner.plan(config)
@@ -123,7 +131,7 @@ class _Planner:
                     self._measured[size] = measure(
                         module, self.sample, size, self.machine.device, config.precision
                     )
-            except Exception as error:  # which kinds depends on the model's operations
+            except Exception as error:  # of any type, depending on the model's operations
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
         return self._measured[size]
@@ -136,7 +144,7 @@ class _Planner:
     ) -> Plan:
         """The plan of a configuration that differs from the planner's in sizes only.
 
-        `micro`: instead of what is counted for the configuration's micro-batch.
+        `micro`: an estimate for the configuration's micro-batch, instead of counting it.
         """
         machine = machine or self.machine
         rows = -(-config.global_batch_size // machine.count)
@@ -147,7 +155,7 @@ class _Planner:
         kept = f"{_mega(micro.kept)} in the graph of {size:,} pairs"
         parts.append(Part("activations", _passes(micro, once=size == rows), kept))
         if on_gpu:
-            parts.append(_moved(size * self.sample.nbytes, once=size == rows))
+            parts.append(_inputs_on_gpu(size * self.sample.nbytes, once=size == rows))
         notes = (COMPILED,) if config.torchcompile else ()
         plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
         if on_gpu and plan.total("second pass") > machine.limit:
@@ -184,7 +192,7 @@ class _Planner:
         live = (2 - len(locked)) * one
         loss = loss_bytes(config, rows, width, dtype, machine.device, machine.count, locked)
         kind = str(dtype).removeprefix("torch.")
-        # In the first pass they lie in micro-batches, then also in one piece.
+        # At the end of the first pass micro-batches are concatenated: both copies exist.
         return [
             Part(
                 "features", {"encode": 4 * one, "loss": 2 * one}, f"{rows:,} x {width} x 2, {kind}"
@@ -194,7 +202,7 @@ class _Planner:
         ]
 
     def feature_dtype(self, config: TrainConfig) -> torch.dtype:
-        """What GradientCache keeps features in."""
+        """The dtype in which GradientCache keeps features."""
         if config.precision in AUTOCAST and not config.matryoshka_dims:
             return AUTOCAST[config.precision]
         return self.micro_batch(2).feature_dtype
@@ -203,7 +211,7 @@ class _Planner:
         return loss_seconds(config, self.towers.embed_dim, machine.name, machine.count)
 
     def _gradients_to_host(self, plan: Plan) -> Plan:
-        """As GradientCache does where room is short."""
+        """Move feature gradients to the host, as GradientCache does if memory is short."""
         parts = tuple(
             replace(part, nbytes={"second pass": 0}, note="on the host, as room is short")
             if part.name == "feature gradients"
@@ -213,7 +221,7 @@ class _Planner:
         return replace(plan, parts=parts)
 
     def _with_host(self, plan: Plan, rows: int) -> Plan:
-        """Raw inputs; on the CPU they are among the device's parts."""
+        """Add raw inputs: to the host's parts, or on the CPU to the device's."""
         parts = list(self._inputs(plan.config, rows))
         if plan.machine.device == "cpu":
             return replace(plan, parts=(*plan.parts, *parts))
@@ -223,24 +231,24 @@ class _Planner:
         )
 
     def _inputs(self, config: TrainConfig, rows: int) -> Iterator[Part]:
-        # One batch in use, one in the making and, where workers bring pieces, those of the next.
+        # The current batch, the next one and, with workers, the parts of the one after that.
         if self.file_bytes is None:
             size = self.sample.nbytes
             batches, words = (3, "three") if config.workers else (2, "two")
             note = f"{size:,} bytes a pair, {words} batches"
             yield Part("raw inputs", dict.fromkeys(PHASES, batches * rows * size), note)
             return
-        size = round(self.file_bytes) + _LATER + self.sample.text_bytes
+        size = round(self.file_bytes) + _FILE_OVERHEAD + self.sample.text_bytes
         note = f"{size:,} bytes a pair, three batches"
         yield Part("image files and texts", dict.fromkeys(PHASES, 3 * rows * size), note)
         decoded = min(rows, _DECODED * config.micro_batch_size) * self.sample.first_bytes
         note = f"{_DECODED} micro-batches"
         yield Part("decoded images", dict.fromkeys(PHASES, decoded), note)
 
-    # --- what would fit ---------------------------------------------------------------------
+    # --- suggestions ------------------------------------------------------------------------
 
     def advice(self, plan: Plan) -> str:
-        """What is too large, and what to set instead."""
+        """What is too large, and settings that would fit."""
         config, machine = plan.config, plan.machine
         if machine.host is not None and plan.host_total > machine.host:
             what = f"{_giga(plan.host_total)} of the host's {_giga(machine.host)}"
@@ -266,10 +274,10 @@ class _Planner:
         return f"no micro-batch size fits; {smaller}" + (f"; so do {count} GPUs" if count else "")
 
     def _largest_micro_batch(self, config: TrainConfig, size: int) -> int:
-        """The largest micro-batch below `size` that fits; 0: none does.
+        """The largest micro-batch below `size` that fits; 0 if none does.
 
-        What a micro-batch takes is counted at two sizes and lies on a straight line, but for the
-        small ones; the answer is counted again.
+        A micro-batch's memory is counted at two sizes and interpolated linearly, which is accurate
+        except for small ones; the answer is counted again.
         """
         half = max(1, size // 2)
         if half == size:
@@ -277,7 +285,7 @@ class _Planner:
         first, second = self.micro_batch(half), self.micro_batch(size)
 
         def fits(value: int) -> bool:
-            micro = _on_the_line(first, second, (value - half) / (size - half))
+            micro = _interpolated(first, second, (value - half) / (size - half))
             return self.plan(replace(config, micro_batch_size=value), micro=micro).fits
 
         found = _bisect(fits, size)
@@ -286,7 +294,7 @@ class _Planner:
         return found
 
     def _largest_batch(self, config: TrainConfig) -> int:
-        """The largest global batch below the configuration's that fits; 0: none does."""
+        """The largest global batch below the configuration's that fits; 0 if none does."""
 
         def fits(value: int) -> bool:
             return self.plan(replace(config, global_batch_size=value)).fits
@@ -294,7 +302,7 @@ class _Planner:
         return _bisect(fits, config.global_batch_size)
 
     def _enough(self, config: TrainConfig) -> int:
-        """How many devices would do, up to 64 times as many; 0 if not even these."""
+        """The number of devices that would suffice, up to 64 times as many; 0 if these do not."""
         for factor in (2, 4, 8, 16, 32, 64):
             machine = replace(self.machine, count=self.machine.count * factor)
             if self.plan(config, machine).fits:
@@ -303,17 +311,17 @@ class _Planner:
 
 
 def _bisect(fits: Callable[[int], bool], above: int) -> int:
-    """The largest number below `above` that fits, to 3%, as a round number; 0: none does."""
+    """The largest number below `above` that fits, to 3%, as a round number; 0 if none does."""
     low, high = 0, above
     while high - low > max(1, low // 32):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    grain = 1 << max(0, low.bit_length() - 5)  # a power of two, 1/16 of it or less
+    grain = 1 << max(0, low.bit_length() - 5)  # a power of two, at most 1/16 of `low`
     return low // grain * grain
 
 
-def _on_the_line(first: MicroBatch, second: MicroBatch, share: float) -> MicroBatch:
-    """Between two micro-batches, or beyond them: `share` is 0 at the first, 1 at the second."""
+def _interpolated(first: MicroBatch, second: MicroBatch, share: float) -> MicroBatch:
+    """Interpolate or extrapolate: `share` is 0 at the first micro-batch, 1 at the second."""
 
     def line(low: int, high: int) -> int:
         return max(0, int(low + share * (high - low)))
@@ -327,14 +335,14 @@ def _on_the_line(first: MicroBatch, second: MicroBatch, share: float) -> MicroBa
 
 
 def _passes(micro: MicroBatch, once: bool) -> dict[str, int]:
-    """What activations take; of a batch in one micro-batch the graph waits for the loss."""
+    """Bytes of activations by phase. A batch of one micro-batch keeps its graph for the loss."""
     if once:
         return {"encode": micro.peak, "loss": micro.kept, "second pass": micro.peak}
     return {"encode": micro.forward, "second pass": micro.peak}
 
 
-def _moved(nbytes: int, once: bool) -> Part:
-    """A micro-batch's inputs on the GPU, and while it is computed on the next one's."""
+def _inputs_on_gpu(nbytes: int, once: bool) -> Part:
+    """Inputs on the GPU: the current micro-batch's and the next one's."""
     if once:
         return Part("inputs", dict.fromkeys(PHASES[:3], nbytes), "one micro-batch")
     moved = {"encode": 2 * nbytes, "second pass": 2 * nbytes}
@@ -343,7 +351,7 @@ def _moved(nbytes: int, once: bool) -> Part:
 
 @contextmanager
 def _checkpointed(module: nn.Module, on: bool) -> Iterator[None]:
-    """The module as the trainer has it, with activation checkpointing or not."""
+    """The module with activation checkpointing, if `on`."""
     if not on:
         yield
         return
@@ -352,7 +360,7 @@ def _checkpointed(module: nn.Module, on: bool) -> Iterator[None]:
         yield
     finally:
         for block in blocks(module):
-            del block.forward  # the class's own is back
+            del block.forward  # restores the class's method
 
 
 def _giga(size: int) -> str:

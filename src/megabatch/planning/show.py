@@ -12,7 +12,7 @@ from megabatch.planning.plan import PHASES, Plan
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print the table: a line for each part, a column for each phase of a step; not its problem."""
+    """Print a table with a row for each part and a column for each phase; not the problem."""
     machine, config = plan.machine, plan.config
     rows = -(-config.global_batch_size // machine.count)
     device = (machine.name or "GPU") if machine.device == "cuda" else "process on the CPU"
@@ -32,7 +32,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     table.add_section()
     table.add_row("all", *(_mega(plan.total(p)) for p in PHASES), f"of {_mega(machine.limit)} free")
     if not console.is_terminal:
-        console.width = max(console.width, 120)  # notes on their lines, in a file
+        console.width = max(console.width, 120)  # in a file, keep notes on their lines
     console.print(table)
     for part in plan.host:
         free = "" if machine.host is None else f" of {_mega(machine.host)} free"
@@ -45,7 +45,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON holds it; all sizes in bytes."""
+    """The plan for JSON, with all sizes in bytes."""
     return {
         "model": plan.config.model,
         "global_batch_size": plan.config.global_batch_size,

@@ -1,4 +1,4 @@
-"""What stands in memory for the whole run: weights, gradients, the optimizer's state."""
+"""Memory that does not depend on the batch: weights, gradients, the optimizer's state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megabatch.config.settings import TrainConfig
 
-#: Bytes of state for each number of a parameter.
+#: Bytes of optimizer state per element of a parameter.
 _STATE = {"adamw": 8.0, "lamb": 8.0, "lars": 4.0, "lion": 4.0, "sgd": 4.0}
 
 
@@ -17,10 +17,11 @@ _STATE = {"adamw": 8.0, "lamb": 8.0, "lars": 4.0, "lion": 4.0, "sgd": 4.0}
 class State:
     """Bytes on each device.
 
-    weights, gradients, optimizer, average: as their names say; shards under FSDP2.
-    whole: weights and gradients in one piece under FSDP2, from the first forward pass of a step to
-        its end (ZeRO-2; see `megabatch.training.parallel`).
-    update: what the optimizer takes while it makes its step.
+    Attributes:
+        weights, gradients, optimizer, average: with FSDP2, of the shards.
+        whole_weights, whole_gradients: with FSDP2, the unsharded ones, from the first forward pass
+            of a step to its end (ZeRO-2; see `megabatch.training.parallel`).
+        update: temporary memory of the optimizer's step.
     """
 
     weights: int
@@ -33,14 +34,14 @@ class State:
 
 
 def state_bytes(module: nn.Module, config: TrainConfig, ranks: int) -> State:
-    """The state of a module that is trained as configured by so many ranks."""
+    """The state of a module that this many ranks train as configured."""
     parameters = list(module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     weights, gradients = _sum(parameters), _sum(trained)
     buffers = _sum(module.buffers())
     optimizer = sum(_optimizer_bytes(config, parameter) for parameter in trained)
     average = 0 if config.ema_decay is None else sum(4 * p.numel() for p in trained)
-    # AdamW is one kernel; SGD works on all parameters at once; the others on one after the other.
+    # AdamW is one fused kernel, SGD updates all parameters at once, the others one at a time.
     largest = max((p.nbytes for p in trained), default=0)
     update = {"adamw": 0, "sgd": gradients}.get(config.opt, 2 * largest)
     sharded = config.parallel == "fsdp" and ranks > 1
@@ -66,7 +67,7 @@ def _optimizer_bytes(config: TrainConfig, parameter: Tensor) -> int:
         return int(_STATE[config.opt] * parameter.numel()) if momentum else 0
     first = 2 * parameter.numel() if config.beta1 else 0  # in bfloat16
     shape = sorted(parameter.shape)
-    if len(shape) < 2 or shape[-2] < 32:  # too small to be worth two factors
+    if len(shape) < 2 or shape[-2] < 32:  # not factored
         return first + 4 * parameter.numel()
     rest = parameter.numel() // (shape[-1] * shape[-2])
     return first + 4 * rest * (shape[-1] + shape[-2])

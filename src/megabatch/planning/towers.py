@@ -1,4 +1,4 @@
-"""What one micro-batch takes on its way through the towers, counted with fake tensors."""
+"""Memory of one micro-batch in the towers, counted with fake tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class MicroBatch:
     """Bytes that one micro-batch takes beside weights, gradients of weights and inputs.
 
-    forward: at most, without a graph. kept: in its graph, when the forward pass is done. peak: at
-    most, in forward and backward pass. features: width, number and item size of what comes out.
+    Attributes:
+        forward: peak of a forward pass without a graph.
+        kept: in the graph after the forward pass.
+        peak: of forward and backward pass.
+        feature_dtype: of the features.
     """
 
     forward: int
@@ -38,24 +41,24 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one pair is: shapes and dtypes of its first input (image) and its text."""
+    """Shapes and dtypes of a pair's first input (image) and its text."""
 
     first: tuple[tuple[int, ...], torch.dtype]
     text: tuple[tuple[int, ...], torch.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Of one pair."""
+        """Bytes of a pair."""
         return self.first_bytes + self.text_bytes
 
     @property
     def first_bytes(self) -> int:
-        """Of one image."""
+        """Bytes of a first input (image)."""
         return _size(*self.first)
 
     @property
     def text_bytes(self) -> int:
-        """Of one text."""
+        """Bytes of a text."""
         return _size(*self.text)
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
@@ -67,9 +70,9 @@ def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def sample_of(towers: Towers) -> Sample:
-    """What the towers' transform and tokenizer make of a pair."""
+    """A pair as the towers' transform and tokenizer return it."""
     picture: Any = "a" if towers.first == "text" else Image.new("RGB", (64, 64))
-    with torch.random.fork_rng(devices=[]):  # the transform may draw from the run's generator
+    with torch.random.fork_rng(devices=[]):  # keep the run's random state
         image = towers.train_transform(picture)
     text = towers.tokenizer(["a"])[0]
     return Sample((tuple(image.shape), image.dtype), (tuple(text.shape), text.dtype))
@@ -78,11 +81,10 @@ def sample_of(towers: Towers) -> Sample:
 def measure(
     module: nn.Module, sample: Sample, size: int, device: str, precision: str
 ) -> MicroBatch:
-    """Count what `size` pairs take; nothing is computed, and no such device need be there.
+    """Count the memory of `size` pairs; nothing is computed, and the device need not exist.
 
-    Where the device is CUDA and there is none here, torch cannot run the backward pass even with
-    fake tensors: the graph is counted for CUDA, and the backward pass takes beside it what it takes
-    on the CPU.
+    Without a CUDA device torch cannot run a backward pass on fake CUDA tensors. Then the graph is
+    counted for CUDA, and the backward pass is assumed to add what it adds on the CPU.
     """
     if device == "cpu" or torch.cuda.is_available():
         return _measure(module, sample, size, device, precision)
@@ -90,7 +92,7 @@ def measure(
     try:
         with mock.patch.object(F, "scaled_dot_product_attention", _fused_attention):
             there = _measure(module, sample, size, "cuda", precision, backward=False)
-    except (RuntimeError, AssertionError):  # what asks for the device itself, as checkpointing does
+    except (RuntimeError, AssertionError):  # it uses the device itself, as checkpointing does
         return host
     peak = max(there.peak, there.kept + host.peak - host.kept)
     return MicroBatch(there.forward, there.kept, peak, there.feature_dtype)
@@ -108,7 +110,7 @@ def _measure(
         place = torch.device(device)
         weights = fake_copies(module, place)
         for weight in weights.values():
-            if weight.requires_grad:  # as in every micro-batch but the first
+            if weight.requires_grad:  # gradients exist in all micro-batches after the first
                 weight.grad = torch.zeros_like(weight)
         inputs = [torch.empty((size, *shape), dtype=dtype, device=place) for shape, dtype in sample]
         locked = locked_towers(module)
@@ -147,7 +149,7 @@ def _fused_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Attention as a GPU does it: without one torch takes the whole matrix of weights instead."""
+    """Attention as on a GPU: without one torch would form the full matrix of weights."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -161,7 +163,7 @@ def _fused_attention(
 
 @contextlib.contextmanager
 def _autocast(device: str, precision: str) -> Iterator[None]:
-    """Autocast also for a device that is not there, for which `torch.autocast` does nothing."""
+    """Autocast, also for a device that does not exist, which `torch.autocast` ignores."""
     if precision not in AUTOCAST:
         yield
         return
