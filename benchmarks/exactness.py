@@ -25,7 +25,7 @@ from megabatch.benchmarking.inputs import FEATURES, features
 from megabatch.losses.terms import minus_log_probability
 from megabatch.similarity import dense, split_logsumexp
 
-#: A row's loss below this is held against this: e-15 of a nat too much is nobody's concern.
+#: Row losses below this are compared with this, as an error of 1e-15 nats does not matter.
 SMALL = 1e-6
 
 
@@ -70,7 +70,7 @@ def careful(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]
     s = scale * product(x, y.T)
     positive, negative = s.diagonal().clone(), s.fill_diagonal_(-torch.inf)
     losses, ds = rows_of(negative, positive, torch.float32)
-    ds = ds.to(x.dtype)  # before 1/b: in float16, p / b underflows
+    ds = ds.to(x.dtype)  # before 1/b, as p / b underflows in float16
     factor = scale * loss_scale(x) / (2 * len(x))
     return (
         losses,
@@ -90,7 +90,7 @@ def exact(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def rows_of(negative: Tensor, positive: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each pair's loss, and 2 b dS, from logits of which the diagonal is taken out."""
+    """Each pair's loss, and 2 b dS, from logits without the diagonal."""
     sides = [torch.logsumexp(negative, dim) for dim in (1, 0)]
     losses = sum(-F.logsigmoid(positive - side) for side in sides) / 2
     wholes = [torch.logaddexp(side, positive) for side in sides]
@@ -112,7 +112,7 @@ def loss_scale(x: Tensor) -> float:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """In float32, by the device's own products of the dtype."""
+    """The product in float32, by the device's own matrix product of the dtype."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 

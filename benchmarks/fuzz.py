@@ -41,7 +41,7 @@ def main() -> int:
     options = parse()
     configure(options.device)
     dtypes = tuple(options.dtypes or DTYPES[options.device])
-    # Low precisions are compared on one rank, and several GPUs are a matter of the tests.
+    # Low precision is compared on one rank only; the tests cover several GPUs.
     largest = options.ranks if dtypes == ("float64",) and options.device == "cpu" else 1
     numbers = options.only or range(options.cases)
     cases = [draw(options.seed, number, dtypes, largest) for number in numbers]

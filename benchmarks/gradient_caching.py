@@ -42,7 +42,7 @@ class Tower(nn.Module):
 
 
 def measured(step: Callable[[], None], device: torch.device) -> int:
-    """The most bytes that a step had of the allocator beside what was there before."""
+    """The peak of a step in the allocator, above the memory in use before."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""How long the hosts of several processes take to tell each other a few bytes: sockets, Gloo.
+"""Latency of exchanging a few bytes between the hosts of several processes: sockets, Gloo.
 
     python benchmarks/handshake.py --output benchmarks/results/handshake.json
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def microseconds(line: control.Line, calls: int) -> dict[str, float]:
-    """Of one call: the median of five series, and the quickest and slowest of them."""
+    """Seconds of a call: the median of five series, and the fastest and slowest."""
     taken = []
     for _ in range(5):
         dist.barrier()

@@ -46,7 +46,7 @@ from megabatch.training import TrainConfig, load_config, train
 from megabatch.training.trainer import TrainingStopped
 
 DUPLICATES = ("negatives", "ignored", "positives")
-WARMING_STEPS = 3  # in which workers start and kernels are chosen: in no figure of speed
+WARMING_STEPS = 3  # workers start and kernels are selected; excluded from speeds
 TRIAL_STEPS = 8
 
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many runs there is time for, of how many steps; run_seconds: what each is to take."""
+    """The number of runs that fit into the time, and of their steps; run_seconds: of each run."""
 
     runs: int
     steps: int
@@ -88,7 +88,7 @@ class Plan:
     trial: dict[str, Any] | None = None
 
     def late(self, began: float, budget: float | None) -> bool:
-        """Whether another run would not end within the budget."""
+        """Whether another run would exceed the budget."""
         return budget is not None and time.perf_counter() - began + self.run_seconds > budget
 
 
@@ -113,7 +113,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def configure(options: argparse.Namespace, icons: Path) -> TrainConfig:
-    """The packaged configuration with what the command line says."""
+    """The packaged configuration with the command line's changes."""
     known = {field.name for field in fields(TrainConfig)}
     changes: dict[str, Any] = {}
     for setting in options.set:
@@ -140,7 +140,7 @@ def config_of(config: TrainConfig, output: Path, steps: int, duplicates: Any) ->
 
 
 def measure(config: TrainConfig, test: Path) -> dict[str, Any]:
-    """Train, evaluate, and say how it went."""
+    """Train, evaluate, and return the figures."""
     device = resolve_device(config.device)
     gc.collect()
     if device.type == "cuda":
@@ -202,7 +202,7 @@ def choose_steps(
     wanted = len(options.duplicates)
     if options.steps:
         return Plan(wanted, options.steps)
-    # A rate that only begins to rise: nothing of it is to be learnt, and nothing must diverge.
+    # The learning rate only begins to rise: the run is for timing and must not diverge.
     trial = replace(
         config_of(config, folder / "trial", TRIAL_STEPS, "positives"), warmup=TRIAL_STEPS
     )
@@ -227,10 +227,10 @@ def choose_steps(
 
 
 def attempt(config: TrainConfig, test: Path) -> dict[str, Any]:
-    """Train and evaluate, or say why it ended before."""
+    """Train and evaluate, or return the reason why it stopped."""
     try:
         return measure(config, test)
-    except TrainingStopped as error:  # diverged, say: the others are worth having
+    except TrainingStopped as error:  # such as divergence; continue with the others
         return {"duplicates": config.duplicates, "status": str(error)}
 
 

@@ -30,7 +30,7 @@ from PIL import Image
 from machinery.ranks import free_port
 from megabatch.benchmarking.records import machine, versions
 
-# The program itself, beside a record of which samples each step saw on each process.
+# The program, which also records the samples of each step on each process.
 _PROGRAM = """
 import hashlib, os, sys
 import torch
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 class Run:
-    """One run's folder, and the processes that work in it one after the other."""
+    """A run's folder and the successive processes that work in it."""
 
     def __init__(self, folder: Path, data: Path, options: argparse.Namespace) -> None:
         self.folder = folder
@@ -131,11 +131,11 @@ class Run:
         return hashlib.sha256((self.folder / "model.safetensors").read_bytes()).hexdigest()
 
     def steps_done(self) -> int:
-        """Steps that were begun, those done again included."""
+        """The number of steps started, repeated ones included."""
         return len(self._order.read_text().splitlines()) // self._processes
 
     def order(self) -> dict[str, set[str]]:
-        """By rank and step, what it saw: one thing, however often the step was done."""
+        """The samples by rank and step, which must be the same however often a step was done."""
         seen: dict[str, set[str]] = {}
         for line in self._order.read_text().splitlines():
             rank, step, samples = line.split()
@@ -163,7 +163,7 @@ def _kill(run: Run, moments: random.Random) -> tuple[int, bool]:
     assert victim.poll() is None, f"the run ended after {before} steps: more --steps are needed"
     victim.send_signal(signal.SIGKILL)
     for process in processes:
-        process.wait(timeout=60)  # the others end by themselves
+        process.wait(timeout=60)  # the others end on their own
     return run.last_step(), any(run.folder.glob("checkpoints/.partial-*"))
 
 

@@ -31,7 +31,7 @@ from PIL import Image, ImageFilter
 from megabatch.data import PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
 
-SIDE = 224  # pixels that the model takes
+SIDE = 224  # pixels of the model's images
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def _measure(
     with _Peak() as peak:
         start, total = time.perf_counter(), 0.0
         for batch in loader:
-            peak.look()  # a small batch may be over before the watch has looked once
+            peak.look()  # a small batch may end before the first sample
             for _ in range(passes):
                 for first in range(0, size, micro):
                     total += float(batch.images[first : first + micro].sum())
@@ -108,7 +108,7 @@ def _measure(
 
 
 class _Peak:
-    """Most bytes that this process and its children take in between, above those at the start."""
+    """Peak memory of this process and its children, above that at the start."""
 
     def __enter__(self) -> _Peak:
         self._before = _taken()
@@ -145,7 +145,7 @@ def _taken() -> int:
 
 
 def _write_shard(path: Path, count: int) -> Path:
-    """Soft pictures of 320 x 240 pixels, about 28 kB each."""
+    """Smooth pictures of 320 x 240 pixels, about 28 kB each."""
     random = np.random.default_rng(0)
     with tarfile.open(path, "w") as tar:
         for i in range(count):

@@ -22,7 +22,7 @@ MASKED = ("infonce-margin", "clip-ids", "clip-ids-ignored", "infonce-ids")
 
 
 def groups() -> Iterator[Group]:
-    """What is measured, the most important first."""
+    """The groups to measure, the most important first."""
     yield beside(case(65_536, loss="siglip"), ("megabatch", "siglip-kernel"), HEADLINE_SECONDS)
     yield alone(case(65_536), HEADLINE_SECONDS)
     for loss in ("nt-xent", "supcon"):  # two views, 65,536 rows together

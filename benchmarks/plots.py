@@ -28,7 +28,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from machinery.family import FAMILY
 
-#: contender -> colour, marker; what is ours stands out.
+#: contender -> colour, marker; megabatch's stand out.
 STYLES = {
     "megabatch": ("#d62728", "o"),
     "megabatch-compiled": ("#ff9896", "o"),
@@ -56,7 +56,7 @@ FIGURES = {
 
 
 def chosen(records: list[dict[str, Any]], d: int) -> list[dict[str, Any]]:
-    """What belongs in the figures; at one size the first of a kind counts."""
+    """The records for the figures; of several at one size the first counts."""
     wanted = {"dtype": "bfloat16", "d": d, "scale": 14.3, "features": "pairs", "n": None}
     wanted["backward"] = True
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -79,7 +79,7 @@ def figure(records: list[dict[str, Any]], field: str, unit: float, label: str) -
             entries.setdefault(name, draw(axes, name, sorted(lines[name])))
         finish(axes, loss, field, sorted({b for points in lines.values() for b, _ in points}))
     panels[0].set_ylabel(label)
-    # Beside the panels: within them it would cover points of one figure or another.
+    # Beside the panels, as inside it would cover points.
     made.legend(entries.values(), entries.keys(), loc="outside right center", fontsize=9)
     return made
 
@@ -123,7 +123,7 @@ def family(records: list[dict[str, Any]], d: int) -> plt.Figure | None:
         record
         for record in records
         if record["fraction"] is not None
-        and record["b"] % 64 == 0  # an odd size says something else
+        and record["b"] % 64 == 0  # odd sizes are for another figure
         and all(record[key] == value for key, value in wanted.items())
     ]
     largest: dict[str, int] = {}
@@ -226,7 +226,7 @@ def main() -> None:
 
 
 def place(machine: dict[str, Any]) -> str:
-    """GPUs, each kind once, or the CPU."""
+    """The names of the GPUs, without repetition, or of the CPU."""
     gpus: list[str] = machine["gpus"]
     kinds = [f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus)]
     return ", ".join(kinds).removeprefix("1 x ") or str(machine["cpu"])

@@ -30,15 +30,15 @@ Results = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """One function at one size, both ways."""
+    """One function at one size, by kernels and by blocks."""
 
     function: str
     rows: int
     d: int
     ms: float
-    blocks_ms: float | None  #: by blocks; None: not measured, it would take long
+    blocks_ms: float | None  #: by blocks; None: not measured, as it would take long
     extra_mib: int  #: memory beside features and results
-    different: int | None  #: entries in which the two differ
+    different: int | None  #: entries in which both ways differ
     largest_difference: float | None  #: of a score
 
 
@@ -71,7 +71,7 @@ def measured(rows: int, d: int, device: str) -> Iterator[Row]:
             calls[f"topk {k}"] = lambda k=k: similarity.topk(x, y, k)
     calls["topk 10, ids"] = lambda: similarity.topk(x, y, min(10, rows), ids=ids)
     for name, call in calls.items():
-        ours = call()  # compiles
+        ours = call()  # compile
         nbytes = sum(t.nbytes for t in ours)
         extra = memory.extra_bytes(call, device) - nbytes
         times = timed_calls([call] * 5, device)
@@ -89,7 +89,7 @@ def measured(rows: int, d: int, device: str) -> Iterator[Row]:
 
 @contextmanager
 def by_blocks() -> Iterator[None]:
-    """As on a GPU without Triton."""
+    """Use torch operations, as on a GPU without Triton."""
     before = sweep.fused_available
     sweep.fused_available = lambda x: False
     try:

@@ -33,8 +33,8 @@ MIB = 2**20
 VARIANTS = ("megabatch", "megabatch-no-overlap", "megabatch-no-transfers")
 #: Rows of one GPU: weak scaling; the paper's 4M pairs on 8 GPUs.
 WEAK_ROWS, MEMORY_ROWS = 65_536, 524_288
-#: Seconds that calls of 0.2 to 0.7 s are repeated for: over less, they are at different moments of
-#: a GPU's swing around its power limit (4 H200s: 179 to 191 ms from one call to the next).
+#: Seconds for which calls of 0.2 to 0.7 s are repeated, to average over the oscillation of a GPU at
+#: its power limit (4 H200s: 179 to 191 ms from one call to the next).
 LONG = 2.5
 
 
@@ -43,7 +43,7 @@ def case(b: int, contender: str = "megabatch", loss: str = "clip") -> Case:
 
 
 def trials(sizes: list[int]) -> Iterator[Trial]:
-    """What is measured on these numbers of GPUs, the most important first."""
+    """The trials for these numbers of GPUs, the most important first."""
     most = sizes[-1]
     for b in (262_144, 65_536, 16_384):
         yield from strong(b, sizes)
@@ -66,7 +66,7 @@ def trials(sizes: list[int]) -> Iterator[Trial]:
 
 
 def duration(b: int, loss: str = "clip") -> float:
-    """Seconds of repetitions."""
+    """Seconds for repetitions."""
     return LONG if loss == "clip" and b >= 4 * WEAK_ROWS else 1.0
 
 
@@ -79,7 +79,7 @@ def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
         if largest and b >= 4 * WEAK_ROWS:
             for name in ("megabatch-rounds", "megabatch-ring"):
                 yield Trial(case(b, name, loss), n)
-        if b < WEAK_ROWS:  # where the host's launches take longer than the GPUs' work
+        if b < WEAK_ROWS:  # launch overhead exceeds the GPUs' work
             yield Trial(case(b, "megabatch-captured", loss), n)
 
 
@@ -95,7 +95,7 @@ def small(trial: Trial) -> Trial:
 
 
 def apart(plan: list[Trial]) -> Iterator[list[int]]:
-    """Numbers of the trials that share processes; a contender that may break them has its own."""
+    """Trials grouped by processes; a contender that may break its processes has its own."""
     yield [i for i, trial in enumerate(plan) if not trial.contender.apart]
     risky = [i for i, trial in enumerate(plan) if trial.contender.apart]
     for name in dict.fromkeys(plan[i].case.contender for i in risky):
@@ -103,7 +103,7 @@ def apart(plan: list[Trial]) -> Iterator[list[int]]:
 
 
 def row(record: ScalingRecord) -> str:
-    """One line for the eye."""
+    """A line for the terminal."""
     name = f"{record.loss:7} {record.contender:23} {record.b:>10,} on {record.n_devices}"
     if record.ms is None or record.fraction is None or record.extra_bytes is None:
         return f"{name}  {record.status}: {record.note}"
@@ -118,7 +118,7 @@ def row(record: ScalingRecord) -> str:
 
 
 def table(found: list[ScalingRecord]) -> str:
-    """Fractions of ideal: of one GPU's time, and the same at equal rates of the product."""
+    """Fractions of ideal scaling, as measured and at equal product rates."""
     lines = []
     for r in found:
         if r.contender != "megabatch" or r.ms is None or r.n_devices == 1:
@@ -187,11 +187,11 @@ def main() -> None:
 
 
 def starter(words: list[str], numbers: list[int], count: int, deadline: float) -> supervise.Start:
-    """Workers that do the trials of these numbers, but for the ones that are done."""
+    """Start workers for the trials with these numbers, except those already done."""
 
     def start(done: Collection[int], messages: IO[bytes]) -> Popen[bytes]:
         if done:
-            time.sleep(3)  # the processes before it end on their own; their memory with them
+            time.sleep(3)  # until the previous processes have ended and freed their memory
         left = [i for place, i in enumerate(numbers) if place not in done]
         skip = [i for i in range(count) if i not in left]
         same = [f"--deadline={deadline}", f"--numbers={json.dumps(numbers)}", "--skip"]
@@ -201,7 +201,7 @@ def starter(words: list[str], numbers: list[int], count: int, deadline: float) -
 
 
 def work(options: argparse.Namespace, todo: list[Trial], words: list[str]) -> None:
-    """What every process does; rank 0, which is the worker, starts the others."""
+    """The program of every process; rank 0, the worker, starts the others."""
     numbers, skip = json.loads(options.numbers), json.loads(options.skip)
     device, size = todo[0].case.device, options.gpus[-1]
     if options.rank == 0:

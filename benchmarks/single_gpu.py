@@ -32,7 +32,7 @@ CLIP_PEERS = (
     *("megabatch", "megabatch-compiled", "dense", "dense-compiled", "openclip"),
     *("liger", "memeff", "cut-cross-entropy", "inf-cl"),
 )
-#: Where the host's launches take longer than the GPU's work.
+#: Batch sizes at which launch overhead exceeds the GPU's work.
 GRAPHS = ("megabatch-graph", "dense-graph", "megabatch-captured", "dense-captured")
 SIGLIP_PEERS = ("megabatch", "dense", "dense-compiled", "siglip-kernel")
 
@@ -51,7 +51,7 @@ def alone(one: Case, seconds: float = SECONDS) -> Group:
 
 
 def groups() -> Iterator[Group]:
-    """What is measured, the most important first."""
+    """The groups to measure, the most important first."""
     for d in (768, 512, 1024):
         yield alone(case(65_536, d), HEADLINE_SECONDS)
     yield beside(case(8192), (*CLIP_PEERS, *GRAPHS))
@@ -78,7 +78,7 @@ def groups() -> Iterator[Group]:
 
 
 def smallest(one: Group, device: str) -> Group:
-    """The same at a size that shows only that it runs."""
+    """The same at a size that only shows that it runs."""
 
     def shrink(c: Case) -> Case:
         b = {65_601: 129, 1_048_576: 1024, 4_194_304: 2048}.get(c.b, max(64, c.b >> 9))
@@ -90,7 +90,7 @@ def smallest(one: Group, device: str) -> Group:
 
 
 def row(record: records.Record) -> str:
-    """One line for the eye."""
+    """A line for the terminal."""
     size = f"{record.b:,}" + (f" x {record.n:,}" if record.n else "")
     kind = record.dtype + (" tf32" if record.tf32 else "")
     kind += "" if record.features == "pairs" else f" {record.features} {record.scale:g}"
@@ -127,7 +127,7 @@ def main(
     doc: str = __doc__ or "",
     output: str = "benchmarks/results/single-gpu.json",
 ) -> Path | None:
-    """Measure these groups as a script's command line says; where the records are, if there are."""
+    """Measure groups as the command line says; returns the records' path, if there is one."""
     options = arguments(doc, output)
     plan = list(wanted())
     if options.smallest:

@@ -33,7 +33,7 @@ from megabatch.models import create
 from megabatch.training import TrainConfig
 from megabatch.training.trainer import Trainer
 
-LR = 1e-5  # small: weights stay close, and with them what a step costs
+LR = 1e-5  # small, so that the cost of a step does not change with the weights
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def measure(
     steps: int,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Seconds a step (the median's), pairs a second, peak memory, the first step's loss."""
+    """Median seconds per step, pairs per second, peak memory, the first step's loss."""
     on_gpu = device.type == "cuda"
     torch.manual_seed(0)
     if on_gpu:
@@ -124,7 +124,7 @@ class Repeated:
 
 
 def pairs(module: Any, size: int, micro: int) -> tuple[Tensor, Tensor]:
-    """Images (micro, 3, s, s) float32 and tokens (size, context): all texts differ."""
+    """Images (micro, 3, s, s) float32 and tokens (size, context), all texts different."""
     side = module.visual.image_size
     shape = tuple(side) if isinstance(side, (tuple, list)) else (side, side)
     generator = torch.Generator().manual_seed(1)
@@ -132,7 +132,7 @@ def pairs(module: Any, size: int, micro: int) -> tuple[Tensor, Tensor]:
     texts = torch.randint(
         1, module.vocab_size - 2, (size, module.context_length), generator=generator
     )
-    texts[:, -1] = module.vocab_size - 1  # the end, which the text tower looks for
+    texts[:, -1] = module.vocab_size - 1  # the end token, which the text tower looks for
     return images, texts
 
 
@@ -183,7 +183,7 @@ CONTENDERS: dict[str, Callable[..., Iterator[float]]] = {
 
 
 class Loader(list[Any]):
-    """Micro-batches, with what OpenCLIP's loaders tell of themselves."""
+    """Micro-batches with the attributes of OpenCLIP's loaders."""
 
     def __init__(self, batches: list[Any], samples: int) -> None:
         super().__init__(batches)
@@ -191,7 +191,7 @@ class Loader(list[Any]):
 
 
 class Kept(torch.nn.Module):
-    """A loss that remembers its values of a step."""
+    """A loss that records its values in a step."""
 
     def __init__(self, loss: torch.nn.Module) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Kept(torch.nn.Module):
         return found
 
     def first(self) -> float:
-        """The step's loss: each micro-batch computes that of the whole batch anew."""
+        """The step's loss, which each micro-batch computes for the whole batch."""
         values, self.values = self.values, []
         return values[0].item()
 

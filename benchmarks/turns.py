@@ -45,8 +45,8 @@ class Turns:
     d: int
     dtype: str
     n_devices: int
-    ms: float  #: of a call: the median over turns, the first left out where there are others
-    turns_ms: tuple[float, ...]  #: the mean of each turn's calls on the rank that took longest
+    ms: float  #: of a call: the median over turns, without the first one if there are more
+    turns_ms: tuple[float, ...]  #: mean of each turn's calls on the slowest rank
     of_ideal: float | None  #: time alone / (n_devices * this time)
 
 
@@ -88,7 +88,7 @@ def compare(options: argparse.Namespace, b: int, teams: dict[int, Team]) -> list
             with contender.around():
                 each = everyone.share(timed(call, everyone, device, options.seconds))
             taken[name].append(statistics.harmonic_mean(each) if name == ALONE else max(each))
-    # The first turn warms the GPUs.
+    # The first turn warms up the GPUs.
     found = {name: statistics.median(ms[1:] or ms) for name, ms in taken.items()}
 
     def record(name: str) -> Turns:
@@ -102,7 +102,7 @@ def compare(options: argparse.Namespace, b: int, teams: dict[int, Team]) -> list
 
 def timed(call: Callable[[], Tensor], team: Team, device: str, seconds: float) -> float:
     """Milliseconds of a call: the mean of `seconds` of them, after a third as many more."""
-    call()  # which may compile
+    call()  # may compile
     once = max(team.share(timed_calls([call], device)[0]))
     count = max(2, math.ceil(1e3 * seconds / once))
     first = math.ceil(count / 3)

@@ -46,7 +46,7 @@ def siglip(x: Tensor, y: Tensor, scale: float, bias: float) -> Truth:
 
 @torch.no_grad()
 def clip_with_ids(x: Tensor, y: Tensor, scale: float, ids: Tensor) -> Truth:
-    """CLIP's loss where pairs of equal ids are positives, the target spread evenly over them."""
+    """CLIP's loss with pairs of equal ids as positives, the target spread evenly over them."""
     x, y = x.double(), y.double()
     b = len(x)
     rows, columns = logsumexps(x, y, scale)
@@ -66,7 +66,7 @@ def clip_with_ids(x: Tensor, y: Tensor, scale: float, ids: Tensor) -> Truth:
 
 @torch.no_grad()
 def clip_without_duplicates(x: Tensor, y: Tensor, scale: float, ids: Tensor) -> Truth:
-    """CLIP's loss where other pairs of equal ids are left out, in both directions."""
+    """CLIP's loss that ignores other pairs of equal ids, in both directions."""
     x, y = x.double(), y.double()
     b = len(x)
 
@@ -92,7 +92,7 @@ def clip_without_duplicates(x: Tensor, y: Tensor, scale: float, ids: Tensor) -> 
 def infonce(
     x: Tensor, y: Tensor, scale: float, ids: Tensor | None = None, margin: float | None = None
 ) -> Truth:
-    """The rows' cross-entropies, without other pairs of equal ids and those above a margin."""
+    """The rows' cross-entropies, ignoring other pairs of equal ids and those above a margin."""
     x, y = x.double(), y.double()
     own = scale * (x * y).sum(1)
     loss = x.new_zeros(())
@@ -115,7 +115,7 @@ def infonce(
 
 @torch.no_grad()
 def supervised(z: Tensor, ids: Tensor, scale: float) -> Truth:
-    """Each row's mean of -log p over the others of its id, the mean of that; dx is z's gradient.
+    """The mean over rows of each one's mean -log p over others with its id; dx is z's gradient.
 
     Every row must have another of its id.
     """
@@ -129,7 +129,7 @@ def supervised(z: Tensor, ids: Tensor, scale: float) -> Truth:
         positive.diagonal(i.start).fill_(False)
         target = positive.to(s.dtype) / positive.sum(1, keepdim=True)
         loss.sub_(logp.masked_fill(~positive, 0).mul(target).sum() / len(z))
-        s.diagonal(i.start).zero_()  # what scale's gradient is multiplied with
+        s.diagonal(i.start).zero_()  # a factor of the scale's gradient
         return (logp.exp_() - target) / len(z)
 
     dx, dy, dscale = gradients_of(z, z, scale, gradient)
@@ -142,7 +142,7 @@ def equal(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def of_copies(exact: Truth, copies: int) -> Truth:
-    """CLIP's loss where all rows come `copies` times, from that where they come once.
+    """CLIP's loss with each row repeated `copies` times, from the loss without repetition.
 
     Each probability is spread over the copies. The gradient is that of one copy.
     """

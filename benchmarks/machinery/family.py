@@ -24,9 +24,9 @@ from megabatch.benchmarking.contenders import (
 )
 from megabatch.benchmarking.truth import Truth
 
-#: Kinds of labels of the supervised loss.
+#: Number of classes of the supervised loss.
 CLASSES = 1000
-#: Share of the rows that have the id of another.
+#: Share of rows with another row's id.
 DUPLICATES = 0.1
 MARGIN = 0.1
 
@@ -47,17 +47,17 @@ def _duplicates(n: int, device: str) -> Tensor:
 
 
 def duplicates(x: Tensor) -> Tensor:
-    """Ids: a row's own number, of some rows that of any other."""
+    """Ids: each row's own number, for some rows another row's."""
     return _duplicates(len(x), x.device.type)
 
 
 def classes(x: Tensor) -> Tensor:
-    """A label for each instance, both of its views'."""
+    """A label for each instance, the same for both views."""
     return labels(len(x), CLASSES, x.device.type).repeat(2)
 
 
 def instances(x: Tensor) -> Tensor:
-    """Which rows of two views are one."""
+    """The instance of each row of two views."""
     return torch.arange(len(x), device=x.device).repeat(2)
 
 
@@ -109,14 +109,14 @@ def _supcon(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def _general(ids: Callable[[Tensor], Tensor]) -> LossFunction:
-    """Self-similarity as if the matrix were not symmetric: all tiles, rows' side only."""
+    """Self-similarity without using the symmetry: all tiles, rows' side only."""
 
     def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         from megabatch.losses.terms import cross_entropy
         from megabatch.similarity import split_logsumexp
 
         own = ids(x)
-        sides = own, own.clone()  # two sets of ids: nothing says that they are equal
+        sides = own, own.clone()  # two tensors, so that the symmetry is not detected
         rows, _ = split_logsumexp(torch.cat([x, y]), None, scale, ids=sides, sides="rows")
         return cross_entropy(rows).mean()
 
@@ -127,7 +127,7 @@ def _general(ids: Callable[[Tensor], Tensor]) -> LossFunction:
 
 
 def _dense(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """The logits as every dense implementation has them, in float32 for the softmax."""
+    """The logits of a dense implementation, in float32 for the softmax."""
     s = scale * (x @ y.T)
     return s.to(torch.promote_types(s.dtype, torch.float32))
 
@@ -141,7 +141,7 @@ def dense_clip(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def dense_clip_ignored(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Equal ids are left out, in both directions."""
+    """Other pairs of equal ids are ignored, in both directions."""
     same = exact.equal(duplicates(x), duplicates(x))
     s = _dense(x, y, scale).masked_fill(same.fill_diagonal_(False), -torch.inf)
     losses = [-t.log_softmax(1).diagonal().mean() for t in (s, s.T)]
@@ -149,14 +149,14 @@ def dense_clip_ignored(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
 
 
 def dense_infonce(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Equal ids are left out."""
+    """Other pairs of equal ids are ignored."""
     s, same = _dense(x, y, scale), exact.equal(duplicates(x), duplicates(x))
     same.fill_diagonal_(False)
     return -s.masked_fill(same, -torch.inf).log_softmax(1).diagonal().mean()
 
 
 def dense_infonce_margin(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """What lies above the positive and the margin is left out."""
+    """Negatives that exceed the positive by more than the margin are ignored."""
     s = _dense(x, y, scale)
     limit = s.detach().diagonal() + MARGIN * scale.detach()
     return -s.masked_fill(s > limit[:, None], -torch.inf).log_softmax(1).diagonal().mean()
@@ -279,7 +279,7 @@ def _means(logsumexp: Callable[..., tuple[Tensor, Tensor | None]]) -> LossFuncti
 
 
 def _siglip_kernel() -> LossFunction:
-    """siglip-kernel's own choice for the dtype."""
+    """siglip-kernel's default implementation."""
     from siglip_kernel import fused_siglip_loss
 
     def loss(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Contenders side by side in one process: same inputs, matrix products in between."""
+"""Contenders side by side in one process, on the same inputs, with matrix products in between."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from megabatch.benchmarking.inputs import PERIOD, Case
 from megabatch.benchmarking.measure import Result
 from megabatch.benchmarking.truth import Truth
 
-#: Milliseconds; a shorter call may wait for the host's launches.
+#: Milliseconds; shorter calls may be bound by launch overhead.
 HOST_MATTERS = 20.0
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that differ in their contender alone."""
+    """Cases that differ only in their contender."""
 
     cases: tuple[Case, ...]
     seconds: float  #: of repetitions, and of the matrix products before and after
     product_size: int = 8192
     once: bool = False  #: the first call is the only one
-    cost: float = 0.0  #: seconds that the first call and the check will take, about
+    cost: float = 0.0  #: estimated seconds of the first call and the check
 
     @property
     def case(self) -> Case:
-        """What they have in common."""
+        """The first case, which has what all of them share."""
         return self.cases[0]
 
 
-#: A contender that is begun with (None), or its result.
+#: A contender about to be measured (None), or its result.
 Event = tuple[Case, "Result | None"]
 
 
 @dataclass
 class _Ready:
-    """A contender that has been called."""
+    """A contender that has run once."""
 
     case: Case
     call: Callable[[], Tensor]
@@ -56,7 +56,7 @@ class _Ready:
 
 
 def run(group: Group, deadline: float) -> Iterator[Event]:
-    """Measure a group; nothing is begun that would not end by `deadline` (of time.time()).
+    """Measure a group; skip whatever would not end before `deadline` (of time.time()).
 
     First memory and errors of each contender in turn, which also compiles whatever there is to
     compile; then times: products, contender, products, contender, products. So there are matrix
@@ -86,7 +86,7 @@ def run(group: Group, deadline: float) -> Iterator[Event]:
 
 
 def queued_ms(call: Callable[[], object], calls: int = 8) -> float:
-    """Milliseconds of one call on a GPU that other work has kept busy while the host went ahead.
+    """Milliseconds of a call on a GPU whose queue is full, so that launches cost no time.
 
     So in a training step, where the encoders' kernels are still in the queue: what is left is the
     call's time on the GPU, without the host's for its launches.
@@ -99,20 +99,20 @@ def queued_ms(call: Callable[[], object], calls: int = 8) -> float:
 
 
 def warm_up(device: str) -> None:
-    """Let the libraries take the memory that they keep, so that no contender is charged for it."""
+    """Initialise the libraries' workspaces, so that no contender is charged for them."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         a = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
         (a @ a).sum().backward()
 
 
 def _prepare(case: Case, inputs: step.Inputs, group: Group) -> _Ready | Result:
-    """Call a contender twice: memory from the second time, and the errors of what it returned."""
+    """Call a contender twice; memory and errors come from the second call."""
     result = Result("ok", seconds=group.seconds)
     before = _allocated(case)
     try:
         loss = LOSSES[case.loss].contenders[case.contender].load()
         call = step.forward_backward(loss, case, inputs)
-        if group.once:  # compiles with less
+        if group.once:  # compile at a smaller size
             step.forward_backward(loss, case, step.make_inputs(case, 2 * PERIOD))()
             result.product_rates = (_products(group),)
         else:
@@ -124,7 +124,7 @@ def _prepare(case: Case, inputs: step.Inputs, group: Group) -> _Ready | Result:
         def timed() -> None:
             taken.extend(timed_calls([lambda: value.append(call())], case.device))
 
-        # What the first call made it keep counts as well.
+        # Include memory that the first call allocated for good.
         grown = _allocated(case) - before
         result.extra_bytes = grown + memory.extra_bytes(timed, case.device)
         result.extra_bytes = max(0, result.extra_bytes - inputs.gradient_bytes())
@@ -168,7 +168,7 @@ def _products(group: Group) -> float:
 
 @functools.lru_cache(maxsize=4)
 def _exact(case: Case) -> Truth:
-    """For all contenders of one group, and for groups that differ in how often the rows come."""
+    """Exact result, cached for contenders and for any number of repetitions of the rows."""
     copies, rest = divmod(case.b, PERIOD)
     if case.loss == "clip" and copies > 1 and not rest:
         return of_copies(_exact(replace(case, b=PERIOD, backward=True)), copies)
@@ -179,7 +179,7 @@ def _failure(error: Exception, case: Case) -> Result:
     if memory.is_out_of_memory(error):
         return Result("out of memory", memory.reason(error))
     if case.device == "cuda":
-        torch.cuda.synchronize()  # raises where CUDA is broken for good, and ends the process
+        torch.cuda.synchronize()  # raises, and ends the process, if the CUDA context is broken
     first = str(error).strip().split("\n")[0]
     return Result("failed", f"{type(error).__name__}: {first}"[:300])
 

@@ -1,4 +1,4 @@
-"""Losses over several processes: who is measured, and what is exact there.
+"""Contenders over several processes.
 
 Every contender is brought to one convention: the mean over ranks of what it returns is the global
 mean loss, and so is, after the averaging that DDP does, every gradient.
@@ -29,21 +29,21 @@ class Contender:
     """One implementation over several processes."""
 
     load: Callable[[Team], LossFunction]
-    around: Callable[[], AbstractContextManager[None]] = nullcontext  #: in force while it runs
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  #: entered while it runs
     needs: tuple[str, str] | None = None  #: (module, what pip calls it)
     cuda: bool = False  #: runs on CUDA only
-    apart: bool = False  #: may break the process: in one of its own
-    checked: bool = True  #: is meant to give the right result
+    apart: bool = False  #: may break the process, so it gets one of its own
+    checked: bool = True  #: its result should be right
 
     def absent(self, device: str) -> tuple[str, str] | None:
-        """Status and note where it cannot be measured here."""
+        """Status and note if it cannot be measured here."""
         if self.needs is not None and importlib.util.find_spec(self.needs[0]) is None:
             return "not installed", f"pip install {self.needs[1]}"
         return ("skipped", "needs CUDA") if self.cuda and device != "cuda" else None
 
 
 def shard(case: Case, team: Team) -> tuple[Tensor, Tensor]:
-    """This rank's rows of the features of all (`inputs.features`)."""
+    """This rank's rows of the global features (`inputs.features`)."""
     whole = features(min(case.b, PERIOD), case.d, case.torch_dtype, case.device, case.features)
     rows = case.b // team.size
     first = team.rank * rows
@@ -60,7 +60,7 @@ def shard(case: Case, team: Team) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def without_overlap() -> Iterator[None]:
-    """Every transfer is waited for before the computation that it could hide behind."""
+    """Wait for every transfer before the computation that it could overlap with."""
     before = ring.set_overlap(False)
     try:
         yield
@@ -70,7 +70,7 @@ def without_overlap() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathering_up_to(size: int) -> Iterator[None]:
-    """So many bytes of features are gathered; 0: pieces travel the ring, as of unequal shards."""
+    """Gather at most this many bytes of features; 0: use the ring, as for unequal shards."""
     before = ring.set_gather(size)
     try:
         yield
@@ -79,13 +79,13 @@ def gathering_up_to(size: int) -> Iterator[None]:
 
 
 in_turn = functools.partial(gathering_up_to, 0)
-#: What would just fit into one round goes in five.
+#: Five rounds for features that would just fit into one.
 in_rounds = functools.partial(gathering_up_to, ring.DEFAULT_GATHER - 1)
 
 
 @contextlib.contextmanager
 def without_transfers() -> Iterator[None]:
-    """The same computation, but no features are sent: a rank meets its own shard again and again.
+    """The same computation without transfers: a rank processes its own shard repeatedly.
 
     The result is wrong; the time is that of the computation alone. For equal shards.
     """
@@ -105,7 +105,7 @@ def without_transfers() -> Iterator[None]:
 class _StillSwap(ring.Swap):
     def add(self, outgoing: Tensor, size: int, dim: int = 0) -> Tensor:
         assert outgoing.shape[dim] == size
-        # Features are read and not written; gradients and states are added to.
+        # Features are read-only; gradients and states are accumulated into.
         wide = outgoing.dtype in (torch.float32, torch.float64)
         return outgoing.clone() if wide else outgoing
 
@@ -117,7 +117,7 @@ class _StillSwap(ring.Swap):
 
 
 class _Here(Pending):
-    """Nothing is under way."""
+    """A transfer that is complete."""
 
     def __init__(self) -> None:
         pass
@@ -127,13 +127,14 @@ class _Here(Pending):
 
 
 class _Still:
-    """What the collectives would return, of this rank's own."""
+    """Collectives that return this rank's own data."""
 
     def __init__(self) -> None:
         self.copies: dict[tuple[object, ...], Tensor] = {}
 
     def gather(self, shard: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
-        key = (tuple(shard.shape), shard.dtype)  # made once: a transfer's writes cost no kernel
+        # Cached, as a real transfer launches no kernel.
+        key = tuple(shard.shape), shard.dtype
         if key not in self.copies:
             self.copies[key] = shard.expand(group.size(), *shard.shape).contiguous()
         return self.copies[key], _Here()
@@ -162,7 +163,7 @@ def _siglip(team: Team) -> LossFunction:
 
 
 def _openclip(team: Team) -> LossFunction:
-    """The two flags with which its gradients are right (its default gives the encoder 1/n)."""
+    """With the two flags that make its gradients right (by default the encoder's are 1/n of it)."""
     import open_clip
 
     return open_clip.ClipLoss(
@@ -178,7 +179,7 @@ def _openclip_siglip(team: Team) -> LossFunction:
 
 
 def _memeff(team: Team) -> LossFunction:
-    """Its temperature is a number. A rank returns its part of the global mean, not its share."""
+    """Its temperature is a number; each rank returns its part of the global mean, scaled here."""
     from memeff import DistributedMemoryEfficientCLIPLoss
 
     made: list[torch.nn.Module] = []
@@ -194,7 +195,7 @@ def _memeff(team: Team) -> LossFunction:
 
 
 def _inf_cl(team: Team) -> LossFunction:
-    """Inf-CL (arXiv 2410.17243). Its kernels compute in float32/TF32 whatever comes."""
+    """Inf-CL (arXiv 2410.17243), whose kernels always compute in float32/TF32."""
     from inf_cl import cal_inf_loss
 
     def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
@@ -216,7 +217,7 @@ def _siglip_kernel(team: Team) -> LossFunction:
     return loss
 
 
-#: Loss, then contender. Those of open_clip and Inf-CL know only the group of all processes.
+#: By loss and contender. Those of open_clip and Inf-CL support only the default process group.
 PARALLEL: dict[str, dict[str, Contender]] = {
     "clip": {
         "megabatch": Contender(_clip),

@@ -1,4 +1,4 @@
-"""Processes of one machine, a GPU each: rank 0 starts the others, and they end with it."""
+"""Processes of one machine, a GPU each: rank 0 starts the others, which end with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-#: A process that waits for another longer than this gives up. Longer than any one call takes.
+#: Timeout of collectives; longer than any call takes.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -44,7 +44,7 @@ def start_others(size: int, command: Sequence[str]) -> None:
 
 
 def free_port() -> int:
-    """A port where nobody listens, for rank 0 to do so seconds later.
+    """A free port, for rank 0 to listen on seconds later.
 
     It is below those that systems give to connections and to whoever asks for any, so that none of
     these takes it meanwhile.
@@ -63,7 +63,7 @@ def _end_if_one_fails(others: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in list(running):
             code = process.poll()
             if code:
-                os._exit(1)  # this rank waits for that one, perhaps in a kernel
+                os._exit(1)  # this rank may be waiting for that one inside a kernel
             if code is not None:
                 running.remove(process)
 
@@ -75,12 +75,12 @@ def _end_with_rank_0() -> None:
 
 @dataclass(frozen=True)
 class Team:
-    """The first `size` ranks, one of which this process is; or this process alone, as rank 0."""
+    """The first `size` ranks, including this process; or this process alone, as rank 0."""
 
     rank: int
     size: int
     group: Any  #: for features; "local" for one rank
-    control: dist.ProcessGroup | None  #: for words between hosts, which wait for no device
+    control: dist.ProcessGroup | None  #: for messages between hosts, which wait for no device
 
     def tell(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -104,7 +104,7 @@ class Team:
 
 
 def join(device: str, sizes: Sequence[int]) -> dict[int, Team]:
-    """Make this process the rank that its environment names; its teams by their size.
+    """Join the default group as the environment says; returns this process's teams by size.
 
     A larger team contains a smaller one: so one start of the processes serves all sizes. Every rank
     is in the team of all ranks, and has one of its own if size 1 is asked for.
@@ -126,20 +126,20 @@ def join(device: str, sizes: Sequence[int]) -> dict[int, Team]:
             teams[n] = Team(0, n, "local", None)
             continue
         members = list(range(n))
-        # All ranks make all groups, in one order.
+        # All ranks must create all groups, in the same order.
         group = dist.group.WORLD if n == size else dist.new_group(members, timeout=TIMEOUT)
         control = dist.new_group(members, backend="gloo", timeout=TIMEOUT)
         if rank < n:
             assert isinstance(group, dist.ProcessGroup)
             assert isinstance(control, dist.ProcessGroup)
-            # Connections are made with a group's first collective.
+            # A group's first collective establishes its connections.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             teams[n] = Team(rank, n, group, control)
     return teams
 
 
 def give_up(error: Exception) -> NoReturn:
-    """End this process, and with it all others; the last line of its messages says why."""
+    """End this process and with it all others, with the reason in the last line of stderr."""
     traceback.print_exception(error)
     first = str(error).strip().split("\n")[0]
     print(
@@ -149,7 +149,7 @@ def give_up(error: Exception) -> NoReturn:
 
 
 def leave() -> NoReturn:
-    """End this process once all ranks are here; no library's clean-up may hang or complain."""
+    """End this process when all ranks have arrived, without libraries' cleanup, which may hang."""
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -30,17 +30,17 @@ from megabatch.benchmarking.inputs import PERIOD, Case
 from megabatch.benchmarking.measure import Result
 from megabatch.benchmarking.truth import Truth
 
-#: Rows a process in the first check of every contender.
+#: Rows per process in the first check of every contender.
 CHECK_ROWS = 320
-#: Operations a second on one GPU that a trial is expected to reach at least, to foresee its time.
+#: FLOP/s per GPU that a trial reaches at least, to estimate its time.
 EXPECTED = 4e14
-#: Seconds after which a product's rate is measured anew.
+#: Seconds for which a measured product rate is reused.
 FRESH = 3.0
 #: Calls timed by the host's clock alone.
 HOST_CALLS = 5
-#: How long calls go on before those that are timed, in units of a trial's seconds. After a pause a
-#: GPU at its power limit swings for a second: of calls that take 364 ms on 2 H200s the second takes
-#: 385, which as many calls on fewer GPUs, or more, would have at another place.
+#: Duration of the warm-up calls, in units of a trial's seconds. After a pause a GPU at its power
+#: limit is unsteady for a second: of calls that take 364 ms on 2 H200s the second takes 385, and
+#: with another number of GPUs another call would.
 WARM = 1.5
 
 
@@ -52,16 +52,16 @@ class Trial:
     n: int  #: processes
     seconds: float = 1.0  #: of repetitions, and of the matrix products before and after
     product_size: int = 8192
-    once: bool = False  #: too long to repeat: the first call at this size is the only one
+    once: bool = False  #: too long to repeat: time the first call at this size
 
     @property
     def contender(self) -> Contender:
-        """Who is measured."""
+        """The implementation to measure."""
         return PARALLEL[self.case.loss][self.case.contender]
 
     @property
     def cost(self) -> float:
-        """Seconds it may take, with what it compiles."""
+        """Estimated seconds, including compilation."""
         work = LOSSES[self.case.loss].work * self.case.b**2 * self.case.d
         calls = 1 if self.once else 3
         call = 0.0 if self.case.device == "cpu" else work / self.n / EXPECTED
@@ -70,11 +70,11 @@ class Trial:
 
 @dataclass
 class ScalingResult(Result):
-    """What the processes found together."""
+    """The combined result of all processes."""
 
-    host_ms: float | None = None  #: that the host takes to give out a step's work
+    host_ms: float | None = None  #: launch overhead of a step on the host
     error_b: int | None = None  #: global batch at which the errors were found
-    device_ms: tuple[float, ...] = ()  #: of each device, a call's mean
+    device_ms: tuple[float, ...] = ()  #: mean of a call on each device
 
 
 def work(
@@ -84,9 +84,9 @@ def work(
     deadline: float,
     say: Callable[[dict[str, Any]], None],
 ) -> None:
-    """What every process does: the trials in order, but for those to skip.
+    """Run the trials in order, on every process, except those to skip.
 
-    Rank 0 decides whether there is time for one, and says what begins and what came of it.
+    Rank 0 decides whether there is time for one, and reports its start and its result.
     """
     everyone = teams[max(teams)]
     runner = _Runner(teams)
@@ -108,7 +108,7 @@ def work(
 
 
 def alone(results: Sequence[ScalingResult]) -> ScalingResult:
-    """One result of devices that each did all of the work, at the same time: at their mean rate.
+    """Combine devices that each did all the work at the same time, at their mean rate.
 
     Devices of one host differ by some per cent, so what one of them takes says little of what
     several could reach together.
@@ -119,7 +119,7 @@ def alone(results: Sequence[ScalingResult]) -> ScalingResult:
     queued = [r.queued_ms for r in results if r.queued_ms is not None]
     return replace(
         results[0],
-        # Each chose how often for itself.
+        # The number of repetitions may differ.
         times_ms=[
             statistics.harmonic_mean(t) for t in zip(*(r.times_ms for r in results), strict=False)
         ],
@@ -132,7 +132,7 @@ def alone(results: Sequence[ScalingResult]) -> ScalingResult:
 
 
 class _Runner:
-    """Runs trials; knows who was checked, and the exact results."""
+    """Runs trials; caches checks and the last product rate."""
 
     def __init__(self, teams: dict[int, Team]) -> None:
         self.teams = teams
@@ -140,7 +140,7 @@ class _Runner:
         self.last_rate: tuple[int, float, float] | None = None  #: team, when, rate
 
     def run(self, trial: Trial) -> ScalingResult:
-        """The result, the same on all processes of the team but for what only rank 0 reports."""
+        """The result, which the processes of the team share."""
         team, case = self.teams[trial.n], trial.case
         result = ScalingResult("ok", seconds=trial.seconds)
         failure: tuple[str, str] | None = None
@@ -164,7 +164,7 @@ class _Runner:
         inputs = shard_inputs(case, team)
         call = step.forward_backward(loss, case, inputs)
         before = _allocated(case)
-        if trial.once:  # what is to be compiled, compiles with less
+        if trial.once:  # compile at a smaller size
             less = replace(case, b=min(rows, 2 * 16_384) * team.size)
             step.forward_backward(loss, less, shard_inputs(less, team))()
         else:
@@ -192,8 +192,8 @@ class _Runner:
         else:
             rates.append(self._rate(trial, team, fresh=False))
             each = _times(call, trial, team, taken[0])
-        # Not each call's longest: ranks begin and end a call at different moments, so these would
-        # add up to more than has passed.
+        # Not the maximum of each call: ranks start and end a call at different times, so the maxima
+        # would add up to more than the elapsed time.
         result.times_ms = max(each, key=sum)
         result.device_ms = tuple(statistics.fmean(times) for times in each)
         rates.append(self._rate(trial, team))
@@ -206,7 +206,7 @@ class _Runner:
         inputs.forget()
 
     def _rate(self, trial: Trial, team: Team, fresh: bool = True) -> float:
-        """Of products on all the team's devices at once, their mean; the last one's if recent."""
+        """Mean product rate of all the team's devices at once, or the last one if it is recent."""
         size, when, recent = team.tell(self.last_rate or (0, 0.0, 0.0))
         if not fresh and size == team.size and team.tell(time.time() - when < FRESH):
             return float(recent)
@@ -219,7 +219,7 @@ class _Runner:
         return mean
 
     def _check_small(self, trial: Trial, team: Team, loss: LossFunction) -> ScalingResult:
-        """Against float64 at a size that takes no time, once for each contender and team."""
+        """Compare with float64 at a small size, once for each contender and team."""
         key = (trial.case.loss, trial.case.contender, trial.n)
         if key not in self.checked:
             case = replace(trial.case, b=min(trial.case.b, CHECK_ROWS * team.size))
@@ -232,7 +232,7 @@ class _Runner:
 
 
 def shard_inputs(case: Case, team: Team) -> step.Inputs:
-    """This rank's rows of the case's features, and its scalars."""
+    """This rank's rows of the case's features, and the scalars."""
     x, y = shard(case, team)
     scalars = step.make_inputs(case, rows=1).scalars
     return step.Inputs(x.requires_grad_(), y.requires_grad_(), scalars)
@@ -246,7 +246,7 @@ def _judge(
     exact: Truth,
     result: ScalingResult,
 ) -> None:
-    """Errors of the means over the team, as DDP takes them; the largest of all ranks."""
+    """The largest errors of all ranks, after averaging over the team as DDP does."""
     rows = case.b // team.size
     place = torch.arange(team.rank * rows, (team.rank + 1) * rows, device=exact.dx.device)
     place %= len(exact.dx)
@@ -264,7 +264,7 @@ def _judge(
     row, of_loss, of_scale = (_worst(each) for each in zip(*team.share(tuple(found)), strict=True))
     assert of_loss is not None
     worst = step.Errors(row, of_loss, of_scale)
-    wrong = None if result.status == "ok" else result.note  # at a smaller size already
+    wrong = None if result.status == "ok" else result.note  # wrong at a smaller size already
     result.judge(case, worst)
     result.error_b = case.b
     if result.status == "ok" and (worst.scale or 0) > step.SANE[case.dtype]:
@@ -280,7 +280,7 @@ def _take_errors(source: ScalingResult, result: ScalingResult) -> None:
 
 
 def _exact_is_known(case: Case) -> bool:
-    """Whether float64 can tell in a second: up to a period, and CLIP's loss of whole periods."""
+    """Whether float64 takes seconds at most: up to a period, or CLIP's loss of whole periods."""
     return case.b <= PERIOD or (case.loss == "clip" and case.b % PERIOD == 0)
 
 
@@ -294,7 +294,7 @@ def _worst(errors: Sequence[float | None]) -> float | None:
 def _times(
     call: Callable[[], Tensor], trial: Trial, team: Team, once_ms: float
 ) -> list[list[float]]:
-    """Every rank's as `clock.times`, with as many calls on each."""
+    """Times of every rank as by `clock.times`, with the same number of calls on each."""
     calls = 1e3 * trial.seconds / max(team.share(once_ms))
     first, count = team.tell((max(1, math.ceil(WARM * calls)), max(2, math.ceil(calls))))
     team.meet()
@@ -326,18 +326,18 @@ def _allocated(case: Case) -> int:
 
 @dataclass(frozen=True)
 class ScalingRecord(records.Record):
-    """A record with the fields that only several devices have."""
+    """A record with further fields for several devices."""
 
-    host_ms: float | None  #: that the host takes to give out a step's work
+    host_ms: float | None  #: launch overhead of a step on the host
     error_b: int | None  #: global batch at which the errors were found
-    device_ms: tuple[float, ...]  #: of each device, a call's mean; on one, of each alone
+    device_ms: tuple[float, ...]  #: mean of a call on each device; with n = 1, of each one alone
     of_ideal: float | None  #: time on one device / (n_devices * this time), same b
-    of_ideal_at_rate: float | None  #: the same, each time in units of its devices' product rate
+    of_ideal_at_rate: float | None  #: the same, with times in units of the devices' product rates
     of_ideal_weak: float | None  #: n_devices * time on one device with as many rows / this time
 
 
 def record(trial: Trial, result: ScalingResult) -> ScalingRecord:
-    """The record of one trial; what compares it with others comes with `compare`."""
+    """The record of one trial, without the comparisons of `compare`."""
     one = records.combine(trial.case, [result], LOSSES[trial.case.loss].work, trial.n)
     return ScalingRecord(
         **asdict(one),
@@ -351,7 +351,7 @@ def record(trial: Trial, result: ScalingResult) -> ScalingRecord:
 
 
 def compare(found: Sequence[ScalingRecord]) -> list[ScalingRecord]:
-    """Each held against one device in the same run; itself where there is no such record."""
+    """Compare each record with one device in the same run, if there is such a record."""
     alone = {(r.loss, r.b): r for r in found if r.n_devices == 1 and r.contender == "megabatch"}
     return [_compared(r, alone) for r in found]
 
@@ -372,7 +372,7 @@ def _compared(r: ScalingRecord, alone: dict[tuple[str, int], ScalingRecord]) -> 
 
 
 def speaker(rank: int) -> Callable[[dict[str, Any]], None]:
-    """What rank 0 says goes to standard output, a line each; what libraries print, elsewhere."""
+    """A function that prints rank 0's messages to stdout; libraries' output goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

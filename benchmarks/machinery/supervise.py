@@ -1,4 +1,4 @@
-"""Measure groups in a process that may crash or hang: what it left undone, another one does."""
+"""Measure groups in a worker that may crash or hang; another worker then does the rest."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megabatch.benchmarking.measure import Result
 
 T = TypeVar("T")
 
-#: Starts a worker: (cases it is to leave out, file for its messages) -> process
+#: Starts a worker: (cases to skip, file for its stderr) -> process
 Start = Callable[[Collection[int], IO[bytes]], "subprocess.Popen[bytes]"]
 
 
 def supervise(
     groups: Sequence[Group], start: Start, log: Path, deadline: float, patience: float
 ) -> Iterator[tuple[Case, Result]]:
-    """The result of every case, as workers find them; see `supervise_cases`."""
+    """Yield the result of every case; see `supervise_cases`."""
     cases = [case for one in groups for case in one.cases]
     for case, found in supervise_cases(cases, start, log, deadline, patience):
         yield case, Result(**found)
@@ -37,10 +37,10 @@ def supervise(
 def supervise_cases(
     cases: Sequence[T], start: Start, log: Path, deadline: float, patience: float
 ) -> Iterator[tuple[T, dict[str, Any]]]:
-    """The result of every case as a `Result`'s fields, as workers find them.
+    """Yield the result of every case, as the fields of a `Result`.
 
-    A case in which a worker died, or was silent for `patience` seconds, failed; the next worker
-    leaves it out. At `deadline` (of time.time()) the worker is ended.
+    A case has failed if the worker dies, or is silent for `patience` seconds; the next worker skips
+    it. At `deadline` (of time.time()) the worker is killed.
     """
     done: set[int] = set()
     while len(done) < len(cases) and time.time() < deadline:
@@ -59,7 +59,7 @@ def supervise_cases(
             code = worker.wait()
         if time.time() >= deadline:
             break
-        if current is None:  # it did not even begin: another one would not either
+        if current is None:  # it failed to start, as another one would
             raise RuntimeError(f"the worker ended with exit code {code}: {_last_line(log)}")
         if current not in done:
             done.add(current)
@@ -71,9 +71,9 @@ def supervise_cases(
 
 
 def work(groups: Sequence[Group], skip: Collection[int], deadline: float) -> None:
-    """What a worker does; its messages go to standard output, a line each."""
+    """The worker: run the groups and print messages to stdout, a line each."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no message
+    os.dup2(2, 1)  # libraries' output goes to stderr
     first = 0
     warm = False
     for one in groups:
@@ -99,7 +99,7 @@ def _with_cases(one: Group, cases: tuple[Case, ...]) -> Group:
 def _lines(
     worker: subprocess.Popen[bytes], deadline: float, patience: float
 ) -> Iterator[dict[str, Any]]:
-    """The messages, until it ends, is silent for too long, or the time is up."""
+    """The worker's messages, until it ends, is silent for too long, or the time is up."""
     assert worker.stdout is not None
     received: queue.Queue[bytes] = queue.Queue()
 
@@ -126,7 +126,7 @@ def _last_line(log: Path) -> str:
 
 
 def start_self(arguments: Sequence[str]) -> Start:
-    """Workers that are this script with further arguments and the cases to leave out."""
+    """Start workers that run this script, with further arguments and the cases to skip."""
 
     def start(skip: Collection[int], messages: IO[bytes]) -> subprocess.Popen[bytes]:
         words = [sys.executable, *arguments, json.dumps(sorted(skip))]

@@ -25,7 +25,7 @@ __all__ = [
     "SupConLoss",
 ]
 
-# Imported when asked for: the registry beside them is read without torch.
+# Imported on first access, as the registry in this package is read without torch.
 __getattr__ = lazy(
     __name__,
     {

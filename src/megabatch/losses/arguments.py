@@ -20,12 +20,12 @@ from megabatch.similarity.arguments import (
 )
 from megabatch.similarity.distributed.means import pair_ids
 
-#: Ids from here on are given to pairs that have none of their own.
+#: Ids from here on are for pairs without an id of their own.
 RESERVED = 1 << 62
 
 
 def check_temperature(temperature: Any) -> float | Tensor:
-    """A positive, finite number, or a tensor of shape () or (1,) that holds one.
+    """Check a temperature: a positive, finite number, or a tensor of shape () or (1,) with one.
 
     The value of a tensor is looked at where that is free: see `extremes`.
 
@@ -55,7 +55,7 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_factors(name: str, values: Any, number: int, what: str) -> tuple[float, ...]:
-    """`number` factors that are not negative, one for each `what`; 1 each if `values` is None."""
+    """Check `number` non-negative factors, one for each `what`; by default all are 1."""
     factors = [1.0] * number if values is None else [check_number(name, v) for v in values]
     if len(factors) != number:
         raise ValueError(f"{name}: expected {number}, one for each {what}, got {len(factors)}")
@@ -79,13 +79,13 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def check_pairs(x: Any, y: Any, names: tuple[str, str]) -> None:
-    """Two feature matrices of which row i of one belongs to row i of the other."""
+    """Check two feature matrices with as many rows: rows i of both are a pair."""
     check_two(x, y, names)
     check_same_rows(x, y, names)
 
 
 def check_weights(weights: Any, like: Tensor) -> Tensor | None:
-    """One number a row, not negative and finite, or None; weights are data and need no gradient.
+    """Check weights: None, or one finite, non-negative number per row, without a gradient.
 
     Their values are looked at where that is free: see `extremes`.
     """
@@ -104,7 +104,7 @@ def check_weights(weights: Any, like: Tensor) -> Tensor | None:
 
 
 def own_ids(ids: Any, like: Tensor, group: object) -> Tensor:
-    """The ids of pairs, each pair with a negative id given one that no other pair has.
+    """The ids of pairs, with negative ones replaced by unique ids.
 
     Raises:
         TypeError, ValueError: naming `ids`; also where one reaches into the reserved range. That
@@ -119,7 +119,7 @@ def own_ids(ids: Any, like: Tensor, group: object) -> Tensor:
 
 
 def check_views(views: tuple[Any, ...]) -> None:
-    """Two or more feature matrices, row i of each of which belongs to instance i."""
+    """Check two or more feature matrices with as many rows: rows i belong to instance i."""
     if len(views) < 2:
         raise TypeError(f"views: expected two or more, got {len(views)}")
     check_features("views[0]", views[0])
@@ -128,6 +128,6 @@ def check_views(views: tuple[Any, ...]) -> None:
 
 
 def stack_views(views: tuple[Tensor, ...], group: object) -> tuple[Tensor, Tensor]:
-    """Views (b, d) of the same b instances as one matrix, and the instance of each of its rows."""
+    """Views (b, d) of the same b instances as one matrix, and each row's instance."""
     ids = pair_ids(views[0].shape[0], group, device=views[0].device)
     return torch.cat(views), ids.repeat(len(views))

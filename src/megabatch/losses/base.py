@@ -1,4 +1,4 @@
-"""Base classes of the losses: settings that they share, and how these are shown."""
+"""Base classes of the losses: shared settings and their `repr`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ContrastiveLoss(nn.Module):
         self.normalize, self.group = normalize, group
 
     def _operands(self, *features: Any) -> tuple[Any, ...]:
-        """Features as the products take them: normalised if so asked, in autocast's dtype."""
+        """Features as operands of the products: normalised if requested, in autocast's dtype."""
         return tuple(None if f is None else self._operand(f) for f in features)
 
     def _operand(self, features: Tensor) -> Tensor:
@@ -58,14 +58,14 @@ class TemperatureLoss(ContrastiveLoss):
         super().__init__(normalize=normalize, group=group)
         temperature = check_temperature(temperature)
         if isinstance(temperature, Tensor) and not isinstance(temperature, nn.Parameter):
-            # Not persistent: a number in its place would leave no trace in a state dict either.
+            # Not persistent, as a number in its place would not be in a state dict either.
             self.register_buffer("temperature", temperature, persistent=False)
         else:
             self.temperature = temperature
         self._lengths = LengthWarning()
 
     def _scale(self, temperature: float | Tensor | None, like: Tensor) -> Tensor:
-        """1 / temperature: of this call, or where that is None of the constructor."""
+        """1 / temperature, of this call or else of the constructor."""
         given = check_temperature(self.temperature if temperature is None else temperature)
         value = check_scalar("temperature", given, like)
         if temperature is not None:
@@ -73,16 +73,16 @@ class TemperatureLoss(ContrastiveLoss):
         return replicated(value, self.group).reciprocal()
 
     def _look_at_lengths(self, features: Tensor) -> None:
-        """Warn at the first eager call if rows are not normalised and nobody said whether to."""
+        """Warn at the first eager call if rows are not normalised and `normalize` is None."""
         if self.normalize is None:
             self._lengths.look(features, type(self).__name__)
 
 
 def keep_in_graph(value: Tensor, *unused: Any) -> Tensor:
-    """`value`, through which trainable tensors that it does not depend on get gradients of 0.
+    """`value`, with zero gradients for trainable tensors that it does not depend on.
 
-    DDP waits for a gradient of every parameter. The sum of no element of a tensor is 0 even where
-    the tensor holds NaN, and so is its gradient.
+    DDP waits for a gradient of every parameter. The sum over an empty slice is 0, and so is its
+    gradient, even if the tensor contains NaN.
     """
     for tensor in unused:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -92,7 +92,7 @@ def keep_in_graph(value: Tensor, *unused: Any) -> Tensor:
 
 
 def shown(module: nn.Module, settings: tuple[str, ...]) -> str:
-    """Settings of a module as `repr` shows them, which shows modules among them by itself."""
+    """Settings of a module for `repr`, except submodules, which it shows itself."""
     values = {name: getattr(module, name) for name in settings}
     return ", ".join(
         f"{name}={_shown(value)}"

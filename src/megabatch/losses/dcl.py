@@ -64,5 +64,5 @@ class DCLLoss(TemperatureLoss):
 def decoupled(side: Split) -> Tensor:
     """Each row's log-sum-exp over negatives less its mean positive logit; 0 without negatives."""
     losses = side.negative - side.positive_sum / side.positive_count
-    # Not the constant 0, which would hide a NaN.
+    # Not a constant 0, which would hide a NaN.
     return torch.where(side.negative == -torch.inf, 0.0 * side.positive_sum, losses)

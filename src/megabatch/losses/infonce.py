@@ -24,7 +24,7 @@ from megabatch.similarity import Split, logsumexp, paired, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype, check_dense, check_two
 from megabatch.similarity.distributed.means import global_mean, pair_ids
 
-#: Elements of per-query negatives widened at a time.
+#: Elements of per-query negatives that are converted at a time.
 CHUNK = 1 << 22
 
 
@@ -180,7 +180,7 @@ def _check_negatives(query: Tensor, negatives: Any) -> None:
 
 
 def _nothing(features: Tensor) -> Tensor:
-    """Ids for rows that are nobody's positive."""
+    """Ids for rows that are no query's positive."""
     return torch.full((features.shape[0],), -1, device=features.device)
 
 
@@ -190,7 +190,7 @@ def _own_logsumexp(
     """Log-sum-exp of each query's logits with its own negatives (b, k, d), (b,)."""
     rows = max(1, CHUNK // max(1, negatives[:1].numel()))
     chunks = [
-        # Checkpointed: only the logits are kept, not the wider copies of the features.
+        # Checkpointed, to keep the logits only and not the converted features.
         checkpoint(_products, q, n, use_reentrant=False, preserve_rng_state=False)
         for q, n in zip(query.split(rows), negatives.split(rows), strict=True)
     ]
@@ -203,6 +203,6 @@ def _own_logsumexp(
 def _products(query: Tensor, negatives: Tensor) -> Tensor:
     """<query_i, negative_ik>, (rows, k), in the accumulator's dtype."""
     dtype = accumulator_dtype(query.dtype)
-    kind = query.device.type  # autocast knows no such one as meta
+    kind = query.device.type  # autocast does not know meta
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         return torch.bmm(negatives.to(dtype), query.to(dtype).unsqueeze(2)).squeeze(2)

@@ -98,7 +98,7 @@ def _is_features(value: Any) -> bool:
 
 
 def _check_width(name: str, value: Any, width: int) -> bool:
-    """Whether there are features in `value`; all there are must be `width` wide or more."""
+    """Whether `value` contains features; raises if any are narrower than `width`."""
     if isinstance(value, Mapping):
         return any([_check_width(f"{name}[{key!r}]", v, width) for key, v in value.items()])
     if not _is_features(value):

@@ -112,7 +112,7 @@ class MultiModalLoss(ContrastiveLoss):
     def _check(
         self, features: Mapping[str, Tensor | None], present: Mapping[str, Tensor]
     ) -> Tensor:
-        """All features agree with each other and the masks with them; one of the features."""
+        """Check that all features and masks match; returns one of the features."""
         if not isinstance(features, Mapping):
             raise TypeError(f"features: expected a mapping, got {type(features).__name__}")
         if not isinstance(present, Mapping):
@@ -140,7 +140,7 @@ class MultiModalLoss(ContrastiveLoss):
 
 
 def _as_pair(pair: Any) -> Pair:
-    """Two names of different modalities; a string of two letters is no such pair."""
+    """Check a pair of names of different modalities; a string of two letters is none."""
     if isinstance(pair, str) or not isinstance(pair, Sequence):
         raise TypeError(f"pairs: expected pairs of names, got {pair!r}")
     if len(pair) != 2 or not all(isinstance(name, str) for name in pair):
@@ -163,12 +163,12 @@ def _check_mask(name: str, mask: Any, like: Tensor, features: Mapping[str, Any])
 
 
 def _rows(features: Tensor | None, like: Tensor) -> Tensor:
-    """The features, or no rows of such a width and dtype, which need a gradient if those do."""
+    """The features, or an empty matrix with the same width, dtype and need for a gradient."""
     return like[:0] if features is None else features
 
 
 def _of(pair: Pair, value: Any, name: str) -> Any:
-    """A pair's own scale or bias."""
+    """The scale or bias of a pair."""
     if not isinstance(value, Mapping):
         return value
     if pair not in value:

@@ -1,4 +1,4 @@
-"""Rows of unit length, and a warning where rows that should have it do not."""
+"""Rows of unit length, and a warning about rows that should have it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from megabatch.similarity.arguments import accumulator_dtype, extremes
 from megabatch.torch_internals import transforms_active
 
-#: Rows whose lengths are looked at.
+#: Rows whose lengths are checked.
 SAMPLE = 1024
 
-#: Mean distance of rows' lengths from 1 above which they are taken for not normalised.
+#: Mean distance of rows' lengths from 1 above which rows count as not normalised.
 TOLERANCE = 0.1
 
 
@@ -53,12 +53,12 @@ class LengthWarning:
                 f"{name}: the lengths of rows differ from 1 by {found[0]:.3g} on average, and this "
                 "loss takes features as they are. Give normalize=True for cosine similarities, as "
                 "libraries that normalise compute them, or normalize=False for dot products.",
-                stacklevel=6,  # where the loss is called
+                stacklevel=6,  # the caller of the loss
             )
 
 
 def _deviation_on_host(features: Tensor) -> Tensor | None:
-    """Mean distance of rows' lengths from 1; None where there is nothing to look at."""
+    """Mean distance of rows' lengths from 1; None if there are none to check."""
     if type(features) not in (Tensor, nn.Parameter) or not features.numel():
         return None
     if features.device.type not in ("cpu", "cuda") or transforms_active():

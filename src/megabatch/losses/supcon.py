@@ -89,14 +89,14 @@ class SupConLoss(TemperatureLoss):
         losses = cross_entropy(rows) if self.form == "out" else _minus_log_mean(rows)
         some = (rows.positive_count > 0).to(losses.dtype)
         if x.shape[0] == 1 or (y is not None and y.shape[0] == 0):
-            # Of anchors that are in no pair, a NaN shows in no logit.
+            # A NaN in an anchor without any pair does not appear in a logit.
             losses = losses + 0.0 * x.detach().sum(1, dtype=losses.dtype)
         return global_mean(losses, self.group, some, name="embeddings")
 
 
 def _minus_log_mean(side: Split) -> Tensor:
-    """Each row's -log of the mean probability of its positives; 0 where there is none."""
-    # One positive's log-sum-exp is its logit: see `cross_entropy`.
+    """Each row's -log of the mean probability of its positives; 0 without positives."""
+    # The log-sum-exp of one positive is its logit; see `cross_entropy`.
     positive = torch.where(side.positive_count == 1, side.positive_sum, side.positive)
     count = side.positive_count.clamp(min=1)
     losses = minus_log_probability(positive, side.negative) + count.log()
