@@ -1,4 +1,4 @@
-"""The arguments of a GradientCache, checked."""
+"""Checked arguments of a GradientCache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from megabatch.gradient_cache.outputs import Key
 
 @dataclass(frozen=True)
 class Settings:
-    """What a step is made of.
+    """The settings of a step.
 
-    several: whether each batch has an encoder of its own; else there is one, which takes them all.
-    micro_batch_sizes, outputs: one for each encoder; of outputs, the keys that are cached, or None
-    for everything.
+    several: whether each batch has its own encoder; else a single one takes all batches.
+    micro_batch_sizes, outputs: one per encoder; outputs are the keys to be cached, None for all.
     """
 
     encoders: tuple[Any, ...]
@@ -42,10 +41,10 @@ class Settings:
         outputs: Any,
         unknown: Mapping[str, Any],
     ) -> Settings:
-        """See GradientCache.
+        """Check the arguments of GradientCache.
 
         Raises:
-            TypeError, ValueError: naming the argument.
+            TypeError, ValueError: an argument is wrong; the message names it.
         """
         _check_unknown(unknown)
         several = isinstance(encoders, (tuple, list, nn.ModuleList))
@@ -73,10 +72,10 @@ class Settings:
     def named_batches(
         self, batches: tuple[Any, ...], keywords: Mapping[str, Any]
     ) -> list[tuple[dict[str, Any], list[str]]]:
-        """For each encoder its batches by name, for messages, and which it takes by keyword.
+        """For each encoder, its batches by name, and the names of those passed by keyword.
 
         Raises:
-            TypeError: a batch too few or too many.
+            TypeError: the number of batches is wrong.
         """
         by_name = {name: keywords[name] for name in self.input_names if name in keywords}
         by_position = {f"batch {i}": batch for i, batch in enumerate(batches)}

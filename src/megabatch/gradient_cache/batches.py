@@ -1,8 +1,8 @@
-"""Batches as encoders take them: tensors, or nested mappings, lists and tuples of tensors.
+"""Encoders' batches: tensors, or nested mappings, lists and tuples of tensors.
 
-In the place of a tensor may stand anything whose rows are made when they are asked for: an object
-with `len(rows)` and `rows[slice] -> Tensor`, compressed images say. Anything else in a batch, a
-string or a flag, goes to the encoder as it is, in each micro-batch.
+Instead of a tensor there may be an object that makes its rows on access, with `len(rows)` and
+`rows[slice] -> Tensor`, such as compressed images. Anything else in a batch, such as a string or a
+flag, is passed to the encoder unchanged with each micro-batch.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """Rows that are made when they are asked for; the same rows each time.
+    """Rows that are made on access, and are the same each time.
 
-    It is asked from another thread than the caller's, where a device is given, and must not draw
-    from torch's global generator, whose state the encoders' random numbers depend on.
+    If a device is given, they are accessed from another thread than the caller's. They must not use
+    torch's global generator, whose state the encoders' random numbers depend on.
     """
 
     def __len__(self) -> int:
         """Number of rows."""
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """The rows start:stop, also none of them."""
+        """The rows start:stop; there may be none."""
 
 
 Leaf: TypeAlias = "Tensor | Rows"
 
-#: Of two rows batch normalisation can make statistics, and an output with a number a row has
-#: another shape than one that is a single number.
+#: With two rows batch normalisation has statistics, and an output with one number per row differs
+#: in shape from a single number.
 PLACEHOLDER_ROWS = 2
 
 
 def leaves(batch: Any, name: str = "batch") -> Iterator[tuple[str, Leaf]]:
-    """The tensors and rows of a batch, each with its path for messages."""
+    """Yield the tensors and `Rows` of a batch, each with its path for messages."""
     if isinstance(batch, Mapping):
         for key, value in batch.items():
             yield from leaves(value, f"{name}[{key!r}]")
@@ -63,10 +63,10 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def batch_size(batches: Mapping[str, Any]) -> int:
-    """The number of rows that all leaves of some batches share; the batches by name, for messages.
+    """The number of rows, common to all leaves of the batches; names are for messages.
 
     Raises:
-        ValueError: no tensor in any batch, or two numbers of rows.
+        ValueError: there is no tensor in any batch, or numbers of rows differ.
     """
     size, first = 0, ""
     for name, leaf in itertools.chain.from_iterable(leaves(b, n) for n, b in batches.items()):
@@ -81,10 +81,10 @@ def batch_size(batches: Mapping[str, Any]) -> int:
 
 
 def take(batch: Any, rows: slice) -> Any:
-    """The given rows of every leaf in the batch, in containers of the same types (views).
+    """Slice every leaf of the batch (views), in containers of the same types.
 
     Raises:
-        TypeError, ValueError: an object gave something else than a tensor of as many rows.
+        TypeError, ValueError: a `Rows` object did not return a tensor with as many rows.
     """
     return mapped(batch, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else _made(leaf, rows))
 
@@ -104,16 +104,16 @@ def _made(leaf: Rows, rows: slice) -> Tensor:
 
 
 def placeholder(batch: Any) -> Any:
-    """Rows of ones like those of a batch without rows.
+    """Rows of ones in the form of a batch that has no rows.
 
-    Ones are legal tokens, and attention masks that leave something to attend to.
+    Ones are legal tokens, and attention masks that do not mask everything.
     """
     empty = take(batch, slice(0, 0))
     return mapped(empty, lambda tensor: tensor.new_ones((PLACEHOLDER_ROWS, *tensor.shape[1:])))
 
 
 def mapped(batch: Any, function: Callable[[Any], Tensor]) -> Any:
-    """The batch with `function` of each leaf in its place, in containers of the same types."""
+    """Apply `function` to each leaf of the batch, in containers of the same types."""
     if isinstance(batch, Mapping):
         part = {key: mapped(value, function) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
@@ -126,9 +126,9 @@ def mapped(batch: Any, function: Callable[[Any], Tensor]) -> Any:
 
 
 def filled(mapping: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """A copy of a mapping, of its class, with these items in the place of its own.
+    """Copy a mapping, keeping its class, with these items instead of its own.
 
-    Hugging Face's BatchEncoding and ModelOutput stay what they are. (The latter has no `update`.)
+    For Hugging Face's BatchEncoding and ModelOutput (the latter has no `update`).
     """
     copied = copy.copy(mapping)
     for key, value in items.items():

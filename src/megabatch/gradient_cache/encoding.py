@@ -1,22 +1,23 @@
-"""One encoder's two passes over the micro-batches of a batch."""
+"""One encoder's two passes over a batch's micro-batches."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.gradient_cache.batches import tensors_in
+from megabatch.gradient_cache.autograd import reached_from
+from megabatch.gradient_cache.batches import leaves, tensors_in
 from megabatch.gradient_cache.feed import Feed, Parts
 from megabatch.gradient_cache.frozen import FrozenParts
-from megabatch.gradient_cache.graph import reached_from
+from megabatch.gradient_cache.offload import allocated
 from megabatch.gradient_cache.outputs import OutputForm, Outputs, assembled
-from megabatch.gradient_cache.room import allocated
 from megabatch.gradient_cache.state import (
     are_prepared,
     check_all_used,
@@ -25,29 +26,29 @@ from megabatch.gradient_cache.state import (
     gradient_wrappers,
     keep_running_statistics,
     modules_in,
-    nothing_synchronised,
+    no_sync,
     parameters_in,
     prepare,
     reduces_by_itself,
     set_random_state,
-    synchronises,
-    synchronising,
+    sync_settings,
+    with_sync,
 )
 from megabatch.gradient_cache.sums import GradientSums
-from megabatch.gradient_cache.versions import Versions
+from megabatch.torch_internals import version_of
 
 
 class Encoding:
-    """An encoder with the batches that it takes in one step, and what is cached between passes.
+    """An encoder with its batches in one step, and the state between the passes.
 
     After `forward`, `cached` holds the outputs of the whole batch as leaves of the loss's graph,
-    and `per_sample` the names of those that have a row per sample. After `backward`, `activations`
-    is the most that a micro-batch's graph took of the GPUs' memory, in bytes. `graph` holds the
-    outputs of the only micro-batch where its graph was kept.
+    and `per_sample` the keys of those that have a row per sample. After `backward`, `activations`
+    is the largest GPU memory of a micro-batch's graph, in bytes. `graph` holds the outputs of a
+    single micro-batch whose graph was kept.
 
-    `inputs` are the tensors that gradients are for: trainable parameters, and batches that require
-    a gradient. `direct`: gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP and
-    FSDP2 want it, and parameters that are out of sight and reentrant checkpoints need it.
+    `inputs` are the tensors that get gradients: trainable parameters, and batches that require a
+    gradient. `direct`: gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP,
+    FSDP2, reentrant checkpoints and parameters that are not visible from outside need it.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Encoding:
         form: OutputForm,
         feature_dtype: torch.dtype | None = None,
     ) -> None:
-        """Look into the encoder; `name` is for messages."""
+        """Find the encoder's modules, parameters and wrappers; `name` is for messages."""
         self.name = name
         self.encoder = encoder
         self.feed = feed
@@ -67,8 +68,8 @@ class Encoding:
         self.micro_batches: list[slice] = []
         self.modules = modules_in(encoder)
         self.wrappers = gradient_wrappers(self.modules)
-        self._synchronises = synchronises(self.wrappers)
-        self._nothing_yet = nothing_synchronised(self.wrappers)
+        self._sync = sync_settings(self.wrappers)
+        self._no_sync = no_sync(self.wrappers)
         parameters = parameters_in(encoder)
         tensors = tensors_in(feed.batches)
         self.devices = cuda_devices(tensors, parameters.values())
@@ -90,17 +91,17 @@ class Encoding:
 
     @functools.cached_property
     def frozen(self) -> FrozenParts:
-        """What need not run in the second pass; not looked for where there is none."""
+        """Parts that need not run in the second pass; searched for only if there is one."""
         return FrozenParts(self.modules, self.devices)
 
     def forward(self, *, second_pass: bool) -> None:
         """Encode all micro-batches without a graph.
 
-        With a `second_pass` to come, the random state before each is remembered.
+        For a `second_pass`, save the random state before each of them.
         """
         pieces = []
         feed = contextlib.closing(self.feed(self.micro_batches))
-        with synchronising(self._nothing_yet), feed as fed:
+        with with_sync(self._no_sync), feed as fed:
             for i, (rows, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
                 forward = self._forward_one if second_pass else self._evaluate_one
                 pieces.append(forward(i, rows, parts))
@@ -111,7 +112,7 @@ class Encoding:
             self._cache(key, [piece[key] for piece in pieces])
 
     def forward_once(self) -> None:
-        """Encode the only micro-batch, keeping its graph for `backward`.
+        """Encode the only micro-batch, keeping its graph for `backward_once`.
 
         Wrappers prepare here for the gradients that they will reduce over ranks.
         """
@@ -124,47 +125,45 @@ class Encoding:
             with self._statistics_of(rows):
                 self.graph = self._encode(parts)
         self.activations = allocated(self.devices) - before
-        self._look_into(self.graph)
+        self._inspect_graph(self.graph)
         for key, output in self.graph.items():
-            self._cache(key, [None if output is None else self._kept(output)])
+            self._cache(key, [None if output is None else self._to_cache(output)])
 
-    def take_gradients(self, gradients: Outputs, keep: Callable[[Tensor], Tensor]) -> None:
-        """Let go of the outputs; keep what the loss sent to them, where `keep` puts it."""
+    def take_gradients(self, gradients: Outputs, store: Callable[[Tensor], Tensor]) -> None:
+        """Replace the cached outputs by their gradients; `store` moves those per sample."""
         self.cached = {}
         self.gradients = gradients
         for key in self.per_sample:
             gradient = gradients[key]
-            gradients[key] = None if gradient is None else keep(gradient)
+            gradients[key] = None if gradient is None else store(gradient)
 
     def has_gradients(self) -> bool:
-        """Whether the loss sent a gradient to any output, so that `backward` has work to do."""
+        """Whether any output got a gradient, so that `backward` has work to do."""
         return any(gradient is not None for gradient in self.gradients.values())
 
     def backward_once(self, sums: GradientSums) -> None:
-        """Send the gradients through the graph of the only micro-batch, which is gone then."""
+        """Backpropagate through the graph of the only micro-batch, and free it."""
         graph, self.graph = self.graph, None
         assert graph is not None
-        if not are_prepared(
-            self.wrappers, self._preparation
-        ):  # of two losses added up, the one that comes later
+        if not are_prepared(self.wrappers, self._preparation):  # the sum of two losses
             del graph
             self.backward(sums, synchronise=True)
             return
         if self.wrappers and not self.has_gradients():
-            # They wait for each of their gradients, and would refuse the next step.
+            # They wait for all of their gradients, and would refuse the next step.
             self.gradients = {
                 key: None if output is None else torch.zeros_like(output)
                 for key, output in graph.items()
             }
-        with synchronising(self._synchronises):
-            self._send(graph, self.micro_batches[0], True, sums)
+        with with_sync(self._sync):
+            self._backpropagate(graph, self.micro_batches[0], True, sums)
         self.gradients = {}
 
     def backward(self, sums: GradientSums, *, synchronise: bool) -> None:
-        """Encode all micro-batches again, with a graph, and send the cached gradients through it.
+        """Encode all micro-batches again, with a graph, and backpropagate the cached gradients.
 
-        With `synchronise` DDP and FSDP2 do in the last micro-batch what they were set to do when
-        the step was called: reduce the gradients over ranks, unless the user said `no_sync`.
+        With `synchronise`, DDP and FSDP2 do in the last micro-batch what they were set to do when
+        the step was called: reduce the gradients over ranks, unless under `no_sync`.
         """
         prepare(self.wrappers)
         feed = contextlib.closing(self.feed(self.micro_batches))
@@ -172,14 +171,13 @@ class Encoding:
             for i, (rows, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
                 last = i == len(self.micro_batches) - 1
                 set_random_state(self.random_states[i])
-                at_the_end = self._synchronises if last and synchronise else self._nothing_yet
-                with synchronising(at_the_end):
+                with with_sync(self._sync if last and synchronise else self._no_sync):
                     self._backward_one(i, rows, parts, last, sums)
                 del parts
         self.gradients = {}
 
     def single_output(self) -> Tensor:
-        """The cached output of an encoder that has only one."""
+        """Return the cached output of an encoder that must have only one."""
         output = next(iter(self.cached.values()), None)
         if len(self.cached) != 1 or output is None:
             got = ", ".join(type(value).__name__ for value in self.cached.values())
@@ -189,47 +187,47 @@ class Encoding:
             )
         return output
 
-    # The functions below are functions so that a micro-batch's graph is gone when they return.
+    # These are functions so that a micro-batch's graph is freed when they return.
 
     def _forward_one(self, i: int, rows: slice, parts: Parts) -> Outputs:
         self.random_states.append(get_random_state(self.devices))
-        # Whether a frozen module, or a callable that is no module, leads back to a parameter is
-        # seen from its outputs; a graph is recorded until one does, that is none or only one.
+        # Only the outputs show whether a frozen module, or a callable that is not a module, depends
+        # on a parameter. Record graphs until one does: the earlier ones are empty.
         graph = not self.requires_grad or (i == 0 and bool(self.frozen))
         first_pass = self.frozen.first_pass(i)
         with self._statistics_of(rows), torch.set_grad_enabled(graph), first_pass:
             outputs = self._encode(parts)
         if graph:
-            self._look_into(outputs)
-        return {key: None if out is None else self._kept(out) for key, out in outputs.items()}
+            self._inspect_graph(outputs)
+        return {key: None if out is None else self._to_cache(out) for key, out in outputs.items()}
 
     def _evaluate_one(self, i: int, rows: slice, parts: Parts) -> Outputs:
         with self._statistics_of(rows):
             outputs = self._encode(parts)
-        return {key: None if out is None else self._kept(out) for key, out in outputs.items()}
+        return {key: None if out is None else self._to_cache(out) for key, out in outputs.items()}
 
-    def _look_into(self, outputs: Outputs) -> None:
-        """Learn from a graph what the outputs depend on."""
+    def _inspect_graph(self, outputs: Outputs) -> None:
+        """Find out from a graph which leaves the outputs depend on."""
         tensors = [tensor for tensor in outputs.values() if tensor is not None]
         if not any(tensor.requires_grad for tensor in tensors):
             return
         self.requires_grad = True
         known = {id(tensor) for tensor in self.inputs}
-        reached = reached_from(tensors, self._moved())
+        reached = reached_from(tensors, self._graph_inputs())
         hidden = [leaf for key, leaf in reached.leaves.items() if key not in known]
         self.inputs += hidden
         self.direct |= bool(hidden) or reached.reentrant
 
-    def _moved(self) -> list[Tensor]:
-        """Batches that another graph leads to."""
+    def _graph_inputs(self) -> list[Tensor]:
+        """Batches that are results of another graph."""
         return [tensor for tensor in self.inputs if not tensor.is_leaf]
 
     def _statistics_of(self, rows: slice) -> AbstractContextManager[None]:
-        """An idle micro-batch holds nobody's data: its statistics are not recorded."""
+        """Keep an idle micro-batch's rows, which are no data, out of running statistics."""
         idle = rows.start == rows.stop
         return keep_running_statistics(self.modules) if idle else contextlib.nullcontext()
 
-    def _kept(self, output: Tensor) -> Tensor:
+    def _to_cache(self, output: Tensor) -> Tensor:
         output = output.detach()
         narrow = self.feature_dtype is not None and output.ndim > 1 and output.is_floating_point()
         return output.to(self.feature_dtype) if narrow else output
@@ -241,40 +239,40 @@ class Encoding:
         with self.frozen.second_pass(i):
             encoded = self._encode(parts)
         self.activations = max(self.activations, allocated(self.devices) - before)
-        self._send(encoded, rows, last, sums)
+        self._backpropagate(encoded, rows, last, sums)
 
-    def _send(self, encoded: Outputs, rows: slice, last: bool, sums: GradientSums) -> None:
-        """Send the gradients of one micro-batch's outputs through its graph."""
+    def _backpropagate(self, encoded: Outputs, rows: slice, last: bool, sums: GradientSums) -> None:
+        """Backpropagate the gradients of one micro-batch's outputs."""
         outputs, upstream = [], []
         for key, output in encoded.items():
             gradient = self.gradients[key]
             if output is None or gradient is None or not output.requires_grad:
                 continue
             if key in self.per_sample:
-                outputs.append(output[: rows.stop - rows.start])  # of an idle micro-batch: no row
-                # From the host it is on its way while the graph's first steps are prepared.
+                outputs.append(output[: rows.stop - rows.start])  # no row if it is idle
+                # From the host it is copied while the backward pass is being launched.
                 upstream.append(gradient[rows].to(output, non_blocking=True))
-            else:  # once; but every micro-batch reaches the same parameters, as DDP expects
+            else:  # counted once, but every micro-batch reaches the same parameters, for DDP
                 outputs.append(output)
                 upstream.append(gradient if last else torch.zeros_like(gradient))
         if not outputs:
             return
-        moved = self._moved()
-        reached = reached_from(outputs, moved)
+        graph_inputs = self._graph_inputs()
+        reached = reached_from(outputs, graph_inputs)
         known = all(leaf in sums for leaf in reached.leaves.values())
         if self.direct or reached.reentrant or not known:
             if last and not reached.reentrant:
                 check_all_used(self.name, self.wrappers, reached.leaves)
             torch.autograd.backward(outputs, upstream)
         else:
-            sums.add_from(outputs, upstream, [*reached.leaves.values(), *moved])
+            sums.add_from(outputs, upstream, [*reached.leaves.values(), *graph_inputs])
 
     def _encode(self, parts: Parts) -> Outputs:
         *positional, named = parts
         return self.form.read(self.encoder(*positional, **named))
 
     def _cache(self, key: Any, pieces: list[Tensor | None]) -> None:
-        """Put one output's micro-batches together, as a leaf that collects the loss's gradient."""
+        """Assemble one output from its micro-batches, as a leaf for the loss's gradient."""
         name = f"encoders: output {key!r} of {self.name}"
         kept = [rows.stop - rows.start for rows in self.micro_batches]
         encoded = [self.feed.encoded(rows) for rows in self.micro_batches]
@@ -285,3 +283,36 @@ class Encoding:
             differentiable = whole.is_floating_point() or whole.is_complex()
             whole = whole.requires_grad_(self.requires_grad and differentiable)
         self.cached[key] = whole
+
+
+class Versions:
+    """Saved versions of an encoder's parameters and batches, to find changes in place."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        batches: Mapping[str, Any],
+        wrappers: Collection[nn.Module],
+    ) -> None:
+        """Save them; names are for messages. Rows that are made on access have no version."""
+        # FSDP2 replaces shards by whole parameters while it needs them.
+        sharded = any(not isinstance(wrapper, DistributedDataParallel) for wrapper in wrappers)
+        named = {
+            f"parameter {name}": parameter
+            for name, parameter in parameters.items()
+            if not sharded or hasattr(parameter, "device_mesh")
+        }
+        for name, batch in batches.items():
+            named |= {path: leaf for path, leaf in leaves(batch, name) if isinstance(leaf, Tensor)}
+        self._versions = {
+            name: (tensor, version_of(tensor))
+            for name, tensor in named.items()
+            if not tensor.is_inference()
+        }
+
+    def changed(self) -> str:
+        """The name of a tensor that was changed since; "" if none was."""
+        for name, (tensor, version) in self._versions.items():
+            if version_of(tensor) != version:
+                return name
+        return ""

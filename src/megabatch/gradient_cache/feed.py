@@ -1,4 +1,4 @@
-"""Micro-batches on their way to the device: the next one is prepared while one is computed on."""
+"""Loading micro-batches to the device: the next one is prepared while one is computed."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from megabatch.gradient_cache.batches import (
     tensors_in,
 )
 
-#: Of each batch the rows of one micro-batch; last, a dict of those that go by keyword.
+#: A micro-batch's rows of each batch; the last element is a dict of those passed by keyword.
 Parts: TypeAlias = "tuple[Any, ...]"
 
 _THREAD = "megabatch-feed"
 
 
 class Feed:
-    """Gives the micro-batches of a step's batches, on the device where one is given.
+    """Iterates over the micro-batches of a step's batches, on the given device if there is one.
 
-    A thread makes the next one ready while the caller works with one: it takes or decodes the rows,
-    pins them and copies them on a stream of their own. No third one is on the device by then: the
-    thread waits until the GPU is done with the one before. So the device holds the rows of two
-    micro-batches, whatever the batch.
+    A thread prepares the next one while the caller works with one: it slices or decodes the rows,
+    pins them and copies them on a stream of its own. Before that it waits until the GPU has
+    finished with the previous one, so the device holds the rows of two micro-batches at most.
     """
 
     def __init__(
@@ -42,26 +41,26 @@ class Feed:
         rows: int,
         device: torch.device | None,
     ) -> None:
-        """Take batches by name, some of which go to the encoder by keyword.
+        """`named`: batches by name; `keywords`: names of those passed by keyword.
 
-        `rows`: how many each batch has; none is legal.
+        `rows`: number of rows of each batch; 0 is legal.
         """
         self.named = named
         self.rows = rows
         positional = [batch for name, batch in named.items() if name not in keywords]
         batches = (*positional, {name: named[name] for name in keywords})
-        # Without a row of its own a rank takes part all the same in what ranks do together.
+        # A rank without rows still takes part in the collectives.
         self.batches = batches if rows else tuple(placeholder(batch) for batch in batches)
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self._ahead = device is not None and _gains_by_a_thread(self.batches, device)
+        self._ahead = device is not None and _worth_a_thread(self.batches, device)
 
     def __call__(self, micro_batches: Sequence[slice]) -> Generator[Parts, None, None]:
-        """The rows of each micro-batch; for an idle one (no rows) rows that nobody keeps.
+        """Yield the rows of each micro-batch; for an idle one (no rows), rows to be dropped.
 
-        An error on the way surfaces here, as it was raised. Close it (`contextlib.closing`): the
-        thread has ended then.
+        An error in the thread is raised here. Closing the generator (`contextlib.closing`) waits
+        for the thread's end.
         """
 
         def load(i: int) -> Parts:
@@ -75,10 +74,10 @@ class Feed:
         return one_ahead(load, range(len(micro_batches)), _THREAD)
 
     def encoded(self, rows: slice) -> int:
-        """How many rows an encoder gets for the micro-batch `rows`; an idle one has none itself.
+        """Number of rows that an encoder gets for the micro-batch `rows`, which may be idle.
 
         Many models cannot take zero rows, and FSDP's collectives need every rank in each forward
-        pass: so an idle micro-batch is one row, or an empty batch's placeholder.
+        pass: so an idle micro-batch has one row, or the placeholder of an empty batch.
         """
         return rows.stop - rows.start or (1 if rows.stop else PLACEHOLDER_ROWS)
 
@@ -93,17 +92,17 @@ class Feed:
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; from the host by way of pinned memory, without waiting."""
+    """Move to the device; from the host asynchronously, through pinned memory."""
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.requires_grad:
-        # Unpinned memory would be copied before this returns, at a fraction of the speed.
+        # Unpinned memory would be copied synchronously, at a fraction of the speed.
         tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
-def _gains_by_a_thread(batches: Parts, device: torch.device) -> bool:
+def _worth_a_thread(batches: Parts, device: torch.device) -> bool:
     tensors = tensors_in(batches)
     if any(tensor.requires_grad for tensor in tensors):
-        return False  # moving them is part of the graph, which belongs to the caller's thread
+        return False  # the move is part of the graph, which belongs to the caller's thread
     made = len(tensors) < sum(1 for _ in leaves(batches))
     return made or (device.type == "cuda" and any(t.device.type == "cpu" for t in tensors))
 
@@ -111,16 +110,16 @@ def _gains_by_a_thread(batches: Parts, device: torch.device) -> bool:
 def _on_cuda(
     load: Callable[[int], Parts], count: int, device: torch.device
 ) -> Generator[Parts, None, None]:
-    """As `one_ahead`; what is done on the GPU meanwhile goes on a stream of its own."""
+    """`one_ahead`, with the loads on a CUDA stream of their own."""
     stream = _stream(device)
-    # What the batches hold on the GPU may still be in the making.
+    # The batches' tensors on the GPU may still be being computed.
     stream.wait_stream(torch.cuda.current_stream(device))
-    used: list[torch.cuda.Event] = []  # for each micro-batch that the caller has used: when it had
+    used: list[torch.cuda.Event] = []  # the end of the caller's work on each micro-batch
 
     def load_on_stream(i: int) -> tuple[Parts, torch.cuda.Event]:
         if i > 1:
-            # The caller's host may be far ahead of its GPU, and memory is free only once the GPU is
-            # done: without this, inputs of many micro-batches could pile up.
+            # The host may be far ahead of the GPU, which frees memory when it is done: without
+            # this, inputs of many micro-batches could pile up.
             used[i - 2].synchronize()
         with torch.cuda.device(device), torch.cuda.stream(stream):
             return load(i), stream.record_event()
@@ -130,7 +129,7 @@ def _on_cuda(
             current = torch.cuda.current_stream(device)
             current.wait_event(ready)
             for tensor in tensors_in(parts):
-                if tensor.is_cuda:  # its memory is the other stream's
+                if tensor.is_cuda:  # its memory belongs to the other stream
                     tensor.record_stream(current)
             yield parts
             del parts
@@ -139,5 +138,5 @@ def _on_cuda(
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for each device: each new one would have memory of its own in the allocator."""
+    """One stream per device: the allocator keeps separate memory for each stream."""
     return torch.cuda.Stream(device)

@@ -1,10 +1,10 @@
-"""Parts of a model that pass no gradient on: run in the first pass, remembered in the second.
+"""Frozen parts of a model: run in the first pass, their outputs reused in the second.
 
-A model of a locked and a live tower (LiT) is one encoder: the second pass calls it whole. During a
-pass each locked part has another `forward`, set on the instance: in the first pass it records the
-part's outputs, in the second it returns them. The module itself stays in its place, so a model that
-iterates over its layers, reads their parameters or looks at their class, mode and hooks finds what
-it always finds, and hooks on the part are called in both passes.
+A model with a locked and a trained tower (LiT) is one encoder, which the second pass calls as a
+whole. During a pass each locked part has another `forward`, set on the instance: in the first pass
+it records the part's outputs, in the second it returns them. The module itself stays in place, so a
+model that iterates over its layers, reads their parameters or inspects their class, mode and hooks
+sees no change, and hooks on the part are called in both passes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from megabatch.torch_internals import (
 
 
 class FrozenParts:
-    """The largest frozen modules below trained ones that give a vector a sample.
+    """The largest frozen modules, inside trained ones, that return a vector per sample.
 
-    Frozen: it has parameters, and none requires a gradient. Only features, (rows, width), are
-    remembered: a frozen stem's output for trained layers can be as large as their activations. A
-    part is run again if its absence could be noticed: its output depends on something trained
-    before it, or was changed in place; its forward sets attributes, which the model may read; a
-    module inside it has a hook; or it was called a different number of times without a graph.
+    A module is frozen if it has parameters and none requires a gradient. Only features, (rows,
+    width), are recorded: a frozen stem's output for trained layers can be as large as their
+    activations. A part is run again if skipping it could be noticed: its output depends on
+    something trained before it, or was changed in place; its forward sets attributes, which the
+    model may read; a module inside it has a hook; or the number of its calls differs between
+    micro-batches.
     """
 
     def __init__(self, modules: list[nn.Module], devices: Iterable[torch.device]) -> None:
@@ -48,7 +49,7 @@ class FrozenParts:
 
     @contextlib.contextmanager
     def first_pass(self, micro_batch: int) -> Iterator[None]:
-        """Record the parts' outputs; micro-batch 0's graph shows which parts are constant."""
+        """Record the parts' outputs; the graph of micro-batch 0 shows which parts are constant."""
         with contextlib.ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.recording(micro_batch))
@@ -65,7 +66,7 @@ class FrozenParts:
 
 @dataclass
 class _Call:
-    """An output, and the random state and the tensor's version right after it was made."""
+    """An output, with the random state and the tensor's version right after the call."""
 
     output: Tensor
     version: int
@@ -73,7 +74,7 @@ class _Call:
 
 
 class _Part:
-    """A frozen module with what it returned in the first pass, by micro-batch and in order."""
+    """A frozen module with its outputs in the first pass, by micro-batch and in order."""
 
     def __init__(self, module: nn.Module, devices: set[torch.device]) -> None:
         self.module = module
@@ -83,7 +84,7 @@ class _Part:
 
     @contextlib.contextmanager
     def recording(self, micro_batch: int) -> Iterator[None]:
-        """Record the outputs inside, if nothing has shown yet that the part is not constant."""
+        """Record the outputs inside, unless the part is known not to be constant."""
         if not self.constant:
             yield
             return
@@ -98,7 +99,7 @@ class _Part:
 
     @contextlib.contextmanager
     def replaying(self, micro_batch: int) -> Iterator[None]:
-        """Return the recorded outputs instead of making them."""
+        """Return the recorded outputs instead of computing them."""
         calls = self.calls.pop(micro_batch, [])
         if not calls:
             yield
@@ -123,21 +124,21 @@ class _Part:
         call = calls.pop(0) if calls else None
         if call is None or version_of(call.output) != call.version:
             return forward(*args, **kw)
-        set_random_state(call.random_state)  # where the part's own draws left it
+        set_random_state(call.random_state)  # as after the part's own random numbers
         return call.output
 
     def _drop(self) -> None:
-        """Run the part in the second pass, as any other module."""
+        """Run the part in the second pass, like any other module."""
         self.constant = False
         self.calls.clear()
 
 
 @contextlib.contextmanager
 def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """This thread's calls of the module inside go to `function(forward, *args, **kwargs)`.
+    """Redirect this thread's calls of the module inside to `function(forward, *args, **kwargs)`.
 
-    A module that torch.compile has translated is called by its compiled call, which stays as it is:
-    another `forward` would have it compiled again.
+    For a module compiled in place, the compiled call is replaced: another `forward` would make
+    torch.compile compile it again.
     """
     name = COMPILED_CALL if is_compiled_in_place(module) else "forward"
     forward, thread, own = getattr(module, name), threading.get_ident(), vars(module)
@@ -159,15 +160,15 @@ def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterat
 
 
 def _largest_frozen(modules: list[nn.Module]) -> list[nn.Module]:
-    """Frozen children of modules that are not, but for those whose absence would be noticed."""
+    """Frozen children of other modules, except those that cannot be skipped unnoticed."""
     parameters = [p for module in modules for p in module.parameters(recurse=False)]
     if all(parameter.requires_grad for parameter in parameters):
         return []
-    out_of_reach = _out_of_reach(modules)
+    not_called = _not_called_themselves(modules)
     parts = [
         child
         for parent in modules
-        if parent not in out_of_reach and not _frozen(parent)
+        if parent not in not_called and not _frozen(parent)
         for child in parent.children()
         if _frozen(child) and not _has_hooks_inside(child)
     ]
@@ -183,8 +184,8 @@ def _frozen(module: nn.Module) -> bool:
     return found
 
 
-def _out_of_reach(modules: list[nn.Module]) -> set[nn.Module]:
-    """Modules that a caller runs in another form: one compiled whole, or copies in threads."""
+def _not_called_themselves(modules: list[nn.Module]) -> set[nn.Module]:
+    """Modules that run in another form: compiled with their parent, or as copies in threads."""
     roots = (
         module for module in modules if is_compiled(module) or isinstance(module, nn.DataParallel)
     )
@@ -192,9 +193,9 @@ def _out_of_reach(modules: list[nn.Module]) -> set[nn.Module]:
 
 
 def _has_hooks_inside(part: nn.Module) -> bool:
-    """Whether a user's hook would not be called if the part's forward (or compiled call) is not.
+    """Whether skipping the part's forward (or compiled call) would skip a user's hook.
 
-    PyTorch's own hooks, FSDP2's say, serve the forward pass that they belong to.
+    PyTorch's own hooks, such as FSDP2's, only serve that forward pass.
     """
     compiled = is_compiled_in_place(part)
     return any(
@@ -211,9 +212,9 @@ def _from_torch(hook: Callable[..., Any]) -> bool:
 
 
 def _attributes(part: nn.Module) -> list[dict[str, Any]]:
-    """The attributes of all modules of a part, with the members of lists and the like.
+    """The attributes of all modules of a part, with the members of containers.
 
-    Without parameters, which FSDP2 exchanges in a forward pass.
+    Parameters are left out: FSDP2 exchanges them during a forward pass.
     """
     return [
         {name: _members(value) for name, value in vars(module).items() if name != "_parameters"}

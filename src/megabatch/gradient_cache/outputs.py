@@ -1,4 +1,4 @@
-"""What encoders return: what of it is cached, and in which form the loss gets it."""
+"""Encoders' outputs: the tensors to be cached, and the form in which the loss gets them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Outputs: TypeAlias = "dict[Key, Tensor | None]"
 
 
 class OutputForm:
-    """Takes the tensors out of an encoder's output, and puts cached ones in their place.
+    """Takes the tensors out of an encoder's output, and arranges cached ones for the loss.
 
     A tensor, and the items of a tuple or list, reach the loss by position, the items of a dict by
-    keyword. Any other mutable mapping, Hugging Face's ModelOutput say, reaches it as itself: one
-    object of its class, with the cached tensors, and None for what is not cached.
+    keyword. Any other mutable mapping, such as Hugging Face's ModelOutput, reaches it as one object
+    of the same class, with the cached tensors, and None for the others.
     """
 
     def __init__(self, name: str, wanted: Sequence[Key] | None) -> None:
-        """`name` of the encoder, for messages; `wanted`: what is cached, or None for everything."""
+        """`name`: of the encoder, for messages; `wanted`: keys to be cached, None for all."""
         self.name = name
         self.wanted = wanted
         self._by_keyword = False
         self._empty: MutableMapping[Any, Any] | None = None
 
     def read(self, output: Any) -> Outputs:
-        """The tensors that are to be cached.
+        """Return the tensors that are to be cached.
 
         Raises:
-            TypeError: something else than a tensor or None is among them.
-            ValueError: one that is wanted is not there.
+            TypeError: one of them is neither a tensor nor None.
+            ValueError: a wanted one is missing.
         """
         if isinstance(output, Tensor):
             items: dict[Any, Any] = {0: output}
@@ -59,7 +59,7 @@ class OutputForm:
         return items
 
     def arguments(self, cached: Outputs) -> tuple[list[Any], dict[Any, Any]]:
-        """The loss's positional and keyword arguments."""
+        """Return the loss's positional and keyword arguments."""
         if self._empty is not None:
             return [filled(self._empty, cached)], {}
         if self._by_keyword:
@@ -74,20 +74,20 @@ class OutputForm:
     def _wanted(self, items: dict[Any, Any], key: Key) -> Any:
         if key in items:
             return items[key]
-        there = ", ".join(map(repr, items))
-        raise ValueError(f"outputs: expected {self.name} to return {key!r}, got {there}")
+        present = ", ".join(map(repr, items))
+        raise ValueError(f"outputs: expected {self.name} to return {key!r}, got {present}")
 
 
 def assembled(
     name: str, pieces: list[Tensor | None], kept: list[int], encoded: list[int]
 ) -> tuple[Tensor | None, bool]:
-    """One output of the whole batch, from those of the micro-batches, and whether it has rows.
+    """Assemble an output of the whole batch from the micro-batches', and tell if it is per sample.
 
     Args:
         name: of the output, for messages.
-        pieces: one a micro-batch.
+        pieces: one per micro-batch.
         kept: rows of the micro-batches.
-        encoded: rows that the encoder got, more than none even for an idle micro-batch.
+        encoded: rows that the encoder got: at least one, even for an idle micro-batch.
 
     Raises:
         ValueError: it is neither per sample nor shared by all samples.
@@ -115,7 +115,7 @@ def assembled(
 
 
 def _all_equal(tensors: list[Tensor]) -> bool:
-    """Whether all are the same, NaN equal to NaN: the one value that a step reads back."""
+    """Whether all are equal, NaN equal to NaN: the one value that a step reads back to the host."""
     if len(tensors) == 1:
         return True
     values, first = torch.stack(tensors), tensors[0]

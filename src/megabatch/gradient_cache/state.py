@@ -1,4 +1,4 @@
-"""State around the encoders: random generators, gradient synchronisation, running statistics."""
+"""State of the encoders' surroundings: generators, gradient reduction, running statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megabatch.torch_internals import fsdp_groups, is_batch_norm, is_instance_no
 
 
 def cuda_devices(*tensors: Iterable[Tensor]) -> set[torch.device]:
-    """The CUDA devices of the tensors, and the current one if CUDA is in use."""
+    """The CUDA devices of the tensors, and the current one if CUDA is initialised."""
     devices = {tensor.device for tensor in itertools.chain(*tensors) if tensor.is_cuda}
     if torch.cuda.is_initialized():
         devices.add(torch.device("cuda", torch.cuda.current_device()))
@@ -32,7 +32,7 @@ def get_random_state(devices: Iterable[torch.device]) -> dict[torch.device, Tens
 
 
 def set_random_state(states: dict[torch.device, Tensor]) -> None:
-    """Put back what `get_random_state` gave."""
+    """Restore a state from `get_random_state`."""
     for device, state in states.items():
         if device.type == "cpu":
             torch.set_rng_state(state)
@@ -41,13 +41,13 @@ def set_random_state(states: dict[torch.device, Tensor]) -> None:
 
 
 def modules_in(function: Any) -> list[nn.Module]:
-    """Modules and submodules that a callable is, is a method of, or refers to."""
+    """The modules, with submodules, that a callable is, is a method of, or refers to."""
     modules = (module for root in _roots_in(function) for module in root.modules())
     return list(dict.fromkeys(modules))
 
 
 def parameters_in(function: Any) -> dict[str, Tensor]:
-    """The parameters of the modules of `modules_in`, by their names there."""
+    """The parameters of the modules in `modules_in`, by name."""
     if isinstance(function, nn.Module):
         return dict(function.named_parameters())
     roots = _roots_in(function)
@@ -75,11 +75,11 @@ def _roots_in(function: Any) -> list[nn.Module]:
 
 
 def gradient_wrappers(modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules that reduce gradients over ranks: DDP's and FSDP2's."""
+    """The modules that reduce gradients over ranks: those of DDP and FSDP2."""
     wrappers: list[nn.Module] = []
     for module in modules:
         if isinstance(module, DistributedDataParallel):
-            if module.static_graph:  # PyTorch's own no_sync ends in an internal assertion
+            if module.static_graph:  # PyTorch's no_sync then fails in an internal assertion
                 raise ValueError(
                     "encoders: DistributedDataParallel(static_graph=True) cannot hold back its "
                     "synchronisation; expected static_graph=False"
@@ -91,20 +91,20 @@ def gradient_wrappers(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def reduces_by_itself(modules: Iterable[nn.Module]) -> bool:
-    """Whether FSDP1 is among them, which reduces gradients in each micro-batch as they come."""
+    """Whether FSDP1 is among them, which reduces gradients in each micro-batch."""
     names = {cls.__name__ for module in modules for cls in type(module).__mro__}
     return "FullyShardedDataParallel" in names
 
 
-def synchronises(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]:
-    """What each wrapper is set to do, as its user left it (`no_sync`, say)."""
+def sync_settings(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]:
+    """The current settings of each wrapper, which a user's `no_sync` may have changed."""
     return {wrapper: _sync(wrapper) for wrapper in wrappers}
 
 
 @contextlib.contextmanager
-def synchronising(settings: dict[nn.Module, Sync]) -> Iterator[None]:
-    """Inside, wrappers are set so; afterwards as they were."""
-    before = synchronises(settings)
+def with_sync(settings: dict[nn.Module, Sync]) -> Iterator[None]:
+    """Apply these settings inside, and restore the previous ones afterwards."""
+    before = sync_settings(settings)
     try:
         for wrapper, sync in settings.items():
             _set_sync(wrapper, sync)
@@ -115,10 +115,10 @@ def synchronising(settings: dict[nn.Module, Sync]) -> Iterator[None]:
 
 
 def prepare(wrappers: Iterable[nn.Module]) -> object:
-    """Begin a forward pass with a graph, in which wrappers prepare for the gradients to come.
+    """Announce a forward pass with a graph, in which wrappers prepare to reduce gradients.
 
     Returns:
-        What `are_prepared` takes.
+        A token for `are_prepared`.
     """
     preparation = object()
     for wrapper in wrappers:
@@ -127,9 +127,9 @@ def prepare(wrappers: Iterable[nn.Module]) -> object:
 
 
 def are_prepared(wrappers: Iterable[nn.Module], preparation: object) -> bool:
-    """Whether no wrapper has prepared for another forward pass of ours since.
+    """Whether no wrapper has been prepared for another forward pass since.
 
-    DDP would let the gradients of the earlier one pass by without reducing them.
+    DDP does not reduce the gradients of the earlier one.
     """
     return all(_prepared[wrapper] is preparation for wrapper in wrappers)
 
@@ -138,7 +138,7 @@ _prepared: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
 
 class UnusedParameters(RuntimeError):
-    """DistributedDataParallel waits for gradients that never come; `names` says whose."""
+    """DistributedDataParallel waits for gradients that never come; `names`: of the parameters."""
 
     def __init__(self, encoder: str, names: list[str]) -> None:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -151,7 +151,7 @@ class UnusedParameters(RuntimeError):
 
 
 def check_all_used(encoder: str, wrappers: Iterable[nn.Module], reached: Container[int]) -> None:
-    """Look, before its gradients are reduced, whether DDP will get all that it waits for.
+    """Check, before gradients are reduced, that DDP will get all that it waits for.
 
     Args:
         encoder: its name, for messages.
@@ -159,7 +159,7 @@ def check_all_used(encoder: str, wrappers: Iterable[nn.Module], reached: Contain
         reached: ids of the tensors that will get a gradient.
 
     Raises:
-        UnusedParameters: it will not, and would refuse the next step for another reason.
+        UnusedParameters: it will not, and would fail in the next step with another message.
     """
     for wrapper in wrappers:
         if not isinstance(wrapper, DistributedDataParallel):
@@ -172,19 +172,19 @@ def check_all_used(encoder: str, wrappers: Iterable[nn.Module], reached: Contain
             if parameter.requires_grad and name not in wrapper.parameters_to_ignore
         }
         unused = [name for name, is_reached in waited_for.items() if not is_reached]
-        # One that this encoder refers to, but does not call, waits for nothing now.
+        # A wrapper that the encoder refers to, but does not call, waits for nothing.
         if 0 < len(unused) < len(waited_for):
             raise UnusedParameters(encoder, unused)
 
 
 class Sync(NamedTuple):
-    """Whether a wrapper's gradients go to their shards' ranks, and are added up over replicas."""
+    """Whether a wrapper's gradients are reduced to the shards' ranks, and over replicas."""
 
     reduce: bool
     all_reduce: bool
 
 
-def nothing_synchronised(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]:
+def no_sync(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]:
     """Settings that leave the wrappers' gradients on their ranks."""
     return dict.fromkeys(wrappers, Sync(False, False))
 
@@ -208,7 +208,7 @@ def _set_sync(wrapper: Any, sync: Sync) -> None:
 
 @contextlib.contextmanager
 def keep_running_statistics(modules: list[nn.Module]) -> Iterator[None]:
-    """Training-mode normalisation inside uses a batch's statistics, but does not record them."""
+    """Let training-mode normalisation use a batch's statistics inside without recording them."""
     with contextlib.ExitStack() as stack:
         for module in modules:
             if not (module.training and getattr(module, "track_running_stats", False)):

@@ -1,20 +1,20 @@
 """Gradient caching (Gao et al. 2021, arXiv 2101.06983).
 
-The gradient of a loss of b x d features with respect to the encoders' weights splits where the
-graph is thin, at the features:
+The chain rule splits the gradient of a loss of b x d features with respect to the encoders' weights
+at the features, where the graph is thin:
 
-    features  = encode each micro-batch, without a graph     # O(b d) numbers are kept
+    features  = encode each micro-batch, without a graph     # O(b d) numbers are cached
     loss      = loss(features)                               # its own graph is kept, O(b d)
     loss.backward()                                          # gives d loss / d features, and then:
-    encode each micro-batch again, with a graph, and send its rows of d loss / d features through
+    encode each micro-batch again, with a graph, and backpropagate its rows of d loss / d features
 
-The second forward pass sees the random state of the first, so the two agree also under dropout.
+The second forward pass uses the random states of the first, so both agree under dropout, too.
 
-The loss comes from one autograd node, whose inputs are the trainable parameters, and whose backward
-pass is the last two lines. So a caller may do with the loss what one does with a loss: scale it,
-add another, hand it to a trainer. All of it arrives at the node as one factor. The gradients of the
-micro-batches are added up beside `.grad` and leave the node together, so that hooks on parameters,
-those of a DistributedDataParallel around the whole training step too, see one gradient a step.
+The loss is the output of one autograd node, whose inputs are the trainable parameters, and whose
+backward pass is the last two lines. So a caller may use it like any loss: scale it, add another
+one, hand it to a trainer. The node gets the result as one upstream gradient. The micro-batches'
+gradients are summed beside `.grad` and leave the node together, so that hooks on parameters, also
+those of a DistributedDataParallel around the whole training step, see one gradient per step.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ import torch
 from torch import Tensor
 
 from megabatch.gradient_cache.arguments import Settings
+from megabatch.gradient_cache.autograd import attach
 from megabatch.gradient_cache.batches import batch_size
-from megabatch.gradient_cache.drift import DriftCheck
+from megabatch.gradient_cache.checks import DriftCheck, UnusedLoss
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
-from megabatch.gradient_cache.left_out import Unused
-from megabatch.gradient_cache.node import attach
+from megabatch.gradient_cache.offload import OffloadPolicy
 from megabatch.gradient_cache.outputs import OutputForm
-from megabatch.gradient_cache.room import Room
+from megabatch.gradient_cache.second_pass import SecondPass, checked_loss
 from megabatch.gradient_cache.state import parameters_in
-from megabatch.gradient_cache.waiting import WaitingStep, checked_loss
 from megabatch.ranks import all_gather_numbers, global_ranks
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ Encoder = Callable[..., Any]
 
 
 class GradientCache:
-    """A whole batch's loss and exact gradient, in the memory of one micro-batch's activations.
+    """The loss and exact gradient of a large batch, in the memory of one micro-batch's activations.
 
         step = GradientCache((image_encoder, text_encoder), loss, micro_batch_size=256)
         value = step(images, texts)      # first pass, and the loss
@@ -59,47 +58,47 @@ class GradientCache:
     `compute_loss`. Under `torch.no_grad()` a step only evaluates.
 
     In exact arithmetic the gradient is that of the undivided batch; with dropout, that of one graph
-    through the same micro-batches under the same random states. The first pass goes encoder by
-    encoder, micro-batch by micro-batch. The second sees what it saw: autocast, default dtype and
-    device, precision of float32 products, train or eval, `no_sync`, random states; PyTorch's random
-    state (CPU and CUDA) is afterwards as `backward()` found it. Python's and NumPy's generators are
-    not replayed. Batch normalisation normalises each micro-batch by its own statistics, so it is
-    **not exact**; its running statistics see each micro-batch once.
+    through the same micro-batches with the same random states. The first pass goes encoder by
+    encoder, micro-batch by micro-batch. The second one runs in the same context: autocast, default
+    dtype and device, float32 matmul precision, train or eval mode, `no_sync`, random states.
+    Afterwards PyTorch's random state (CPU and CUDA) is the one that `backward()` found. Python's
+    and NumPy's generators are not replayed. Batch normalisation uses each micro-batch's own
+    statistics, so it is **not exact**; its running statistics are updated once by each micro-batch.
 
-    **What an output is.** A tensor whose first dimension is the micro-batch's number of rows, in
-    every micro-batch, is per sample: it is concatenated. A tensor of shape () or (1,) is shared by
-    all samples (a scale, a bias): it must have the same value in every micro-batch, is taken once,
-    and its gradient is sent back in one micro-batch, the last. Anything else is an error. Where all
+    **Outputs.** A tensor whose first dimension equals the micro-batch's number of rows, in every
+    micro-batch, is per sample: it is concatenated. A tensor of shape () or (1,) is shared by all
+    samples (a scale, a bias): it must have the same value in every micro-batch, is used once, and
+    its gradient is backpropagated in the last micro-batch. Anything else is an error. If all
     micro-batches have one row, shape (1,) counts as shared.
 
-    **A batch of one micro-batch**, on every rank and of every encoder, is encoded once, as in a
-    step without gradient caching: its graph waits for the loss.
+    **A batch of one micro-batch**, on every rank and for every encoder, is encoded once, as in a
+    step without gradient caching: its graph is kept for the backward pass.
 
-    **Frozen encoders** run once: where no output requires a gradient there is no second pass. A
+    **Frozen encoders** run once: if no output requires a gradient, there is no second pass. A
     module with trainable parameters is known to need one; for anything else (a locked tower, a
-    method, a function) the first pass records a graph until an output requires a gradient. So does
-    a locked tower inside one model, below trained modules: the largest modules without trainable
-    parameters that give a vector a sample are not run in the second pass, unless something trained
-    comes before them, their absence could be noticed (a hook inside, attributes that they set), or
-    torch.compile has the model in one piece.
+    method, a function) the first pass records a graph until an output requires a gradient. A locked
+    tower inside a model runs once, too: the second pass skips the largest modules without trainable
+    parameters that return a vector per sample, unless something trained comes before them, skipping
+    them could be noticed (a hook inside, attributes that they set), or torch.compile has compiled
+    the whole model.
 
     **Gradients leave together**, when the second pass is done: an exception in it changes no
-    `.grad`. (Where there is a gradient in `.grad` already, and no hook on the parameter, what comes
-    is added there at once, to take no more memory.) Tensors that `loss` uses directly, those in
-    `loss_kwargs` too, get their gradients in the same backward pass.
+    `.grad`. (If `.grad` already has a gradient, and the parameter no hook, gradients are added to
+    it at once, to save memory.) Tensors that `loss` uses directly, also those in `loss_kwargs`, get
+    their gradients in the same backward pass.
 
-    **Several processes.** Under DistributedDataParallel and FSDP2 (`fully_shard`) each wrapped
-    module synchronises its gradients once a step, in the last micro-batch of the encoder that it
-    belongs to; its gradients go to `.grad` in each micro-batch, so `torch.autograd.grad` and
+    **Several processes.** With DistributedDataParallel and FSDP2 (`fully_shard`) each wrapped
+    module synchronises its gradients once per step, in the last micro-batch of its encoder. Its
+    gradients go to `.grad` in each micro-batch, so `torch.autograd.grad` and
     `backward(inputs=...)` are errors there. A wrapper around the whole training step synchronises
     when the gradients leave the node. A rank with fewer micro-batches than another takes part in
-    the rest with one row whose outputs are dropped; a rank without any row does so with two rows of
+    the others with one row whose outputs are dropped; a rank without any row, with two rows of
     ones. Wrappers, and batch normalisation, are found inside modules, methods of modules, partials,
-    and among the modules that a function refers to; a wrapper hidden deeper still gives right
-    gradients, but synchronises in each micro-batch. Encoders that nothing synchronises drift apart:
-    a few weights are compared over the ranks at the beginning of the second and the tenth step, and
-    a warning names one that differs. The ranks of a group tell each other what they do by way of
-    their hosts; one that leaves `backward()` out is named by the others.
+    and among the modules that a function refers to; with a wrapper that is hidden deeper, gradients
+    are right, but it synchronises in each micro-batch. Encoders that nothing synchronises drift
+    apart: a few weights are compared over the ranks at the beginning of the second and the tenth
+    step, with a warning that names one that differs. The hosts of a group's ranks tell each other
+    which call they make; a rank that leaves out `backward()` is named by the others.
 
     `torch.compile` leaves a step out of its graphs; encoders and losses may be compiled. Compiled
     autograd is refused.
@@ -119,42 +118,42 @@ class GradientCache:
         outputs: int | str | Sequence[int | str] | None = None,
         **unknown: Any,
     ) -> None:
-        """Check and keep the parts of a step.
+        """Check the arguments.
 
         Args:
-            encoders: a tuple of callables, one per batch, each giving a tensor; or one callable
-                that takes all batches and gives a tensor, a tuple or a mapping of tensors. A tuple
-                reaches the loss by position, a dict by keyword, another mapping (Hugging Face's
-                ModelOutput) as one object of its class. A `None` keeps its position, but is left
-                out of a dict. Every tensor returned, a logit scale too, is cached and its gradient
-                sent back through the encoder, so none bypasses DDP or FSDP.
+            encoders: a tuple of callables, one per batch, each returning a tensor; or one callable
+                that takes all batches and returns a tensor, a tuple or a mapping of tensors. A
+                tuple reaches the loss by position, a dict by keyword, another mapping (Hugging
+                Face's ModelOutput) as one object of its class. A `None` keeps its position, but is
+                left out of a dict. Every returned tensor, also a logit scale, is cached and its
+                gradient backpropagated through the encoder, so none bypasses DDP or FSDP.
             loss: called as `loss(*outputs, **loss_kwargs)` or `loss(**outputs, **loss_kwargs)`, it
-                gives one number. Parameters that it uses directly get their gradients directly.
-            micro_batch_size: the rows that an encoder sees at once, at least 1; or as many numbers
-                as there are encoders. The last micro-batch may be smaller; more than the batch has
-                is legal.
+                returns one number. Parameters that it uses directly get their gradients directly.
+            micro_batch_size: rows per call of an encoder, at least 1; or one number per encoder.
+                The last micro-batch may be smaller; the size may exceed the batch.
             group: the ranks that must agree on the number of micro-batches: a process group, `None`
-                for the default one where torch.distributed is initialised, or "local" for no
+                for the default one if torch.distributed is initialised, or "local" for no
                 communication.
-            device: where the encoders work. Batches then stay where they are, on the host say, and
-                move there micro-batch by micro-batch, the next one while one is computed on; the
-                device holds the rows of two micro-batches. None: batches are where they belong.
-            feature_dtype: what per-sample outputs of two dimensions and more are kept in; half the
-                memory for features, the loss's copies and gradients. Under autocast to the same
-                dtype the losses of megabatch give the same values: they cast to it in any case.
+            device: the encoders' device. Batches then stay where they are, such as on the host, and
+                are moved micro-batch by micro-batch, each during the computation of the previous
+                one; the device holds the rows of two micro-batches. None: batches are not moved.
+            feature_dtype: dtype of cached per-sample outputs with at least two dimensions; a half
+                type halves the memory of features, the loss's copies and gradients. Under autocast
+                to the same dtype megabatch's losses give the same values: they cast to it anyway.
             gradients_on_host: whether gradients of features wait on the host for the second pass.
-                None: where they would leave too little room, measured, for a micro-batch's
-                activations.
-            input_names: keywords of a call that are batches. One model gets them by keyword
-                (`("input_ids", "pixel_values")`); of several encoders each has one. Other keywords
-                go to the loss.
-            outputs: of a model that returns more than the loss needs, the keys (or positions) of
-                what is cached; the rest is dropped. For several encoders one, or one for each.
+                None: if otherwise, by measurement, a micro-batch's activations would not fit.
+            input_names: keywords of a call that are batches. A single model gets them by keyword
+                (`("input_ids", "pixel_values")`); several encoders get one each. Other keywords
+                are passed to the loss.
+            outputs: for models that return more than the loss needs, the keys (or positions) of
+                the outputs to be cached; the others are dropped. For several encoders, one key for
+                all or one for each.
 
         Raises:
-            TypeError: an argument of the wrong type; `scaler`, which is gone.
-            ValueError: no encoder; micro_batch_size below 1; a feature_dtype that is no floating
-                point; a number of names, sizes or outputs that does not fit the encoders.
+            TypeError: an argument has a wrong type; `scaler` is no longer an argument.
+            ValueError: there is no encoder; micro_batch_size is below 1; feature_dtype is not a
+                floating point type; the number of names, sizes or outputs does not match the
+                encoders.
         """
         self._settings = Settings.checked(
             encoders, loss, micro_batch_size, group, device, feature_dtype, input_names, outputs,
@@ -163,39 +162,40 @@ class GradientCache:
         self.loss = loss
         self.group = group
         self.gradients_on_host = gradients_on_host
-        self._room = Room()
+        self._offload = OffloadPolicy()
         self._drift = DriftCheck()
         self._steps = 0
-        self._last: Unused | None = None
+        self._last: UnusedLoss | None = None
 
     def __call__(self, /, *batches: Any, **keywords: Any) -> Tensor:
-        """The loss of `batches`; its `backward()` adds their gradients to `.grad`.
+        """Compute the loss of `batches`; its `backward()` adds their gradients to `.grad`.
 
         Args:
-            *batches: tensors, or nested mappings, lists and tuples of tensors, all of one encoder
-                with the same number of rows (first dimension). In the place of a tensor may stand
-                an object with `__len__` and `__getitem__(slice) -> Tensor`, compressed images say:
-                its rows are made when their turn comes, in each pass, and must be the same each
-                time. Anything else (None, a string, a flag) goes to the encoder as it is, with each
-                micro-batch. No row is legal where another rank has one. Batches stay as they are
-                until `backward()` is done.
-            **keywords: batches by keyword (`input_names`); the rest is passed on to the loss,
-                whole.
+            *batches: tensors, or nested mappings, lists and tuples of tensors, with the same number
+                of rows (first dimension) for each encoder. Instead of a tensor there may be an
+                object with `__len__` and `__getitem__(slice) -> Tensor`, such as compressed images:
+                its rows are made in each pass, when they are needed, and must be the same each
+                time. Anything else (None, a string, a flag) is passed unchanged with each
+                micro-batch. A batch may have no row if another rank's has one. Batches must not
+                change until `backward()` is done.
+            **keywords: batches by keyword (`input_names`); the others are passed to the loss, not
+                split.
 
         Returns:
-            The loss, shape (). `backward()` is possible once; `retain_graph` and `create_graph` are
-            not.
+            The loss, shape (). It supports one `backward()`, without `retain_graph` or
+            `create_graph`.
 
         Raises:
-            TypeError: a batch, an encoder's output or the loss's is of the wrong type.
-            ValueError: no row on any rank, or batches of different sizes; an output that is neither
-                per sample nor shared; a loss that is not one number or needs no gradient;
-                DistributedDataParallel with `static_graph=True`, which knows no `no_sync`; ranks
-                that call different things.
+            TypeError: a batch, an encoder's output or the loss has a wrong type.
+            ValueError: no rank has a row, or batches differ in size; an output is neither per
+                sample nor shared; the loss is not one number or needs no gradient;
+                DistributedDataParallel has `static_graph=True`, which does not support `no_sync`;
+                ranks make different calls.
             RuntimeError: an optimizer stepped, but the last step's loss was not backpropagated.
-                Out of `backward()`: a second one, `retain_graph` or `create_graph`; a parameter or
-                a batch changed in place meanwhile; `torch.autograd.grad` or `inputs=` with a
-                wrapper inside the encoders. All these come before any `.grad` changes.
+                From `backward()`: it is the second one, or has `retain_graph` or `create_graph`; a
+                parameter or a batch was changed in place since; `torch.autograd.grad` or `inputs=`
+                is used with a wrapper inside the encoders. These are raised before any `.grad`
+                changes.
         """
         return _uncompiled_step()(self, batches, keywords)
 
@@ -214,25 +214,25 @@ class GradientCache:
     def _train(self, encodings: list[Encoding], loss_kwargs: dict[str, Any]) -> Tensor:
         once = all(len(e.micro_batches) == 1 for e in encodings) and _distinct(encodings)
         call = f"GradientCache, backward pass of step {self._steps}"
-        waiting = WaitingStep(
+        second_pass = SecondPass(
             encodings,
             once=once,
-            room=self._room,
+            offload=self._offload,
             gradients_on_host=self.gradients_on_host,
-            tell=lambda: self._begin_backward(unused, call),
+            announce=lambda: self._begin_backward(unused, call),
         )
         for encoding in encodings:
             if once:
                 encoding.forward_once()
             else:
                 encoding.forward(second_pass=True)
-        # Autocast keeps its casts of weights, and one made without a graph passes no gradient on.
+        # Autocast caches casts of weights; those made without a graph would pass no gradient on.
         torch.clear_autocast_cache()
         args, kwargs = self._loss_arguments(encodings)
-        value = waiting.loss_of(self.loss, args, kwargs, loss_kwargs)
+        value = second_pass.loss_of(self.loss, args, kwargs, loss_kwargs)
         del args, kwargs
-        self._last = unused = Unused(waiting.inputs)
-        return attach(value, waiting.inputs, waiting)
+        self._last = unused = UnusedLoss(second_pass.inputs)
+        return attach(value, second_pass.inputs, second_pass)
 
     def _evaluate(self, encodings: list[Encoding], loss_kwargs: dict[str, Any]) -> Tensor:
         for encoding in encodings:
@@ -240,7 +240,7 @@ class GradientCache:
         args, kwargs = self._loss_arguments(encodings)
         return checked_loss(self.loss(*args, **kwargs, **loss_kwargs)).detach().reshape(())
 
-    def _begin_backward(self, unused: Unused, call: str) -> None:
+    def _begin_backward(self, unused: UnusedLoss, call: str) -> None:
         all_gather_numbers(call, [], self.group)
         unused.used()
 
@@ -262,12 +262,12 @@ class GradientCache:
         return made
 
     def _divide(self, encodings: list[Encoding], training: bool) -> None:
-        """Give each encoding its micro-batches, and empty ones where other ranks have more."""
+        """Set each encoding's micro-batches, with empty ones if other ranks have more."""
         for encoding, size in zip(encodings, self._settings.micro_batch_sizes, strict=True):
             rows = encoding.feed.rows
             starts = range(0, rows, size)
             encoding.micro_batches = [slice(start, min(start + size, rows)) for start in starts]
-        most = self._most([len(encoding.micro_batches) for encoding in encodings], training)
+        most = self._max_counts([len(encoding.micro_batches) for encoding in encodings], training)
         for encoding, count in zip(encodings, most, strict=True):
             rows = encoding.feed.rows
             encoding.micro_batches += [slice(rows, rows)] * (count - len(encoding.micro_batches))
@@ -277,8 +277,8 @@ class GradientCache:
                 )
                 raise ValueError(f"{which}expected at least one row over all processes, got 0")
 
-    def _most(self, counts: list[int], training: bool) -> list[int]:
-        """The largest of all ranks' numbers; in a few steps weights are compared on the way."""
+    def _max_counts(self, counts: list[int], training: bool) -> list[int]:
+        """The maximum of each count over ranks; a few steps compare weights along with it."""
         self._steps += training
         ranks = global_ranks(self.group)
         if len(ranks) == 1:
@@ -301,13 +301,13 @@ class GradientCache:
 
 @functools.cache  # at the first step: it imports torch._dynamo
 def _uncompiled_step() -> Callable[..., Tensor]:
-    """`GradientCache._step` as a graph break; of the class, since a bound method would keep its
+    """`GradientCache._step` as a graph break. It is unbound, since a bound method would keep its
     instance, and so the encoders, alive until the garbage collector runs."""
     step: Callable[..., Tensor] = torch.compiler.disable(GradientCache._step)
     return step
 
 
 def _distinct(encodings: list[Encoding]) -> bool:
-    """Whether no wrapper would see a second forward pass before the backward pass of the first."""
+    """Whether no wrapper gets two forward passes before the first one's backward pass."""
     wrappers = [wrapper for encoding in encodings for wrapper in encoding.wrappers]
     return len(set(wrappers)) == len(wrappers)

@@ -1,4 +1,4 @@
-"""Gradients of the micro-batches, added up until they leave the step's node together."""
+"""Sums of the micro-batches' gradients, until they leave the step's node together."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from megabatch.gradient_cache.graph import put_hooks_back, set_hooks_aside
+from megabatch.gradient_cache.autograd import put_hooks_back, set_hooks_aside
 from megabatch.torch_internals import tensor_hooks
 
 
 class GradientSums:
-    """For each of a node's inputs the sum of the gradients that reached it; a context manager.
+    """For each of a node's inputs, the sum of its gradients so far; a context manager.
 
-    A leaf's gradients are taken by a hook as soon as they are made, one parameter at a time, as
-    `.backward()` would add them to `.grad`: never is a micro-batch's whole gradient in memory
-    beside the sum. The leaf's own hooks see the sum alone, when it has left the node.
+    A hook takes a leaf's gradient as soon as it is computed, one parameter at a time, as
+    `.backward()` would add it to `.grad`: a micro-batch's whole gradient is never in memory beside
+    the sum. The leaf's own hooks see only the sum, when it leaves the node.
 
-    If there is a gradient in `.grad` already, as under gradient accumulation, a second tensor of
-    that size would raise the peak. So it is added there (`in_place`), and what leaves the node is
-    zero, in the memory of one number.
+    If `.grad` already has a gradient, as under gradient accumulation, a second tensor of that size
+    would raise the peak. Gradients are then added to `.grad` (`in_place`), and the node returns a
+    zero that takes the memory of one number.
     """
 
     def __init__(self, inputs: Sequence[Tensor], in_place: Sequence[bool]) -> None:
         """`in_place`: for each input, whether sums may be added to `.grad`."""
         self._inputs = inputs
-        self._places = {id(tensor): i for i, tensor in enumerate(inputs)}
+        self._indices = {id(tensor): i for i, tensor in enumerate(inputs)}
         self._sums: list[Tensor | None] = [
             tensor.grad if allowed else None
             for tensor, allowed in zip(inputs, in_place, strict=True)
@@ -42,7 +42,7 @@ class GradientSums:
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether the tensor is one of the inputs."""
-        return id(tensor) in self._places
+        return id(tensor) in self._indices
 
     def __enter__(self) -> GradientSums:
         return self
@@ -59,10 +59,10 @@ class GradientSums:
         tensors: Sequence[Tensor],
         others: Sequence[Tensor] = (),
     ) -> list[Tensor | None]:
-        """Send gradients through the graph of `outputs`, and add what reaches `tensors`.
+        """Backpropagate through the graph of `outputs`, and add the gradients of `tensors`.
 
         Returns:
-            The gradients of `others`, None where none came.
+            The gradients of `others`, None for those that got none.
         """
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
         with self._taking_from(tensors):
@@ -76,11 +76,11 @@ class GradientSums:
 
     def add(self, tensor: Tensor, gradient: Tensor) -> None:
         """Add a gradient of one of the inputs."""
-        i = self._places[id(tensor)]
+        i = self._indices[id(tensor)]
         self._reached[i] = True
         total = self._sums[i]
         if total is None:
-            # It may be shared with another parameter's (of a + b), or be expanded.
+            # It may be shared with another parameter's gradient (of a + b), or be expanded.
             self._sums[i] = _copy(gradient, tensor)
         elif _plain(total):
             total.add_(gradient)
@@ -88,7 +88,7 @@ class GradientSums:
             self._sums[i] = total + gradient
 
     def results(self) -> list[Tensor | None]:
-        """What leaves the node for each input; None where no gradient came."""
+        """Return the node's gradient for each input; None for those that got none."""
         sums, self._sums = self._sums, []
         for i, total in enumerate(sums):
             if not self._reached[i]:
@@ -105,19 +105,19 @@ class GradientSums:
 
     @contextlib.contextmanager
     def _taking_from(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, leaves' gradients are taken, and no other hook of theirs is called."""
-        mine = [tensor for tensor in tensors if tensor.is_leaf]
-        aside = [set_hooks_aside(leaf, but=self._hook(leaf).id) for leaf in mine]
+        """Take the leaves' gradients inside, and call none of their other hooks."""
+        leaves = [tensor for tensor in tensors if tensor.is_leaf]
+        aside = [set_hooks_aside(leaf, but=self._hook(leaf).id) for leaf in leaves]
         self._taking = True
         try:
             yield
         finally:
             self._taking = False
-            for leaf, hooks in zip(mine, aside, strict=True):
+            for leaf, hooks in zip(leaves, aside, strict=True):
                 put_hooks_back(leaf, hooks)
 
     def _hook(self, leaf: Tensor) -> RemovableHandle:
-        i = self._places[id(leaf)]
+        i = self._indices[id(leaf)]
         if i not in self._handles:
             self._handles[i] = leaf.register_hook(functools.partial(self._take, i))
         return self._handles[i]
@@ -130,9 +130,9 @@ class GradientSums:
 
 
 def may_add_in_place(tensor: Tensor) -> bool:
-    """Whether a sum for this leaf may be added to its `.grad`, and zero be returned for it.
+    """Whether gradients of this leaf may be added to its `.grad`, and zero be returned for it.
 
-    A hook on the leaf would see the zero.
+    Not if the leaf has a hook, which would see the zero.
     """
     gradient = tensor.grad if tensor.is_leaf else None
     hooks = tensor_hooks(tensor)
@@ -140,12 +140,12 @@ def may_add_in_place(tensor: Tensor) -> bool:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether it is neither sparse nor of a subclass such as DTensor."""
+    """Whether the tensor is neither sparse nor of a subclass such as DTensor."""
     return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
 def _copy(gradient: Tensor, like: Tensor) -> Tensor:
-    """The gradient in memory of its own, laid out as `.grad` is to be; autograd then takes it."""
+    """Copy the gradient in the layout that `.grad` should have, so that autograd takes it over."""
     if not (_plain(gradient) and like.layout is torch.strided):
         return gradient.clone()
     return torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache import GradientCache
-from megabatch.gradient_cache.drift import PARAMETERS, DriftCheck
+from megabatch.gradient_cache.checks import PARAMETERS, DriftCheck
 from tests.gradient_cache.towers import Tower, clip_loss, pairs
 from tests.similarity.distributed.processes import World, on_processes
 

@@ -1,4 +1,4 @@
-"""A step between its loss and the backward pass of that loss."""
+"""The second pass of a step, from its loss to the gradients."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.gradient_cache.autograd import is_accumulated, reached_from
 from megabatch.gradient_cache.encoding import Encoding
-from megabatch.gradient_cache.graph import is_accumulated, reached_from
+from megabatch.gradient_cache.forward_context import ForwardContext
+from megabatch.gradient_cache.offload import OffloadPolicy, to_host
 from megabatch.gradient_cache.outputs import Outputs
-from megabatch.gradient_cache.room import Room, to_host
 from megabatch.gradient_cache.state import cuda_devices, get_random_state, set_random_state
 from megabatch.gradient_cache.sums import GradientSums, may_add_in_place
-from megabatch.gradient_cache.surroundings import Surroundings
 from megabatch.torch_internals import graph_is_retained
 
-_AGAIN = (
+_SECOND_BACKWARD = (
     "GradientCache: expected one backward pass of a loss, got a second one; call the step again, "
     "or add losses up before loss.backward()"
 )
 
 
-class WaitingStep:
-    """The first pass is done; the second one comes when the loss is backpropagated.
+class SecondPass:
+    """A step whose first pass is done, until its loss is backpropagated.
 
-    Called, it is the backward pass of the loss's node: it sends the upstream factor through the
-    loss's own graph to the cached features, frees that graph, and encodes again. Every error that
-    can be known comes before any `.grad` changes. Then it lets go of everything.
+    Calling it is the backward pass of the loss's node: it backpropagates the upstream gradient
+    through the loss's own graph to the cached features, frees that graph, and encodes again. All
+    foreseeable errors are raised before any `.grad` changes. Finally it releases everything.
     """
 
     def __init__(
@@ -36,28 +36,28 @@ class WaitingStep:
         encodings: list[Encoding],
         *,
         once: bool,
-        room: Room,
+        offload: OffloadPolicy,
         gradients_on_host: bool | None,
-        tell: Callable[[], None],
+        announce: Callable[[], None],
     ) -> None:
-        """Remember what the second pass has to see again.
+        """Save the context that the second pass needs.
 
         Args:
             encodings: before their first pass.
             once: whether they keep the graph of their only micro-batch.
-            room: knows where gradients of features are to wait.
-            gradients_on_host: as GradientCache takes it.
-            tell: tells the other ranks that the backward pass begins here.
+            offload: decides where gradients of features wait.
+            gradients_on_host: as in GradientCache.
+            announce: tells the other ranks that the backward pass begins here.
         """
         self.encodings = encodings
         self.begun = False
         self._once = once
-        self._room = room
+        self._offload = offload
         self._gradients_on_host = gradients_on_host
-        self._tell = tell
+        self._announce = announce
         modules = [module for encoding in encodings for module in encoding.modules]
         self._devices = set().union(*(encoding.devices for encoding in encodings), cuda_devices())
-        self._surroundings = Surroundings(dict.fromkeys(modules), self._devices)
+        self._context = ForwardContext(dict.fromkeys(modules), self._devices)
         self._aliases: dict[Tensor, Tensor] = {}
         self._loss_leaves: list[Tensor] = []
         self.loss: Tensor | None = None
@@ -70,7 +70,7 @@ class WaitingStep:
         kwargs: Mapping[Any, Any],
         loss_kwargs: Mapping[str, Any],
     ) -> Tensor:
-        """Compute the loss of the cached outputs, and keep its graph; the value, shape ().
+        """Compute the loss of the cached outputs, shape (), and keep its graph.
 
         Args:
             function: the loss.
@@ -78,10 +78,11 @@ class WaitingStep:
             loss_kwargs: the caller's keywords.
 
         Raises:
-            TypeError, ValueError: it is no number, or depends on nothing that requires a gradient.
+            TypeError, ValueError: it is not one number, or depends on nothing that requires a
+                gradient.
         """
-        cut = {name: self._cut(value) for name, value in loss_kwargs.items()}
-        loss = checked_loss(function(*args, **kwargs, **cut))
+        detached = {name: self._detached(value) for name, value in loss_kwargs.items()}
+        loss = checked_loss(function(*args, **kwargs, **detached))
         if not loss.requires_grad:
             raise ValueError("loss: the value returned depends on nothing that requires a gradient")
         features = {id(t) for encoding in self.encodings for t in _trained(encoding.cached)}
@@ -98,10 +99,10 @@ class WaitingStep:
         return self.loss
 
     def __call__(self, upstream: Tensor, nodes: Sequence[Any]) -> Sequence[Tensor | None]:
-        """The second pass; see `node.Replay`."""
+        """Run the second pass; see `autograd.Backward`."""
         accumulated = [is_accumulated(node) for node in nodes]
         self._check(all(accumulated))
-        self._tell()
+        self._announce()
         self.begun = True
         sums = GradientSums(
             self.inputs,
@@ -112,18 +113,18 @@ class WaitingStep:
         )
         random_state = get_random_state(self._devices)
         try:
-            with sums, self._surroundings.restored(), torch.enable_grad():
-                torch.clear_autocast_cache()  # of casts without a graph, which pass nothing on
+            with sums, self._context.restored(), torch.enable_grad():
+                torch.clear_autocast_cache()  # casts from the first pass have no graph
                 self._backward_of_loss(upstream, sums)
                 self._second_pass(sums)
             return sums.results() or [None]
         finally:
             set_random_state(random_state)
-            self._let_go()
+            self._release()
 
     def _check(self, all_accumulated: bool) -> None:
         if self.begun:
-            raise RuntimeError(_AGAIN)
+            raise RuntimeError(_SECOND_BACKWARD)
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "GradientCache: create_graph=True is not possible: the second pass keeps no graph "
@@ -151,11 +152,11 @@ class WaitingStep:
                 )
 
     def _backward_of_loss(self, upstream: Tensor, sums: GradientSums) -> None:
-        """Bring the loss's gradient to the cached features, whose memory is free then."""
+        """Backpropagate the loss to the cached features, and free those."""
         loss, self.loss = self.loss, None
         assert loss is not None
         wrapped = {id(t) for e in self.encodings if e.wrappers for t in e.inputs}
-        # DDP and FSDP2 reduce these with what the second pass adds to their .grad.
+        # DDP and FSDP2 reduce these together with the second pass's additions to .grad.
         reduced = [leaf for leaf in self._loss_leaves if id(leaf) in wrapped]
         others = [leaf for leaf in self._loss_leaves if id(leaf) not in wrapped]
         features = [tensor for encoding in self.encodings for tensor in _trained(encoding.cached)]
@@ -173,10 +174,10 @@ class WaitingStep:
             if gradient is not None:
                 sums.add(tensor, gradient)
         del loss, features, wanted, found
-        self._keep(gradients)
+        self._store(gradients)
 
-    def _keep(self, gradients: list[Outputs]) -> None:
-        """Let go of the features; their gradients wait for the second pass where there is room."""
+    def _store(self, gradients: list[Outputs]) -> None:
+        """Replace the features by their gradients, on the GPU if they fit, else on the host."""
         host = False if self._once else self._gradients_on_host
         if host is None:
             large = [
@@ -186,7 +187,7 @@ class WaitingStep:
                 if gradient is not None and key in encoding.per_sample
             ]
             modules = (module for encoding in self.encodings for module in encoding.modules)
-            host = not self._room.suffices(large, modules)
+            host = not self._offload.fits(large, modules)
             del large
         for encoding, found in zip(self.encodings, gradients, strict=True):
             encoding.take_gradients(found, to_host if host else lambda gradient: gradient)
@@ -200,13 +201,13 @@ class WaitingStep:
         for i, encoding in enumerate(replayed):
             again = any(encoding.encoder is later.encoder for later in replayed[i + 1 :])
             encoding.backward(sums, synchronise=not again)
-            self._room.measured(encoding.activations)
+            self._offload.measured(encoding.activations)
 
-    def _cut(self, value: Any) -> Any:
-        """A leaf in the place of a tensor that another graph leads to.
+    def _detached(self, value: Any) -> Any:
+        """Replace a tensor that is the result of another graph by a leaf.
 
-        That graph belongs to the caller, who may use it elsewhere as well; the gradient goes there
-        through the step's node.
+        That graph belongs to the caller, who may also use it elsewhere; its gradient leaves through
+        the step's node.
         """
         if not (isinstance(value, Tensor) and value.requires_grad and not value.is_leaf):
             return value
@@ -214,18 +215,18 @@ class WaitingStep:
             self._aliases[value] = value.detach().requires_grad_()
         return self._aliases[value]
 
-    def _let_go(self) -> None:
-        """Whoever keeps the loss keeps no batch alive by it."""
+    def _release(self) -> None:
+        """Free batches and graphs, though the caller may keep the loss."""
         self.encodings, self.inputs, self._loss_leaves = [], [], []
         self._aliases = {}
         self.loss = None
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """The loss, if it is one number.
+    """Return the loss if it is one number.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not.
     """
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss: expected it to return a tensor, got {type(loss).__name__}")
@@ -235,7 +236,7 @@ def checked_loss(loss: Any) -> Tensor:
 
 
 def _trained(cached: Mapping[Any, Tensor | None]) -> list[Tensor]:
-    """The cached outputs that collect a gradient."""
+    """The cached outputs that get a gradient."""
     return [tensor for tensor in cached.values() if tensor is not None and tensor.requires_grad]
 
 
@@ -244,7 +245,7 @@ def _is_trained(tensor: Tensor | None) -> bool:
 
 
 def _add_to_grad(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Add to `.grad` without calling a hook, as DDP's would reduce it now."""
+    """Add to `.grad` without calling hooks: DDP's would reduce it now."""
     if gradient is None:
         return
     if leaf.grad is None:

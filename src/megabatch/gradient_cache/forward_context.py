@@ -1,7 +1,7 @@
-"""What a forward pass depends on besides its inputs, as it is when a step is called.
+"""The context of a forward pass: the settings besides its inputs that it depends on.
 
-The second pass runs when `.backward()` is called: outside autocast as a rule, perhaps after a call
-of `eval()`, under another default dtype. It has to compute what the first pass did.
+The second pass runs when `.backward()` is called: usually outside autocast, perhaps after a call of
+`eval()`, or under another default dtype. It must compute the same function as the first pass.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-class Surroundings:
+class ForwardContext:
     """Autocast, default dtype and device, precision of float32 products, modes, CUDA streams."""
 
     def __init__(self, modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> None:
-        """As they are now."""
+        """Save the current settings."""
         self._autocast = {device: _autocast(device) for device in AUTOCAST_DEVICES}
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._dtype = torch.get_default_dtype()
@@ -30,7 +30,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """As they were inside, and as they are now afterwards."""
+        """Restore the saved settings inside, and afterwards those of the caller."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(_on_stream(stream))
@@ -67,13 +67,13 @@ def _autocast(device: str) -> tuple[bool, torch.dtype]:
 def _float32_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by the newer names, one for each backend; PyTorch refuses to mix
+    except RuntimeError:  # set by the newer per-backend names, which PyTorch refuses to mix
         return ""
 
 
 @contextlib.contextmanager
 def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """On this stream, which begins after the current one's work, and before what follows there."""
+    """Run on this stream, after the current stream's earlier work and before its later work."""
     current = torch.cuda.current_stream(stream.device)
     if stream == current:
         yield

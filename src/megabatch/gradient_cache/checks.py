@@ -1,21 +1,25 @@
-"""Whether the ranks' weights drift apart, as they do where nothing averages their gradients."""
+"""Checks for mistakes that stay unnoticed: ranks that drift apart, a left-out `backward()`."""
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 #: Training steps at whose beginning weights are compared: after the first update, and later, since
-#: there may be several steps to one update.
+#: an update may take several steps.
 STEPS = (2, 10)
 #: Parameters compared.
 PARAMETERS = 4
-#: Sums of equal weights may differ so much, relatively, from one kind of GPU to another.
+#: Relative difference that sums of equal weights may have between different kinds of GPUs.
 TOLERANCE = 1e-9
 
 _NOTHING = [0] * PARAMETERS
@@ -24,8 +28,8 @@ _NOTHING = [0] * PARAMETERS
 class DriftCheck:
     """Compares a few parameters over the ranks, and warns once if they differ.
 
-    What is compared are sums of elements. They travel with what the ranks tell each other in each
-    step; a GPU is waited for at the steps of `STEPS` alone.
+    It compares sums of elements, which travel with the ranks' exchange at each step. Only the steps
+    in `STEPS` wait for a GPU.
     """
 
     def __init__(self) -> None:
@@ -34,7 +38,7 @@ class DriftCheck:
         self._warned = False
 
     def numbers(self, parameters: Iterable[tuple[str, Tensor]]) -> list[int]:
-        """This rank's part of the exchange at the next training step, always as many numbers.
+        """Return this rank's part of the exchange at the next training step, PARAMETERS numbers.
 
         Args:
             parameters: with their names, in the same order on each rank.
@@ -49,7 +53,7 @@ class DriftCheck:
         return [*map(_bits, sums), *_NOTHING[len(sums) :]]
 
     def compare(self, table: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
-        """Warn, on the first rank, if the numbers in the table's rows differ, one row a rank."""
+        """Warn on the first rank if the rows of the table differ; there is one per rank."""
         for name, *bits in zip(self._compared, *table, strict=False):
             sums = [_number(value) for value in bits]
             other = next((i for i in range(len(sums)) if not _close(sums[i], sums[0])), None)
@@ -73,7 +77,7 @@ class DriftCheck:
 
 
 def _replicated(parameter: Tensor) -> bool:
-    """Whether each rank should hold the same: no shard of DTensor, FSDP, DeepSpeed or Megatron."""
+    """Whether ranks should have equal values: no shard of DTensor, FSDP, DeepSpeed or Megatron."""
     return (
         parameter.requires_grad
         and parameter.is_floating_point()
@@ -86,10 +90,10 @@ def _replicated(parameter: Tensor) -> bool:
 
 
 def _spread(parameters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The first, the last, and as many between them as are compared."""
+    """Choose PARAMETERS of them, evenly, from the first to the last."""
     last = len(parameters) - 1
-    places = {round(i * last / (PARAMETERS - 1)) for i in range(PARAMETERS)} if parameters else ()
-    return [parameters[i] for i in sorted(places)]
+    chosen = {round(i * last / (PARAMETERS - 1)) for i in range(PARAMETERS)} if parameters else ()
+    return [parameters[i] for i in sorted(chosen)]
 
 
 def _close(a: float, b: float) -> bool:
@@ -104,3 +108,59 @@ def _bits(number: float) -> int:
 def _number(bits: int) -> float:
     (number,) = struct.unpack("d", struct.pack("q", bits))
     return float(number)
+
+
+class UnusedLoss:
+    """A step's loss that has not been backpropagated yet.
+
+    It finds loops that never call `backward()`, which was right when a step filled `.grad` itself.
+    Nothing else would report it: the optimizer skips parameters without a gradient.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = {id(parameter) for parameter in parameters}
+        self.optimizer_stepped = False
+        _watch_optimizers()
+        _unused.add(self)
+
+    def used(self) -> None:
+        """Note that its backward pass begins."""
+        _unused.discard(self)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        groups = optimizer.param_groups
+        if any(
+            id(parameter) in self._parameters for group in groups for parameter in group["params"]
+        ):
+            self.optimizer_stepped = True
+
+    def raise_if_left_out(self) -> None:
+        """Report before the next step that this one's `backward()` was left out.
+
+        A loss that is only read or discarded, without an optimizer step after it, is no mistake.
+
+        Raises:
+            RuntimeError: an optimizer with its parameters has stepped since.
+        """
+        if self in _unused and self.optimizer_stepped:
+            self.used()
+            raise RuntimeError(
+                "GradientCache: an optimizer stepped after the step before this one, but the loss "
+                "of that was never backpropagated: call loss.backward() before optimizer.step() "
+                "(a step fills .grad no longer by itself), or call the step under torch.no_grad() "
+                "where its loss is only looked at"
+            )
+
+
+_unused: WeakSet[UnusedLoss] = WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_note_all)
+
+
+def _note_all(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for unused in list(_unused):
+        unused.note(optimizer)
