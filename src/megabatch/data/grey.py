@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from megabatch.data.pairs import Pair
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 
 IMAGES, PAIRS = "images.npy", "pairs.txt"
 
@@ -40,8 +40,7 @@ class GreyPairs:
             # Fixed width: a list of objects would be copied, page by page, into every worker.
             self._captions = np.array([text.encode() for *_, text in rows], dtype=np.bytes_)
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UsageError(f"cannot read {self.folder}: {reason}") from error
+            raise UsageError(f"cannot read {self.folder}: {one_line(error)}") from error
         shape, dtype = self.images.shape, self.images.dtype
         if dtype != np.uint8 or len(shape) != 4 or shape[:2] != (len(rows), 1) or not rows:
             raise UsageError(

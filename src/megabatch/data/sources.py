@@ -15,7 +15,7 @@ from megabatch.data.grey import GreyPairs, is_grey_folder
 from megabatch.data.mixture import SEPARATOR, check_factors, mix
 from megabatch.data.pairs import PairDataset
 from megabatch.data.svg import SVG_SIZE
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 from megabatch.extras import named_extras
 
 TABLES = (".csv", ".tsv", ".parquet")
@@ -226,7 +226,7 @@ def _read_entry(path: Path, *key_and_default: Any) -> Any:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"cannot read {path}: {one_line(error)}") from error
     if not isinstance(document, dict) or (not default and not isinstance(document.get(key), list)):
         raise UsageError(f"{path} is not what datasets writes: expected a list {key!r} in it")
     return document.get(key)

@@ -14,7 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from megabatch.data.json_lines import json_names, read_json
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 
 TEXT_TABLES = (".csv", ".tsv")
 #: Field separators of text tables, the most usual first.
@@ -111,7 +111,7 @@ def _is_json(path: Path) -> bool:
 def _unreadable(path: Path, error: Exception) -> UsageError:
     if path.is_file() and path.stat().st_size == 0:
         return UsageError(f"cannot read {path}: the file is empty (0 bytes)")
-    return UsageError(f"cannot read {path}: {' '.join(str(error).split())}")
+    return UsageError(f"cannot read {path}: {one_line(error)}")
 
 
 def _header(path: Path, separator: str) -> list[str]:

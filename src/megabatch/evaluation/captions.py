@@ -17,7 +17,7 @@ from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
 from megabatch.data.svg import SVG_SIZE
 from megabatch.data.table_files import Column, MappedColumn
 from megabatch.data.tables import Table, Wanted, is_text, look_at_images, no_rows, open_table
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.samples import Captions, ConcatSamples, Sample, Samples, first_of
 
 _COLUMNS = {
@@ -329,7 +329,7 @@ def _open_json(path: Path, image_folder: Path | None, split: str | None) -> List
         else:
             listed = _karpathy(images, split or "test", files)
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{path} cannot be read: {one_line(error)}") from error
     except (KeyError, TypeError) as error:
         raise UsageError(
             f"{path}: expected COCO's captions (images with id and file_name, annotations with "

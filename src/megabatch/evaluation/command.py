@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.config import EvalConfig
 from megabatch.options import parse
 
@@ -64,9 +64,7 @@ def process_group() -> Iterator[None]:
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
         dist.init_process_group(timeout=_TIMEOUT)  # Gloo, and NCCL where there is CUDA
     except (ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"the processes cannot be joined: {' '.join(str(error).split())}"
-        ) from error
+        raise UsageError(f"the processes cannot be joined: {one_line(error)}") from error
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megabatch import files
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 from megabatch.models import ModelOptions, Towers, create
 
 if sys.version_info >= (3, 11):
@@ -82,7 +82,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path} cannot be read: {_one_line(error)}") from error
+        raise UsageError(f"{path} cannot be read: {one_line(error, 200)}") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -136,16 +136,11 @@ def _load_first_good(towers: Towers, candidates: list[Path]) -> Path:
         try:
             towers.module.load_state_dict(load_file(path))
         except (SafetensorError, OSError) as error:
-            failures.append(f"{path} is damaged: {_one_line(error)}")
+            failures.append(f"{path} is damaged: {one_line(error, 200)}")
         except RuntimeError as error:  # load_state_dict, after a list of every name
-            failures.append(f"{path} holds the weights of another model: {_one_line(error)}")
+            failures.append(f"{path} holds the weights of another model: {one_line(error, 200)}")
         else:
             return path
     raise UsageError(
         failures[0] if len(failures) == 1 else f"no checkpoint is whole; {failures[0]}"
     )
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -16,7 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 from megabatch.data.pairs import BadSample, decode_image
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -140,7 +140,7 @@ class FolderLabels:
                 )
             self._images = make_dataset(folder, class_indices, IMG_EXTENSIONS)
         except OSError as error:
-            raise UsageError(f"{folder}: {' '.join(str(error).split())}") from error
+            raise UsageError(f"{folder}: {one_line(error)}") from error
         self.classes: list[str] | None = classes
         self.n_classes = len(classes)
 

@@ -1,4 +1,4 @@
-"""Two-tower models by name: open_clip's, Hugging Face's, small pairs of our own."""
+"""Two-tower models by name: open_clip's, Hugging Face's, and two small ones of our own."""
 
 from megabatch.models.options import ModelOptions
 from megabatch.models.registry import available, create

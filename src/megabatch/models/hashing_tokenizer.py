@@ -1,4 +1,4 @@
-"""A tokenizer that fits nothing: what a text is made of, hashed into a fixed number of buckets."""
+"""A tokenizer without training: a text's features, hashed into a fixed number of buckets."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s-]")  # letters together; each digit and sign alone
+_WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s-]")  # runs of letters; single digits and signs
 
 
 @dataclass(frozen=True)
 class HashingTokenizer:
-    """Words, pairs of neighbouring words, and trigrams of letters, each a bucket's number.
+    """Words, pairs of neighbouring words, and trigrams of letters, each as a bucket's number.
 
-    A name never seen in training still has its known words and pieces of words; pairs carry the
-    order that a bag of words loses. Stateless: the same text gives the same tokens everywhere.
+    A name that training has not seen still has known words and parts of words; pairs keep the order
+    that a bag of words loses. Stateless: the same text gives the same tokens everywhere.
 
     num_buckets: tokens are 1 to num_buckets - 1; 0 is padding.
-    context_length: tokens a text; where a long text has more, trigrams go first, then pairs.
-        64 hold all of 98% of the glyphs' names (36 on average).
+    context_length: tokens per text; a longer text loses trigrams first, then pairs. 64 are enough
+        for 98% of the glyphs' names (36 on average).
     """
 
     num_buckets: int = 16_384
@@ -33,7 +33,7 @@ class HashingTokenizer:
     def __call__(self, texts: str | list[str]) -> Tensor:
         """Return the texts' tokens, int64 (n, context_length), zeros after the last."""
         batch = [texts] if isinstance(texts, str) else texts
-        hashes: list[int] = []  # all in one: thousands of lists would keep the collector busy
+        hashes: list[int] = []  # one list: thousands would burden the garbage collector
         ends = []
         for text in batch:
             hashes += _hashes(text)[: self.context_length]
@@ -46,7 +46,7 @@ class HashingTokenizer:
 
 
 def features(text: str) -> list[str]:
-    """The features of a text, the most telling first; each kind is spelt so that none collide."""
+    """The features of a text, the most specific first; the notations of the kinds never collide."""
     words: list[str] = _WORD.findall(text.lower())
     pairs = [f"{a} {b}" for a, b in zip(["^", *words], [*words, "$"], strict=True)]
     return words + pairs + [trigram for word in words for trigram in _trigrams(word)]
@@ -58,7 +58,7 @@ def _trigrams(word: str) -> list[str]:
 
 
 class _Word(NamedTuple):
-    """CRC-32 of a word and of its trigrams; second: what ends a pair, from which CRC goes on."""
+    """CRC-32 of a word and of its trigrams; second: its bytes as the second word of a pair."""
 
     crc: int
     second: bytes
@@ -70,7 +70,7 @@ _START = zlib.crc32(b"^")
 
 @functools.lru_cache(1 << 15)
 def _word(word: str) -> _Word:
-    # Words recur: looked up, a text takes a third of the time.
+    # Words recur: with this cache a text takes a third of the time.
     encoded = word.encode()
     trigrams = tuple(zlib.crc32(trigram.encode()) for trigram in _trigrams(word))
     return _Word(zlib.crc32(encoded), b" " + encoded, trigrams)

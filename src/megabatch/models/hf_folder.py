@@ -1,4 +1,4 @@
-"""What is read out of a folder that transformers' `save_pretrained` wrote."""
+"""Reading a folder that transformers' `save_pretrained` wrote: configuration, model, tokenizer."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 from megabatch.extras import named_extras
 
-#: Tokens a text where nothing else is said: longer ones cost time for every short one.
+#: Default for tokens per text: a larger one costs time for every short text.
 CONTEXT_LENGTH = 128
 
 
 @dataclass(frozen=True)
 class FolderTokenizer:
-    """A Hugging Face tokenizer that is read again in each process: cheap to send to workers.
+    """A Hugging Face tokenizer that each process loads for itself, so it is cheap to pickle.
 
-    folder: where it is; pad: its token of padding; context_length: tokens a text.
+    folder: of its files; pad: its padding token; context_length: tokens per text.
     """
 
     folder: Path
@@ -30,7 +30,7 @@ class FolderTokenizer:
     context_length: int
 
     def __call__(self, texts: str | list[str]) -> Tensor:
-        """The texts' tokens, int64 (n, context_length), cut off or padded to that length."""
+        """Tokenise texts to int64 (n, context_length), truncated or padded to that length."""
         batch = [texts] if isinstance(texts, str) else list(texts)
         if not batch:
             return torch.zeros(0, self.context_length, dtype=torch.int64)
@@ -48,7 +48,7 @@ def _read_tokenizer(folder: Path) -> Any:
 
 
 def read_config(folder: Path) -> Any:
-    """A folder's configuration, as transformers has it.
+    """Read a folder's configuration with transformers.
 
     Raises:
         UsageError: transformers is not installed, or cannot read it.
@@ -56,18 +56,18 @@ def read_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise UsageError(f"--model: {folder} is no folder of a Hugging Face model: no config.json")
     with named_extras():
-        import tokenizers  # noqa: F401  (transformers' own message without it is about types)
+        import tokenizers  # noqa: F401  (without it transformers' message is misleading)
         import transformers
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever the architecture's own code raises
-        raise UsageError(f"--model: {folder} cannot be read: {one_line(error)}") from error
+        raise UsageError(f"--model: {folder} cannot be read: {one_line(error, 240)}") from error
 
 
 def read_model(folder: Path, config: Any, unused: str = "") -> Any:
-    """A folder's model in float32; with random weights where the folder has none.
+    """Load a folder's model in float32; with random weights if the folder has none.
 
-    unused: what the names of tensors that nobody needs contain; they may be missing.
+    unused: part of the names of tensors that are not used and may be missing.
 
     Raises:
         UsageError: transformers cannot read it, or some of its weights are missing.
@@ -85,34 +85,34 @@ def read_model(folder: Path, config: Any, unused: str = "") -> Any:
         else:
             model = transformers.AutoModel.from_config(config)
     except Exception as error:  # whatever the architecture's own code raises
-        raise UsageError(f"--model: {folder} cannot be read: {one_line(error)}") from error
-    if missing:  # transformers would go on with random ones
+        raise UsageError(f"--model: {folder} cannot be read: {one_line(error, 240)}") from error
+    if missing:  # transformers would use random ones
         raise UsageError(
             f"--model: {folder} lacks {len(missing)} tensors of its model, such as {missing[0]}"
         )
-    whole: Any = model.float()  # whatever it was stored in
-    return whole
+    in_float32: Any = model.float()
+    return in_float32
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds a model's weights and not only its configuration."""
+    """Whether a folder has a model's weights and not only its configuration."""
     return any(folder.glob("*.safetensors*")) or any(folder.glob("pytorch_model*.bin*"))
 
 
 def read_tokenizer(folder: Path, config: Any, context_length: int | None) -> FolderTokenizer:
-    """A folder's tokenizer, for a text encoder of this configuration.
+    """Load a folder's tokenizer, for a text encoder with this configuration.
 
     Raises:
-        UsageError: there is none, it does not belong to the encoder, or the length is too long.
+        UsageError: there is none, it does not match the encoder, or the context is too long.
     """
-    # Without any of them transformers makes one up, of a handful of special tokens.
-    files_of_one = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-    if not any(path for pattern in files_of_one for path in folder.glob(pattern)):
-        raise UsageError(f"--model: {folder} has no tokenizer: none of {', '.join(files_of_one)}")
+    # Without any of these transformers invents a tokenizer of a few special tokens.
+    file_patterns = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+    if not any(path for pattern in file_patterns for path in folder.glob(pattern)):
+        raise UsageError(f"--model: {folder} has no tokenizer: none of {', '.join(file_patterns)}")
     try:
         tokenizer = _read_tokenizer(folder)
     except Exception as error:
-        raise UsageError(f"--model: the tokenizer of {folder}: {one_line(error)}") from error
+        raise UsageError(f"--model: the tokenizer of {folder}: {one_line(error, 240)}") from error
     if tokenizer.pad_token_id is None:
         raise UsageError(f"--model: the tokenizer of {folder} has no token of padding")
     if len(tokenizer) > config.vocab_size:
@@ -127,9 +127,3 @@ def read_tokenizer(folder: Path, config: Any, context_length: int | None) -> Fol
         )
     length = context_length or int(min(CONTEXT_LENGTH, longest, tokenizer.model_max_length))
     return FolderTokenizer(folder, int(tokenizer.pad_token_id), length)
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, shortened to what fits a line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 240 else text[:237] + "..."

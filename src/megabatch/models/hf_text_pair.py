@@ -1,4 +1,4 @@
-"""Pairs of texts: Hugging Face encoders out of a folder, with their own tokenizer."""
+"""Models of pairs of texts: Hugging Face encoders from a folder, with their own tokenizer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from megabatch.models.towers import Towers, outputs
 def create(
     name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
 ) -> Towers:
-    """Build a pair of text encoders; see `huggingface.create`, which reads the config."""
+    """Build a pair of text encoders; see `registry.create`, which reads the config."""
     if given := options.given("force_patch_dropout", "force_image_size"):
         raise UsageError(f"{', '.join(given)}: {name} has no images")
     if not hasattr(config, "hidden_size"):
         raise UsageError(f"--model: {folder} is no text encoder: its config has no hidden_size")
     encoder = read_model(folder, config, unused="pooler.")
     if getattr(encoder, "pooler", None) is not None:
-        encoder.pooler = None  # BERT's, of another task: no feature here comes from it
+        encoder.pooler = None  # BERT's, for another task: no feature uses it
     start = options.init_logit_scale
-    scale = math.log(1 / 0.05) if start is None else start  # usual for sentence encoders
+    scale = math.log(1 / 0.05) if start is None else start  # common for sentence encoders
     tokenizer = read_tokenizer(folder, config, options.force_context_length)
     module = TextPair(
         encoder,
@@ -50,9 +50,9 @@ def create(
 
 
 class TextEncoder(nn.Module):
-    """A transformer whose last hidden states are pooled to one feature a text.
+    """A transformer whose last hidden states are pooled to one feature per text.
 
-    pad: the token that fills texts up: nothing attends to it, and it is in no feature.
+    pad: the padding token, which is masked in attention and in pooling.
     """
 
     def __init__(self, encoder: Any, *, pad: int, pooling: Pooling) -> None:
@@ -67,18 +67,18 @@ class TextEncoder(nn.Module):
         states: Tensor = self.encoder(input_ids=text, attention_mask=mask.long()).last_hidden_state
         if self.pooling == "cls":
             return states[:, 0]
-        if self.pooling == "last":  # wherever the padding is
-            places = torch.arange(text.shape[1], device=text.device)
-            last = torch.where(mask, places, 0).amax(dim=1)
+        if self.pooling == "last":  # with padding on either side
+            positions = torch.arange(text.shape[1], device=text.device)
+            last = torch.where(mask, positions, 0).amax(dim=1)
             return states[torch.arange(len(text), device=text.device), last]
-        some = mask.unsqueeze(-1).to(states.dtype)
-        return (states * some).sum(1) / some.sum(1).clamp(min=1)
+        weight = mask.unsqueeze(-1).to(states.dtype)
+        return (states * weight).sum(1) / weight.sum(1).clamp(min=1)
 
 
 class TextPair(nn.Module):
-    """Two texts by one encoder or two; the first stands where other models have the image.
+    """Two texts, encoded by one encoder or two; the first takes the place of the image.
 
-    With `share` both sides are one module, and `second` is no child of its own.
+    With `share` both sides are one module, and there is no child `second`.
     """
 
     def __init__(
@@ -118,19 +118,19 @@ class TextPair(nn.Module):
         return outputs(self, image, text)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute activations in the backward pass, as open_clip's models have it."""
+        """Recompute activations in the backward pass; the interface is open_clip's."""
         for side in [self.first] if self.share else [self.first, self.second]:
             verb = "enable" if enable else "disable"
-            # The second name goes in transformers 6, the first came in 5.
+            # transformers 5 introduces the first name, and 6 removes the second.
             names = [f"{kind}_checkpointing_{verb}" for kind in ("activation", "gradient")]
             getattr(side.encoder, next(n for n in names if hasattr(side.encoder, n)))()
 
     def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
-        """Lock the first texts' encoder but for its last layers; as open_clip's models have it."""
+        """Freeze the first texts' encoder except for its last layers; open_clip's interface."""
         self._lock("first", unlocked_groups)
 
     def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Lock the second texts' encoder but for its last layers."""
+        """Freeze the second texts' encoder except for its last layers."""
         self._lock("second", unlocked_layers)
 
     def _lock(self, side: str, unlocked: int) -> None:
@@ -141,7 +141,7 @@ class TextPair(nn.Module):
 
 @dataclass(frozen=True)
 class FirstText:
-    """The first text of a pair in the place of an image's transform: one text to its tokens."""
+    """The transform of first texts, instead of an image's: a text to its tokens."""
 
     tokenizer: FolderTokenizer
 

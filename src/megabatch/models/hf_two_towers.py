@@ -1,4 +1,4 @@
-"""Hugging Face models of images and texts, CLIP's and SigLIP's kinds, out of a folder."""
+"""Hugging Face models of images and texts, such as CLIP and SigLIP, from a folder."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch.errors import UsageError
-from megabatch.models.hf_folder import has_weights, one_line, read_model, read_tokenizer
+from megabatch.errors import UsageError, one_line
+from megabatch.models.hf_folder import has_weights, read_model, read_tokenizer
 from megabatch.models.layers import lock_layers
 from megabatch.models.options import ModelOptions
 from megabatch.models.towers import Towers
 from megabatch.models.two_towers import TwoTowers, load
 
-#: The kinds whose features are the towers' pooled outputs, projected where there is a projection;
-#: and whether padding is hidden from the text tower. CLIP's reads no further than the first end of
-#: a text, and SigLIP's was trained with its padding.
+#: Model types whose features are the towers' pooled outputs, with a projection if there is one; and
+#: whether padding is masked in the text tower. CLIP's text tower reads only up to the first end
+#: token, and SigLIP's was trained with its padding.
 KINDS = {"clip": False, "metaclip_2": False, "siglip": False, "vision-text-dual-encoder": True}
 
-#: Of PIL's filters, as processors number them, those that open_clip's transforms know.
+#: PIL's filters by number, those that open_clip's transforms support.
 _FILTERS = {2: "bilinear", 3: "bicubic"}
 _NEEDED = ("image_mean", "image_std", "resample")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -30,10 +30,10 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 def create(
     name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
 ) -> Towers:
-    """Build a two-tower model; see `huggingface.create`, which reads the config.
+    """Build a two-tower model; see `registry.create`, which reads the config.
 
-    Images are prepared by open_clip's transforms, with the size, mean, deviation, filter and shape
-    (cut to a square, or squashed) of the folder's own image processor.
+    Images are preprocessed by open_clip's transforms, with the size, mean, standard deviation,
+    filter and shape (centre crop, or squashed) of the folder's own image processor.
     """
     if config.model_type not in KINDS:
         raise UsageError(
@@ -49,7 +49,7 @@ def create(
     tokenizer = read_tokenizer(folder, config.text_config, options.force_context_length)
     pad = tokenizer.pad if KINDS[config.model_type] else None
     model = read_model(folder, config)
-    _start(model, options, fresh=not has_weights(folder))
+    _initialise_scale(model, options, fresh=not has_weights(folder))
     module = HuggingFaceTwoTowers(model, pad)
     if weights is not None:
         load(module, weights, name)
@@ -60,7 +60,7 @@ def create(
 
 
 class ImageTower(nn.Module):
-    """The parts of a model that make an image's feature, under the names they had there."""
+    """The parts of a model that compute an image's feature, under their names in that model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """The parts of a model that make a text's feature, under the names they had there.
+    """The parts of a model that compute a text's feature, under their names in that model.
 
-    pad: the token of padding, to which then nothing attends; None: it is a token like others.
+    pad: the padding token, which is masked; None: padding is not masked.
     """
 
     def __init__(self, model: Any, pad: int | None) -> None:
@@ -104,16 +104,16 @@ class HuggingFaceTwoTowers(TwoTowers):
         self.logit_bias = getattr(model, "logit_bias", None)
 
     def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
-        """Lock the image tower but for its last layers, as open_clip's models have it."""
+        """Freeze the image tower except for its last layers; the interface is open_clip's."""
         lock_layers(self, "visual.", unlocked_groups)
 
     def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Lock the text tower but for its last layers."""
+        """Freeze the text tower except for its last layers."""
         lock_layers(self, "text.", unlocked_layers)
 
 
-def _start(model: Any, options: ModelOptions, fresh: bool) -> None:
-    """Where scale and bias start if the folder's weights do not say; a bias is added if asked."""
+def _initialise_scale(model: Any, options: ModelOptions, fresh: bool) -> None:
+    """Set scale and bias unless the folder's weights have them; add a bias if asked for."""
     if fresh and options.init_logit_scale is not None:
         nn.init.constant_(model.logit_scale, options.init_logit_scale)
     if options.init_logit_bias is not None and (fresh or not hasattr(model, "logit_bias")):
@@ -139,7 +139,7 @@ def _transform(folder: Path, vision: Any, train: bool) -> Any:
 
 
 def _processor(folder: Path) -> dict[str, Any]:
-    """What a folder says of its images; newer folders have it among what all processors say."""
+    """Read a folder's image processor; newer folders have it in the file of all processors."""
     path = next((folder / name for name in _PROCESSORS if (folder / name).is_file()), None)
     if path is None:
         raise UsageError(f"--model: {folder} has no image processor: no {_PROCESSORS[0]}")
@@ -148,5 +148,5 @@ def _processor(folder: Path) -> dict[str, Any]:
         processor: dict[str, Any] = read.get("image_processor", read)
         processor.get("image_mean")
     except (OSError, ValueError, AttributeError) as error:
-        raise UsageError(f"--model: {path} cannot be used: {one_line(error)}") from error
+        raise UsageError(f"--model: {path} cannot be used: {one_line(error, 240)}") from error
     return processor

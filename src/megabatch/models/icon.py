@@ -1,9 +1,8 @@
 """icon-small: a small vision transformer for drawings of 64 pixels, and a bag of text features.
 
-Plain PyTorch; pixels are bytes until they are on the device, and jitter is made there: a batch of
-32,768 is 134 MB on its way (as floats of three channels it would be 1.6 GB), and no worker decodes
-or resizes. The text tower is glyph-small's with more buckets: in names of icons words matter and
-their order hardly does.
+Pixels are bytes until they are on the device, and jitter is applied there: a batch of 32,768 is a
+transfer of 134 MB (1.6 GB as three channels of floats), and no worker decodes or resizes. The text
+tower is glyph-small's with more buckets: in icons' names words matter, and their order hardly does.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from megabatch.models.two_towers import TwoTowers, load
 
 NAME = "icon-small"
 EMBED_DIM = 256
-IMAGE_SIZE = 64  # pixels a side
+IMAGE_SIZE = 64  # pixels per side
 PATCH = 8
 _WIDTH, _DEPTH, _HEADS = 256, 6, 4
 _BUCKETS = 65_536  # of words, pairs of words and trigrams
 _MEAN, _STD = 0.27, 0.41  # of the icons' ink, white 0 to black 1
-_SHIFT, _SCALE = 0.08, 0.15  # of the picture's side; jitter in training is up to that
+_SHIFT, _SCALE = 0.08, 0.15  # maximum jitter in training, relative to the image's side
 
 
 def create(weights: Path | None, options: ModelOptions) -> Towers:
     """Build icon-small, 22M parameters, 17M of them the buckets of text features.
 
     Args:
-        weights: a file that `weights.find` gave, or None for a fresh start.
-        options: force_image_size is to be a multiple of 8.
+        weights: a file from `weights.find`, or None for random weights.
+        options: force_image_size must be a multiple of 8.
 
     Raises:
-        UsageError: the file holds another model's weights, or an option that this model has not.
+        UsageError: the file has another model's weights, or this model lacks an option.
     """
     if given := options.given("hf_pooling", "hf_share"):
         raise UsageError(f"{', '.join(given)}: {NAME} has no such option")
@@ -62,11 +61,11 @@ def create(weights: Path | None, options: ModelOptions) -> Towers:
 
 
 class VisionTower(nn.Module):
-    """A vision transformer (Dosovitskiy et al. 2021, arXiv 2010.11929) for grey pictures.
+    """A vision transformer (Dosovitskiy et al. 2021, arXiv 2010.11929) for grey images.
 
-    Pre-norm blocks, learnt positions, the mean over patches as feature. In training pictures are
-    shifted and scaled a little, and a share of `patch_dropout` of the patches is left out (Li et
-    al. 2022, arXiv 2212.00794); both draw from torch's generator of the images' device.
+    It has pre-norm blocks and learnt positions; its feature is the mean over patches. In training
+    images are slightly shifted and scaled, and the fraction `patch_dropout` of the patches is
+    dropped (Li et al. 2022, arXiv 2212.00794); both use torch's generator of the images' device.
     """
 
     def __init__(self, embed_dim: int, image_size: int, *, patch_dropout: float = 0.0) -> None:
@@ -85,14 +84,14 @@ class VisionTower(nn.Module):
         if self.training:
             ink = jittered(ink)
         x = self.patch_embed(_patches((ink - _MEAN) / _STD))
-        x = x + self.pos_embed.to(x.dtype)  # a path in fp32 would be twice the traffic
+        x = x + self.pos_embed.to(x.dtype)  # in fp32 it would be twice the memory traffic
         if self.training and self.kept < x.shape[1]:
-            x = _some(x, self.kept)
+            x = _random_patches(x, self.kept)
         return self.head(self.norm(self.blocks(x)).mean(1))
 
 
 class Block(nn.Module):
-    """Attention and a hidden layer, each beside a path that goes through."""
+    """Attention and a hidden layer, both with residual connections."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -114,39 +113,39 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def _patches(pictures: Tensor) -> Tensor:
+def _patches(images: Tensor) -> Tensor:
     """(n, 1, side, side) to (n, patches, pixels of a patch), row by row."""
-    blocks = pictures.squeeze(1).unflatten(1, (-1, PATCH)).unflatten(3, (-1, PATCH))
+    blocks = images.squeeze(1).unflatten(1, (-1, PATCH)).unflatten(3, (-1, PATCH))
     return blocks.transpose(2, 3).flatten(3).flatten(1, 2)
 
 
 def jittered(ink: Tensor) -> Tensor:
-    """Pictures (n, c, side, side), zero around them, each shifted and scaled at random."""
+    """Shift and scale each image of (n, c, side, side) at random, padding with zero."""
     n, side = len(ink), ink.shape[-1]
     right, down, grow = (torch.rand(3, n, 1, device=ink.device) * 2 - 1).unbind()
-    # Pixels' middles; coordinates go from -1 to 1. affine_grid's product would be autocast's: too
-    # coarse for places.
-    places = (torch.arange(side, device=ink.device) * 2 + 1) / side - 1
-    places = places * (1 + _SCALE * grow)
-    across = (places + 2 * _SHIFT * right)[:, None, :].expand(n, side, side)
-    along = (places + 2 * _SHIFT * down)[:, :, None].expand(n, side, side)
+    # Centres of pixels, in coordinates from -1 to 1. Autocast would apply to affine_grid's product,
+    # and is too coarse for coordinates.
+    centres = (torch.arange(side, device=ink.device) * 2 + 1) / side - 1
+    centres = centres * (1 + _SCALE * grow)
+    across = (centres + 2 * _SHIFT * right)[:, None, :].expand(n, side, side)
+    along = (centres + 2 * _SHIFT * down)[:, :, None].expand(n, side, side)
     return F.grid_sample(ink, torch.stack([across, along], dim=-1), align_corners=False)
 
 
-def _some(x: Tensor, kept: int) -> Tensor:
-    """Of each picture's patches (n, patches, width), `kept` at random."""
+def _random_patches(x: Tensor, kept: int) -> Tensor:
+    """Choose `kept` random patches of each image, from (n, patches, width)."""
     chosen = torch.rand(x.shape[:2], device=x.device).topk(kept, dim=1).indices
     return x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[2]))
 
 
 @dataclass(frozen=True)
 class GreyTransform:
-    """Pictures of any mode and size to uint8 (1, size, size), white around them."""
+    """Images of any mode and size to uint8 (1, size, size), padded with white."""
 
     size: int = IMAGE_SIZE
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Transform one picture; what is transparent becomes white."""
+        """Transform one image; transparent pixels become white."""
         grey = image if image.mode == "L" else _on_white(image).convert("L")
         side = (self.size, self.size)
         if grey.size != side:
@@ -158,8 +157,8 @@ class GreyTransform:
         """Transform uint8 images (n, channels, height, width) of one size; nothing is random."""
         if images.shape[1:] == (1, self.size, self.size):
             return images
-        pictures = (Image.fromarray(i.squeeze(-1).numpy()) for i in images.permute(0, 2, 3, 1))
-        return torch.stack([self(picture) for picture in pictures])
+        rows = images.permute(0, 2, 3, 1)
+        return torch.stack([self(Image.fromarray(row.squeeze(-1).numpy())) for row in rows])
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Which parameters are whose tower's, and how deep they lie in it."""
+"""The tower and the layer of each parameter."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from torch import nn
 
 Tower = Literal["image", "text"]
 
-FIRST = ("visual.", "first.")  # open_clip's and ours; a pair of text encoders
+#: Prefixes of the first tower's parameters: in models of images, and in pairs of text encoders.
+FIRST = ("visual.", "first.")
 _SHARED = ("logit_scale", "logit_bias")
-# A layer with its number, in the words of open_clip (layer1 is a ResNet's) and of transformers.
+# A numbered layer, in the names of open_clip (layer1 is a ResNet's) and of transformers.
 _NUMBERED = re.compile(r"(?:^|\.)(?:resblocks|blocks|layers?|block|h)\.?(\d+)\.")
-# Of what lies outside numbered layers, what comes before them; the rest comes after.
+# Parameters outside numbered layers that come before them; the others come after.
 _BEFORE = re.compile(r"embed|conv1|conv2|conv3|bn[123]\b|ln_pre|norm_pre|pre_layrnorm|wte|wpe|cls")
 
 
 def tower_parameters(module: nn.Module) -> dict[Tower, dict[str, nn.Parameter]]:
     """The parameters of each tower by name; scale and bias are in neither.
 
-    Where one encoder serves both sides both have all of its parameters.
+    If one encoder serves both sides, both have all of its parameters.
     """
     named = {n: p for n, p in module.named_parameters() if n not in _SHARED}
     image = {name: p for name, p in named.items() if name.startswith(FIRST)}
@@ -29,11 +30,11 @@ def tower_parameters(module: nn.Module) -> dict[Tower, dict[str, nn.Parameter]]:
 
 
 def layer_ids(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Each towers' parameter's layer, and its tower's last one.
+    """The layer of each parameter of a tower, and the tower's last layer.
 
-    Layer 0 is what comes before the first numbered layer (embeddings); then the numbered ones; then
-    what comes after (the final norm, the projection). A timm trunk counts as timm does. A tower
-    without numbered layers is not in the result.
+    Layer 0 is everything before the first numbered layer (embeddings); the numbered ones follow;
+    the last layer is everything after them (the final norm, the projection). For a timm trunk,
+    timm's own numbers are used. A tower without numbered layers is not in the result.
     """
     found: dict[str, tuple[int, int]] = {}
     for parameters in tower_parameters(module).values():
@@ -46,7 +47,7 @@ def layer_ids(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def lock_layers(module: nn.Module, prefix: str, unlocked: int) -> None:
-    """Freeze the parameters whose names begin so, but for those of the last `unlocked` layers."""
+    """Freeze the parameters with this prefix, except those of the last `unlocked` layers."""
     for name, (layer, last) in layer_ids(module).items():
         if name.startswith(prefix) and layer <= last - unlocked:
             module.get_parameter(name).requires_grad_(False)
@@ -56,7 +57,7 @@ def _numbered_ids(names: list[str]) -> dict[str, tuple[int, int]]:
     numbers = {name: int(m.group(1)) for name in names if (m := _NUMBERED.search(name))}
     if not numbers:
         return {}
-    # open_clip's ResNets number from 1, all others from 0.
+    # Layers are numbered from 1 in open_clip's ResNets, from 0 in all others.
     first, last = min(numbers.values()), max(numbers.values())
     after = last - first + 2
     found = {}
@@ -64,9 +65,8 @@ def _numbered_ids(names: list[str]) -> dict[str, tuple[int, int]]:
         if name in numbers:
             found[name] = (numbers[name] - first + 1, after)
         else:
-            before = (
-                _BEFORE.search(name) and "pool" not in name
-            )  # a pooling layer has embeddings too
+            # A pooling layer has embeddings, too.
+            before = _BEFORE.search(name) and "pool" not in name
             found[name] = (0 if before else after, after)
     return found
 
@@ -76,5 +76,5 @@ def _timm_ids(trunk: Any, names: list[str]) -> dict[str, tuple[int, int]]:
 
     ids = group_parameters(trunk, trunk.group_matcher(coarse=False), reverse=True)
     inside = {name: ids.get(name.removeprefix("visual.trunk.")) for name in names}
-    last = max(ids.values()) + (None in inside.values())  # a projection that is open_clip's own
+    last = max(ids.values()) + (None in inside.values())  # open_clip's own projection
     return {name: (last if layer is None else layer, last) for name, layer in inside.items()}

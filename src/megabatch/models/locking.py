@@ -1,4 +1,4 @@
-"""Locked towers (Zhai et al. 2022, "LiT", arXiv 2111.07991): pretrained and not trained further."""
+"""Locked towers (Zhai et al. 2022, "LiT", arXiv 2111.07991): pretrained and frozen."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from megabatch.models.layers import FIRST, Tower, tower_parameters
 def lock(
     module: nn.Module, tower: Tower, *, unlocked: int = 0, freeze_bn_stats: bool = False
 ) -> None:
-    """Lock a tower but for its last `unlocked` groups of layers, as the model itself counts them.
+    """Freeze a tower except for its last `unlocked` groups of layers.
 
     Args:
         module: of `Towers`.
         tower: "image" (the first) or "text".
-        unlocked: of open_clip's transformers a group is a layer, the projection the last one.
-        freeze_bn_stats: batch normalisation keeps its running statistics too; "image" only.
+        unlocked: counted by the model; in open_clip's transformers a group is a layer, and the
+            projection is the last one.
+        freeze_bn_stats: also freeze batch normalisation's running statistics; "image" only.
 
     Raises:
-        UsageError: the model cannot lock this tower like that.
+        UsageError: the model cannot lock this tower in this way.
     """
-    whose: Any = module
+    model: Any = module
     option = f"--lock-{tower}"
     parameters = tower_parameters(module)[tower].values()
     try:
         if tower == "image":
-            whose.lock_image_tower(unlocked_groups=unlocked, freeze_bn_stats=freeze_bn_stats)
+            model.lock_image_tower(unlocked_groups=unlocked, freeze_bn_stats=freeze_bn_stats)
         else:
-            whose.lock_text_tower(unlocked_layers=unlocked)
-    except Exception as error:  # of the architecture's own library
+            model.lock_text_tower(unlocked_layers=unlocked)
+    except Exception as error:  # whatever the architecture's own library raises
         raise UsageError(f"{option}: {error or type(error).__name__}") from error
     if all(parameter.requires_grad for parameter in parameters):
         raise UsageError(
@@ -41,7 +42,7 @@ def lock(
 
 
 def locked_towers(module: nn.Module) -> frozenset[Tower]:
-    """The towers that no gradient is needed of: each runs once a step."""
+    """The towers without trainable parameters, which run once per step."""
     towers = tower_parameters(module)
     return frozenset(
         tower
@@ -51,10 +52,10 @@ def locked_towers(module: nn.Module) -> frozenset[Tower]:
 
 
 def set_modes(module: nn.Module) -> nn.Module:
-    """Put a module in training mode, but its wholly locked towers in evaluation mode.
+    """Put a module in training mode, and its completely locked towers in evaluation mode.
 
-    A locked tower's features are then a function of the sample alone: no dropout, no dropped
-    patches, no statistics of the micro-batch.
+    A locked tower's features then depend on the sample alone: there is no dropout or patch dropout,
+    and batch normalisation does not use the micro-batch's statistics.
     """
     module.train()
     locked = locked_towers(module)

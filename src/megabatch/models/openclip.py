@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 from megabatch.models import weights as files
 from megabatch.models.options import ModelOptions
 from megabatch.models.towers import Towers
 
-#: What the name of a folder that open_clip saved begins with, in open_clip too.
+#: Prefix of the name of a folder that open_clip saved, as in open_clip.
 FOLDER = "local-dir:"
 
 
 def names() -> list[str]:
-    """The architectures that open_clip knows, those added by `open_clip.add_model_config` too."""
+    """open_clip's architectures, including those added by `open_clip.add_model_config`."""
     import open_clip
 
     return list(open_clip.list_models())
@@ -32,11 +32,11 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
 
     Args:
         name: as above.
-        weights: a file that `weights.find` gave, or None; None for a folder, which has its own.
+        weights: a file from `weights.find`, or None; always None for a folder, which has its own.
         options: changes to the model's own configuration.
 
     Raises:
-        UsageError: open_clip cannot build the model here, or the weights are not its own.
+        UsageError: open_clip cannot build the model here, or the weights are another model's.
     """
     import open_clip
 
@@ -63,16 +63,16 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
                 force_patch_dropout=options.force_patch_dropout,
                 force_image_size=options.force_image_size,
                 force_context_length=options.force_context_length,
-                **_starts(options, config, stored),
+                **_initial_values(options, config, stored),
             )
         except Exception as error:
-            # Which kinds come depends on the architecture's own library and on the weights.
+            # Its type depends on the architecture's own library and on the weights.
             raise UsageError(_could_not_build(name, weights, error)) from error
         tokenizer = _tokenizer(name, options.force_context_length)
     bias = module.logit_bias
     if weights is not None and bias is not None and "logit_bias" not in stored:
         start = options.init_logit_bias
-        # open_clip starts it at 0, where most of a sigmoid loss is of the pairs that do not match.
+        # open_clip starts it at 0, where negative pairs make up most of a sigmoid loss.
         torch.nn.init.constant_(
             bias, config.get("init_logit_bias", 0.0) if start is None else start
         )
@@ -92,21 +92,23 @@ def _config(name: str) -> dict[str, Any]:
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["model_cfg"]
         return stored
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--model: {path} cannot be used: {_one_line(error)}") from error
+        raise UsageError(f"--model: {path} cannot be used: {one_line(error, 240)}") from error
 
 
-def _starts(options: ModelOptions, config: dict[str, Any], stored: set[str]) -> dict[str, float]:
-    """Where scale and bias start; weights with a bias get a model that has one."""
+def _initial_values(
+    options: ModelOptions, config: dict[str, Any], stored: set[str]
+) -> dict[str, float]:
+    """Initial scale and bias; with a bias in the weights, the model gets one."""
     names = ("init_logit_scale", "init_logit_bias")
     values = {name: getattr(options, name) for name in names}
-    starts = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
     if "logit_bias" in stored and config.get("init_logit_bias") is None:
-        starts.setdefault("init_logit_bias", 0.0)
-    return starts
+        given.setdefault("init_logit_bias", 0.0)
+    return given
 
 
 def _could_not_build(name: str, weights: Path | None, error: Exception) -> str:
-    reason = _one_line(error)
+    reason = one_line(error, 240)
     if weights is None:
         return f"--model: open_clip cannot build {name} here: {reason}"
     return f"--pretrained: {weights} does not hold the weights of {name}: {reason}"
@@ -120,21 +122,16 @@ def _tokenizer(name: str, context_length: int | None) -> Callable[[Any], torch.T
             name, context_length=context_length
         )
     except Exception as error:  # Hugging Face tokenizers: not installed, not in the local cache ...
-        raise UsageError(f"--model: the tokenizer of {name}: {_one_line(error)}") from error
+        raise UsageError(f"--model: the tokenizer of {name}: {one_line(error, 240)}") from error
     return tokenizer
 
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """open_clip warns through the root logger that random weights are random."""
+    """Silence open_clip, which warns through the root logger that random weights are random."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         yield
     finally:
         logging.disable(before)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 240 else text[:237] + "..."

@@ -1,4 +1,4 @@
-"""What can be changed about a model when it is built."""
+"""Options for building a model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ Pooling = Literal["mean", "cls", "last"]
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Changes to a model's own configuration; None leaves what it has.
+    """Changes to a model's own configuration; None leaves it unchanged.
 
-    force_patch_dropout: share of the image's patches left out in training, from 0 to below 1 (Li et
-        al. 2022, FLIP, arXiv 2212.00794).
-    force_image_size: pixels a side; positional embeddings of weights that are loaded are resized.
-    force_context_length: tokens a text, likewise.
-    init_logit_scale: where the logarithm of the logit scale starts.
-    init_logit_bias: where the logit bias starts; a model that has none gets one.
-        Both are starts: a value in weights that are loaded wins.
-    hf_pooling: of "hf:" models, what a text's feature is: the mean over its tokens, its first token
-        or its last one.
-    hf_share: of "hf:" models, one encoder for both texts; otherwise two that start alike.
+    force_patch_dropout: fraction of the image's patches dropped in training, at least 0 and below 1
+        (Li et al. 2022, FLIP, arXiv 2212.00794).
+    force_image_size: pixels per side; positional embeddings of loaded weights are resized.
+    force_context_length: tokens per text, likewise.
+    init_logit_scale: initial logarithm of the logit scale.
+    init_logit_bias: initial logit bias; a model without one gets one.
+        Both only apply if loaded weights have no value.
+    hf_pooling: for "hf:" models, the feature of a text: the mean over its tokens, the first token
+        or the last one.
+    hf_share: for "hf:" models, one encoder for both texts; otherwise two, with equal initial
+        weights.
     """
 
     force_patch_dropout: float | None = None
@@ -38,7 +39,7 @@ class ModelOptions:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> ModelOptions:
-        """The options among a run's settings (its config.toml, say); other settings are passed by.
+        """Extract the options from a run's settings, such as its config.toml.
 
         With `loss` among the settings, scale and bias start where that loss wants them unless they
         are set: those of "siglip" at 10 and -10, as in the paper (Zhai et al. 2023, arXiv
@@ -52,6 +53,6 @@ class ModelOptions:
         return cls(**chosen)
 
     def given(self, *names: str) -> list[str]:
-        """Those of the named options that differ from their defaults, as they are typed."""
+        """Those of the named options that differ from their defaults, in command line notation."""
         default = ModelOptions()
         return [option(name) for name in names if getattr(self, name) != getattr(default, name)]

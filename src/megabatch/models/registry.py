@@ -6,15 +6,18 @@ import difflib
 from pathlib import Path
 
 from megabatch.errors import UsageError
-from megabatch.models import glyph, huggingface, icon, openclip, weights
+from megabatch.models import glyph, hf_text_pair, hf_two_towers, icon, openclip, weights
+from megabatch.models.hf_folder import read_config
 from megabatch.models.options import ModelOptions
 from megabatch.models.towers import Towers
 
+#: Prefix of the name of a folder that transformers' `save_pretrained` wrote.
+_HUGGING_FACE = "hf:"
 _OWN = {glyph.NAME: glyph.create, icon.NAME: icon.create}
 
 
 def available() -> list[str]:
-    """The names that `create` takes beside those of folders: ours first, then open_clip's."""
+    """The names that `create` takes apart from folders: ours first, then open_clip's."""
     return [*_OWN, *openclip.names()]
 
 
@@ -23,34 +26,43 @@ def create(
 ) -> Towers:
     """Build a model in float32 on the CPU, in training mode.
 
-    Weights come from torch's global generator, so seed it first for a repeatable start. None are
-    ever downloaded, and no code out of a pickle is run. Where an architecture's tokenizer or text
-    tower is Hugging Face's, its library looks for their configuration in the local cache and then
-    online, unless HF_HUB_OFFLINE=1 is set.
+    Random weights come from torch's global generator, so seed it first for a reproducible start.
+    Weights are never downloaded, and no code from a pickle is run. If an architecture's tokenizer
+    or text tower is Hugging Face's, its library looks for their configuration in the local cache
+    and then online, unless HF_HUB_OFFLINE=1 is set.
 
     Args:
         name: one of `available()`; "local-dir:PATH", a folder that open_clip saved for the hub
             (open_clip_config.json and weights); or "hf:PATH", a folder that transformers saved: a
             model of images and texts with tokenizer and image processor, or a text encoder and its
-            tokenizer, for pairs of texts.
+            tokenizer, for pairs of texts. Without weights in the folder they are random.
         pretrained: the model's weights: a .safetensors file such as the `model.safetensors` of a
-            run or what open_clip publishes; a .pt file of OpenCLIP's trainer or of torch; or a
+            run or one that open_clip publishes; a .pt file of OpenCLIP's trainer or of torch; or a
             folder that open_clip or a run wrote.
         options: changes to the model's own configuration.
 
     Raises:
-        UsageError: no such model, a model that cannot be trained here, options that it does not
-            have, or weights that are missing, damaged or another model's.
+        UsageError: there is no such model, it cannot be trained here or does not have these
+            options, or its weights are missing, damaged or another model's.
     """
     options = options or ModelOptions()
     file = None if pretrained is None else weights.find(Path(pretrained))
     if name in _OWN:
         return _OWN[name](file, options)
-    if name.startswith(huggingface.PREFIX):
-        return huggingface.create(name, file, options)
+    if name.startswith(_HUGGING_FACE):
+        return _create_hugging_face(name, file, options)
     if not name.startswith(openclip.FOLDER) and name not in openclip.names():
         raise UsageError(f"--model: {name!r} is not known{_suggestion(name)}")
     return openclip.create(name, file, options)
+
+
+def _create_hugging_face(name: str, file: Path | None, options: ModelOptions) -> Towers:
+    """A two-tower model of images and texts if the folder has one, else a pair of text encoders."""
+    folder = Path(name.removeprefix(_HUGGING_FACE))
+    config = read_config(folder)
+    has_images = hasattr(config, "vision_config") and hasattr(config, "text_config")
+    kind = hf_two_towers if has_images else hf_text_pair
+    return kind.create(name, folder, config, file, options)
 
 
 def _suggestion(name: str) -> str:

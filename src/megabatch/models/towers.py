@@ -1,4 +1,4 @@
-"""What every model is to the rest of the library."""
+"""The interface of a model to the rest of the library."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from torch import Tensor, nn
 
 @dataclass
 class Towers:
-    """A two-tower model with all that its inputs need.
+    """A two-tower model with the transforms and tokenizer of its inputs.
 
-    name: what `megabatch.models.create` calls it.
-    module: `module(image, text)` gives a dict with `image_features` and `text_features`, both
-        (n, embed_dim) and L2-normalised; `logit_scale`, exponentiated, shape () or (1,); and, where
-        the model has one, `logit_bias`. An input that is None has features None. It has
+    name: the model's name for `megabatch.models.create`.
+    module: `module(image, text)` returns a dict with `image_features` and `text_features`, both
+        (n, embed_dim) and L2-normalised; `logit_scale`, exponentiated, shape () or (1,); and, if
+        the model has one, `logit_bias`. An input that is None gives features that are None. It has
         `encode_image(images, normalize=False)`, `encode_text(texts, normalize=False)` and the
-        parameter `logit_scale` (a logarithm), as open_clip's models do.
-    train_transform, eval_transform: one picture (or first text) to one tensor of what
-        `encode_image` takes; picklable. The first may be random and then draws from torch's global
-        generator.
+        parameter `logit_scale` (a logarithm), like open_clip's models.
+    train_transform, eval_transform: one image (or first text) to one tensor for `encode_image`;
+        picklable. The first may be random, with torch's global generator.
     tokenizer: texts to int64 (n, context_length).
     embed_dim: width of the features.
-    first: what the first of a pair is; a model of text pairs takes it as "image" all the same.
+    first: kind of a pair's first element; a model of text pairs also takes it as `image`.
     """
 
     name: str
@@ -38,7 +37,7 @@ class Towers:
 
 
 def outputs(module: Any, image: Tensor | None, text: Tensor | None) -> dict[str, Tensor | None]:
-    """What `Towers.module` gives, by its own encoders."""
+    """Compute the output of `Towers.module` with its own encoders."""
     found = {
         "image_features": None if image is None else module.encode_image(image, normalize=True),
         "text_features": None if text is None else module.encode_text(text, normalize=True),

@@ -1,4 +1,4 @@
-"""What models that open_clip does not make share: two towers, a scale, perhaps a bias."""
+"""A module of two towers, a scale and an optional bias, for models that are not open_clip's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megabatch.models.towers import outputs
 
 
 class TwoTowers(nn.Module):
-    """Two towers as `Towers.module` wants them.
+    """Two towers with the interface of `Towers.module`.
 
     Args:
         visual: images to features (n, d), not normalised.
         text: tokens to features (n, d), not normalised.
-        options: where scale and bias start; default: open_clip's scale, and no bias.
+        options: initial scale and bias; default: open_clip's scale, and no bias.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TwoTowers(nn.Module):
         )
 
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """Features (n, d) of images, as the transform makes them."""
+        """Features (n, d) of transformed images."""
         features = self.visual(image)
         return F.normalize(features, dim=-1) if normalize else features
 
@@ -56,11 +56,11 @@ class TwoTowers(nn.Module):
         return outputs(self, image, text)
 
     def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
-        """Train the image tower no further, as open_clip's models have it."""
+        """Freeze the image tower; the interface is open_clip's."""
         _lock(self.visual, unlocked_groups)
 
     def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Train the text tower no further."""
+        """Freeze the text tower."""
         _lock(self.text, unlocked_layers)
 
 
@@ -73,7 +73,7 @@ def _lock(tower: nn.Module, unlocked: int) -> None:
 def load(module: TwoTowers, weights: Path, name: str) -> None:
     """Load a whole model's weights.
 
-    A bias that the file lacks starts at what the options said, one that the module lacks is added.
+    A bias that the file lacks keeps its initial value; one that the module lacks is added.
 
     Raises:
         UsageError: the file holds another model's weights.

@@ -1,8 +1,9 @@
-"""Files of weights on the local disk: which formats are read, and what is in them."""
+"""Files of weights on the local disk, of a whole model or of one tower."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
+from megabatch.models.layers import FIRST, Tower
 
-#: What a folder's weights are called, the first that is there: open_clip's names, then a run's.
+#: File names of a folder's weights, in order of preference: open_clip's, then a run's.
 _IN_FOLDER = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
@@ -24,10 +26,10 @@ _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def find(path: Path) -> Path:
-    """The file that `path` means: itself, or the weights in a folder that open_clip or a run wrote.
+    """Return the file of weights: `path` itself, or that in a folder by open_clip or a run.
 
     Raises:
-        UsageError: there is none, or it is of a format that is not read.
+        UsageError: there is none, or its format is not supported.
     """
     if path.is_dir():
         found = [path / name for name in _IN_FOLDER if (path / name).is_file()]
@@ -50,28 +52,28 @@ def find(path: Path) -> Path:
 
 
 def names(path: Path) -> set[str]:
-    """The names of the tensors in a file that `find` gave, as `load` has them.
+    """Return the names of the tensors in a file from `find`, as `load` returns them.
 
     Raises:
-        UsageError: it is damaged, or no file of tensors.
+        UsageError: it is damaged, or not a file of tensors.
     """
     if path.suffix in _TORCH:
         return set(load(path))
     try:
         with safe_open(path, framework="pt") as file:
-            return {_plain(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            return {_plain(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
     except (SafetensorError, OSError) as error:
         raise UsageError(f"--pretrained: {path} is damaged: {error}") from error
 
 
 def load(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file that `find` gave, by name, without the "module." that DDP puts before.
+    """Load the tensors in a file from `find`, by name, without DDP's prefix "module.".
 
-    A torch file is read with `weights_only`, which runs no code out of it; the tensors may be under
+    A torch file is read with `weights_only`, which runs no code from it; the tensors may be under
     its "state_dict", as OpenCLIP's trainer saves them.
 
     Raises:
-        UsageError: it is damaged, or holds anything but tensors.
+        UsageError: it is damaged, or has anything but tensors.
     """
     try:
         if path.suffix not in _TORCH:
@@ -90,10 +92,10 @@ def load(path: Path) -> dict[str, Tensor]:
 
 
 def fill(module: nn.Module, state: dict[str, Tensor], path: Path, name: str) -> None:
-    """Give a module all of its weights; the file's path and the model's name are for errors.
+    """Load all of a module's weights; the file's path and the model's name are for errors.
 
     Raises:
-        UsageError: these are another model's weights.
+        UsageError: they are another model's weights.
     """
     try:
         module.load_state_dict(state)
@@ -107,3 +109,62 @@ def _plain(name: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# Prefixes that a file's names may lack, compared with the whole model's: those of a whole model, a
+# tower, a timm trunk; a text tower may also be a submodule in the file, but not in the model.
+_PREFIXES = {"image": ("", "visual.", "visual.trunk.", "first."), "text": ("", "text.", "second.")}
+
+
+def load_tower(module: nn.Module, tower: Tower, path: Path) -> None:
+    """Load one tower's weights; other tensors in the file are ignored.
+
+    Args:
+        module: of `Towers`.
+        tower: "image" is the first tower.
+        path: as `pretrained` of `create`: a file of a whole model, of the tower alone, or of a timm
+            trunk, in which case the projection keeps its weights.
+
+    Raises:
+        UsageError: the file lacks some of the tower's tensors, or has them in other sizes.
+    """
+    from open_clip.model import resize_pos_embed, resize_text_pos_embed
+
+    option = f"--pretrained-{tower}-path"
+    stored = load(find(path))
+    wanted = {name for name in module.state_dict() if _is_of(name, tower)}
+    missing: set[str] = wanted
+    for state, needed in _readings(stored, wanted, tower):
+        lacking = needed - state.keys()
+        if needed and not lacking:
+            found = {name: state[name] for name in needed}
+            try:
+                resize_pos_embed(found, module)  # neither affects other models
+                resize_text_pos_embed(found, module)
+                module.load_state_dict(found, strict=False)
+            except Exception as error:  # other sizes; open_clip's resizing raises various kinds
+                raise UsageError(
+                    f"{option}: {path} is of another tower: {one_line(error)}"
+                ) from error
+            return
+        missing = min(missing, lacking or missing, key=len)
+    raise UsageError(
+        f"{option}: {path} lacks {len(missing)} of the {len(wanted)} tensors of the {tower} tower, "
+        f"such as {min(missing)}"
+    )
+
+
+def _readings(
+    stored: dict[str, Tensor], wanted: set[str], tower: Tower
+) -> Iterator[tuple[dict[str, Tensor], set[str]]]:
+    """Yield the file's tensors under possible names in the model, with the names that it needs."""
+    for prefix in _PREFIXES[tower]:
+        needed = {name for name in wanted if name.startswith(prefix)}
+        yield {prefix + name: value for name, value in stored.items()}, needed
+    yield {name.removeprefix("text."): value for name, value in stored.items()}, wanted
+
+
+def _is_of(name: str, tower: Tower) -> bool:
+    if name in ("logit_scale", "logit_bias"):
+        return False
+    return name.startswith(FIRST) == (tower == "image")

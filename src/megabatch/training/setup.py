@@ -25,7 +25,7 @@ from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock
-from megabatch.models.tower_weights import load_tower
+from megabatch.models.weights import load_tower
 from megabatch.training import batch_norm, evaluating
 from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
