@@ -106,7 +106,7 @@ class CountingTokenizer:
 
 
 class Twice:
-    """A transform with a batched form that says that it was used."""
+    """A transform with a batched form that records its use."""
 
     def __call__(self, image) -> torch.Tensor:
         return to_pixels(image) * 2
@@ -144,7 +144,7 @@ def test_each_caption_is_tokenised_once(glyphs: GlyphSet):
 
 
 class Questions:
-    """Pairs of texts, of which sample 3 is bad."""
+    """Pairs of texts; sample 3 is bad."""
 
     first = "text"
 
@@ -158,7 +158,7 @@ class Questions:
 
 
 class Lengths:
-    """A tokenizer's work on first texts; counts how many it is given."""
+    """A transform of first texts that counts them."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -218,7 +218,7 @@ def test_each_text_is_tokenised_once_where_there_is_room(room: int) -> None:
 
 
 class Texts:
-    """A data set of which only the captions count."""
+    """A data set with captions alone."""
 
     first = "image"
 

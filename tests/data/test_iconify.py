@@ -21,7 +21,7 @@ def plain() -> IconSet:
 
 
 def pixels(icons: IconSet, name: str, size: int = 24) -> np.ndarray:
-    """Where the picture is red, (size, size) bool."""
+    """The red pixels, (size, size) bool."""
     (icon,) = (icon for icon in icons.icons if icon.name == name)
     image = np.asarray(draw_svg(icon.svg.encode(), size)).astype(int)
     return (image[:, :, 0] > 200) & (image[:, :, 1] < 50)
@@ -63,7 +63,7 @@ def test_where_a_box_begins(plain: IconSet):
 
 def test_mirrored_and_turned(plain: IconSet):
     np.testing.assert_array_equal(pixels(plain, "wide-left"), box(6, 12, 12, 24))
-    # Mirrored it is at the top on the right; a quarter turn clockwise brings that to the lower
+    # Mirrored, it is at the top right; a quarter turn clockwise moves that to the lower
     # right, of a box that is 12 wide and 24 high.
     np.testing.assert_array_equal(pixels(plain, "wide-up"), box(12, 24, 12, 18))
     np.testing.assert_array_equal(pixels(plain, "wide-again"), pixels(plain, "wide"))

@@ -57,7 +57,7 @@ def parts(batch: Batch, size: int) -> torch.Tensor:
 
 
 def to_pixels_of_one_size(image: Image.Image) -> torch.Tensor:
-    """As models' transforms do, whatever picture comes."""
+    """Like a model's transform, for images of any kind."""
     return torch.from_numpy(np.array(image.convert("L").resize((2, 2))))[None]
 
 
@@ -76,7 +76,7 @@ def test_both_passes_give_what_early_decoding_gives(tmp_path: Path, workers: int
             assert torch.equal(parts(two, 3), one.images)
             assert not two.images.bad
     assert torch.equal(torch.get_rng_state(), before)
-    # What is no image at all is found when files are read, and others fill the batch up.
+    # Files that are not images are found when they are read, and others fill up the batch.
     assert late.skipped == early.skipped == {"undecodable image": 2}
     assert late.state_dict() == early.state_dict()
 

@@ -213,7 +213,7 @@ def test_resume_in_mid_epoch_is_exact(workers: int, stop: int):
 
 
 def test_state_before_the_batch_is_handed_out():
-    """A state saved while a batch is worked on continues with the next one, not this one."""
+    """A state saved during a batch's step resumes with the next batch."""
     data = loader(16)
     for number, _ in enumerate(data):
         state = data.state_dict()
@@ -279,7 +279,7 @@ def test_a_reader_that_hangs():
 
 
 def test_workers_end_at_once(monkeypatch):
-    """Without DataLoader's wait for one that does not, here made so long that it is told apart."""
+    """DataLoader's wait for hanging workers is made so long that using it would be noticed."""
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
     data = loader(workers=2)
     list(data)

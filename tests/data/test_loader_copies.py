@@ -1,4 +1,4 @@
-"""Batches of images that need only be copied: a thread makes them, no process."""
+"""Batches of images that are only copied, by a thread and no process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_loader import assert_equal, epochs, loader
 
 
 class AsTheyAre:
-    """Bytes as they are: nothing is left to do but to copy them."""
+    """Leaves bytes unchanged, so that they are only copied."""
 
     def __call__(self, image) -> torch.Tensor:
         return to_pixels(image)
@@ -30,7 +30,7 @@ class AsTheyAre:
 
 
 class Turned(AsTheyAre):
-    """Something is done to each."""
+    """Changes each image."""
 
     def batch(self, images: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
         return 255 - images
@@ -91,7 +91,7 @@ def test_ranks_share_what_is_copied():
 
 
 def test_glyphs_come_fast_enough(glyphs: GlyphSet):
-    """At least 30,000 pairs/s, in the first epoch too, which tokenises every name.
+    """At least 30,000 pairs/s, also in the first epoch, which tokenises every name.
 
     In one of three tries: beside others on its core, work takes more of a processor's time too.
     """

@@ -1,4 +1,4 @@
-"""Odd tables, read alike for training and for evaluation."""
+"""Odd tables: training and evaluation read them in the same way."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def captions(data: Any) -> list[str]:
-    """One caption each; "reason" where a sample is bad."""
+    """The caption of each sample, or the reason why it is bad."""
     found = []
     for i in range(len(data)):
         try:

@@ -18,7 +18,7 @@ from .samples import png
 
 
 def save(folder: Path, columns: dict[str, Any], *, shards: int = 1, rows_at_once: int = 2) -> Path:
-    """As `save_to_disk` writes: Arrow streams of record batches, and what names them."""
+    """Write a folder like `save_to_disk`: Arrow streams of record batches, and their list."""
     folder.mkdir(parents=True)
     table = pa.table(columns)
     names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]

@@ -80,7 +80,7 @@ def test_what_cannot_be_drawn_is_a_bad_sample(data: bytes, reason: str):
 
 @pytest.mark.parametrize(("levels", "uses"), [(127, 0), (6, 16)])
 def test_what_is_just_not_too_deep_is_drawn(levels: int, uses: int):
-    # In a process of its own, an overflow of the stack would end this one.
+    # In another process: a stack overflow would end this one.
     groups = levels - 2 - (uses > 0)
     inner = '<g opacity=".9">' * groups + "{}" + "</g>" * groups
     body = inner.format('<rect width="5" height="5"/>')

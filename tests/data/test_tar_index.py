@@ -59,7 +59,7 @@ def test_truncated_inside_a_member(shard: Path, where: str):
     index = read_index(str(shard))
     assert f"breaks off inside 00{key}.{extension}" in index.damage
     assert "samples before that are used" in index.damage
-    # Without its txt the last sample still has image and json: it is whole enough.
+    # Without its txt the last sample still has image and json, which is enough.
     assert len(index.keys) == (3 if extension == "txt" else 2)
 
 
@@ -94,7 +94,7 @@ def test_overwritten_header(shard: Path):
         file.write(np.random.RandomState(0).bytes(512))
     index = read_index(str(shard))
     assert index.keys.tolist() == [b"000"]
-    # Of 000 everything is there; 001 is torn, and 002 behind it is not read.
+    # 000 is complete; 001 is torn, and 002 after it is not read.
     assert index.damage == (
         f"{shard}: no readable header at byte {offset - 512:,} of {shard.stat().st_size:,}; "
         "the 1 samples before that are used, at least 2 are lost"

@@ -1,4 +1,4 @@
-"""Worker processes: those that die or hang while a loader waits, and what they leave of memory."""
+"""Worker processes that die or hang while a loader waits, and the memory that they return."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_without_processes_and_without_an_end_to_patience() -> None:
 
 
 def grown(begin: Callable[[int], None], answer: Connection) -> None:
-    """Tell how many bytes a process is left with after blocks of 16 MB among small ones."""
+    """Send the bytes that a process still has after it freed 16 MB blocks among small ones."""
     torch.set_num_threads(1)  # as DataLoader does: OpenMP's threads do not outlive a fork
     begin(0)
     process = psutil.Process()

@@ -36,7 +36,7 @@ def image_features(encoder: Encoder, images: Sequence[Any]) -> Tensor:
 
 
 def picture(kind: int, seed: int) -> Image.Image:
-    """A noisy picture with a bar where its kind says."""
+    """A noisy picture with a bar at the position of its kind."""
     pixels = np.random.default_rng(seed).integers(0, 90, (32, 32), dtype=np.uint8)
     pixels[:, 8 * kind : 8 * kind + 5] += 150
     return Image.fromarray(pixels)

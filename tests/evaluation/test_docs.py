@@ -1,4 +1,4 @@
-"""docs/evaluation.md says what works: its example is run."""
+"""The example in docs/evaluation.md runs, and its options exist."""
 
 from __future__ import annotations
 

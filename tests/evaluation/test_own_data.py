@@ -1,4 +1,4 @@
-"""Whole evaluations of labelled images, of several captions an image, and of other weights."""
+"""Whole evaluations of labelled images, of several captions per image, and with other weights."""
 
 from __future__ import annotations
 

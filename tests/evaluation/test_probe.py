@@ -52,7 +52,7 @@ def test_impossible_settings_are_refused(rows: int, settings: dict, message: str
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[Tensor, Tensor]:
-    """Scikit-learn's, normalised as features are, in float64."""
+    """Scikit-learn's digits, normalised like features, in float64."""
     data = load_digits()
     return F.normalize(torch.from_numpy(data.data)), torch.from_numpy(data.target.astype(np.int64))
 
@@ -77,7 +77,7 @@ def test_the_regularisation_is_chosen_on_images_that_were_held_out(
     asked: list[tuple[float, int]] = []
 
     def pretend(x: Tensor, y: Tensor, n: int, c: float) -> probe.Probe:
-        """As accurate as it is near C = 30."""
+        """An accuracy that is best near C = 30."""
         asked.append((c, len(x)))
         return probe.Probe(torch.zeros(10, 64), torch.zeros(10), c)
 
@@ -88,7 +88,7 @@ def test_the_regularisation_is_chosen_on_images_that_were_held_out(
     monkeypatch.setattr(probe, "fit", pretend)
     monkeypatch.setattr(probe, "_accuracy", accuracy)
     chosen = choose_and_fit(*digits, 10)
-    # 15 fits to four fifths, then one to all with what was best to an eighth of a decade.
+    # 15 fits to four fifths, then one to all of it, with C exact to an eighth of a decade.
     assert [n for _, n in asked] == [1438] * 15 + [1797]
     assert abs(np.log10(chosen.c / 30)) <= 1 / 16
     assert len({c for c, _ in asked}) == 15

@@ -31,7 +31,7 @@ def brute_force(x: Tensor, y: Tensor, x_ids: list[int], y_ids: list[int], ks: li
         above = sum(s > best for s in wrong)
         equal = sum(s == best for s in wrong)
         tied = sum(row[j] == best for j in right)
-        # P(the first right one of the tied group stands at place p of the group), p = 0, 1, ...
+        # P(the first right column of the tied group is at position p of the group), p = 0, 1, ...
         total = math.comb(equal + tied, tied)
         place = [math.comb(equal + tied - 1 - p, tied - 1) / total for p in range(equal + 1)]
         for k in ks:

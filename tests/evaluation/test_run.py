@@ -21,7 +21,7 @@ from megabatch.models import create
 
 
 class Page(HTMLParser):
-    """What a page loads, how its elements nest, and its text."""
+    """The resources that a page loads, its nesting of elements, and its text."""
 
     VOID = ("meta", "img", "source", "br", "link")
 

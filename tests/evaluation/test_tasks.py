@@ -38,7 +38,7 @@ def test_equals_all_distances(levels: int, names: int, monkeypatch: pytest.Monke
     got = pixel_neighbour_recalls(train, train_ids, query, query_ids, ks=(1, 3, 10))
     for k in (1, 3, 10):
         expected = brute_force(train, train_ids, query, query_ids, k)
-        # Where more names tie than places are left, which of them are met is arbitrary.
+        # If more names tie than ranks are left, any of them may be found.
         assert got[f"recall@{k}"] == pytest.approx(expected, abs=0.03 if levels == 2 else 1e-6)
 
 
@@ -50,7 +50,7 @@ def test_an_image_of_the_training_set_is_found() -> None:
 
 
 def test_names_fill_the_places_not_images() -> None:
-    """Many images of a wrong name stand before the right one, and take one place only."""
+    """Many images of a wrong name are nearer than the right one, but take one rank only."""
     train = np.zeros((41, 2, 2), np.float32)
     train[40] = 1
     ids = np.array([0] * 40 + [1])

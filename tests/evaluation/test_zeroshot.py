@@ -149,7 +149,7 @@ def test_handwritten_digits_are_set_like_the_glyphs(small_glyphs: GlyphSet) -> N
         inked = of.mean(0).max(1) > 32
         return inked.argmax(), len(inked) - inked[::-1].argmax()
 
-    # Same polarity, same place: the mean digit's ink begins and ends within 2 pixels of print's.
+    # Same polarity, same position: the mean digit begins and ends within 2 pixels of a printed one.
     assert rows_of_ink(pixels) == pytest.approx(rows_of_ink(printed), abs=2)
     assert pixels[:, 0].max() == 0
     assert pixels.mean() == pytest.approx(printed.mean(), rel=0.5)

@@ -1,4 +1,4 @@
-"""The loss of a step is a loss like any other: what callers do with one."""
+"""The loss of a step is a loss like any other, in all the ways that callers use one."""
 
 import copy
 import gc
@@ -225,7 +225,7 @@ def test_gradients_that_are_shared_expanded_sparse_or_none(size, sparse):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_reentrant_checkpoint(size):
-    """Its backward pass is another one, so gradients go to `.grad` in each micro-batch."""
+    """It starts a backward pass of its own, so gradients go to `.grad` in each micro-batch."""
 
     class Checkpointed(nn.Module):
         def __init__(self):

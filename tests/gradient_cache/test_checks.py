@@ -1,4 +1,4 @@
-"""A warning where nothing averages the encoders' gradients over the ranks, and only there."""
+"""A warning if nothing averages the encoders' gradients over the ranks, and only then."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ STEPS = 12
 
 
 def warnings_of_training(world, make, synchronise=lambda model: None, every=1, **options):
-    """What a run of a few steps warned of on this rank; each rank has batches of its own."""
+    """The warnings of a few steps on this rank; each rank has batches of its own."""
     torch.manual_seed(0)
     model = make(Tower())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,7 +79,7 @@ def test_a_function_is_an_encoder_too(world: World) -> None:
 
 
 def average(model):
-    """As DeepSpeed does, or Lightning's DDP around a whole training step."""
+    """Like DeepSpeed, or Lightning's DDP around a whole training step."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()

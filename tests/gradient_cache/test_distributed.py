@@ -35,7 +35,7 @@ class CountReduceScatter(TorchDispatchMode):
 
 
 class Gather(torch.autograd.Function):
-    """All ranks' rows; the backward pass sums over ranks, as the losses' convention asks."""
+    """All ranks' rows; the backward pass sums over ranks, by the losses' convention."""
 
     @staticmethod
     def forward(ctx, x, sizes):
@@ -178,7 +178,7 @@ def locked_in_a_fsdp_model(model, counts):
     return fsdp_model(model, counts)
 
 
-# What is wrapped, and how often its gradients may be reduced in a step (None: not counted here).
+# The wrapped module, and the number of reductions per step (None: not counted here).
 SETUPS = {
     one_ddp_model: 1,
     two_ddp_encoders: 2,

@@ -1,4 +1,4 @@
-"""What runs how often, what is kept in memory, and which outputs are legal."""
+"""How often encoders run, how much memory they keep, and which outputs are legal."""
 
 import weakref
 
@@ -62,7 +62,7 @@ def test_a_partly_frozen_tower_and_parameters_that_a_module_does_not_list():
 
 
 def live_rows(batches, run):
-    """Most rows of hidden activations that graphs held at one time while `run` ran."""
+    """The peak number of rows of hidden activations in graphs during `run`."""
     live = peak = 0
 
     class Saved:

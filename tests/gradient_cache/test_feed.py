@@ -1,4 +1,4 @@
-"""Batches on the host: moved or made one micro-batch ahead, in order, once a pass."""
+"""Batches on the host: moved or made one micro-batch ahead, in order, once per pass."""
 
 import signal
 import threading
@@ -26,7 +26,7 @@ FEED = "megabatch-feed"
 
 
 class Compressed:
-    """Rows kept as bytes, decoded when asked for; notes when and by which thread."""
+    """Rows kept as bytes and decoded on access; notes when, and by which thread."""
 
     def __init__(self, rows, before=lambda rows: None):
         self.data = [row.numpy().tobytes() for row in rows]

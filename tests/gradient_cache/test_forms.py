@@ -229,7 +229,7 @@ def test_outputs_of_a_tuple_by_position():
 
 @pytest.mark.parametrize("outputs", ["sentence_embedding", ("sentence_embedding", "pooled")])
 def test_the_output_that_counts_of_each_encoder(outputs):
-    """As of sentence-transformers, whose models return what they were given, and more."""
+    """Like sentence-transformers' models, which add outputs to their inputs."""
     tower = Tower()
 
     def encode(features):

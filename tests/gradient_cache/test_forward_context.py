@@ -1,4 +1,4 @@
-"""The second pass sees what the step saw, whatever was changed before `backward()`."""
+"""The second pass has the step's context, whatever changes before `backward()`."""
 
 import copy
 
@@ -39,7 +39,7 @@ def test_random_states_with_another_models_dropout_between():
 
 
 class Sees(nn.Module):
-    """Notes what an encoder may depend on, once a forward pass."""
+    """Notes the settings that an encoder may depend on, once per forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ def test_everything_that_a_forward_pass_depends_on():
 
 @pytest.mark.parametrize("region", [True, False], ids=["inside", "outside"])
 def test_backward_inside_or_outside_autocast_gives_the_same(region):
-    """Casts that an evaluation in the same region made without a graph serve no second pass."""
+    """The second pass does not use casts that an evaluation in the region made without a graph."""
     towers = nn.ModuleList([Tower(), Tower()]).float()
     batches = [x.float() for x in pairs()]
     step = GradientCache(tuple(towers), clip_loss, 3)
@@ -145,7 +145,7 @@ def test_under_no_grad_backward_is_as_anywhere(size):
 
 
 def test_a_step_whose_precision_pytorch_cannot_name():
-    """Set by the newer names, where the older function raises."""
+    """Set by the newer names, for which the older function raises."""
     matmul = torch.backends.cuda.matmul
     if not hasattr(matmul, "fp32_precision"):
         pytest.skip("this version of PyTorch has the older names alone")

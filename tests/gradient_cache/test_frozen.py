@@ -1,4 +1,4 @@
-"""Locked parts of one model: run once, remembered in the second pass."""
+"""Locked parts of a model run once; the second pass reuses their outputs."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ def test_a_locked_tower_of_one_model_is_not_run_again(locked, dropout):
     torch.manual_seed(1)
     GradientCache(model, biased_loss, 3)(*batches).backward()
     assert len(frozen.graph_recorded) == 3
-    # That the tower is constant shows in the graph of the first micro-batch.
+    # The graph of the first micro-batch shows that the tower is constant.
     assert live.graph_recorded == [True, False, False] + [True] * 3
     assert_same_gradients(gradients(model), gradients(reference))
     assert model._modules["image"] is model.image
@@ -67,7 +67,7 @@ def test_the_model_is_whole_again_after_an_error():
 
 
 class Counted(nn.Linear):
-    """Counts its forward passes where no attribute of it changes."""
+    """Counts its forward passes without changing an attribute."""
 
     def __init__(self, width=DIMS, out=DIMS):
         super().__init__(width, out)
@@ -79,7 +79,7 @@ class Counted(nn.Linear):
 
 
 class Model(nn.Module):
-    """`head` is frozen; what it is applied to, and how often, is the test's."""
+    """`head` is frozen; the test determines its inputs and the number of calls."""
 
     def __init__(self, use, head=None):
         super().__init__()
@@ -108,17 +108,17 @@ def assert_cached_as_plain(model, batches, step=None):
     [
         # A frozen head on trained features: run again, its gradient passes through.
         (lambda m, x, y: (m.head(m.tower(x)), m.tower(y)), 6),
-        # Twice in each pass: both remembered, in their order.
+        # Twice in each pass: both outputs are recorded, in order.
         (lambda m, x, y: (m.head(x[:, :DIMS]), m.tower(y) + m.head(y[:, :DIMS])), 6),
-        # No vector a sample: as large as activations, and run again.
+        # Not a vector per sample: as large as activations, so it is run again.
         (lambda m, x, y: (m.head(x[:, None, :DIMS]).squeeze(1), m.tower(y)), 6),
-        # Asked for more than to be called.
+        # Used in other ways than by a call.
         (lambda m, x, y: (m.head(x[:, :DIMS]) / m.head.in_features, m.tower(y)), 3),
-        # Constant, but used by its weight alone: nothing to record.
+        # Constant, but only its weight is used: there is nothing to record.
         (lambda m, x, y: (x[:, :DIMS] @ m.head.weight, m.tower(y)), 0),
-        # Its output is changed in place: what was recorded is no longer what it returned.
+        # Its output is changed in place: the recorded one is no longer valid.
         (lambda m, x, y: (m.head(x[:, :DIMS]).mul_(2), m.tower(y)), 6),
-        # In inference mode nothing tells whether its output was changed.
+        # Inference mode does not record changes of its output.
         (lambda m, x, y: (in_inference_mode(m.head, x[:, :DIMS]).clone(), m.tower(y)), 6),
         # Called twice with a graph, once without: 2 + 1 + 1, then 2 in each micro-batch.
         (lambda m, x, y: (m.head(once_more_with_a_graph(m, x)[:, :DIMS]), m.tower(y)), 10),
@@ -142,7 +142,7 @@ def once_more_with_a_graph(model, x):
 
 
 def seen_inside(model):
-    """What the code of a model can see of its frozen parts while it runs."""
+    """The view that a model's code has of its frozen parts while it runs."""
     parts = [model.layers[0], *model.layers, *model.stack, model.named["a"], model.plain]
     return {
         "classes": [type(part) for part in parts],
@@ -243,7 +243,7 @@ def test_hooks_on_a_frozen_part_are_called_in_both_passes():
 
 @pytest.mark.parametrize("kind", ["forward", "pre"])
 def test_a_part_with_a_hook_inside_is_run_again(kind):
-    """As features are taken from the layers of a frozen backbone."""
+    """Like features taken from the layers of a frozen backbone."""
     taken = {}
 
     def use(model, x, y):
@@ -339,7 +339,7 @@ def test_a_part_that_another_wrapper_calls():
 
 
 def test_another_thread_runs_the_part_itself():
-    """Another thread may use the module meanwhile, for an evaluation say."""
+    """Another thread may use the module meanwhile, such as for an evaluation."""
     outputs = []
 
     def use(model, x, y):

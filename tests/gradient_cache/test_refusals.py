@@ -1,4 +1,4 @@
-"""What a backward pass refuses, before any gradient changes; and loops that leave it out."""
+"""Errors of a backward pass before any gradient changes; and loops that leave it out."""
 
 import contextlib
 import random
@@ -25,7 +25,7 @@ SIZES = [3, 100]
 
 
 def with_gradients(model):
-    """Ones in `.grad`, so that what a refusal must not touch can be looked at."""
+    """Fill `.grad` with ones, which a refusal must not change."""
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     return model
@@ -95,7 +95,7 @@ def test_a_batch_changed_in_place(size):
 
 
 def test_an_encoder_without_a_second_pass_may_change():
-    """As a teacher does that follows its student."""
+    """Like a teacher that follows its student."""
     teacher, student = Tower().requires_grad_(False), Tower()
     loss = GradientCache((teacher, student), clip_loss, 3)(*pairs())
     for parameter in teacher.parameters():
@@ -136,7 +136,7 @@ def test_a_loop_without_a_backward_pass_is_told_by_its_second_step(keep):
 def test_losses_that_are_only_looked_at_are_no_such_loop():
     model, other = TwoTowers(), TwoTowers()
     step = GradientCache(model, biased_loss, 3)
-    # Thrown away, as one that is not finite; the next one is used.
+    # Discarded, like one that is not finite; the next one is used.
     loop(step, model, lambda value: (step(*pairs()), step(*pairs()).backward()))
     for _ in range(3):
         step(*pairs())
@@ -192,7 +192,7 @@ def test_an_exception_in_the_second_pass_changes_no_gradient(calls, error):
 
 
 def test_an_exception_between_the_passes():
-    """In the loss, or in the caller's code: the next step is as any other."""
+    """In the loss, or in the caller's code: the next step works normally."""
     towers, plain = (Tower(), Tower()), (Tower(), Tower())
     for one, other in zip(towers, plain, strict=True):
         other.load_state_dict(one.state_dict())

@@ -1,4 +1,4 @@
-"""The second pass as a guest of autograd: its thread, Ctrl-C, streams, peak memory."""
+"""The second pass within autograd: its thread, Ctrl-C, streams, peak memory."""
 
 import copy
 import os
@@ -87,9 +87,9 @@ def test_peak_memory_is_that_of_backward_in_each_micro_batch(device, size):
     run()  # cuBLAS has its workspace, and Python its modules
     tower.zero_grad()
     activations = weight // 2  # of 8 rows at most 5%, and of the loss
-    # All gradients and one parameter's that is on its way.
+    # All gradients, and one parameter's before it is added.
     assert peak_of(device, run) < (len(tower.layers) + 1) * weight + activations
-    # There already: only what is on its way.
+    # .grad exists already: only the one before it is added.
     assert peak_of(device, run) < weight + activations
 
 

@@ -126,7 +126,7 @@ def test_running_statistics_see_each_micro_batch_once(norm):
     assert encoders[0].norm.running_mean.abs().sum() > 0
     for actual, expected in zip(encoders.buffers(), reference.buffers(), strict=True):
         assert torch.equal(actual, expected)
-    # And the second pass normalised by the micro-batch, as the first did.
+    # The second pass normalised by the micro-batch, like the first.
     assert_same_gradients(gradients(encoders), gradients(reference))
 
 

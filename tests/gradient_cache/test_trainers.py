@@ -204,7 +204,7 @@ def compare(library: str, folder: Path, processes: int = 1) -> None:
 
 
 def import_and_fork(folder: Path, ports: list[int]) -> None:
-    """One process alone and two together, forks of this one: the libraries take seconds."""
+    """One process alone and a group of two, forked from this one: imports take seconds."""
     for name in (*LIBRARIES, "accelerate", "datasets"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -244,7 +244,7 @@ def pretend_torchrun(rank: int, size: int) -> None:
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
         "TORCHELASTIC_RUN_ID": "test",
-        # As torchrun's, which has a store at a port that it found free.
+        # Like torchrun, with a store at a free port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
@@ -252,7 +252,7 @@ def pretend_torchrun(rank: int, size: int) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """How each library's training ended, in each process."""
+    """The result of each library's training, in each process."""
     folder = tmp_path_factory.mktemp("trainers")
     save_tiny_bert(folder / "bert")
     stores = [new_store() for _ in LIBRARIES]  # one keeps what an earlier group said

@@ -1,4 +1,4 @@
-"""DDP around a whole training step, DDP and FSDP2 inside the encoders: what callers do on ranks."""
+"""DDP around a whole training step, DDP and FSDP2 inside the encoders, as callers use them."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 class TrainingStep(nn.Module):
-    """As Lightning has it: what is wrapped computes the loss."""
+    """Like Lightning, whose wrapped module computes the loss."""
 
     def __init__(self, model, size):
         super().__init__()
@@ -170,7 +170,7 @@ def test_wrappers_inside_with_two_losses_added(world: World) -> None:
 
 
 def synchronised(model):
-    """What FSDP2 and DDP are set to do."""
+    """The sync settings of FSDP2 and DDP."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             yield module.require_backward_grad_sync
@@ -259,7 +259,7 @@ def test_fsdp1_inside_reduces_in_each_micro_batch(world: World) -> None:
 
 @on_processes(2)
 def test_a_wrapped_parameter_in_the_loss_too(world: World) -> None:
-    """Its gradient is reduced with what comes through the wrapper."""
+    """Its gradient is reduced together with the wrapper's."""
     mine, whole = batches_of(world, [4, 3])
     for size in MICRO_BATCH_SIZES:
         for view in (False, True):
@@ -269,7 +269,7 @@ def test_a_wrapped_parameter_in_the_loss_too(world: World) -> None:
             wrapped = DistributedDataParallel(model, gradient_as_bucket_view=view)
 
             def loss(*outputs, scale=model.scale):
-                # Only rank 0 adds it: not the same on both ranks before it is reduced.
+                # Only rank 0 adds it, so the ranks differ before it is reduced.
                 return ClipLoss()(*outputs) + (not world.rank) * 2 * scale.square().sum()
 
             for _ in range(2):

@@ -27,7 +27,7 @@ class Tower(nn.Module):
 
     @property
     def graph_recorded(self):
-        """One entry a forward pass."""
+        """One entry per forward pass."""
         return self._seen.graph_recorded
 
     def forward(self, x):

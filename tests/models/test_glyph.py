@@ -1,4 +1,4 @@
-"""glyph-small: what goes in and what comes out."""
+"""glyph-small: inputs and outputs."""
 
 from __future__ import annotations
 

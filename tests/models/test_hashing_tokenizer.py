@@ -1,4 +1,4 @@
-"""What a text's tokens tell apart, and what they do not."""
+"""The differences between texts that tokens keep, and those that they lose."""
 
 from __future__ import annotations
 

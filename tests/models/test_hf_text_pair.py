@@ -1,4 +1,4 @@
-"""Pairs of texts by an encoder out of a folder: pooling, padding, sharing, training."""
+"""Pairs of texts with encoders from a folder: pooling, padding, sharing, training."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_locked_first_encoder_runs_once(folder: Path) -> None:
 
 
 class TextPairs:
-    """Pairs of texts that differ by a letter that says nothing."""
+    """Pairs of texts that differ by a letter without meaning."""
 
     first = "text"
 

@@ -1,4 +1,4 @@
-"""icon-small: what goes in and what comes out."""
+"""icon-small: inputs and outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How deep a parameter lies, by architecture."""
+"""The layers of parameters, by architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Towers that are trained no further, whole or in part."""
+"""Frozen towers, whole or in part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of weights are read, of a model or of one tower, and what is refused unread."""
+"""Files of weights of a model or of one tower, those that are read and those that are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assert_holds(module: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def saved_for_the_hub(folder: Path, state: dict[str, Tensor]) -> Path:
-    """As open_clip.push_to_hf_hub writes it, but for the tokenizer, which is open_clip's own."""
+    """Like open_clip.push_to_hf_hub, without a tokenizer, since open_clip has its own."""
     folder.mkdir()
     config = {"model_cfg": json.loads(CONFIG.read_text()), "preprocess_cfg": {"size": 32}}
     (folder / "open_clip_config.json").write_text(json.dumps(config))
@@ -105,7 +105,7 @@ def test_the_bias_of_a_sigmoid_loss(name: str, tmp_path: Path) -> None:
 
 
 class Anything:
-    """Something that is no tensor."""
+    """An object that is not a tensor."""
 
 
 def test_a_pickle_that_would_run_code_is_not_run(tmp_path: Path) -> None:

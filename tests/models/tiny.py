@@ -1,4 +1,4 @@
-"""A very small open_clip architecture, with patch dropout so that its steps draw random numbers."""
+"""A very small open_clip architecture, with patch dropout so that its steps use random numbers."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 
 
 def save_tiny_bert(path: Path) -> Path:
-    """As `save_pretrained` writes model and tokenizer; skips the test where there is no library."""
+    """Save model and tokenizer by `save_pretrained`; skip the test without the library."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -1,4 +1,4 @@
-"""Random models of images and texts of each kind, two layers a tower, in folders."""
+"""Random models of images and texts of each kind, two layers per tower, in folders."""
 
 from __future__ import annotations
 

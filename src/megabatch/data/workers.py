@@ -26,10 +26,9 @@ _MAPPED_FROM = 2**20  # bytes
 class WorkerLoader(DataLoader[T]):
     """`dataset[item]` for each item of a sampler, computed by worker processes.
 
-    It notices within 5 s that one of its processes is gone. A plain DataLoader only checks when it
-    gives up waiting, so with a timeout of ten minutes after ten minutes: the signal by which it
-    would know at once reaches the main thread alone, and has no effect if somebody else has asked
-    for the process's exit status.
+    It notices within 5 s that one of its processes is gone. A plain DataLoader only checks when its
+    timeout is over, which may be ten minutes: the signal that would tell it at once reaches the
+    main thread alone, and has no effect if somebody else has asked for the process's exit status.
 
     Args:
         dataset: a map from the sampler's items, which need not be numbers.
