@@ -13,7 +13,6 @@ import hypothesis
 import pytest
 import torch
 
-from tests import interpreter
 from tests.concurrency import is_concurrent
 
 if TYPE_CHECKING:
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 if not torch.cuda.is_available():  # Triton's kernels then run on the CPU; read when it is imported
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests import interpreter
+
     interpreter.mend()
 
 # The same examples each time, however long they take; tools/repeat_tests.py asks for others.

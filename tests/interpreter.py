@@ -1,22 +1,38 @@
-"""Triton's interpreter as its newer versions have it."""
+"""Triton's interpreter for the tests: right in its older versions, and a third faster."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from typing import Any
+
+with contextlib.suppress(ImportError):
+    import triton
+    import triton.language as tl
+    from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Let a descriptor's strides be multiples of 16 bytes, as compiled kernels do.
+    """Change it for this process; without Triton there is nothing to change."""
+    if "interpreter" not in globals():
+        return
+    interpreter._patch_builtin = _patch_builtin
+    # That of torch 2.8 asks for strides that are multiples of 16 elements, not bytes.
+    if triton.__version__.startswith("3.4."):
+        interpreter.TensorDescHandle.validate = _validate
 
-    Triton 3.4's interpreter, which comes with torch 2.8, asks for multiples of 16 elements.
-    """
-    with contextlib.suppress(ImportError):
-        import triton
-        from triton.runtime import interpreter
 
-        if triton.__version__.startswith("3.4."):
-            interpreter.TensorDescHandle.validate = _validate
+def _patch_builtin(package: Any, *rest: Any) -> None:
+    """As Triton's, which looks for a package's functions at each call of a device function."""
+    for name in _builtins(package):
+        if tl.core.is_builtin(member := getattr(package, name)):
+            interpreter._patch_attr(package, name, member, *rest)
+
+
+@functools.cache
+def _builtins(package: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
 
 
 def _validate(self: Any) -> None:
