@@ -9,7 +9,7 @@ import pytest
 
 import megabatch as mb
 from megabatch import losses
-from megabatch.losses.registry import ENTRIES
+from megabatch.losses.registry import ENTRIES, TRAINABLE
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,6 +46,14 @@ def test_the_table_is_the_registrys() -> None:
         option = f"| `{entry.option}` |" if entry.option else "| |"
         end = f" {option} {entry.paper}, [{entry.arxiv}]({link}) |"
         assert [row for row in rows if row.startswith(begin) and row.endswith(end)], entry.name
+
+
+def test_the_table_of_recipes_is_the_registrys() -> None:
+    page = (DOCS / "recipes.md").read_text()
+    for option, entry in TRAINABLE.items():
+        settings = " ".join(f"`--{name.replace('_', '-')}`" for name in entry.settings)
+        cells = f"`{option}`", ", ".join(entry.duplicates), settings
+        assert f"\n| {' | '.join(cells)} |\n".replace("|  |", "| |") in page, option
 
 
 def test_gradient_caching_of_several_modalities_as_shown() -> None:
