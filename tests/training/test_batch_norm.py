@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from megabatch.losses.objective import create_objective
 from megabatch.models import create
 from megabatch.models.locking import lock, set_modes
 from megabatch.training import TrainConfig
 from megabatch.training.batch_norm import batch_norms, explanation, problems, synchronise
-from megabatch.training.objective import create_objective
 from megabatch.training.world import World
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
