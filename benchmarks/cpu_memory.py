@@ -1,9 +1,9 @@
-"""Peak memory of one forward and backward pass of CLIP's loss on the CPU, the process as a whole.
+"""Peak memory of the process in one forward and backward pass of CLIP's loss on the CPU.
 
     python benchmarks/cpu_memory.py --pairs 65536 --width 512 --output benchmarks/results/FILE.json
 
-`megabatch bench loss` measures the same beside others, in several passes; this is for sizes at
-which one pass takes minutes. Linux.
+`megabatch bench loss` measures the same in several passes and compares it with others; this script
+is for sizes at which one pass takes minutes. Linux only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Errors of every row against float64: megabatch beside a careful and an ordinary dense loss.
+"""Errors of every row against float64: megabatch, a careful and an ordinary dense loss.
 
     python benchmarks/exactness.py --output benchmarks/results/exactness.json
 
-The careful one has products in the features' dtype accumulated in float32, logits and softmax in
-float32 with the positive taken out of the sum, and rounds dS once. It is what a row may cost at
-least; the ordinary one is `megabatch.similarity.dense.clip_loss` under autocast.
+The careful one accumulates products in the features' dtype in float32, computes logits and softmax
+in float32 with the positive excluded from the sum, and rounds dS once. Its error is the least that
+can be expected; the ordinary one is `megabatch.similarity.dense.clip_loss` under autocast.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python benchmarks/gradient_caching.py --device cuda --output benchmarks/results/FILE.json
 
-Two transformers of PyTorch's own layers. With `--accumulate` there are gradients in `.grad` before
-each step, as in the second step of an accumulation. The peak is what a step takes of PyTorch's
-allocator beside what was there before it: weights, inputs, and gradients with `--accumulate`. To
-compare with another version of megabatch put its `src` first on PYTHONPATH; where a step fills
-`.grad` itself, as earlier versions did, that is what is measured.
+Two transformers of PyTorch's own layers. With `--accumulate` gradients exist before each step, as
+in the second step of an accumulation. The peak is that of PyTorch's allocator during a step, above
+the memory in use before it: weights, inputs, and gradients with `--accumulate`. To measure another
+version of megabatch, put its `src` first on PYTHONPATH; steps of early versions, which fill `.grad`
+without `backward()`, are measured as they are.
 """
 
 from __future__ import annotations

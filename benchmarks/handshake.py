@@ -2,8 +2,8 @@
 
     python benchmarks/handshake.py --output benchmarks/results/handshake.json
 
-Before its first transfer a loss over several processes does this once: see
-`megabatch.similarity.distributed.control`. Processes of one machine, Linux.
+A loss over several processes does this once, before its first transfer: see
+`megabatch.similarity.distributed.control`. Processes of one machine, Linux only.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A vision transformer on the icons, one batch of 32,768: what knowing of duplicates changes.
+"""The effect of known duplicates on a vision transformer for icons, with a batch of 32,768.
 
     python benchmarks/icons.py --package icons.tar.xz --output benchmarks/results/icons.json
 
-Draws the package's icons, then trains the packaged configuration `icons` once for each way to treat
-pairs of the same caption: as negatives (no ids: the control), ignored, as positives; same steps,
-same seed, same batches. After each run: retrieval on the held-out sets, both ways. The record is
-written anew after each, so a run that is cut short leaves what it has.
+Renders the package's icons, then trains the packaged configuration `icons` once for each treatment
+of pairs with the same caption: as negatives (without ids, the control), ignored, as positives; with
+the same steps, seed and batches. Each run is followed by retrieval on the held-out sets in both
+directions, and by an update of the record, so an interrupted run leaves its results so far.
 
-Steps are --steps, or as many as there is time for, the same in each run, by a trial of a few
-beforehand: --seconds-per-run of training, or --budget-seconds for everything from the start on.
-Where the budget is not enough for --least-steps in each run, the last ones of --duplicates are left
-out. Nothing is fetched. A smaller package to carry: icons_package.py.
+The number of steps is --steps, or fits the time, as estimated by a short trial: --seconds-per-run
+of training, or --budget-seconds for everything. If the budget does not suffice for --least-steps in
+each run, the last values of --duplicates are skipped. Nothing is downloaded; icons_package.py makes
+a smaller package.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""A smaller package of the icons, to carry to a machine that cannot fetch the whole one.
+"""A smaller package of the icons, for a machine that cannot download the whole one.
 
     python benchmarks/icons_package.py iconify-json-2.2.535.tgz icons.tar.xz --max-bytes 2048
 
-What `megabatch data icons --package icons.tar.xz` reads: the package's sets without hidden and
-moving icons and without what no caption is made of; of the sets to train on, without icons whose
-drawing is longer than --max-bytes. The held-out sets stay whole, so recalls compare.
+It contains everything that `megabatch data icons --package icons.tar.xz` reads: the package's sets
+without hidden and animated icons and without metadata that captions do not use, and, for training
+sets, without icons whose drawing exceeds --max-bytes. The held-out sets are complete, so that
+recalls are comparable.
 """
 
 from __future__ import annotations

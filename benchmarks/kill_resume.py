@@ -1,12 +1,12 @@
-"""Resume after kill -9 at random points, against the same run undisturbed.
+"""Resuming after kill -9 at random points, compared with an undisturbed run.
 
     python benchmarks/kill_resume.py --kills 20 --output benchmarks/results/kill-resume.json
 
 A run of `megabatch train` on the CPU is killed at random moments (while it starts, reads, trains or
-saves), started again with --resume each time, and at last left to end. Another run is not
-disturbed. The two must have the same weights, bit for bit, and have seen the same samples in the
-same order in every step, those done again included. With --processes 2 one random process of the
-two is killed, and the other has to end by itself. Exit code 1 where anything differs.
+saves), restarted with --resume each time, and finally left to finish. It must end with the same
+weights, bit for bit, as an undisturbed run, with the same samples in the same order in every step,
+including repeated ones. With --processes 2 one of the two, at random, is killed, and the other must
+exit on its own. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
     python benchmarks/late_decoding.py --output benchmarks/results/late-decoding.json
 
-Draws pictures, writes them as JPEG files of a shard, takes them through the loader, two batches or
-more, as steps of gradient caching do (two passes over micro-batches), and measures what the process
-and its workers take at most, shared memory counted once (PSS), above what they took before the
-first batch.
-Of larger batches (--undecoded) no row is asked for: what the files take.
+Draws pictures, writes them as JPEG files in a shard, loads at least two batches, each read as in a
+step of gradient caching (two passes over micro-batches), and measures the peak memory of the
+process and its workers, with shared memory counted once (PSS), above that before the first batch.
+Larger batches (--undecoded) are loaded without reading a row, for the memory of the files.
 """
 
 from __future__ import annotations

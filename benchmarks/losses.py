@@ -1,11 +1,11 @@
-"""The whole family of losses on one GPU: time, memory, share of the product, error.
+"""Losses other than CLIP's on one GPU: time, memory, share of the product, error.
 
     python benchmarks/losses.py --output benchmarks/results/losses.json
     python benchmarks/plots.py benchmarks/results/losses.json
 
-SigLIP's loss beside siglip-kernel and the dense expression; NT-Xent and the supervised loss, whose
-matrix is symmetric, beside the same by the general path; CLIP's loss and InfoNCE with ids and a
-margin beside CLIP's without. Options as of single_gpu.py.
+SigLIP's loss, siglip-kernel and the dense expression; NT-Xent and the supervised loss, whose matrix
+is symmetric, with and without use of the symmetry; CLIP's loss and InfoNCE with ids and a margin,
+and CLIP's without. The options are those of single_gpu.py.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python benchmarks/plots.py benchmarks/results/losses.json
     python benchmarks/plots.py benchmarks/results/scaling.json
 
-Draws bf16, scale 14.3, forward and backward, at one width. Of one GPU: time, extra memory and share
-of the matrix product against b (single-gpu-time.png, -memory.png, -fraction.png beside the
-records). Of the family of losses: the share of each at its largest size (losses.png). Of several
-GPUs: fraction of ideal and memory of one GPU against their number (scaling.png).
+All figures are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
+memory and share of the matrix product over b (single-gpu-time.png, -memory.png, -fraction.png, in
+the records' folder). For other losses: the share of each at its largest size (losses.png). For
+several GPUs: fraction of ideal and memory per GPU over their number (scaling.png).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Ranks and the best columns on one GPU: fused kernels beside blocks by cuBLAS and torch's topk.
+"""Ranks and top-k on one GPU: fused kernels, and blocks by cuBLAS and torch.topk.
 
     python benchmarks/ranking.py --output benchmarks/results/ranking.json
 
 Features are bfloat16 unit vectors, `rows` queries against as many candidates; the target of a row
-is its partner. Every result is held against the other way's.
+is its partner. The results of both ways are compared.
 """
 
 from __future__ import annotations

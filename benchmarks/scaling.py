@@ -2,10 +2,10 @@
 
     python benchmarks/scaling.py --output benchmarks/results/scaling.json --gpus 1,2,4
 
-Starts a process for each GPU itself; smaller numbers of GPUs are sub-groups of the largest. The
-most important come first, peers that may crash last and in processes of their own. What does not
+Starts a process per GPU; smaller numbers of GPUs are sub-groups of the largest. The most important
+trials come first; peers that may crash come last, in processes of their own. A trial that does not
 fit into --budget-seconds, is not installed, crashes or hangs is a record that says so. `--list`
-prints the plan; `--smallest` runs it with Gloo on the CPU, at sizes that show only that it runs.
+prints the plan; `--smallest` runs it with Gloo on the CPU, at sizes that only show that it runs.
 """
 
 from __future__ import annotations

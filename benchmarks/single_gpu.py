@@ -2,9 +2,9 @@
 
     python benchmarks/single_gpu.py --output benchmarks/results/single-gpu.json
 
-Peers that are not installed are rows that say so. The most important groups come first; what does
-not fit into --budget-seconds is a row that says so too. `--list` prints the groups, `--device cpu
---smallest` runs all of them at sizes that show only that it runs.
+The most important groups come first; peers that are not installed, and cases that do not fit into
+--budget-seconds, are rows that say so. `--list` prints the groups, `--device cpu --smallest` runs
+all of them at sizes that only show that it runs.
 """
 
 from __future__ import annotations

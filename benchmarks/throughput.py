@@ -1,12 +1,12 @@
-"""Training steps of real towers: this trainer beside OpenCLIP's own loop, on one device.
+"""Training steps of real towers: this trainer and OpenCLIP's own loop, on one device.
 
     python benchmarks/throughput.py --output benchmarks/results/throughput.json
 
-Both train the same open_clip model from the same weights on the same pairs, which lie in the host's
-memory as data loaders give them, with AdamW and bfloat16 autocast, micro-batch by micro-batch:
-`megabatch` by `Trainer.train_step`, `openclip` by `open_clip_train.train.train_one_epoch` with
-`accum_freq`, its own gradient caching. The first step's loss must agree. `megabatch-on-device` has
-a micro-batch's images on the device already: the difference is their way there.
+Both train the same open_clip model from the same weights on the same pairs, which are in the host's
+memory as data loaders provide them, with AdamW and bfloat16 autocast, in micro-batches: `megabatch`
+by `Trainer.train_step`, `openclip` by `open_clip_train.train.train_one_epoch` with `accum_freq`,
+its own gradient caching. The first step's loss must agree. `megabatch-on-device` has a
+micro-batch's images on the device already: the difference is the cost of copying them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Ways for features to travel between the GPUs of one machine, taking turns on them.
+"""Communication schedules between the GPUs of one machine, measured in turns.
 
     python benchmarks/turns.py --output benchmarks/results/turns.json
 
-GPUs at their power limit swing by 2%, for a second or more, and one that rested is faster: in
-series one after another (benchmarks/results/scaling-repeated.json) the same contender differs by
-1%. Here each is called for some seconds, right after the one before it, and all that several times
-over: 0.1 to 0.2% from turn to turn (benchmarks/results/hiding-4gpu.json, made so). "alone" is the
-whole batch on every GPU by itself, all at the same time: one GPU's time, at their mean rate.
+GPUs at their power limit fluctuate by 2% over a second or more, and are faster after a pause: in
+successive series (benchmarks/results/scaling-repeated.json) the same contender differs by 1%. Here
+each contender runs for some seconds, directly after the previous one, and all of them several
+times: turns differ by 0.1 to 0.2% (benchmarks/results/hiding-4gpu.json). "alone" is the whole batch
+on each GPU, all at the same time: the time of one GPU, at their mean rate.
 
-Starts a process for each GPU itself. `--smallest` runs it with Gloo on the CPU.
+Starts a process per GPU. `--smallest` runs it with Gloo on the CPU.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--batch-sizes", type=int, nargs="+", metavar="B")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of one contender's turn")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a contender's turn")
     parser.add_argument("--smallest", action="store_true", help="tiny, with Gloo on the CPU")
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -58,9 +58,9 @@ class _Ready:
 def run(group: Group, deadline: float) -> Iterator[Event]:
     """Measure a group; skip whatever would not end before `deadline` (of time.time()).
 
-    First memory and errors of each contender in turn, which also compiles whatever there is to
-    compile; then times: products, contender, products, contender, products. So there are matrix
-    products right before and right after each, on a GPU that is equally warm for all.
+    First memory and errors of each contender in turn, which includes compilation; then times:
+    products, contender, products, contender, products. So matrix products run right before and
+    right after each contender, on a GPU that is equally warm for all.
     """
     if time.time() + group.cost > deadline:
         yield from ((case, Result("skipped", "no time left")) for case in group.cases)
@@ -88,12 +88,12 @@ def run(group: Group, deadline: float) -> Iterator[Event]:
 def queued_ms(call: Callable[[], object], calls: int = 8) -> float:
     """Milliseconds of a call on a GPU whose queue is full, so that launches cost no time.
 
-    So in a training step, where the encoders' kernels are still in the queue: what is left is the
-    call's time on the GPU, without the host's for its launches.
+    As in a training step, where the encoders' kernels are still queued: it is the call's time on
+    the GPU, without launch overhead.
     """
     a = torch.ones(8192, 8192, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
-    for _ in range(64):  # 0.1 s on one H200; calls of 2 ms on the host need a sixth of it
+    for _ in range(64):  # 0.1 s on an H200; launching 8 calls takes a sixth of it
         torch.mm(a, a, out=out)
     return statistics.median(timed_calls([call] * calls, "cuda"))
 
