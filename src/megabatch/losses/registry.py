@@ -5,6 +5,7 @@ Needs no torch, so that `megabatch train --help` can list them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -73,7 +74,7 @@ ENTRIES = (
         summary="a sigmoid for each pair on its own",
         work=6,
         takes_bias=True,
-        initial_scale=2.302585092994046,  # log 10
+        initial_scale=math.log(10),
         initial_bias=-10.0,
         duplicates={"negatives": {}, "positives": {}},
     ),
@@ -150,7 +151,7 @@ def describe_duplicates() -> str:
     names: dict[tuple[str, ...], list[str]] = {}
     for name, entry in TRAINABLE.items():
         names.setdefault(tuple(entry.duplicates), []).append(name)
-    return "; ".join(f"{' and '.join(n)}: {' or '.join(v)}" for v, n in names.items()) + "."
+    return "; ".join(f"{' and '.join(n)}: {', '.join(v)}" for v, n in names.items()) + "."
 
 
 def losses_with(setting: str) -> list[str]:
