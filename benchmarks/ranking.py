@@ -23,7 +23,7 @@ from torch import Tensor
 from megabatch import similarity
 from megabatch.benchmarking import memory, records
 from megabatch.benchmarking.clock import timed_calls
-from megabatch.similarity import sweep
+from megabatch.similarity import backends
 
 Results = tuple[Tensor, Tensor]
 
@@ -90,12 +90,12 @@ def measured(rows: int, d: int, device: str) -> Iterator[Row]:
 @contextmanager
 def by_blocks() -> Iterator[None]:
     """Use torch operations, as on a GPU without Triton."""
-    before = sweep.fused_available
-    sweep.fused_available = lambda x: False
+    before = backends.uses_kernels
+    backends.uses_kernels = lambda x: False
     try:
         yield
     finally:
-        sweep.fused_available = before
+        backends.uses_kernels = before
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megabatch.similarity.distributed import ring
+from megabatch.similarity import settings
 
 
 @contextmanager
 def gathering_up_to(size: int) -> Iterator[None]:
     """So many bytes of features are gathered; 0: pieces travel the ring, as with unequal shards."""
-    before = ring.set_gather(size)
+    before = settings.set_gather(size)
     try:
         yield
     finally:
-        ring.set_gather(before)
+        settings.set_gather(before)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch import similarity
-from megabatch.similarity.distributed import ring
+from megabatch.similarity import settings
 
 #: Variables that pytest sets, and libraries when they are imported or first used.
 OWN = (
@@ -48,8 +48,8 @@ class State:
     @classmethod
     def now(cls) -> State:
         """As it is."""
-        bounds = similarity.set_workspace, ring.set_piece, ring.set_gather
-        ring.set_overlap(overlap := ring.set_overlap(True))
+        bounds = similarity.set_workspace, settings.set_piece, settings.set_gather
+        settings.set_overlap(overlap := settings.set_overlap(True))
         return cls(
             torch.get_default_dtype(),
             torch.empty(0).device,  # as torch.get_default_device(), which 2.8 has with a bug
@@ -80,9 +80,9 @@ class State:
         torch.set_float32_matmul_precision(self.precision)
         torch.set_grad_enabled(self.gradients)
         similarity.set_workspace(self.workspace)
-        ring.set_piece(self.piece)
-        ring.set_gather(self.gather)
-        ring.set_overlap(self.overlap)
+        settings.set_piece(self.piece)
+        settings.set_gather(self.gather)
+        settings.set_overlap(self.overlap)
         if torch.empty(0).device != self.default_device:
             torch.set_default_device(self.default_device)
         os.chdir(self.folder)

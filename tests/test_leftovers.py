@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch import similarity
-from megabatch.similarity.distributed import ring
+from megabatch.similarity import settings
 from tests.leftovers import State
 
 
@@ -24,9 +24,9 @@ from tests.leftovers import State
         ("precision", lambda: torch.set_float32_matmul_precision("medium")),
         ("gradients", lambda: torch.set_grad_enabled(False)),
         ("workspace", lambda: similarity.set_workspace(1 << 20)),
-        ("piece", lambda: ring.set_piece(1 << 20)),
-        ("gather", lambda: ring.set_gather(0)),
-        ("overlap", lambda: ring.set_overlap(False)),
+        ("piece", lambda: settings.set_piece(1 << 20)),
+        ("gather", lambda: settings.set_gather(0)),
+        ("overlap", lambda: settings.set_overlap(False)),
         ("folder", lambda: os.chdir("/")),
         ("RANK", lambda: os.environ.update(RANK="1")),
     ],

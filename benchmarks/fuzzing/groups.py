@@ -19,7 +19,6 @@ import torch.distributed as dist
 from fuzzing.cases import Case
 from fuzzing.check import WrongError, check
 from megabatch import similarity
-from megabatch.similarity.distributed import ring
 
 #: Seconds after which a rank that does not come counts as lost.
 PATIENCE = 120
@@ -102,8 +101,8 @@ def configure(device: str) -> None:
 
 def attempt(case: Case, rank: int, device: str) -> tuple[str, bool]:
     """What came of a case on this rank, and whether the ranks can go on together."""
-    settings = ((similarity.set_workspace, "workspace"), (ring.set_gather, "gather"))
-    for change, name in (*settings, (ring.set_piece, "piece")):
+    changes = ((similarity.set_workspace, "workspace"), (similarity.set_gather, "gather"))
+    for change, name in (*changes, (similarity.set_piece, "piece")):
         change(case[name])
     try:
         return check(case, rank, device), True
@@ -112,7 +111,7 @@ def attempt(case: Case, rank: int, device: str) -> tuple[str, bool]:
     except Exception:
         return traceback.format_exc(), case["ranks"] == 1
     finally:
-        for change in (similarity.set_workspace, ring.set_gather, ring.set_piece):
+        for change in (similarity.set_workspace, similarity.set_gather, similarity.set_piece):
             change(None)
 
 

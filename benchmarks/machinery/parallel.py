@@ -20,6 +20,7 @@ from torch import Tensor
 from machinery.ranks import Team
 from megabatch.benchmarking.contenders import LossFunction, captured
 from megabatch.benchmarking.inputs import PERIOD, Case, features
+from megabatch.similarity import settings
 from megabatch.similarity.distributed import gathered, ring
 from megabatch.similarity.distributed.comm import Pending
 
@@ -61,26 +62,26 @@ def shard(case: Case, team: Team) -> tuple[Tensor, Tensor]:
 @contextlib.contextmanager
 def without_overlap() -> Iterator[None]:
     """Wait for every transfer before the computation that it could overlap with."""
-    before = ring.set_overlap(False)
+    before = settings.set_overlap(False)
     try:
         yield
     finally:
-        ring.set_overlap(before)
+        settings.set_overlap(before)
 
 
 @contextlib.contextmanager
 def gathering_up_to(size: int) -> Iterator[None]:
     """Gather at most this many bytes of features; 0: use the ring, as for unequal shards."""
-    before = ring.set_gather(size)
+    before = settings.set_gather(size)
     try:
         yield
     finally:
-        ring.set_gather(before)
+        settings.set_gather(before)
 
 
 in_turn = functools.partial(gathering_up_to, 0)
 #: Five rounds for features that would just fit into one.
-in_rounds = functools.partial(gathering_up_to, ring.DEFAULT_GATHER - 1)
+in_rounds = functools.partial(gathering_up_to, settings.DEFAULT_GATHER - 1)
 
 
 @contextlib.contextmanager
@@ -92,17 +93,17 @@ def without_transfers() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         still = _Still()
         for module, name, other in (
-            (ring, "Swap", _StillSwap),
-            (gathered, "gather", still.gather),
-            (gathered, "scatter_sum", still.scatter_sum),
-            (gathered, "deal", still.deal),
+            (ring, "P2PExchange", _StillSwap),
+            (gathered, "all_gather", still.gather),
+            (gathered, "reduce_scatter", still.scatter_sum),
+            (gathered, "all_to_all", still.deal),
         ):
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, other)
         yield
 
 
-class _StillSwap(ring.Swap):
+class _StillSwap(ring.P2PExchange):
     def add(self, outgoing: Tensor, size: int, dim: int = 0) -> Tensor:
         assert outgoing.shape[dim] == size
         # Features are read-only; gradients and states are accumulated into.

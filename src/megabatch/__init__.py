@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ClipLoss",
     "DCLLoss",
+    "DistillClipLoss",
     "GradientCache",
     "InfoNCELoss",
     "MatryoshkaLoss",

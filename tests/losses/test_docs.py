@@ -72,7 +72,8 @@ def test_gradient_caching_of_several_modalities_as_shown() -> None:
 
     model = Model()
     names = {"mb": mb, "model": model}
-    (shown,) = code_of("losses.md")
+    distilled, shown = code_of("losses.md")
+    exec(distilled, {})
     exec(shown, names)
     batch = {name: torch.randn(6, 4) for name in ("image", "text", "audio")}
     value = names["step"](batch)  # type: ignore[operator]

@@ -49,6 +49,7 @@ LOSSES: dict[str, Loss] = {
         torch.cat([x, y]), torch.cat([IDS, IDS])[: 2 * len(x)]
     ),
     "siglip": lambda x, y, s: mb.SigLipLoss()(x, y, s, -s, ids=IDS[: len(x)]),
+    "distillation": lambda x, y, s: sum(mb.DistillClipLoss()(x, y, s, y, x.roll(1, 0), 2.0)),
     "matryoshka": mb.MatryoshkaLoss(mb.ClipLoss(), [3, D]),
     "several modalities": lambda x, y, s: mb.MultiModalLoss([("a", "b"), ("b", "c")])(
         {"a": x, "b": y, "c": x.roll(1, 1)}, s

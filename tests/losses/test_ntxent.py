@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import megabatch as mb
-from megabatch.similarity import sweep
+from megabatch.similarity.backends import eager
+from megabatch.similarity.reductions import softmax
 from tests.losses.reference import assert_equal, leaves, ntxent_of_logits
 from tests.similarity.features import MAKERS
 
@@ -30,14 +31,14 @@ def test_equals_simclrs_formula(maker: str, scale: float, views: int) -> None:
 
 def test_computes_half_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    original = sweep.tile_torch.forward
+    original = softmax.forward_tile
 
-    def counting(x: Any, y: Any, *rest: Any) -> None:
-        sizes.append(len(x) * len(y))
-        original(x, y, *rest)
+    def counting(logits: Any, *rest: Any) -> None:
+        sizes.append(logits.numel())
+        original(logits, *rest)
 
-    monkeypatch.setattr(sweep, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(sweep.tile_torch, "forward", counting)
+    monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
+    monkeypatch.setattr(softmax, "forward_tile", counting)
     mb.NTXentLoss(0.5)(torch.randn(50, 4), torch.randn(50, 4))
     assert sum(sizes) == 100 * (100 + 10) // 2
 

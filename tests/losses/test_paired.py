@@ -5,7 +5,6 @@ import torch
 
 from megabatch.losses import paired
 from megabatch.losses.paired import paired_losses
-from megabatch.similarity import ops
 
 
 def stacks(m: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -33,9 +32,9 @@ def test_one_side_alone_needs_a_gradient() -> None:
 @pytest.mark.parametrize("m", [0, 3])
 def test_registered_with_torch(m: int) -> None:
     rows, columns = stacks(m)
-    torch.library.opcheck(ops.ops.paired_losses.custom, (rows, columns))
+    torch.library.opcheck(paired._paired_losses.custom, (rows, columns))
     args = (rows.detach(), columns.detach(), torch.rand(m, dtype=torch.float64))
-    torch.library.opcheck(ops.ops.paired_losses_backward.custom, args)
+    torch.library.opcheck(paired._paired_losses_backward.custom, args)
 
 
 def test_compiled_it_is_the_expression() -> None:

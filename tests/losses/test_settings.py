@@ -37,6 +37,7 @@ LOSSES: dict[str, Callable[[Any, Any, Any], Tensor]] = {
     "ntxent": lambda x, y, s: mb.NTXentLoss(0.1)(x, y, temperature=s),
     "dcl": lambda x, y, s: mb.DCLLoss(s)(x, y),
     "supcon": lambda x, y, s: mb.SupConLoss(s)(x, IDS, y, IDS),
+    "distillation": lambda x, y, s: sum(mb.DistillClipLoss()(x, y, s, y, x, 2.0)),
     "matryoshka": lambda x, y, s: mb.MatryoshkaLoss(mb.ClipLoss(), [2, 4])(x, y, s),
     "several modalities": lambda x, y, s: mb.MultiModalLoss(PAIR)({"a": x, "b": y}, s),
 }

@@ -37,7 +37,7 @@ def test_a_graph_keeps_what_its_backward_pass_needs():
 
 
 def test_what_an_operation_takes_inside_counts_while_it_runs():
-    with counted(lambda name, args: 3 * MIB if name.startswith("aten::exp") else 0) as counter:
+    with counted(lambda op, args: 3 * MIB if op.name().startswith("aten::exp") else 0) as counter:
         x = torch.empty(MIB, dtype=torch.uint8)
         counter.start()
         x.exp()

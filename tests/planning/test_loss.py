@@ -10,8 +10,8 @@ import torch
 from megabatch.config.settings import TrainConfig
 from megabatch.losses.objective import create_objective
 from megabatch.planning.loss import loss_bytes, loss_seconds
-from megabatch.similarity import set_workspace
-from megabatch.similarity.distributed import ring
+from megabatch.similarity import set_workspace, settings
+from megabatch.similarity.distributed import gathered
 from tests.planning.allocator import peak_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/single-gpu.json"
@@ -56,7 +56,7 @@ def test_memory_of_the_loss_on_several_h200s(name, record):
     # scaling.json. When it was made, sums came home to a place of their own (1,048,576 pairs on
     # two: 96 MiB more), and the last round was gone before x's gradient (4,194,304: 6% less).
     allowed = 0.01
-    if ranks > 1 and ring.round_rows(rows, 2 * 768 * ranks) < rows:
+    if ranks > 1 and gathered.round_rows(rows, 2 * 768 * ranks) < rows:
         older = name == "scaling" and (record["b"], ranks) in ((1048576, 2), (4194304, 4))
         allowed = 0.07 if older else 0.015
     assert abs(planned / record["extra_bytes"] - 1) < allowed
@@ -65,9 +65,10 @@ def test_memory_of_the_loss_on_several_h200s(name, record):
 def test_the_last_round_is_there_when_the_gradient_of_x_is_made():
     """Of shards so large that no other moment takes more."""
     rows, width, ranks = 1 << 20, 768, 4
-    gathered = (ring.DEFAULT_GATHER // ring.ROUND) * 3  # features in bfloat16, gradients in float32
+    # Features in bfloat16, gradients in float32.
+    in_rounds = settings.DEFAULT_GATHER // gathered.ROUND * 3
     planned = loss_bytes(TrainConfig(), rows, width, torch.bfloat16, "cuda", ranks)
-    assert 0 <= planned - (4 * width + 2 * 2 * width) * rows - gathered < 0.03 * planned
+    assert 0 <= planned - (4 * width + 2 * 2 * width) * rows - in_rounds < 0.03 * planned
 
 
 def test_rows_too_wide_to_be_gathered_travel_the_ring():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megabatch import similarity
-from megabatch.similarity.distributed import ring
+from megabatch.similarity import settings
 
 
 @contextmanager
@@ -39,10 +39,10 @@ def _default_device(device: str | None) -> None:
 CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "workspace, smaller": lambda: _setter(similarity.set_workspace, 64 << 10),
     "workspace, larger": lambda: _setter(similarity.set_workspace, 1 << 30),
-    "piece": lambda: _setter(ring.set_piece, 100),
-    "no gather": lambda: _setter(ring.set_gather, 0),
-    "gather, smaller": lambda: _setter(ring.set_gather, 64 << 10),
-    "overlap": lambda: _setter(ring.set_overlap, False),
+    "piece": lambda: _setter(settings.set_piece, 100),
+    "no gather": lambda: _setter(settings.set_gather, 0),
+    "gather, smaller": lambda: _setter(settings.set_gather, 64 << 10),
+    "overlap": lambda: _setter(settings.set_overlap, False),
     "precision": lambda: _pair(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
     ),

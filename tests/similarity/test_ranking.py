@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch import similarity
-from megabatch.similarity import dense, sweep
+from megabatch.similarity import dense
+from megabatch.similarity.backends import eager
 from tests.similarity.features import MAKERS
 
 
@@ -26,7 +27,7 @@ def test_ranks_equal_the_dense_counts(
     target = torch.randint(0, n, (m,))
     ids = (torch.randint(-1, 4, (m,)), torch.randint(-1, 4, (n,))) if with_ids else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "block_shape", lambda like, *_: block)
+        patch.setattr(eager, "block_shape", lambda like, *_: block)
         ours = similarity.ranks(x, y, target, ids=ids)
     for a, b in zip(ours, dense.ranks(x, y, target, ids=ids), strict=True):
         assert torch.equal(a, b)
@@ -68,7 +69,7 @@ def test_topk_equals_the_dense_one(m: int, n: int, share: float, block: tuple[in
     k = 1 + int(share * (n - 1))
     x, y = MAKERS["random"](m, n, 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "block_shape", lambda like, *_: block)
+        patch.setattr(eager, "block_shape", lambda like, *_: block)
         scores, indices = similarity.topk(x, y, k)
     truth = (x @ y.T).topk(k, dim=1)
     torch.testing.assert_close(scores, truth.values, rtol=0, atol=1e-12)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import settings, sweep
+from megabatch.similarity import backends, settings
+from megabatch.similarity.backends import eager
 from tests.similarity.changes import CHANGES, EAGER_ONLY, LOSSES, gradients, leaves
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -63,28 +64,28 @@ class OnGpu(torch.Tensor):
 def test_float32_features_that_miss_the_kernels_are_told_of_once(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(sweep, "_told", False)
+    monkeypatch.setattr(backends, "_warned", False)
     features = torch.zeros(1, 1).as_subclass(OnGpu)
-    monkeypatch.setattr(sweep, "_kernels_on", lambda device: False)
-    sweep.tell_of_float32(features)  # where there are no kernels
-    monkeypatch.setattr(sweep, "_kernels_on", lambda device: True)
+    monkeypatch.setattr(backends, "_kernels_on", lambda device: False)
+    backends.warn_of_float32(features)  # where there are no kernels
+    monkeypatch.setattr(backends, "_kernels_on", lambda device: True)
     for dtype in (torch.bfloat16, torch.float64):
-        sweep.tell_of_float32(features.to(dtype))
+        backends.warn_of_float32(features.to(dtype))
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    sweep.tell_of_float32(features)
+    backends.warn_of_float32(features)
     torch.set_float32_matmul_precision(before)
-    sweep.tell_of_float32(torch.zeros(1, 1))  # on the CPU
+    backends.warn_of_float32(torch.zeros(1, 1))  # on the CPU
     assert not recwarn
     for _ in range(2):
-        sweep.tell_of_float32(features)
+        backends.warn_of_float32(features)
     (warning,) = recwarn
     assert "float32 features on a GPU" in str(warning.message)
 
 
 def test_every_function_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[torch.Tensor] = []
-    monkeypatch.setattr(sweep, "tell_of_float32", told.append)
+    monkeypatch.setattr(backends, "warn_of_float32", told.append)
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     for number, call in enumerate(
         (
@@ -105,13 +106,13 @@ def test_products_are_as_precise_as_in_the_forward_pass(
 ) -> None:
     seen = set()
     for name in ("logits", "add_product"):
-        original = getattr(sweep.tile_torch, name)
+        original = getattr(eager, name)
 
         def noting(*a: Any, original: Any = original, **k: Any) -> Any:
             seen.add(settings.PRECISIONS[settings.precision("cpu")])
             return original(*a, **k)
 
-        monkeypatch.setattr(sweep.tile_torch, name, noting)
+        monkeypatch.setattr(eager, name, noting)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(first)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import sweep
+from megabatch.similarity import settings as call_settings
+from megabatch.similarity.backends import eager
 from tests.similarity.features import MAKERS
 
 
@@ -71,7 +72,7 @@ def test_any_shape_and_ids(
     ids = torch.randint(-2, kinds + 1, (m,)), torch.randint(-2, kinds + 2, (n,))
     weight = torch.rand(m, dtype=torch.float64) if weighted else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "block_shape", lambda like, *_: block)
+        patch.setattr(eager, "block_shape", lambda like, *_: block)
         compare((*MAKERS["random"](m, n, d), scale, bias), ids, weight)
 
 
@@ -101,14 +102,14 @@ def test_gradients_of_some_inputs_alone(needed: tuple[int, ...], weight: Any) ->
 
 def test_one_sweep_serves_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = []
-    original = sweep.tile_torch.logits
+    original = eager.logits
 
     def counting(*arguments: Any, **options: Any) -> Tensor:
         blocks.append(1)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(sweep, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(sweep.tile_torch, "logits", counting)
+    monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
+    monkeypatch.setattr(eager, "logits", counting)
     x, y = (torch.randn(40, 4, requires_grad=True) for _ in range(2))
     similarity.softplus_sum(x, y, 1.0, 0.0).backward()
     assert len(blocks) == 16
@@ -118,7 +119,16 @@ def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
     x = torch.randn(40, 4, requires_grad=True)
     with torch.no_grad():
         results = torch.ops.megabatch.softplus_sum(
-            x, x, *torch.ones(2), None, None, None, "paired", False, False, False, False
+            x,
+            x,
+            *torch.ones(2),
+            None,
+            None,
+            None,
+            "paired",
+            *[False] * 4,
+            "",
+            call_settings.of_call(x),
         )
         assert [r.numel() for r in results] == [1, 0, 0, 0, 0, 1, 1]
         assert not similarity.softplus_sum(x, x, 1.0, 0.0).requires_grad
@@ -143,7 +153,8 @@ def test_the_operator_is_registered_in_full() -> None:
         (x[:5], y, scale, bias, None, None, None, "paired", True, True, True, True),
         (x.detach(), y, scale, bias.detach(), *ids, None, "plain", False, True, True, False),
     ):
-        torch.library.opcheck(torch.ops.megabatch.softplus_sum.default, arguments)
+        plain = ("", [*call_settings.of_call(x)])
+        torch.library.opcheck(torch.ops.megabatch.softplus_sum.default, (*arguments, *plain))
 
 
 def test_a_second_derivative_is_an_error() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, sweep
+from megabatch.similarity import dense
+from megabatch.similarity import settings as call_settings
+from megabatch.similarity.backends import eager
+from megabatch.similarity.reductions import softmax
 from tests.similarity.features import MAKERS
 
 SCALES = (0.01, 1.0, 14.3, 100.0, 200.0)
@@ -131,14 +136,14 @@ def test_self_similarity_is_exact(maker: str, ids: str, ceiling: bool) -> None:
 
 def test_self_similarity_does_half_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     similarity_blocks = []
-    original = sweep.tile_torch.forward
+    original = softmax.forward_tile
 
-    def counting(x: Tensor, y: Tensor, *rest: object) -> None:
-        similarity_blocks.append(x.shape[0] * y.shape[0])
-        original(x, y, *rest)  # type: ignore[arg-type]
+    def counting(logits: Tensor, *rest: Any) -> None:
+        similarity_blocks.append(logits.numel())
+        original(logits, *rest)
 
-    monkeypatch.setattr(sweep, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(sweep.tile_torch, "forward", counting)
+    monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
+    monkeypatch.setattr(softmax, "forward_tile", counting)
     similarity.split_logsumexp(torch.randn(100, 4))
     assert sum(similarity_blocks) == 100 * (100 + 10) // 2
 
@@ -193,8 +198,9 @@ def test_operators_are_registered_in_full() -> None:
         (x, y, scale, *ids, None, "plain", False, False),
         (x, None, scale, None, None, None, "dropped", False, True),
     ):
-        own = [*sweep.settings_of_call(x)]
-        torch.library.opcheck(torch.ops.megabatch.statistics.default, (*arguments, own))
+        own = [*call_settings.of_call(x)]
+        plain = ("logsumexp", "x", "", own)
+        torch.library.opcheck(torch.ops.megabatch.logsumexps.default, (*arguments, *plain))
     torch.library.opcheck(torch.ops.megabatch.row_products.default, (x[:5], y))
 
 
@@ -217,7 +223,7 @@ def test_any_shape_scale_and_block(
     ids = some_ids(m, n, kinds)
     mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "block_shape", lambda like, *_: block)
+        patch.setattr(eager, "block_shape", lambda like, *_: block)
         ours = similarity.split_logsumexp(*mine, ids=ids)
         truth = dense.split_logsumexp(*theirs, ids=ids)
         compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
@@ -276,16 +282,14 @@ def test_kept_logits_spare_the_backward_pass_their_products(
 ) -> None:
     """As many as the workspace leaves room for; the same gradients, twice over."""
     products = []
-    original = sweep.tile_torch.logits
-    monkeypatch.setattr(sweep, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(
-        sweep.tile_torch, "logits", lambda *a, **k: products.append(1) or original(*a, **k)
-    )
+    original = eager.logits
+    monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
+    monkeypatch.setattr(eager, "logits", lambda *a, **k: products.append(1) or original(*a, **k))
     x, y = MAKERS["clustered"](100, 100, 6)
     blocks = 55 if symmetric else 100
     results = []
     for kept in (0, 30, blocks):
-        monkeypatch.setattr(sweep, "kept_size", lambda x, y, limit, kept=kept: 100 * kept)
+        monkeypatch.setattr(softmax, "saved_logits", lambda x, y, limit, kept=kept: 100 * kept)
         mine = leaves(x, 30.0) if symmetric else leaves(x, y, 30.0)
         ours = similarity.split_logsumexp(*((mine[0], None, mine[1]) if symmetric else mine))
         products.clear()
@@ -301,20 +305,19 @@ def test_kept_logits_spare_the_backward_pass_their_products(
 
 def test_nothing_is_kept_without_gradients_or_room() -> None:
     x, y = torch.randn(40, 4), torch.randn(30, 4)
-    assert sweep.kept_size(x, y, 256 << 20) == 1200
+    assert softmax.saved_logits(x, y, 256 << 20) == 1200
     arguments = (x, y, torch.tensor(1.0), None, None, None, "plain", True)
-    assert (
-        torch.ops.megabatch.statistics(*arguments, False, sweep.settings_of_call(x))[2].numel() == 0
-    )
-    assert sweep.kept_size(torch.randn(3000, 4), torch.randn(3000, 4), 64 << 10) <= 16 << 10
+    plain = (False, "logsumexp", "", "", call_settings.of_call(x))
+    assert torch.ops.megabatch.logsumexps(*arguments, *plain)[3].numel() == 0
+    assert softmax.saved_logits(torch.randn(3000, 4), torch.randn(3000, 4), 64 << 10) <= 16 << 10
 
 
 def test_block_shape_follows_the_workspace() -> None:
     like = torch.empty(10, 64)
     before = similarity.set_workspace(1 << 20)
     try:
-        rows, columns = sweep.block_shape(like)
+        rows, columns = eager.block_shape(like)
         assert 6 * 4 * rows * columns <= 1 << 20
     finally:
         similarity.set_workspace(before)
-    assert sweep.block_shape(like)[0] > rows
+    assert eager.block_shape(like)[0] > rows

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from megabatch.errors import UsageError
 from megabatch.hints import Interval
 from megabatch.options import parse
+from megabatch.similarity import backends
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,13 +68,12 @@ def _targets(options: TuneOptions) -> list[Target]:
     import torch
 
     from megabatch.benchmarking.tune import Target
-    from megabatch.similarity import sweep
 
     if not torch.cuda.is_available():
         raise UsageError("this machine has no CUDA device that torch can use: nothing to tune")
     if "float32" in options.dtype:
         torch.set_float32_matmul_precision("high")
-    if not sweep.fused_available(torch.empty(1, 1, device="cuda", dtype=torch.bfloat16)):
+    if not backends.uses_kernels(torch.empty(1, 1, device="cuda", dtype=torch.bfloat16)):
         raise UsageError("there are no fused kernels for this machine: nothing to tune")
     return [
         Target(kernel, getattr(torch, dtype), width, rows == "few")

@@ -23,7 +23,7 @@ from megabatch.evaluation.tasks import Matched
 from megabatch.evaluation.zeroshot import Prompts, class_features
 from megabatch.ranks import all_gather_rows, local_range
 from megabatch.similarity import ranks
-from megabatch.similarity.sweep import block_shape
+from megabatch.similarity.backends.eager import block_shape
 
 KS = (1, 5)
 _ROWS = 4096  # images per block of scores

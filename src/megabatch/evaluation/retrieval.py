@@ -26,8 +26,8 @@ from torch import Tensor
 
 from megabatch.ranks import all_gather_rows, local_range
 from megabatch.similarity import ranks
+from megabatch.similarity.backends.eager import block_shape
 from megabatch.similarity.distributed.comm import agree, group_name
-from megabatch.similarity.sweep import block_shape
 
 # Elements of one gathered block of features: 64 MiB in fp32.
 _CHUNK_ELEMENTS = 2**24

@@ -7,6 +7,7 @@ from megabatch.lazy import lazy
 if TYPE_CHECKING:
     from megabatch.losses.clip import ClipLoss
     from megabatch.losses.dcl import DCLLoss
+    from megabatch.losses.distill import DistillClipLoss
     from megabatch.losses.infonce import InfoNCELoss
     from megabatch.losses.matryoshka import MatryoshkaLoss
     from megabatch.losses.multimodal import MultiModalLoss
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ClipLoss",
     "DCLLoss",
+    "DistillClipLoss",
     "InfoNCELoss",
     "MatryoshkaLoss",
     "MultiModalLoss",
@@ -31,6 +33,7 @@ __getattr__ = lazy(
     {
         "ClipLoss": "megabatch.losses.clip",
         "DCLLoss": "megabatch.losses.dcl",
+        "DistillClipLoss": "megabatch.losses.distill",
         "InfoNCELoss": "megabatch.losses.infonce",
         "MatryoshkaLoss": "megabatch.losses.matryoshka",
         "MultiModalLoss": "megabatch.losses.multimodal",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megabatch.losses.terms import minus_log_probability
-from megabatch.similarity import sweep
-from megabatch.similarity.ops import operator, ops
+from megabatch.similarity import backends
+from megabatch.similarity.ops import operator
 
 
 def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():  # which makes one kernel of it by itself
         return _expression(rows, columns)
-    return ops.paired_losses(rows, columns)
+    return _paired_losses(rows, columns)
 
 
 def _expression(rows: Tensor, columns: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _(rows: Tensor, columns: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_kernel(rows: Tensor) -> bool:
-    return rows.dtype == torch.float32 and rows.shape[1] > 0 and sweep.kernels_available(rows)
+    return rows.dtype == torch.float32 and rows.shape[1] > 0 and backends.kernels_available(rows)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -76,7 +76,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
-    return ops.paired_losses_backward(*ctx.saved_tensors, gradient)
+    return _paired_losses_backward(*ctx.saved_tensors, gradient)
 
 
 _paired_losses.register_autograd(_backward, setup_context=_setup_context)

@@ -66,6 +66,12 @@ ENTRIES = (
         settings={"label_smoothing": "label_smoothing"},
     ),
     LossEntry(
+        name="DistillClipLoss",
+        purpose="the same, and a teacher whose similarities the model should learn",
+        paper="Wu et al. 2023",
+        arxiv="2309.12314",
+    ),
+    LossEntry(
         name="SigLipLoss",
         purpose="the same, and you want a loss without a softmax over the batch",
         paper="Zhai et al. 2023",

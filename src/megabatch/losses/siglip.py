@@ -6,9 +6,9 @@ from torch import Tensor
 
 from megabatch.losses.arguments import check_pairs, check_weights, own_ids
 from megabatch.losses.base import ContrastiveLoss
+from megabatch.similarity import softplus_sum
 from megabatch.similarity.arguments import check_scalar
 from megabatch.similarity.distributed.means import share_of_mean
-from megabatch.similarity.sigmoid import softplus_sum
 
 
 class SigLipLoss(ContrastiveLoss):

@@ -30,14 +30,16 @@ class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of tensors that operations create, while they are alive.
 
     Args:
-        inside: returns an operation's workspace in bytes, beside its results, given its name and
-            arguments.
+        inside: returns an operation's workspace in bytes, beside its results, given the
+            overload that the dispatcher calls and its arguments.
 
     Attributes:
         live, peak: bytes now, and the maximum since `start`.
     """
 
-    def __init__(self, inside: Callable[[str, Sequence[Any]], int] = lambda name, args: 0) -> None:
+    def __init__(
+        self, inside: Callable[[Any, Sequence[Any]], int] = lambda overload, args: 0
+    ) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._inside = inside
@@ -54,7 +56,7 @@ class MemoryCounter(TorchDispatchMode):
         results = function(*args, **(kwargs or {}))
         for result in tensors_in(results):
             self._count(result)
-        self.peak = max(self.peak, self.live + self._inside(function.name(), args))
+        self.peak = max(self.peak, self.live + self._inside(function, args))
         return results
 
     def _count(self, tensor: Tensor) -> None:
@@ -74,7 +76,7 @@ class MemoryCounter(TorchDispatchMode):
 
 @contextmanager
 def counted(
-    inside: Callable[[str, Sequence[Any]], int] = lambda name, args: 0,
+    inside: Callable[[Any, Sequence[Any]], int] = lambda overload, args: 0,
 ) -> Iterator[MemoryCounter]:
     """Within this context new tensors are fake, and their memory is counted."""
     with fake_tensor_mode(allow_non_fake_inputs=True), MemoryCounter(inside) as counter:

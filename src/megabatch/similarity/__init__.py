@@ -4,26 +4,46 @@
 ordinary PyTorch over these.
 """
 
-from megabatch.similarity import (  # noqa: F401  (operators)
-    sigmoid_ring,
-    statistics_local,
-    statistics_ring,
+from megabatch.similarity.distributed.means import (
+    global_mean,
+    mean_row,
+    pair_ids,
+    replicated,
+    share_of_mean,
+    sum_over_ranks,
 )
 from megabatch.similarity.distributed.watchdog import set_abort_on_lost_rank
-from megabatch.similarity.functions import Split, logsumexp, split_logsumexp
+from megabatch.similarity.functions import (
+    SoftTargets,
+    Split,
+    logsumexp,
+    soft_targets,
+    softplus_sum,
+    split_logsumexp,
+)
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
-from megabatch.similarity.sigmoid import softplus_sum
-from megabatch.similarity.sweep import set_workspace
+from megabatch.similarity.settings import set_gather, set_overlap, set_piece, set_workspace
 
 __all__ = [
+    "SoftTargets",
     "Split",
+    "global_mean",
     "logsumexp",
+    "mean_row",
+    "pair_ids",
     "paired",
     "ranks",
+    "replicated",
     "set_abort_on_lost_rank",
+    "set_gather",
+    "set_overlap",
+    "set_piece",
     "set_workspace",
+    "share_of_mean",
+    "soft_targets",
     "softplus_sum",
     "split_logsumexp",
+    "sum_over_ranks",
     "topk",
 ]

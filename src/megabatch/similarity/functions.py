@@ -1,8 +1,4 @@
-"""Log-sum-exps along both sides of a similarity matrix, from one sweep, differentiable.
-
-The method is Inf-CL's (arXiv 2410.17243, section 3: tiles that are never stored) with one sweep
-for both directions, and FlashAttention's running sums (arXiv 2205.14135).
-"""
+"""The public reductions of a similarity matrix, differentiable: checks, then the operators."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megabatch.similarity import sweep
+from megabatch.similarity import backends, settings
 from megabatch.similarity.arguments import (
     cast_for_autocast,
     check_features,
@@ -23,8 +19,11 @@ from megabatch.similarity.arguments import (
     check_vector,
 )
 from megabatch.similarity.distributed.comm import group_name
-from megabatch.similarity.ops import ops
-from megabatch.similarity.pairs import DROPPED, PAIRED, PLAIN
+from megabatch.similarity.distributed.means import replicated
+from megabatch.similarity.masks import DROPPED, PAIRED, PLAIN, Pairs
+from megabatch.similarity.reductions.sigmoid import softplus_sums
+from megabatch.similarity.reductions.soft_targets import against_soft_targets
+from megabatch.similarity.reductions.softmax import logsumexps
 from megabatch.torch_internals import transforms_active
 
 Ids: TypeAlias = "str | Tensor | tuple[Tensor, Tensor]"
@@ -71,8 +70,7 @@ def logsumexp(
     both = _both(sides)
     x, y = cast_for_autocast(x, y)
     scale = check_scalar("scale", scale, x)
-    matrix = (x, y, scale, None, None, None, PLAIN, both)
-    rows, columns, _ = _statistics(matrix, group, "logsumexp")
+    rows, columns, _ = _reduce(x, y, scale, Pairs(), both, group, "logsumexp")
     return rows[0], columns[0] if both else None
 
 
@@ -151,7 +149,7 @@ def stacks_and_count(
     else:
         check_two(x, y)
         x, y = cast_for_autocast(x, y)
-    row_ids, column_ids = _check_ids(ids, x, y)
+    row_ids, col_ids = _check_ids(ids, x, y)
     if positives not in ("ids", "paired"):
         raise ValueError(f"positives: expected 'ids' or 'paired', got {positives!r}")
     if positives == "paired" and y is None:
@@ -163,33 +161,185 @@ def stacks_and_count(
     if ceiling is not None:
         ceiling = check_vector("ceiling", ceiling, x.shape[0], x)
     diagonal = DROPPED if y is None else PAIRED if paired else PLAIN
-    if y is None and (ceiling is not None or row_ids is not column_ids):
+    if y is None and (ceiling is not None or row_ids is not col_ids):
         y = x  # these make the matrix asymmetric: the general path, on all tiles
-    columns_wanted = both and y is not None
-    matrix = (x, y, scale, row_ids, column_ids, ceiling, diagonal, columns_wanted)
+    cols = both and y is not None
     call = f"split_logsumexp, {terms}" if terms else "split_logsumexp"
-    rows, columns, sizes = _statistics(matrix, group, call)
+    pairs = Pairs(diagonal, row_ids, col_ids, ceiling)
+    rows, columns, sizes = _reduce(x, y, scale, pairs, cols, group, call)
     batch = None if sizes is None else sizes[0].sum()
-    return rows, (columns if columns_wanted else rows) if both else None, batch
+    return rows, (columns if cols else rows) if both else None, batch
 
 
-def _statistics(
-    matrix: tuple[Any, ...], group: object, call: str
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operator of one process, or the one of `statistics_ring` with the ranks' sizes."""
+def softplus_sum(
+    x: Tensor,
+    y: Tensor,
+    scale: float | Tensor,
+    bias: float | Tensor,
+    *,
+    ids: Ids = "paired",
+    weight: Tensor | None = None,
+    group: object = None,
+) -> Tensor:
+    """Sum over all pairs (i, j) of weight_i * softplus(-z_ij * (scale * <x_i, y_j> + bias)).
+
+    z_ij is +1 where the ids of a pair are equal and -1 elsewhere. Loss and gradients come from
+    one sweep. Where gradients are wanted, those of x and y are formed in the forward pass and kept
+    until the backward pass in the dtype of x: as much again as x and y take.
+
+    Args:
+        x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast
+            two that it casts to one.
+        scale, bias: numbers, or tensors of shape () or (1,); differentiable.
+        ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers. A
+            negative id equals nothing.
+        weight: (m,) factors, one for all pairs of a row of x; data, without a gradient.
+        group: the processes that share the matrix, each with its own rows of x and of y; as in
+            `logsumexp`. The sum is over this process's rows and all columns. Since the gradients
+            are formed before it is known what becomes of the sum, all processes must use it alike:
+            where their upstream gradients differ, the gradient of y is NaN.
+
+    Returns:
+        A scalar in float32 (float64 for float64 features).
+
+    Raises:
+        TypeError, ValueError: the message names the argument, what came and what was expected, or
+            what each process had where they disagree.
+        CommunicationError: another process is gone or did not come in time.
+    """
+    check_two(x, y)
+    x, y = cast_for_autocast(x, y)
+    row_ids, col_ids = _check_ids(ids, x, y)
+    if row_ids is None:
+        check_same_rows(x, y)
+    scale, bias = check_scalar("scale", scale, x), check_scalar("bias", bias, x)
+    if weight is not None:
+        weight = check_vector("weight", weight, x.shape[0], x)
+        if weight.requires_grad:
+            raise ValueError("weight: expected a tensor that needs no gradient, got one that does")
+    backends.warn_of_float32(x)
+    wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, y, scale, bias)]
+    if not torch.compiler.is_compiling() and transforms_active():
+        wanted = [True] * 4  # torch.func.vmap hides what needs a gradient outside of it
+    diagonal = PAIRED if row_ids is None else PLAIN
     name = group_name(group)
-    x, y, scale, *_ = matrix
+    if name:
+        scale, bias = replicated(scale, group), replicated(bias, group)
+    plain = (diagonal, *wanted, name, settings.of_call(x))
+    return softplus_sums(x, y, scale, bias, row_ids, col_ids, weight, *plain)[0]
+
+
+class SoftTargets(NamedTuple):
+    """One side of a student's similarity matrix held against a teacher's; each (rows,)."""
+
+    negative: Tensor  #: as those of `Split`
+    positive: Tensor
+    positive_sum: Tensor
+    positive_count: Tensor
+    cross_entropy: Tensor  #: of the softmax along this side against the teacher's
+
+
+def soft_targets(
+    x: Tensor,
+    y: Tensor,
+    scale: float | Tensor,
+    teacher_x: Tensor,
+    teacher_y: Tensor,
+    teacher_scale: float | Tensor,
+    *,
+    group: object = None,
+) -> tuple[SoftTargets, SoftTargets]:
+    """Cross-entropies of scale * x @ y.T against a teacher's softmax, and the log-sum-exps.
+
+    The targets are the softmax of teacher_scale * teacher_x @ teacher_y.T, of each row along the
+    columns and of each column along the rows; neither matrix is formed. Row i belongs to column i.
+
+    Args:
+        x, y: (m, d) features, any floating dtype, same device and dtype; under autocast two that it
+            casts to one.
+        scale: a number, or a tensor of shape () or (1,); differentiable.
+        teacher_x, teacher_y: (m, d'), of any width, in the dtype of x. They get no gradient.
+        teacher_scale: as `scale`; it gets no gradient.
+        group: as in `logsumexp`.
+
+    Returns:
+        `(rows, columns)` in float32 (float64 for float64 features).
+
+    Raises:
+        TypeError, ValueError, CommunicationError: as `logsumexp`.
+    """
+    check_two(x, y)
+    check_same_rows(x, y)
+    check_two(teacher_x, teacher_y, ("teacher_x", "teacher_y"))
+    x, y = cast_for_autocast(x, y)
+    scale = check_scalar("scale", scale, x)
+    teacher_scale = check_scalar("teacher_scale", teacher_scale, x).detach()
+    teacher = teacher_x.detach(), teacher_y.detach(), teacher_scale
+    rows, columns, _ = soft_targets_and_count(x, y, scale, *teacher, group=group)
+    return _soft_targets_of(rows), _soft_targets_of(columns)
+
+
+def _soft_targets_of(stack: Tensor) -> SoftTargets:
+    negative, positive, positive_sum, positive_count, cross_entropy, _ = stack.unbind()
+    split = negative, positive, positive_sum, positive_count.detach()
+    return SoftTargets(*split, cross_entropy)
+
+
+def soft_targets_and_count(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    teacher_x: Tensor,
+    teacher_y: Tensor,
+    teacher_scale: Tensor,
+    *,
+    names: tuple[str, str] = ("teacher_x", "teacher_y"),
+    group: object = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Each side as a stack, and the number of rows of all processes as `stacks_and_count` has it.
+
+    A stack (6, m) has what `SoftTargets` has, then the teacher's log-sum-exp. `names`: what errors
+    call the teacher's features, which may be of a dtype that autocast casts.
+    """
+    teacher_x, teacher_y = cast_for_autocast(teacher_x, teacher_y)
+    for name, features in zip(names, (teacher_x, teacher_y), strict=True):
+        if features.dtype != x.dtype:
+            raise TypeError(f"{name}: expected {x.dtype} as the student has, got {features.dtype}")
+        check_same_rows(x, features, ("x", name))
+        if features.device != x.device:
+            raise ValueError(f"{name}: expected device {x.device}, got {features.device}")
+    name = group_name(group)
+    inputs = {"x": x, "y": y, "scale": scale}
+    grad = torch.is_grad_enabled()
+    wanted = ", ".join(key for key, t in inputs.items() if grad and t.requires_grad)
+    backends.warn_of_float32(x)
+    plain = (PAIRED, "soft_targets", wanted, name, settings.of_call(x))
+    teacher = teacher_x, teacher_y, teacher_scale
+    rows, columns, sizes = against_soft_targets(x, y, scale, *teacher, *plain)
+    return rows, columns, sizes[0].sum() if name else None
+
+
+def _reduce(
+    x: Tensor,
+    y: Tensor | None,
+    scale: Tensor,
+    pairs: Pairs,
+    cols: bool,
+    group: object,
+    call: str,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Stacks of rows and columns as `split_of` takes them, and the ranks' sizes, None alone."""
+    name = group_name(group)
     inputs = {"x": x, "y": y, "scale": scale}
     grad = torch.is_grad_enabled()
     wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
-    settings = sweep.settings_of_call(x)
-    if not name:
-        # Not under torch.func, which may hold any number of calls' logits.
-        keep = bool(wanted) and (torch.compiler.is_compiling() or not transforms_active())
-        rows, columns, _ = ops.statistics(*matrix, keep, settings)
-        return rows, columns, None
-    rows, columns, sizes, _ = ops.ring_statistics(*matrix, name, call, ", ".join(wanted), settings)
-    return rows, columns, sizes
+    backends.warn_of_float32(x)
+    # Nothing is saved under torch.func, which may hold any number of calls' logits.
+    save = bool(wanted) and (torch.compiler.is_compiling() or not transforms_active())
+    tensors = (x, y, scale, pairs.row_ids, pairs.col_ids, pairs.ceiling)
+    plain = (pairs.diagonal, cols, save, call, ", ".join(wanted), name, settings.of_call(x))
+    rows, columns, sizes, _ = logsumexps(*tensors, *plain)
+    return rows, columns, sizes if name else None
 
 
 def _both(sides: str) -> bool:

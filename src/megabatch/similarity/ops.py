@@ -1,10 +1,9 @@
-"""Functions registered with torch, so that whatever traces a program takes each as one node."""
+"""Custom operators: functions that torch.compile and other tracers take as one node."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +13,39 @@ from megabatch.torch_internals import transforms_active
 
 _PLAIN = (Tensor, nn.Parameter)
 
+#: Every operator, by the overload that the dispatcher calls.
+_known: dict[Any, Operator] = {}
+
 
 class Operator:
-    """`torch.ops.megabatch.<name>`, and a short way into it where nothing traces.
+    """`torch.ops.megabatch.<name>`, with a short way in for calls that nothing traces.
 
     torch's dispatcher takes a custom operator through half a dozen Python frames each way: 0.2 ms
-    of host time a step (1,024 pairs on one H200: 1.37 ms instead of 1.59), which a small batch
+    of host time a step (1,024 pairs on one H200: 1.59 ms instead of 1.37), which a small batch
     waits for. Plain tensors outside of `torch.compile` go straight to the function.
 
-    The transforms of `torch.func` take an operator where reverse mode suffices (`grad`, `vjp`,
-    `jacrev`); `vmap` calls it once for each entry, if `alone`: no other process takes part.
+    The transforms of `torch.func` work if reverse mode suffices (`grad`, `vjp`, `jacrev`). `vmap`
+    calls the operator once for each entry, unless other processes take part in it.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], alone: bool) -> None:
-        self.name, self.function, self.alone = name, function, alone
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        group_argument: int | None = None,
+        workspace: Callable[..., int] | None = None,
+    ) -> None:
+        """`group_argument`: index of the group's name ("": this process alone) among arguments.
+
+        workspace: called with a `memory.Run` and the operator's arguments, the bytes that it takes
+            beside these and its results; None: little.
+        """
+        self.name, self.function, self.group_argument = name, function, group_argument
+        self.workspace = workspace
         self.custom = torch.library.custom_op(f"megabatch::{name}", function, mutates_args=())
         self.custom.register_vmap(self._vmap)
         self.traced = getattr(torch.ops.megabatch, name).default
+        _known[self.traced] = self
         self.register_autograd(self._refuse, lambda ctx, inputs, output: None)
         self._differentiable = False
 
@@ -64,7 +79,7 @@ class Operator:
                 refuse_jvp()
 
         class Transformed(Direct):
-            """As transforms want it."""
+            """The form that `torch.func` accepts."""
 
             @staticmethod
             def forward(*inputs: Any) -> Any:
@@ -82,12 +97,12 @@ class Operator:
         self._transformed: Callable[..., Any] = Transformed.apply
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function returns, traced or not."""
+        """Call the function, through torch's dispatcher if something traces the call."""
         if torch.compiler.is_compiling() or not all(map(_is_plain, arguments)):
             return self.traced(*arguments)
         if transforms_active():
             return self._transformed(*arguments)
-        # One without a derivative says so only if one is asked for (a second derivative).
+        # An operator without a derivative says so only if one is asked for (a second derivative).
         if self._differentiable or (
             torch.is_grad_enabled() and any(map(_needs_gradient, arguments))
         ):
@@ -95,8 +110,8 @@ class Operator:
         return self.function(*arguments)
 
     def _vmap(self, info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        """One call for each entry; what they return is stacked."""
-        if not self.alone:
+        """Call once for each entry and stack the results."""
+        if self.group_argument is not None and arguments[self.group_argument]:
             raise NotImplementedError(
                 f"megabatch {self.name}: torch.func.vmap does not take a call over several "
                 "processes, which would all have to make the same; loop over the batch instead"
@@ -104,7 +119,7 @@ class Operator:
         if info.batch_size == 0:
             raise ValueError(f"megabatch {self.name}: vmap: expected at least one entry, got 0")
         pairs = tuple(zip(arguments, in_dims, strict=True))
-        # What is no tensor has None as its dimension, or a tuple of them.
+        # The dimension of an argument that is no tensor is None, or a tuple of Nones.
         found = [
             self(*(a.select(dim, k) if isinstance(dim, int) else a for a, dim in pairs))
             for k in range(info.batch_size)
@@ -129,28 +144,79 @@ class Operator:
         )
 
 
-#: Every operator by its name.
-ops: Any = SimpleNamespace()
+def find(overload: Any) -> Operator | None:
+    """The operator of an overload that the dispatcher calls; None: it is not one of megabatch."""
+    return _known.get(overload)
 
 
-def operator(name: str, *, alone: bool = True) -> Callable[[Callable[..., Any]], Operator]:
-    """Make a function that changes none of its arguments `ops.<name>`.
+def operator(
+    name: str, *, group_argument: int | None = None
+) -> Callable[[Callable[..., Any]], Operator]:
+    """Make an operator of a function that changes none of its arguments."""
+    return lambda function: Operator(name, function, group_argument)
 
-    `alone`: it needs no other process.
+
+class Body(NamedTuple):
+    """What an operator computes, its results for fake tensors, the memory that it takes."""
+
+    compute: Callable[..., Any]
+    fake: Callable[..., Any]
+    workspace: Callable[..., int] | None = None  #: see `Operator.workspace`
+
+
+def reduction_operators(
+    name: str,
+    forward: Body,
+    backward: Body,
+    *,
+    tensors: int,
+    differentiable: tuple[int, int],
+) -> tuple[Operator, Operator]:
+    """The forward and the backward operator of a reduction, alone and over the ranks of a group.
+
+    `forward` takes tensors (or None), then plain values, of which the last two are the group's name
+    and the settings of the call. `backward` takes the same tensors, what `forward` returned, the
+    upstream gradients of its differentiable outputs (None where there is none), whether the
+    gradient of each differentiable input is needed, and the same plain values.
+
+    Args:
+        name: of the operators, `<name>` and `<name>_backward`.
+        tensors: number of tensor arguments.
+        differentiable: so many of them, the first, and so many of the results, the first.
     """
+    wanted, outputs = differentiable
+    reduce, gradients = (
+        Operator(called, body.compute, -2, body.workspace)
+        for called, body in ((name, forward), (f"{name}_backward", backward))
+    )
+    reduce.register_fake(forward.fake)
+    gradients.register_fake(backward.fake)
 
-    def register(function: Callable[..., Any]) -> Operator:
-        made = Operator(name, function, alone)
-        setattr(ops, name, made)
-        return made
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:tensors], *output)
+        ctx.plain = inputs[tensors:]
+        ctx.mark_non_differentiable(*output[outputs:])
+        ctx.set_materialize_grads(False)
 
-    return register
+    def autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        plain, needed = ctx.plain, ctx.needs_input_grad[:wanted]
+        nothing = (None,) * (tensors + len(plain))
+        received = upstream[:outputs]
+        # In a group the other ranks count on this one, whether or not its own loss used the result.
+        if not plain[-2] and all(gradient is None for gradient in received):
+            return nothing
+        found = gradients(*ctx.saved_tensors, *received, *needed, *plain)
+        pairs = zip(found, needed, strict=True)
+        return *(gradient if need else None for gradient, need in pairs), *nothing[wanted:]
+
+    reduce.register_autograd(autograd, setup_context)
+    return reduce, gradients
 
 
 def _is_plain(argument: Any) -> bool:
-    """Subclasses of Tensor, such as those that trace, have their say in the dispatcher alone.
+    """Whether nothing has to be done by the dispatcher.
 
-    So do tensors without data, for which there is what `register_fake` was given.
+    It has for subclasses of Tensor, such as those that trace, and for tensors without data.
     """
     return not isinstance(argument, Tensor) or (type(argument) in _PLAIN and not argument.is_meta)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megabatch.similarity import sweep
 from megabatch.similarity.arguments import (
     accumulator_dtype,
     cast_for_autocast,
@@ -13,7 +12,8 @@ from megabatch.similarity.arguments import (
     check_scalar,
     check_two,
 )
-from megabatch.similarity.ops import operator, ops
+from megabatch.similarity.backends.eager import strips
+from megabatch.similarity.ops import operator
 
 #: Elements of x widened at a time.
 CHUNK = 1 << 22
@@ -33,7 +33,7 @@ def paired(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     x, y = cast_for_autocast(x, y)
     scale = check_scalar("scale", scale, x)
     # Multiplied outside the operator: the scale's gradient then needs no second pass.
-    return ops.row_products(x, y) * scale
+    return row_products(x, y) * scale
 
 
 @operator("row_products")
@@ -66,13 +66,13 @@ def _(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _chunks(x: Tensor):  # type: ignore[no-untyped-def]
-    return sweep.strips(x.shape[0], max(1, CHUNK // x.shape[1]))
+    return strips(x.shape[0], max(1, CHUNK // x.shape[1]))
 
 
 def _autograd(ctx, gradient):  # type: ignore[no-untyped-def]
     x, y = ctx.saved_tensors
-    dx = ops.scale_rows(y, gradient) if ctx.needs_input_grad[0] else None
-    dy = ops.scale_rows(x, gradient) if ctx.needs_input_grad[1] else None
+    dx = scale_rows(y, gradient) if ctx.needs_input_grad[0] else None
+    dy = scale_rows(x, gradient) if ctx.needs_input_grad[1] else None
     return dx, dy
 
 

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megabatch.similarity import sweep, tile_torch
+from megabatch.similarity import backends
 from megabatch.similarity.arguments import accumulator_dtype, check_integers, check_two
-from megabatch.similarity.distributed import comm, ring
+from megabatch.similarity.backends import eager
+from megabatch.similarity.backends.eager import strips
+from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name
-from megabatch.similarity.distributed.ring import Parcel, Ring, Visit
-from megabatch.similarity.pairs import Pairs
+from megabatch.similarity.distributed.ranks import Ranks, plan
+from megabatch.similarity.distributed.schedule import Chunk, Local, Schedule, Shard, consecutive
+from megabatch.similarity.masks import Pairs
 from megabatch.torch_internals import is_batched
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ def ranks(
         x: (m, d) queries. y: (n, d) candidates, same dtype and device.
         target: (m,) integers, the column each row is held against; itself never counted. Over
             several processes columns count on from one process's y to the next one's.
-        ids: `(row_ids (m,), column_ids (n,))`, integers; columns whose id equals the row's are not
+        ids: `(row_ids (m,), col_ids (n,))`, integers; columns whose id equals the row's are not
             counted. A negative id equals nothing.
         group: the processes over which columns lie, each with its own rows of x and of y: None for
             the default group where torch.distributed is initialised, a process group, or "local"
@@ -54,13 +57,13 @@ def ranks(
     """
     check_two(x, y, autocast=False)
     _check_not_batched("ranks", x, y, target)
-    sweep.tell_of_float32(x)
+    backends.warn_of_float32(x)
     target = check_integers("target", target, x.shape[0], x)
-    row_ids, column_ids = _check_ids(ids, x, y)
+    row_ids, col_ids = _check_ids(ids, x, y)
     if x.is_meta:
         return torch.empty_like(target), torch.empty_like(target)
     extremes = (int(target.min()), int(target.max())) if x.shape[0] else (0, -1)
-    columns = _Columns(y, column_ids, group, "ranks", extremes)
+    columns = _Columns(y, col_ids, group, "ranks", extremes)
     _check_targets(columns)
     above = x.new_zeros(x.shape[0], dtype=torch.int64)
     equal = torch.zeros_like(above)
@@ -70,12 +73,12 @@ def ranks(
     def find(start: int, y: Tensor, _: Tensor | None) -> None:
         scores.find(y, target - start, score)
 
-    def count(start: int, y: Tensor, column_ids: Tensor | None) -> None:
-        scores.count(y, target - start, score, column_ids, above, equal)
+    def count(start: int, y: Tensor, col_ids: Tensor | None) -> None:
+        scores.count(y, target - start, score, col_ids, above, equal)
 
     with torch.cuda.device_of(x):
-        columns.visit(find)
-        columns.visit(count)
+        columns.for_each(find)
+        columns.for_each(count)
     return above, equal
 
 
@@ -92,7 +95,7 @@ def topk(
 
     Args:
         x: (m, d). y: (n, d), same dtype and device. k: from 1 to n (of all processes).
-        ids: `(row_ids (m,), column_ids (n,))`, integers; pairs of equal ids are left out. Where
+        ids: `(row_ids (m,), col_ids (n,))`, integers; pairs of equal ids are left out. Where
             fewer than k columns remain, the last scores are -inf and their indices -1.
         group: as in `ranks`; indices count columns on from process to process.
 
@@ -104,12 +107,12 @@ def topk(
     """
     check_two(x, y, autocast=False)
     _check_not_batched("topk", x, y)
-    sweep.tell_of_float32(x)
+    backends.warn_of_float32(x)
     if not isinstance(k, numbers.Integral) or isinstance(k, bool):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")
     k = int(k)
-    row_ids, column_ids = _check_ids(ids, x, y)
-    columns = _Columns(y, column_ids, group, f"topk, k {k}")
+    row_ids, col_ids = _check_ids(ids, x, y)
+    columns = _Columns(y, col_ids, group, f"topk, k {k}")
     if not 1 <= k <= columns.number:
         raise ValueError(f"k: expected 1 to {columns.number}, the number of columns, got {k}")
     scores = x.new_full((x.shape[0], k), -torch.inf, dtype=accumulator_dtype(x.dtype))
@@ -118,18 +121,18 @@ def topk(
         return scores, indices
     blocks = _scores_of(x, row_ids)
 
-    def keep_best(start: int, y: Tensor, column_ids: Tensor | None) -> None:
-        for i, value, column in blocks.best(y, column_ids, k):
+    def keep_best(start: int, y: Tensor, col_ids: Tensor | None) -> None:
+        for i, value, column in blocks.best(y, col_ids, k):
             scores[i], order = torch.cat([scores[i], value], dim=1).topk(k, dim=1)
             indices[i] = torch.cat([indices[i], column + start], dim=1).gather(1, order)
 
     with torch.cuda.device_of(x):
-        columns.visit(keep_best)
+        columns.for_each(keep_best)
     return scores, indices.masked_fill_(scores == -torch.inf, -1)
 
 
 class _Columns:
-    """The columns of all processes, and where those of each begin."""
+    """The columns of all processes, as a schedule brings them."""
 
     def __init__(
         self,
@@ -141,34 +144,30 @@ class _Columns:
     ) -> None:
         """`numbers` are told to all processes: `numbers` of each, this one's own if alone."""
         self.y, self.ids = y, ids
-        self.ring: Ring | None = None
+        self.schedule: Schedule = Local()
         table = [[y.shape[0], *numbers]]
         name = group_name(group)
         if name:
             terms = (
                 f"{call}, width {y.shape[1]}, {str(y.dtype).removeprefix('torch.')}, "
                 f"{y.device.type}, ids: {'none' if ids is None else 'given'}, "
-                f"{sweep.arithmetic(y)}, {ring.plan(y)}"
+                f"{backends.arithmetic(y)}, {plan(y)}"
             )
             table = comm.agree(name, terms, table[0], y.device)
-            self.ring = Ring(name, [size for size, *_ in table], call)
+            self.schedule = Ranks(name, [size for size, *_ in table], call)
         self.number = sum(size for size, *_ in table)
         self.numbers = [rest for _, *rest in table]
 
-    def visit(self, use: Callable[[int, Tensor, Tensor | None], None]) -> None:
+    def for_each(self, use: Callable[[int, Tensor, Tensor | None], None]) -> None:
         """Call `use(first column's index, columns (n, d), their ids)` until all have been."""
-        if self.ring is None:
-            use(0, self.y, self.ids)
-            return
 
-        def meet(piece: Visit) -> None:
-            y, ids = piece.cargo
+        def on_chunk(chunk: Chunk) -> None:
+            y, ids = chunk.tensors
             assert y is not None
-            use(piece.start, y, ids)
+            use(chunk.start, y, ids)
 
-        parcels = [Parcel(self.y), Parcel(self.ids)]
-        route = ring.ordered(self.ring.n)
-        for _ in self.ring.tour(parcels, meet, route, ring.piece_rows(self.y)):
+        shards = [Shard(self.y), Shard(self.ids)]
+        for _ in self.schedule.run(shards, on_chunk, consecutive(self.schedule.n)):
             pass
 
 
@@ -177,11 +176,11 @@ class Scores:
 
     def __init__(self, x: Tensor, ids: Tensor | None) -> None:
         self.x, self.ids = x, ids
-        self.rows, self.step = sweep.block_shape(x)
+        self.rows, self.step = eager.block_shape(x)
 
     def find(self, y: Tensor, target: Tensor, score: Tensor) -> None:
         """score[i] = row i's with its target, where `target` (m,) is one of these columns."""
-        for i in sweep.strips(len(self.x), self.rows):
+        for i in strips(len(self.x), self.rows):
             _target_scores(self.x[i], y, target[i], self.step, score[i])
 
     def count(
@@ -194,8 +193,8 @@ class Scores:
         equal: Tensor,
     ) -> None:
         """Add to `above` and `equal`, int64 (m,), how many columns score so; see `ranks`."""
-        pairs = Pairs(row_ids=self.ids, column_ids=ids)
-        for i in sweep.strips(len(self.x), self.rows):
+        pairs = Pairs(row_ids=self.ids, col_ids=ids)
+        for i in strips(len(self.x), self.rows):
             for j, s in _scores(self.x[i], y, self.step):
                 own = torch.arange(j.start, j.stop, device=s.device) == target[i, None]
                 skip = own if ids is None else own | _same(pairs.view(i, j), s)
@@ -208,8 +207,8 @@ class Scores:
         A part need not hold all columns: the same rows may come again. A pair of equal ids scores
         -inf, which may belong to no column.
         """
-        pairs = Pairs(row_ids=self.ids, column_ids=ids)
-        for i in sweep.strips(len(self.x), self.rows):
+        pairs = Pairs(row_ids=self.ids, col_ids=ids)
+        for i in strips(len(self.x), self.rows):
             for j, s in _scores(self.x[i], y, self.step):
                 if self.ids is not None:
                     s.masked_fill_(_same(pairs.view(i, j), s), -torch.inf)
@@ -218,7 +217,7 @@ class Scores:
 
 
 def _scores_of(x: Tensor, ids: Tensor | None) -> Scores | FusedScores:
-    if not sweep.fused_available(x):
+    if not backends.uses_kernels(x):
         return Scores(x, ids)
     from megabatch.similarity.backends.triton.ranking import (
         FusedScores,  # Triton, where it is needed
@@ -230,7 +229,7 @@ def _scores_of(x: Tensor, ids: Tensor | None) -> Scores | FusedScores:
 def _check_targets(columns: _Columns) -> None:
     for rank, (low, high) in enumerate(columns.numbers):
         if low < 0 or high >= columns.number:
-            where = f" on rank {rank} of the group" if columns.ring else ""
+            where = f" on rank {rank} of the group" if not columns.schedule.alone else ""
             raise IndexError(
                 f"target: expected columns in [0, {columns.number}), got {low} to {high}{where}"
             )
@@ -255,7 +254,7 @@ def _check_ids(
     if ids is None:
         return None, None
     if not isinstance(ids, (tuple, list)) or len(ids) != 2:
-        raise TypeError(f"ids: expected (row_ids, column_ids), got {type(ids).__name__}")
+        raise TypeError(f"ids: expected (row_ids, col_ids), got {type(ids).__name__}")
     row_ids = check_integers("ids[0]", ids[0], x.shape[0], x)
     return row_ids, check_integers("ids[1]", ids[1], y.shape[0], x)
 
@@ -267,8 +266,8 @@ def _same(pairs: Pairs, scores: Tensor) -> Tensor:
 
 def _scores(x: Tensor, y: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
     one = x.new_ones((), dtype=accumulator_dtype(x.dtype))
-    for j in sweep.strips(y.shape[0], columns):
-        yield j, tile_torch.logits(x, y[j], one)
+    for j in strips(y.shape[0], columns):
+        yield j, eager.logits(x, y[j], one)
 
 
 def _target_scores(x: Tensor, y: Tensor, target: Tensor, step: int, out: Tensor) -> None:
@@ -282,6 +281,6 @@ def _target_scores(x: Tensor, y: Tensor, target: Tensor, step: int, out: Tensor)
         if number < 0:
             continue
         start = number * step
-        s = tile_torch.logits(x, y[start : start + step], one)
+        s = eager.logits(x, y[start : start + step], one)
         rows = (home == number).nonzero().squeeze(1)
         out[rows] = s[rows, target[rows] - start]

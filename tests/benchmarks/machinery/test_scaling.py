@@ -77,7 +77,10 @@ def test_shards_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_transfers_come_back_after_a_trial_without() -> None:
-    names = [(ring, "Swap"), *((gathered, n) for n in ("gather", "deal", "scatter_sum"))]
+    names = [
+        (ring, "P2PExchange"),
+        *((gathered, n) for n in ("all_gather", "all_to_all", "reduce_scatter")),
+    ]
     before = [getattr(module, name) for module, name in names]
     with without_transfers():
         assert all(getattr(m, n) is not b for (m, n), b in zip(names, before, strict=True))

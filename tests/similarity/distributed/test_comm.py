@@ -13,7 +13,7 @@ from torch import Tensor
 from megabatch import similarity
 from megabatch.losses import ClipLoss, NTXentLoss
 from megabatch.similarity.distributed import comm
-from megabatch.similarity.distributed.comm import Swap, group_name
+from megabatch.similarity.distributed.comm import P2PExchange, group_name
 from tests.similarity.distributed.processes import World, on_processes
 
 
@@ -99,7 +99,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, 
 def test_processes_that_disagree_are_told_before_any_transfer(world: World) -> None:
     for first, others, words in DISAGREEMENTS.values():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Swap, "start", lambda self: pytest.fail("features travelled"))
+            patch.setattr(P2PExchange, "start", lambda self: pytest.fail("features travelled"))
             with pytest.raises(ValueError, match="same call on all ranks") as caught:
                 (others if world.rank else first)()
         who = "rank 1: " if world.size == 2 else "ranks 1, 2: "

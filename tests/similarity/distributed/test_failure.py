@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megabatch import similarity
 from megabatch.errors import CommunicationError
-from megabatch.similarity import sweep
-from megabatch.similarity.distributed import ring
+from megabatch.similarity import settings
+from megabatch.similarity.reductions.softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import join, start
 
 #: seconds until the group gives up on a process that does not come; of one that died the others
@@ -64,12 +64,15 @@ def worker(
     """
     group = group_of(rank, size, port, TIMEOUTS[how])
     if around:
-        ring.set_gather(0)
+        settings.set_gather(0)
     x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
     similarity.logsumexp(x, y, group=group)[0].sum().backward()  # all connections are made
     dist.barrier()
     visits = 0
-    original = getattr(sweep.Blocks, where)
+    holder, name = (
+        (SoftmaxTiles, "forward") if where == "forward" else (SoftmaxTiles, "gradient_block")
+    )
+    original = getattr(holder, name)
 
     def visit(self, *arguments):  # type: ignore[no-untyped-def]
         nonlocal visits
@@ -78,7 +81,7 @@ def worker(
             fail(how)
         return original(self, *arguments)
 
-    setattr(sweep.Blocks, where, visit)
+    setattr(holder, name, visit)
     clock = Clock()
     try:
         similarity.logsumexp(x, y, group=group)[0].sum().backward()

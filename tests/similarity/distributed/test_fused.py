@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import sweep
+from megabatch.similarity import backends
 from megabatch.similarity.distributed import gathered
 from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.test_statistics_ring import leaf
@@ -53,7 +53,7 @@ def test_fused_kernels(world: World) -> None:
             pairs = numbers if self_similar else (numbers, numbers)
             own = shard if self_similar else (shard, shard)
         with pytest.MonkeyPatch.context() as patch, pieces_of(piece):
-            patch.setattr(sweep, "fused_available", lambda x: True)
+            patch.setattr(backends, "uses_kernels", lambda x: True)
             patch.setattr(gathered, "LARGE", own_first)
             truth = similarity.split_logsumexp(
                 whole[0], None if self_similar else whole[1], scales[0], ids=pairs, group="local"
@@ -96,7 +96,7 @@ def test_the_sigmoid_loss(world: World) -> None:
         own = pairs if numbers is None else (world.shard(numbers, sizes),) * 2
         own_weight = None if weight is None else world.shard(weight, sizes)
         with pytest.MonkeyPatch.context() as patch, pieces_of(piece):
-            patch.setattr(sweep, "fused_available", lambda x: True)
+            patch.setattr(backends, "uses_kernels", lambda x: True)
             truth = similarity.softplus_sum(*whole, ids=pairs, weight=weight, group="local")
             mine = similarity.softplus_sum(*local, ids=own, weight=own_weight)
             (truth / ROWS).backward()
@@ -114,7 +114,7 @@ def test_the_sigmoid_loss(world: World) -> None:
     sides = (torch.arange(ROWS), torch.arange(ROWS))
     scales = [leaf(torch.tensor(10.0)) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "fused_available", lambda x: True)
+        patch.setattr(backends, "uses_kernels", lambda x: True)
         similarity.softplus_sum(x, leaf(y), scales[0], -3.0, ids=sides, group="local").backward()
         rows, columns = world.shard(sides[0], [60, 60]), world.shard(sides[1], [0, ROWS])
         here = world.shard(x, [60, 60]), leaf(world.shard(y, [0, ROWS]))

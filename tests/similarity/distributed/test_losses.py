@@ -62,6 +62,12 @@ def sup_con(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return out(*anchors, temperature=1 / scale) + inside(x, labels, y, labels, temperature=scale)
 
 
+def distilled(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    teacher = own["negatives"][:, :4], own["negatives"][:, 2:].cos()  # of a width of their own
+    contrastive, distill = losses.DistillClipLoss(group=group)(x, y, scale, *teacher, 3.0)
+    return contrastive + 2 * distill
+
+
 def matryoshka(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return losses.MatryoshkaLoss(losses.ClipLoss(group=group), [2, D])(x, y, scale)
 
@@ -87,6 +93,7 @@ LOSSES: list[Callable[..., Tensor]] = [
     nt_xent,
     dcl,
     sup_con,
+    distilled,
     matryoshka,
     several_modalities,
     sig_lip,

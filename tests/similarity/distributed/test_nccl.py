@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megabatch import ClipLoss, SigLipLoss
 from megabatch.errors import CommunicationError
-from megabatch.similarity import set_abort_on_lost_rank
-from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity import set_abort_on_lost_rank, settings
+from megabatch.similarity.distributed import gathered
 from tests.gathering import gathering_up_to
 from tests.similarity.distributed.processes import World, join, on_gpus, start
 from tests.similarity.distributed.test_statistics_ring import leaf
@@ -40,7 +40,7 @@ def test_large_shards_by_all_ways(world: World) -> None:
         whole = [leaf(t) for t in (x, y, *numbers[:count])]
         truth = loss(group="local")(*whole)
         truth.backward()
-        for bound in (ring.DEFAULT_GATHER, world.size * rows * d * 2 - 1, 0):
+        for bound in (settings.DEFAULT_GATHER, world.size * rows * d * 2 - 1, 0):
             local = [leaf(world.shard(t, sizes)) for t in (x, y)]
             local += [leaf(t) for t in numbers[:count]]
             with gathering_up_to(bound):
@@ -102,7 +102,7 @@ def dying(rank: int, size: int, port: int, folder: Path, within: bool) -> None:
     if rank == 1:
         if not within:
             die()
-        gathered.gather = die
+        gathered.all_gather = die
     begin = time.monotonic()
     try:
         step()

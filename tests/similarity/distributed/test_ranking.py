@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import sweep
+from megabatch.similarity.backends import eager
 from megabatch.similarity.distributed import gathered
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.test_statistics_ring import PIECES
@@ -27,7 +27,7 @@ def test_ranks_and_topk_equal_those_of_one_process(world: World) -> None:
                 own = None if i is None else tuple(world.shard(t, sizes) for t in i)
                 local = [world.shard(t, sizes) for t in (x, y)]
                 with pieces_of(piece), pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(sweep, "block_shape", lambda like, *_: (3, 2))
+                    patch.setattr(eager, "block_shape", lambda like, *_: (3, 2))
                     patch.setattr(gathered, "LARGE", 1 if i is None else n)
                     mine = similarity.ranks(*local, world.shard(target, sizes), ids=own)
                     scores, indices = similarity.topk(*local, 4, ids=own)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import sweep
-from megabatch.similarity.distributed import comm, control, gathered, ring
-from megabatch.similarity.distributed.comm import Swap
-from megabatch.similarity.distributed.ring import Parcel, Ring
+from megabatch.similarity import settings
+from megabatch.similarity.distributed import comm, control, gathered, ring, schedule
+from megabatch.similarity.distributed.comm import P2PExchange
+from megabatch.similarity.distributed.ranks import Ranks
+from megabatch.similarity.reductions.softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.travel import bytes_sent, noting, pieces_of
 
@@ -18,9 +19,9 @@ from tests.similarity.distributed.travel import bytes_sent, noting, pieces_of
 def test_each_pair_of_ranks_meets_once(n: int) -> None:
     met: dict[str, list[tuple[int, int]]] = {"full": [], "rows": [], "symmetric": []}
     for rank in range(n):
-        for name, route in (("full", ring.full(n)), ("rows", ring.rows_only(n))):
+        for name, route in (("full", schedule.full(n)), ("rows", schedule.rows_only(n))):
             met[name] += [(rank, (rank - step) % n) for step in range(route.steps)]
-        route = ring.symmetric(n)
+        route = schedule.symmetric(n)
         for step in range(route.steps):
             owner = (rank - step) % n
             met["symmetric"].append((rank, owner))
@@ -28,28 +29,28 @@ def test_each_pair_of_ranks_meets_once(n: int) -> None:
                 met["symmetric"].append((owner, rank))
     everyone = [(i, j) for i in range(n) for j in range(n)]
     assert all(sorted(pairs) == everyone for pairs in met.values())
-    assert ring.full(n).carried == range(n)
-    assert not ring.rows_only(n).carried
+    assert schedule.full(n).carried == range(n)
+    assert not schedule.rows_only(n).carried
 
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_a_piece_of_nothing(size: int) -> None:
     with pytest.raises(ValueError, match=f"size: expected at least 1 byte, got {size}"):
-        ring.set_piece(size)
+        settings.set_piece(size)
 
 
 @pytest.mark.parametrize("size", ["big", 1.5, True])
 def test_a_piece_of_no_size(size: object) -> None:
     with pytest.raises(TypeError, match="size: expected a number of bytes"):
-        ring.set_piece(size)  # type: ignore[arg-type]
+        settings.set_piece(size)  # type: ignore[arg-type]
 
 
 def test_rows_of_a_piece() -> None:
-    assert ring.piece_rows(torch.empty(0, 768, dtype=torch.bfloat16)) == 32768
-    assert ring.piece_rows(torch.empty(0, 1024, dtype=torch.bfloat16)) == 16384
-    assert ring.piece_rows(torch.empty(0, 1024, dtype=torch.float64)) == 6144
+    assert ring.chunk_rows(torch.empty(0, 768, dtype=torch.bfloat16)) == 32768
+    assert ring.chunk_rows(torch.empty(0, 1024, dtype=torch.bfloat16)) == 16384
+    assert ring.chunk_rows(torch.empty(0, 1024, dtype=torch.float64)) == 6144
     with pieces_of(1):
-        assert ring.piece_rows(torch.empty(0, 768)) == 1
+        assert ring.chunk_rows(torch.empty(0, 768)) == 1
 
 
 @on_processes(3)
@@ -91,23 +92,27 @@ def test_transfers_begin_before_the_computation_and_are_waited_for_after_it(worl
     for overlap in (True, False):
         events: list[str] = []
         with pytest.MonkeyPatch.context() as patch, pieces_of(1 << 20):
-            for owner, name in ((Swap, "start"), (Swap, "wait"), (sweep.Blocks, "forward")):
+            for owner, name in (
+                (P2PExchange, "start"),
+                (P2PExchange, "wait"),
+                (SoftmaxTiles, "forward"),
+            ):
                 patch.setattr(owner, name, noting(events, name, getattr(owner, name)))
-            before = ring.set_overlap(overlap)
+            before = settings.set_overlap(overlap)
             similarity.logsumexp(x, x, sides="rows")
-            ring.set_overlap(before)
+            settings.set_overlap(before)
         expected = ["start", "forward", "wait"] if overlap else ["start", "wait", "forward", "wait"]
         assert events == expected * 2
 
 
 @pytest.mark.parametrize("size", [0, 5, None])
 def test_what_is_gathered_is_bounded(size: int | None) -> None:
-    before = ring.set_gather(size)
-    assert ring.set_gather(before) == (ring.DEFAULT_GATHER if size is None else size)
+    before = settings.set_gather(size)
+    assert settings.set_gather(before) == (settings.DEFAULT_GATHER if size is None else size)
     for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match="size: expected"):
-            ring.set_gather(wrong)  # type: ignore[arg-type]
-    assert ring.set_gather(None) == before
+            settings.set_gather(wrong)  # type: ignore[arg-type]
+    assert settings.set_gather(None) == before
 
 
 @pytest.mark.parametrize(
@@ -115,25 +120,25 @@ def test_what_is_gathered_is_bounded(size: int | None) -> None:
     [(10**6, [900]), (900, [900]), (899, [128] * 7 + [4]), (512, [128] * 7 + [4])],
 )
 def test_rounds_are_whole_tiles_within_the_bound(limit: int, steps: list[int]) -> None:
-    one = object.__new__(Ring)
+    one = object.__new__(Ranks)
     one.n, one.sizes = 2, [900, 900]
-    features = Parcel(torch.empty(900, 4))
-    before = ring.set_gather(2 * limit * 16)
-    found = one._gatherings(features, ring.full(2))
+    features = torch.empty(900, 4)
+    before = settings.set_gather(2 * limit * 16)
+    found = one._gathered_rounds(features, schedule.full(2))
     assert [rows.stop - rows.start for rows in found] == steps
-    assert bool(one._gatherings(features, ring.ordered(2))) == (len(steps) == 1)
-    ring.set_gather(2 * 511 * 16)  # a quarter of it is less than a tile
-    assert one._gatherings(features, ring.full(2)) == []
-    ring.set_gather(before)
+    assert bool(one._gathered_rounds(features, schedule.consecutive(2))) == (len(steps) == 1)
+    settings.set_gather(2 * 511 * 16)  # a quarter of it is less than a tile
+    assert one._gathered_rounds(features, schedule.full(2)) == []
+    settings.set_gather(before)
 
 
 def test_rounds_are_even() -> None:
-    before = ring.set_gather(16 * 4 * 300)
-    assert ring.round_rows(1200, 16) == 1200
-    assert ring.round_rows(1300, 16) == 256  # six of up to 256, of the 300 that are allowed
-    ring.set_gather(16 * 4 * 1000)
-    assert ring.round_rows(4100, 16) == 896  # five of up to 896: not four and a small one
-    ring.set_gather(before)
+    before = settings.set_gather(16 * 4 * 300)
+    assert gathered.round_rows(1200, 16) == 1200
+    assert gathered.round_rows(1300, 16) == 256  # six of up to 256, of the 300 that are allowed
+    settings.set_gather(16 * 4 * 1000)
+    assert gathered.round_rows(4100, 16) == 896  # five of up to 896: not four and a small one
+    settings.set_gather(before)
 
 
 @on_processes(2)
@@ -169,11 +174,11 @@ def test_every_transfer_that_a_gpu_waits_for_is_told_to_its_watch(world: World) 
         ),
     ):
         told: list[str] = []
-        before = ring.set_gather(bound)
+        before = settings.set_gather(bound)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(control, "note", lambda group, like, what, told=told: told.append(what))
             sum(map(torch.sum, similarity.logsumexp(x, y, scale))).backward()
-        ring.set_gather(before)
+        settings.set_gather(before)
         assert told == expected
 
 
@@ -181,25 +186,25 @@ def test_every_transfer_that_a_gpu_waits_for_is_told_to_its_watch(world: World) 
 def test_large_unequal_and_symmetric_shards_go_around_the_ring(world: World) -> None:
     x = torch.randn(7, 10)
     uneven = torch.randn(6 + (world.rank > 0), 10)
-    before = ring.set_gather(3 * x.nbytes - 1)
+    before = settings.set_gather(3 * x.nbytes - 1)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gathered, "gather", lambda *arguments: pytest.fail("gathered"))
+            patch.setattr(gathered, "all_gather", lambda *arguments: pytest.fail("gathered"))
             similarity.logsumexp(x, x)
-            ring.set_gather(None)
+            settings.set_gather(None)
             similarity.logsumexp(x, uneven)
             similarity.split_logsumexp(x)
     finally:
-        ring.set_gather(before)
+        settings.set_gather(before)
 
 
 @on_processes(2)
 def test_the_same_bound_on_all_ranks(world: World) -> None:
     x = torch.randn(3, 4)
-    before = ring.set_gather(100 + world.rank)
+    before = settings.set_gather(100 + world.rank)
     with pytest.raises(ValueError, match=r"gathered up to 100 bytes.*gathered up to 101 bytes"):
         similarity.logsumexp(x, x)
-    ring.set_gather(before)
+    settings.set_gather(before)
 
 
 @on_processes(2, 4)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import losses
-from megabatch.similarity import softplus_sum, sweep
+from megabatch.similarity import backends, softplus_sum
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.test_statistics_ring import PIECES, leaf, some_ids
 from tests.similarity.distributed.travel import bytes_sent, in_rounds, pieces_of
@@ -112,7 +112,7 @@ def test_what_travels(world: World) -> None:
         features, gradient = rows * width * 2, rows * width * 4
         x, y = (torch.randn(rows, d).bfloat16().requires_grad_() for _ in range(2))
         with pytest.MonkeyPatch.context() as patch, pieces_of(1 << 20):
-            patch.setattr(sweep, "fused_available", lambda x, fused=fused: fused)
+            patch.setattr(backends, "uses_kernels", lambda x, fused=fused: fused)
             sent = bytes_sent(patch)
             value = softplus_sum(x, y, 1.0, 0.0)
             assert sent == [features, features + gradient, gradient, gradient]

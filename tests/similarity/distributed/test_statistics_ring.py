@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import ClipLoss, similarity
-from megabatch.similarity import dense
-from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity import dense, settings
+from megabatch.similarity.distributed import gathered
 from megabatch.similarity.functions import split_and_count
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.travel import in_rounds, pieces_of
@@ -182,9 +182,9 @@ def test_logsumexp_without_overlap(world: World) -> None:
     rows, columns = dense.logsumexp(x, y, 2.0)
     results = []
     for overlap in (True, False):
-        before = ring.set_overlap(overlap)
+        before = settings.set_overlap(overlap)
         results.append(similarity.logsumexp(world.shard(x, sizes), world.shard(y, sizes), 2.0))
-        assert ring.set_overlap(before) is overlap
+        assert settings.set_overlap(before) is overlap
     for mine in results:
         torch.testing.assert_close(mine[0], world.shard(rows, sizes), rtol=0, atol=1e-12)
         torch.testing.assert_close(mine[1], world.shard(columns, sizes), rtol=0, atol=1e-12)
@@ -196,14 +196,14 @@ def test_gathering_in_rounds(world: World) -> None:
         sizes = [size] * world.size
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
         for overlap in (True, False):
-            before = ring.set_overlap(overlap)
+            before = settings.set_overlap(overlap)
             with in_rounds(world.size * 3 * D * 8):
                 compare(world, sizes, sizes)
                 compare(world, sizes, sizes, ids=ids)
                 compare(world, [3] * world.size, sizes, ids=(some_ids(3 * world.size), ids[1]))
                 compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
                 compare(world, sizes, sizes, needs=(False, True, True))
-            ring.set_overlap(before)
+            settings.set_overlap(before)
 
 
 @on_devices(2, 3)

@@ -12,52 +12,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity.distributed import gathered, ring
-from megabatch.similarity.distributed.comm import Swap
+from megabatch.similarity import settings
+from megabatch.similarity.distributed import gathered
+from megabatch.similarity.distributed.comm import P2PExchange
 from tests.gathering import gathering_up_to
 
 
 @contextmanager
 def pieces_of(size: int | None) -> Iterator[None]:
     """Around the ring in pieces of that many bytes; None: as it is."""
-    before = ring.set_piece(size), ring.set_gather(0 if size else None)
+    before = settings.set_piece(size), settings.set_gather(0 if size else None)
     yield
-    ring.set_piece(before[0])
-    ring.set_gather(before[1])
+    settings.set_piece(before[0])
+    settings.set_gather(before[1])
 
 
 @contextmanager
 def in_rounds(size: int) -> Iterator[pytest.MonkeyPatch]:
     """Gathered in rounds of so many bytes of all ranks' features, also of less than a tile each."""
     with gathering_up_to(size), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "TILE", 2)
-        patch.setattr(ring, "ROUND", 1)
+        patch.setattr(gathered, "TILE", 2)
+        patch.setattr(gathered, "ROUND", 1)
         yield patch
 
 
 def bytes_sent(patch: pytest.MonkeyPatch) -> list[int]:
     """Filled with what each exchange sends."""
     sent: list[int] = []
-    add, start = Swap.add, Swap.start
+    add, start = P2PExchange.add, P2PExchange.start
 
-    def count(self: Swap, outgoing: torch.Tensor, size: int, dim: int = 0) -> torch.Tensor:
+    def count(self: P2PExchange, outgoing: torch.Tensor, size: int, dim: int = 0) -> torch.Tensor:
         self.bytes = getattr(self, "bytes", 0) + outgoing.nbytes
         return add(self, outgoing, size, dim)
 
-    def note(self: Swap) -> None:
+    def note(self: P2PExchange) -> None:
         if hasattr(self, "bytes"):
             sent.append(self.bytes)
         start(self)
 
-    patch.setattr(Swap, "add", count)
-    patch.setattr(Swap, "start", note)
+    patch.setattr(P2PExchange, "add", count)
+    patch.setattr(P2PExchange, "start", note)
     return sent
 
 
 def recorded_transfers(patch: pytest.MonkeyPatch) -> list[str]:
     """Filled with what the ranks do together, in order."""
     done: list[str] = []
-    for name in ("gather", "deal", "scatter_sum"):
+    for name in ("all_gather", "all_to_all", "reduce_scatter"):
         function = getattr(gathered, name)
 
         def note(*arguments, name=name, function=function):  # type: ignore[no-untyped-def]
@@ -65,7 +66,7 @@ def recorded_transfers(patch: pytest.MonkeyPatch) -> list[str]:
             return function(*arguments)
 
         patch.setattr(gathered, name, note)
-    patch.setattr(Swap, "start", lambda self: done.append("swap"))
+    patch.setattr(P2PExchange, "start", lambda self: done.append("swap"))
     return done
 
 

@@ -118,7 +118,7 @@ class Pending:
         self._work = None
 
 
-def gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
+def all_gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
     """Every rank's (m, ...) as (n, m, ...), to be filled; all ranks come with the same shape."""
     everyone = shard.new_empty((group.size(), *shard.shape))
     what = _collective(operation, "gathering")
@@ -128,7 +128,9 @@ def gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Ten
     return everyone, Pending(work, what, group, shard)
 
 
-def scatter_sum(parts: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
+def reduce_scatter(
+    parts: Tensor, group: dist.ProcessGroup, operation: str
+) -> tuple[Tensor, Pending]:
     """This rank's (m, ...) of the sum over ranks of (n m, ...), to be filled, where they were."""
     size, rank = parts.shape[0] // group.size(), group.rank()
     total = parts[rank * size : (rank + 1) * size]
@@ -150,7 +152,7 @@ def let_begin(like: Tensor) -> None:
         torch_internals.gpu_sleep(20_000)  # cycles, 10 us
 
 
-def deal(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:
+def all_to_all(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:
     """(n, ...): from every rank what it has for this one, of (n, ...) each; waits for them."""
     own = torch.empty_like(parts)
     what = _collective(operation, "exchanging what all ranks found")
@@ -164,7 +166,7 @@ def _collective(operation: str, what: str) -> str:
     return f"{operation}: {what}, rank {dist.get_rank()}"
 
 
-class Swap:
+class P2PExchange:
     """Tensors sent to one rank while others of the same kinds are received from another.
 
     `add` them, `start`, do something else, `wait`; what was sent must stay as it is until then.

@@ -1,17 +1,18 @@
-"""Between devices, shards of one size: all ranks gather pieces of all of them at once.
+"""Shards of one size: all ranks gather chunks of all of them at once.
 
-n steps around a ring take longer to give out than a small shard takes to compute, and at each of
-them every rank waits for the slowest one's turn. Here each rank holds its rows to a piece of
-everyone's columns, and what it adds to the others' comes home to them at once: states are dealt out
-and merged, gradients are reduced and scattered. Large shards go in rounds, a piece at a time, so
-that what is in flight is bounded whatever their size: while one round is computed the next one's
-columns arrive and the gradients of the one before are added up.
+For small shards, launching n ring steps takes longer than the computation, and at each step every
+rank waits for the slowest. Here each rank holds its rows to a chunk of everyone's columns, and its
+results for the others come home at once: states are exchanged all to all and merged, gradients are
+reduced and scattered. Large shards go in rounds, a chunk at a time, so that the memory in flight is
+bounded for any shard size: while one round is computed, the next one's columns arrive and the
+gradients of the round before are summed.
 
-In the first round own columns come first, while the others' arrive (262,144 rows on 4 H200s: 181.6
-ms instead of 182.1, 65,536: 12.07 instead of 12.21; benchmarks/results/hiding-4gpu.json), and after
-the last what stays here is completed while the rest comes home (65,536 on 2: 23.51 instead of
-23.62; hiding-2gpu.json). Beyond that a round's own transfers do not hide behind parts of its
-computation, which gained nothing (there and in scaling-two-parts.json).
+In the first round a rank's own columns come first, while the others' arrive (262,144 rows on 4
+H200s: 181.6 ms instead of 182.1, 65,536: 12.07 instead of 12.21;
+benchmarks/results/hiding-4gpu.json). After the last round, the results that stay here are completed
+while the others come home (65,536 on 2: 23.51 instead of 23.62; hiding-2gpu.json). Hiding a round's
+own transfers behind parts of its computation as well gained nothing (there and in
+scaling-two-parts.json).
 """
 
 from __future__ import annotations
@@ -22,139 +23,176 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity.distributed.comm import Pending, deal, gather, let_begin, scatter_sum
-from megabatch.similarity.distributed.schedule import Parcel, Parts, Visit, narrow
+from megabatch.similarity import settings
+from megabatch.similarity.distributed.comm import (
+    Pending,
+    all_gather,
+    all_to_all,
+    let_begin,
+    reduce_scatter,
+)
+from megabatch.similarity.distributed.schedule import Chunk, OnChunk, Partials, Shard
 
-#: Rows of a rank in a round from which on its own columns come first, and transfers home are let
-#: begin. Of fewer the host's launches count.
+#: From so many rows of a rank in a round, its own columns come first, and transfers home are let
+#: begin. With fewer, launches by the host decide the time.
 LARGE = 16_384
+
+#: Shards above the bound are gathered in rounds of this part of it: features of three rounds and
+#: gradients of two are in memory at once, and smaller rounds are as fast where there are many
+#: (98.9% at 1,048,576 rows on 4 H200s; scaling.json).
+ROUND = 4
+#: Rows of a round are a multiple of this, as those of a GPU's tiles.
+TILE = 128
+
+
+def round_rows(size: int, row: int) -> int:
+    """Rows of each rank's shard of `size` rows that are gathered at a time; 0: none, by the ring.
+
+    row: bytes of features of one row of each rank.
+    """
+    limit = settings.gather()
+    if size * row <= limit:
+        return size
+    most = limit // ROUND // row // TILE * TILE
+    if most == 0:
+        return 0
+    rounds = -(-size // most)
+    return -(-size // (rounds * TILE)) * TILE  # even rounds, of whole tiles
+
+
+def fits_one_round(features: Tensor, ranks: int, limit: int) -> bool:
+    """Whether shards of this size, one a rank, are gathered in one round of up to `limit` bytes.
+
+    Then they stay for the backward pass.
+    """
+    return 0 < ranks * features.numel() * features.element_size() <= limit
 
 
 class Place(NamedTuple):
-    """This rank among the others, and how they go about it."""
+    """This rank in its group."""
 
     group: dist.ProcessGroup
     rank: int
     size: int  #: rows of every shard
-    operation: str  #: how errors call what is going on
-    overlap: bool  #: rounds' transfers run beside other rounds' computation
+    operation: str  #: for errors
+    overlap: bool  #: transfers of a round run beside the computation of others
 
 
 class Round:
-    """These rows of every rank's shard, on their way here; the first parcel's may be here."""
+    """These rows of every rank's shard, on their way here; the features may be here already."""
 
     def __init__(
-        self, place: Place, rows: slice, parcels: Sequence[Parcel], here: Tensor | None
+        self, place: Place, rows: slice, shards: Sequence[Shard], features: Tensor | None
     ) -> None:
         self.place, self.rows = place, rows
         self.size = rows.stop - rows.start
-        self.pieces = [Parcel(narrow(parcel, rows), parcel.dim) for parcel in parcels]
-        self.columns: list[Tensor | None] = [here] + [None] * (len(parcels) - 1)
+        self.own = [Shard(shard.narrow(rows), shard.dim) for shard in shards]
+        self.everyone: list[Tensor | None] = [features] + [None] * (len(shards) - 1)
         self._pending: dict[int, Pending] = {}
-        for k, piece in enumerate(self.pieces):
-            if piece.tensor is not None and self.columns[k] is None:
-                self.columns[k], self._pending[k] = gather(
-                    piece.tensor, place.group, place.operation
+        for k, shard in enumerate(self.own):
+            if shard.tensor is not None and self.everyone[k] is None:
+                self.everyone[k], self._pending[k] = all_gather(
+                    shard.tensor, place.group, place.operation
                 )
 
     def wait(self) -> None:
-        """Until all is here, for this rank's stream."""
+        """Wait for all of it, on this rank's stream."""
         for k, pending in self._pending.items():
             pending.wait()
-            whole, dim = self.columns[k], self.pieces[k].dim
+            whole, dim = self.everyone[k], self.own[k].dim
             assert whole is not None
-            self.columns[k] = whole.movedim(0, dim).flatten(dim, dim + 1)
+            self.everyone[k] = whole.movedim(0, dim).flatten(dim, dim + 1)
         self._pending = {}
 
-    def visits(self, found: Tensor | None, parts: Parts | None) -> Iterator[Visit]:
+    def chunks(self, found: Tensor | None, partials: Partials | None) -> Iterator[Chunk]:
         """This rank's own columns, then the others', which arrive meanwhile; or all at once.
 
-        At once where their rows follow one another, and they are here or soon will be.
+        All at once if they are consecutive, and here or expected soon.
         """
         m, rank, size = self.size, self.place.rank, self.place.size
-        home, end = rank * m, self.place.group.size() * m  # places among the columns of this round
+        own, end = rank * m, self.place.group.size() * m  # places among the columns of this round
         if m == size and not (0 in self._pending and m >= LARGE):
             self.wait()
-            yield self._visit(0, end, 0, found, parts)
+            yield self._chunk(0, end, 0, found, partials)
             return
-        own = tuple(piece.tensor for piece in self.pieces)
+        tensors = tuple(shard.tensor for shard in self.own)
         start = rank * size + self.rows.start
-        yield Visit(rank, self.rows, start, own, _share(found, parts, home, home + m))
+        yield Chunk(rank, self.rows, start, tensors, _share(found, partials, own, own + m))
         self.wait()
-        # Rows of several ranks do not follow one another: they begin somewhere before this rank's
+        # Columns of several ranks are not consecutive: they begin somewhere before this rank's
         # rows, or behind them.
-        yield self._visit(0, home, rank * size - home, found, parts)
-        yield self._visit(home + m, end, (rank + 1) * size, found, parts)
+        yield self._chunk(0, own, rank * size - own, found, partials)
+        yield self._chunk(own + m, end, (rank + 1) * size, found, partials)
 
-    def _visit(
-        self, a: int, b: int, start: int, found: Tensor | None, parts: Parts | None
-    ) -> Visit:
-        cargo = tuple(
-            None if whole is None else whole.narrow(piece.dim, a, b - a)
-            for whole, piece in zip(self.columns, self.pieces, strict=True)
+    def _chunk(
+        self, a: int, b: int, start: int, found: Tensor | None, partials: Partials | None
+    ) -> Chunk:
+        tensors = tuple(
+            None if whole is None else whole.narrow(shard.dim, a, b - a)
+            for whole, shard in zip(self.everyone, self.own, strict=True)
         )
-        return Visit(None, slice(a, b), start, cargo, _share(found, parts, a, b))
+        return Chunk(None, slice(a, b), start, tensors, _share(found, partials, a, b))
 
 
-def tour(
+def run(
     place: Place,
     rounds: Sequence[slice],
-    parcels: Sequence[Parcel],
-    visit: Callable[[Visit], None],
-    parts: Parts | None,
+    shards: Sequence[Shard],
+    on_chunk: OnChunk,
+    partials: Partials | None,
     meanwhile: Callable[[], None],
-    here: Tensor | None,
+    features: Tensor | None,
 ) -> Generator[tuple[slice, Tensor], None, Tensor | None]:
-    """As `Ring.tour`, in these rounds; parts None: nothing comes home.
+    """As `Schedule.run`, in these rounds; `partials` None: nothing comes home.
 
-    `here`: the first parcel's columns of all ranks, if they are here; of use to a single round,
-    which returns the same in the end.
+    `features`: those of all ranks, if they are here; used by a single round, which returns them at
+    its end.
     """
-    one = None
-    coming = [Round(place, rounds[0], parcels, here if len(rounds) == 1 else None)]
-    adding: tuple[slice, Tensor, Pending] | None = None
+    now = None
+    coming = [Round(place, rounds[0], shards, features if len(rounds) == 1 else None)]
+    summing: tuple[slice, Tensor, Pending] | None = None
     for k, rows in enumerate(rounds):
-        one = coming.pop()
+        now = coming.pop()
         if place.overlap and k + 1 < len(rounds):
-            coming.append(Round(place, rounds[k + 1], parcels, None))
+            coming.append(Round(place, rounds[k + 1], shards, None))
         if not place.overlap:
-            one.wait()
-        found = None if parts is None else parts.empty(place.group.size() * one.size)
-        for stop in one.visits(found, parts):
-            if stop.size:
-                visit(stop)
-        if adding is not None:
-            yield _added(*adding)
-            adding = None
-        if parts is not None and found is not None:
-            if parts.merge is not None:
-                yield rows, _dealt(found, one, parts)
+            now.wait()
+        found = None if partials is None else partials.empty(place.group.size() * now.size)
+        for chunk in now.chunks(found, partials):
+            if chunk.size:
+                on_chunk(chunk)
+        if summing is not None:
+            yield _summed(*summing)
+            summing = None
+        if partials is not None and found is not None:
+            if partials.merge is not None:
+                yield rows, _of_all_ranks(found, now, partials)
             else:
-                adding = (rows, *scatter_sum(found, place.group, place.operation))
+                summing = (rows, *reduce_scatter(found, place.group, place.operation))
         if not place.overlap:
-            if adding is not None:
-                yield _added(*adding)
-                adding = None
-            coming += [Round(place, r, parcels, None) for r in rounds[k + 1 : k + 2]]
-    if adding is not None and len(adding[1]) >= LARGE:
-        let_begin(adding[1])
+            if summing is not None:
+                yield _summed(*summing)
+                summing = None
+            coming += [Round(place, r, shards, None) for r in rounds[k + 1 : k + 2]]
+    if summing is not None and len(summing[1]) >= LARGE:
+        let_begin(summing[1])
     meanwhile()
-    if adding is not None:
-        yield _added(*adding)
-    return one.columns[0] if one is not None and len(rounds) == 1 else None
+    if summing is not None:
+        yield _summed(*summing)
+    return now.everyone[0] if now is not None and len(rounds) == 1 else None
 
 
-def _share(found: Tensor | None, parts: Parts | None, a: int, b: int) -> Tensor | None:
-    return None if found is None or parts is None else found.narrow(parts.dim, a, b - a)
+def _share(found: Tensor | None, partials: Partials | None, a: int, b: int) -> Tensor | None:
+    return None if found is None or partials is None else found.narrow(partials.dim, a, b - a)
 
 
-def _dealt(found: Tensor, one: Round, parts: Parts) -> Tensor:
-    """What every rank found for this one's rows, (ranks, ...)."""
-    n = one.place.group.size()
-    by_rank = found.unflatten(parts.dim, (n, one.size)).movedim(parts.dim, 0).contiguous()
-    return deal(by_rank, one.place.group, one.place.operation)
+def _of_all_ranks(found: Tensor, now: Round, partials: Partials) -> Tensor:
+    """The results of every rank for this one's rows, (ranks, ...)."""
+    n = now.place.group.size()
+    by_rank = found.unflatten(partials.dim, (n, now.size)).movedim(partials.dim, 0).contiguous()
+    return all_to_all(by_rank, now.place.group, now.place.operation)
 
 
-def _added(rows: slice, total: Tensor, adding: Pending) -> tuple[slice, Tensor]:
-    adding.wait()
+def _summed(rows: slice, total: Tensor, pending: Pending) -> tuple[slice, Tensor]:
+    pending.wait()
     return rows, total

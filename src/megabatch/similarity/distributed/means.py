@@ -14,7 +14,7 @@ from torch import Tensor
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name, rank_and_size
-from megabatch.similarity.ops import operator, ops
+from megabatch.similarity.ops import operator
 
 
 def global_mean(
@@ -74,7 +74,7 @@ def share_of_mean(
         weight = weights.detach().sum()
     else:
         number = None if weights is None else weights.detach().sum()
-        weight = ops.global_weight(total.detach(), rows, number, name_of_group, name)
+        weight = _global_weight(total.detach(), rows, number, name_of_group, name)
     return total * size / weight.masked_fill(weight == 0, 1)
 
 
@@ -124,30 +124,30 @@ def replicated(parameter: Tensor, group: object) -> Tensor:
     name = group_name(group)
     if not (name and parameter.requires_grad):
         return parameter
-    return ops.replicated(parameter, name)
+    return _replicated(parameter, name)
 
 
 def sum_over_ranks(values: Tensor, group: object) -> Tensor:
     """The sum over processes, the same on each; so is its gradient, the sum of what they send."""
     name = group_name(group)
-    return ops.sum_over_ranks(values, name) if name else values
+    return _sum_over_ranks(values, name) if name else values
 
 
 # --- the operators --------------------------------------------------------------------------------
 
 
-@operator("sum_over_ranks", alone=False)
+@operator("sum_over_ranks", group_argument=1)
 def _sum_over_ranks(values: Tensor, group: str) -> Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
     return comm.all_reduce(total, group, "sum over ranks")
 
 
-@operator("replicated", alone=False)
+@operator("replicated", group_argument=1)
 def _replicated(parameter: Tensor, group: str) -> Tensor:
     return parameter.clone()
 
 
-@operator("global_weight", alone=False)
+@operator("global_weight", group_argument=3)
 def _global_weight(like: Tensor, rows: int, weight: Tensor | None, group: str, name: str) -> Tensor:
     """The number of rows of all ranks, or the sum of their weights; no handshake.
 
@@ -185,12 +185,12 @@ def _keep_group(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _sum_of_gradients(ctx, gradient):  # type: ignore[no-untyped-def]
-    return ops.sum_over_ranks(gradient, ctx.group), None
+    return _sum_over_ranks(gradient, ctx.group), None
 
 
 def _mean_of_gradients(ctx, gradient):  # type: ignore[no-untyped-def]
     size = comm.resolve(ctx.group).size()
-    return ops.sum_over_ranks(gradient, ctx.group) / size, None
+    return _sum_over_ranks(gradient, ctx.group) / size, None
 
 
 _sum_over_ranks.register_autograd(_sum_of_gradients, setup_context=_keep_group)

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.backends.triton import paired, ranking, sigmoid
+from megabatch.similarity.backends.triton import paired, ranking, sigmoid, soft_targets
 from megabatch.similarity.backends.triton import softmax_backward as backward
 from megabatch.similarity.backends.triton import softmax_forward as forward
 
@@ -26,7 +26,9 @@ FLOATS = (
     *("scale", "bias", "weight", "factor", "total", "row_scale", "scale_grad_parts"),
     *("references", "group_references", "row_sums", "col_sums", "row_state", "col_state"),
     *("row_lse_and_grad", "col_lse_and_grad", "partials", "states", "result", "score", "tops"),
+    *("teacher_scale", "row_upstream", "col_upstream", "row_extremes", "col_extremes", "own"),
 )
+PARTIALS = dict.fromkeys(("row_partials", "col_partials"), "*fp32") | {"flags": "*i32"}
 POINTERS = dict.fromkeys(IDS, "*i64") | dict.fromkeys(FLOATS, "*fp32") | {"sums": "*fp64"}
 STACKS = dict.fromkeys(("rows", "cols", "gradient", "drows", "dcols", "out"), "*fp32")
 TILE = {"BM": 128, "BN": 128, "BK": 64, "ROW_TILES": 1, "GROUP": 32, "SPLIT": 1, "GRADIENT": True}
@@ -44,6 +46,8 @@ COUNT = RANKS | {"FIND": False}
 SCORES = {"GROUP": ranking.GROUP}
 ROWS = {"B": 16, "BD": 128, "ORDER": True, "ROW_SCALE": True, "SCALE_GRAD": True, "GAIN": 32768.0}
 MERGE = {"HAS_POSITIVES": True, "TO_LOGSUMEXP": False, "B": 256}
+BLOCK = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8, "DIAGONAL": 1, "EVEN": True, "CHUNK": 32}
+BLOCK |= {"B": 128, "P": 16, "LIMIT": 80.0}
 #: name -> (kernel, dtype, warps, constants)
 KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "sigmoid": (sigmoid.unmasked_tiles, "bf16", 4, TILE | PLAIN | ABSENT | {"EVEN_N": True}),
@@ -64,6 +68,12 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "defer": (sigmoid.defer_grad, "fp16", 4, ROWS),
     "write deferred": (sigmoid.write_deferred_grad, "fp16", 4, ROWS),
+    "targets": (soft_targets.unmasked_forward, "bf16", 8, BLOCK),
+    "targets, uneven": (soft_targets.unmasked_forward, "bf16", 8, BLOCK | {"EVEN": False}),
+    "targets, masked": (soft_targets.masked_forward, "bf16", 8, BLOCK),
+    "targets, combine": (soft_targets.combine_partials, "bf16", 4, BLOCK),
+    "targets, ds": (soft_targets.unmasked_backward, "bf16", 8, BLOCK),
+    "targets, masked ds": (soft_targets.masked_backward, "bf16", 8, BLOCK),
 }
 
 
@@ -72,10 +82,12 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     names = kernel.jitted.arg_names
     constants = {key: value for key, value in constants.items() if key in names}
     box = f"tensordesc<{dtype}[128, 64]>"
-    features = {"x": box, "y": box, "ds": f"tensordesc<{dtype}[128, 128]>"}
+    features = {"ds": f"tensordesc<{dtype}[128, 128]>"}
+    features |= dict.fromkeys(("x", "y", "teacher_x", "teacher_y"), box)
     features |= dict.fromkeys(("features", "deferred"), f"*{dtype}")
     features["out"] = "*fp32" if kernel is ranking.scores else f"*{dtype}"
     kinds = features | POINTERS | (STACKS if name.startswith("pairs") else {})
+    kinds |= PARTIALS if name.startswith("targets") else {}
     kinds |= dict.fromkeys(constants, "constexpr")
     signature = {key: kinds.get(key, "i32") for key in names}
     attributes = {

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
 from megabatch import similarity
-from megabatch.similarity import sweep
+from megabatch.similarity import settings
 
 pytestmark = pytest.mark.gpu
 
@@ -48,10 +48,10 @@ def test_operators_are_registered_in_full() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     with torch.no_grad():
         for sides in ((None, None), (ids, ids)):
-            own = [*sweep.settings_of_call(x)]
+            own = [*settings.of_call(x)]
             arguments = (x, y, scale, *sides, None, "plain", True, True, own)
             torch.library.opcheck(
-                torch.ops.megabatch.statistics.default, arguments, test_utils=tests
+                torch.ops.megabatch.logsumexps.default, arguments, test_utils=tests
             )
 
 

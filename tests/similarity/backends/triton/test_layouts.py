@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import sweep
-from megabatch.similarity.id_order import IdOrder
-from megabatch.similarity.pairs import PLAIN, Pairs
+from megabatch.similarity import backends
+from megabatch.similarity.masks import PLAIN, Pairs, SortedMatrix
 
 pytest.importorskip("triton")
 # Kernels compute infinities that they mask or redo; the interpreter's NumPy remarks on each.
@@ -25,7 +24,7 @@ ROWS, WIDTH = 100, 16
 
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sweep, "fused_available", lambda x: True)
+    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
     before = similarity.set_workspace(1 << 20)
     yield
     similarity.set_workspace(before)
@@ -107,7 +106,7 @@ def with_ids(call: str, ids: tuple[Tensor, Tensor]) -> Callable[[Tensor, Tensor]
 
 def test_one_copy_serves_both_sides_with_the_same_ids() -> None:
     x, ids = torch.randn(9, 2), torch.arange(9) % 3
-    matrix = IdOrder.of(x, x, Pairs(PLAIN, ids, ids))
+    matrix = SortedMatrix.of(x, x, Pairs(PLAIN, ids, ids))
     assert matrix.y is matrix.x
 
 

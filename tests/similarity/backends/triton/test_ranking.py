@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, sweep
+from megabatch.similarity import backends, dense
+from megabatch.similarity import settings as call_settings
 from tests.similarity.features import MAKERS
 
 pytest.importorskip("triton")
@@ -21,7 +22,7 @@ DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16
 
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "fused_available", lambda x: True)
+    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
 
 
 def whole_numbers(maker: str, m: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -117,7 +118,9 @@ def test_topk_equals_the_dense_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ranking, "WIDEST", widest)
-    monkeypatch.setattr(sweep, "workspace", lambda like: rows * min(widest, 1408) * 4 * 4 // 3)
+    monkeypatch.setattr(
+        call_settings, "workspace", lambda like: rows * min(widest, 1408) * 4 * 4 // 3
+    )
     x, y = whole_numbers("random", m, n, d, dtype)
     ids = (torch.randint(-1, 3, (m,)), torch.randint(-1, 3, (n,))) if with_ids else None
     ids = ids and (ids[0].to(DEVICE), ids[1].to(DEVICE))

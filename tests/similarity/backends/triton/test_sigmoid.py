@@ -12,7 +12,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import similarity
-from megabatch.similarity import sweep
+from megabatch.similarity import backends, settings
 from tests.similarity.features import MAKERS
 
 pytest.importorskip("triton")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sweep, "fused_available", lambda x: True)
+    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
     before = similarity.set_workspace(1 << 20)  # blocks of 512
     yield
     similarity.set_workspace(before)
@@ -301,9 +301,8 @@ def test_what_stays_until_the_backward_pass() -> None:
     for dtype in HALVES:
         x = torch.randn(140, 16, device=DEVICE, dtype=dtype)
         numbers = [torch.tensor(v, device=DEVICE) for v in (2.0, -1.0)]
-        kept = torch.ops.megabatch.softplus_sum(
-            x, x, *numbers, None, None, None, "paired", True, True, True, True
-        )
+        plain = ("paired", *[True] * 4, "", settings.of_call(x))
+        kept = torch.ops.megabatch.softplus_sum(x, x, *numbers, None, None, None, *plain)
         rows = 140 if dtype == torch.float16 else 0
         assert [r.dtype for r in kept[1:5:2]] == [dtype, dtype]
         assert [r.numel() for r in kept] == [1, 140 * 16, rows, 140 * 16, rows, 1, 1]
@@ -344,7 +343,8 @@ def test_the_operator_is_registered_in_full() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for sides, diagonal in (((None, None), "paired"), ((ids, ids), "plain")):
         for features in ((x, y), (x.half(), y.half())):
-            arguments = (*features, scale, bias, *sides, None, diagonal, True, True, True, True)
+            plain = (diagonal, *[True] * 4, "", [*settings.of_call(x)])
+            arguments = (*features, scale, bias, *sides, None, *plain)
             with torch.no_grad():
                 torch.library.opcheck(
                     torch.ops.megabatch.softplus_sum.default, arguments, test_utils=tests

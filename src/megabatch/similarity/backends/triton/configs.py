@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from megabatch.paths import default_cache_dir
-from megabatch.similarity.sweep import capability
+from megabatch.similarity.backends import capability
 
 FORMAT = 1
 #: Below this number of rows another configuration is best: few programs must occupy all

@@ -12,40 +12,42 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megabatch.similarity.backends.triton import softmax_backward
 from megabatch.similarity.backends.triton.blocking import TILE, cdiv, padded
 from megabatch.similarity.backends.triton.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
-from megabatch.similarity.pairs import PAIRED, PLAIN, Pairs
+from megabatch.similarity.masks import PAIRED, PLAIN, Pairs
 
 
 class Side(NamedTuple):
-    """One side in the backward pass: see `softmax_backward` for the rows of `pull`."""
+    """The upstream of one side: see `reductions.states`."""
 
     wanted: bool  #: whether the side has upstream gradients
-    pull: Tensor  #: (2 or 5, size) log-sum-exps and their gradients
+    numbers: Tensor  #: (2 or 5, size) log-sum-exps and their gradients
     extremes: Tensor  #: (2, tiles) smallest and largest log-sum-exp of each tile, in log2
-    stride: int = 0  #: of `pull`
+    stride: int = 0  #: of `numbers`
     tiles: int = 0
     has_positives: bool = False
 
     @classmethod
-    def of(cls, pull: Side | Tensor | None, placeholder: Tensor) -> Side:
-        """None: a side without upstream gradients; kernels never read the placeholder."""
-        if isinstance(pull, Side):
-            return pull
-        if pull is None:
-            return cls(False, placeholder, placeholder)
-        tiles = cdiv(pull.shape[1], TILE)
-        extremes = pull.new_empty(2, tiles)
-        softmax_backward.lse_extremes.launch(
-            tiles, lse=pull, out=extremes, size=pull.shape[1], tiles=tiles, B=TILE
-        )
-        return cls(True, pull, extremes, pull.stride(0), tiles, len(pull) == 5)
+    def absent(cls, placeholder: Tensor) -> Side:
+        """A side without upstream gradients; kernels never read the placeholder."""
+        return cls(False, placeholder, placeholder)
+
+    @classmethod
+    def of(cls, numbers: Tensor, lses: tuple[int, ...] = (0,)) -> Side:
+        """One of these numbers; `lses`: which of them are log-sum-exps that tiles share."""
+        size, tiles = numbers.shape[1], cdiv(numbers.shape[1], TILE)
+        extremes = numbers.new_empty(2 * len(lses), tiles)
+        for k, lse in enumerate(lses):
+            if tiles:
+                softmax_backward.lse_extremes.launch(
+                    tiles, lse=numbers[lse], out=extremes[2 * k :], size=size, tiles=tiles, B=TILE
+                )
+        return cls(True, numbers, extremes, numbers.stride(0), tiles, len(numbers) > 2)
 
     def view(self, part: slice) -> Side:
         """These rows or columns, which must begin with a tile and end with one or with the side."""
-        if not self.wanted or part.stop - part.start == self.pull.shape[1]:
+        if part.stop - part.start == self.numbers.shape[1]:
             return self
-        return self._replace(
-            pull=self.pull[:, part], extremes=self.extremes[:, part.start // TILE :]
-        )
+        first = part.start // TILE
+        return self._replace(numbers=self.numbers[:, part], extremes=self.extremes[:, first:])
 
 
 class Ranges(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from megabatch.similarity import sweep
+from megabatch.similarity import settings
 from megabatch.similarity.backends.triton.blocking import TILE, cdiv, parts
 from megabatch.similarity.backends.triton.configs import forward_config
 from megabatch.similarity.backends.triton.launch import kernel
@@ -74,7 +74,7 @@ class FusedScores:
         (m, d), n = self.x.shape, len(y)
         if m == 0 or n == 0:
             return
-        out = self.x.new_empty(_block(m, n, sweep.workspace(self.x)), dtype=torch.float32)
+        out = self.x.new_empty(_block(m, n, settings.workspace(self.x)), dtype=torch.float32)
         tops = out.new_empty(len(out), out.shape[1] // TILE)
         xd, yd = new_descriptor(self.x, config.bk), new_descriptor(y, config.bk)
         for i in parts(m, len(out)):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from megabatch.similarity import sweep
 from megabatch.similarity.backends.triton import sigmoid
-from megabatch.similarity.backends.triton.blocking import TILE, cdiv, product_parts
-from megabatch.similarity.backends.triton.blocks import FusedBlocks
+from megabatch.similarity.backends.triton.blocking import TILE, cdiv
+from megabatch.similarity.backends.triton.blocks import KernelTiles, diagonal_in
 from megabatch.similarity.backends.triton.configs import sigmoid_config
-from megabatch.similarity.backends.triton.operands import diagonal_of, new_descriptor
-from megabatch.similarity.backends.triton.tiles import NO_DIAGONAL
-from megabatch.similarity.pairs import Pairs
-from megabatch.similarity.sigmoid_blocks import Kept, Need, Terms
-from megabatch.similarity.tile_torch import add_product
+from megabatch.similarity.backends.triton.operands import new_descriptor
+from megabatch.similarity.masks import Pairs
+from megabatch.similarity.reductions.operands import DeferredGrad, Need, Terms
 
 #: float16 holds numbers from 2^-24 to 2^16. dS, at most 1, is stored multiplied by this.
 HALF_GAIN = 2.0**15
@@ -29,63 +24,41 @@ LARGE = 8192
 ROWS, COLS = 16, 128
 
 
-class SigmoidBlocks(FusedBlocks):
-    """See `megabatch.similarity.sigmoid_blocks.Blocks`."""
+class SigmoidKernelTiles(KernelTiles):
+    """See `reductions.base.Tiles`; a block adds its losses to `sums` when its dS is formed."""
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need) -> None:
-        super().__init__(x, y, pairs, False, sweep.workspace(x))
+        super().__init__(x, y, pairs)
         self.terms, self.need = terms, need
         self.gain = HALF_GAIN if x.dtype == torch.float16 else 1.0
         self.weight = None if terms.weight is None else terms.weight.contiguous()
-        if self.weight is not None and terms.unit is not None:
-            self.weight = self.weight / terms.unit
+        if self.weight is not None and terms.weight_size is not None:
+            self.weight = self.weight / terms.weight_size
         self.config = sigmoid_config(x)
-        tiles = cdiv(min(self.rows, len(x)), TILE) * cdiv(min(self.columns, len(y)), TILE)
+        tiles = cdiv(min(self.block_rows, len(x)), TILE) * cdiv(min(self.block_cols, len(y)), TILE)
         #: by program of `sigmoid.masked_tiles`: losses, dS, dS times products
         self._sums = x.new_zeros((3, cdiv(tiles, CHUNKS[1])), dtype=torch.float64)
         #: by program of `sigmoid.unmasked_tiles`: losses, dS
         self._partials = self._empty(2 * sigmoid.PARTS.value * tiles)
 
-    def accumulator(self, rows: int) -> Tensor:
-        """Room for the gradients of `rows` rows, without values."""
-        return self._empty(rows, self.d)
+    def upstream(self, numbers: Tensor | None) -> None:
+        """Nothing: a pair's gradient needs no number of its row or column."""
 
-    def add(
-        self,
-        i: slice,
-        dx: Tensor | None,
-        dy: Tensor | None,
-        overwrite: tuple[bool, bool] = (False, False),
-        deferred: list[Callable[[], None]] | None = None,
-    ) -> None:
-        """Add one strip of rows: its losses, and its gradients if dx (theirs) or dy is given.
+    def numbers(self, upstream: object) -> None:
+        """Nothing travels beside the features and ids."""
 
-        Args:
-            overwrite: whether dx, dy hold nothing yet.
-            deferred: gets the last product of dx, which the caller must call before the next strip.
-                None: the product is computed here.
-        """
-        for j in product_parts(len(self.y), self.columns):
-            ds = None
-            if dx is not None or dy is not None:
-                ds = self._workspace(i.stop - i.start, j.stop - j.start)
-            self._block(i, j, ds)
-            if ds is not None and dy is not None:
-                add_product(dy[j], ds.T, self.x[i], overwrite[1])
-            if ds is not None and dx is not None:
-                self._add_to_dx(dx, ds, j, overwrite[0], deferred)
-
-    def _block(self, i: slice, j: slice, ds: Tensor | None) -> None:
-        """Add one block's sums, and write its dS to `ds`."""
+    def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
+        """See `reductions.base.Tiles`."""
+        ds = self._workspace(i, j) if self.need.features else None
         m, n = i.stop - i.start, j.stop - j.start
         pairs, config = self.pairs.view(i, j), self.config
         tiles, cols = cdiv(m, TILE), cdiv(n, TILE)
         groups = cdiv(tiles, config.rows)
         weight = None if self.weight is None else self.weight[i]
-        row_ranges, col_ranges = (r.view(s) for r, s in zip(self._ranges, (i, j), strict=True))
-        offset = pairs.column_start - pairs.row_start
+        row_ranges, col_ranges = self._id_ranges(i, j)
+        offset = pairs.col_start - pairs.row_start
         xd, yd = self._descriptors(config.bk)
-        diagonal = diagonal_of(pairs) if pairs.crosses_diagonal(m, n) else NO_DIAGONAL
+        diagonal = diagonal_in(pairs, i, j)
         # Sums of dS without a dS to store are rare: they have no fast kernel.
         all_masked = ds is None and (self.need.scale or self.need.bias)
         out = None if ds is None else new_descriptor(ds, TILE // config.split)
@@ -115,45 +88,44 @@ class SigmoidBlocks(FusedBlocks):
             sums=self._sums, stride=self._sums.stride(0),
             scale=self.terms.scale, bias=self.terms.bias, weight=weight,
             row_ids=pairs.row_ids, row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
-            col_ids=pairs.column_ids, col_ranges=col_ranges.values,
+            col_ids=pairs.col_ids, col_ranges=col_ranges.values,
             col_range_stride=col_ranges.stride,
             row_start=i.start, col_start=j.start, m=m, n=n, d=self.d, diagonal_offset=offset,
             BM=TILE, BN=TILE, BK=config.bk, ROW_TILES=config.rows, CHUNK=chunk, ALL=all_masked,
             DIAGONAL=diagonal, IDS=pairs.row_ids is not None, WEIGHT=weight is not None,
             GRADIENT=ds is not None, GAIN=self.gain, num_warps=16, num_stages=config.stages,
         )  # fmt: skip
+        return ds
 
     def sums(self) -> Tensor:
         """(3,) float64: of losses, of dS, and of dS * products if x and y are frozen."""
         total = self._sums.sum(1)
-        return total if self.terms.unit is None else total * self.terms.unit
+        return total if self.terms.weight_size is None else total * self.terms.weight_size
 
     def factor(self, divisor: int) -> Tensor:
         """The factor of the sums of dS times features."""
         factor = self.terms.scale / (divisor * self.gain)
-        return factor if self.terms.unit is None else factor * self.terms.unit
+        return factor if self.terms.weight_size is None else factor * self.terms.weight_size
 
-    def free(self) -> None:
-        """Give the workspace back."""
-        self._ds = None
-
-    def keep(
+    def defer_grad(
         self,
         total: Tensor,
-        features: Tensor,
+        side: str,
+        part: slice,
         factor: Tensor,
-        deferred_grad: Kept,
+        out: DeferredGrad,
         rows: Tensor | slice,
-        with_scale: bool,
+        scale_grad_part: bool,
     ) -> Tensor | None:
-        """Write factor * total to these rows of `deferred_grad`.
+        """Write factor * total to these rows of `out`; <features, total> if `scale_grad_part`.
 
-        Returns <features, dS * y>, a part of the scale's gradient, if `with_scale`.
+        `total` belongs to `part` of the features of `side`, "x" or "y".
         """
-        size, d = len(total), deferred_grad.values.shape[1]
+        features = (self.x if side == "x" else self.y)[part]
+        size, d = len(total), out.values.shape[1]
         programs = cdiv(size, ROWS)
         scale_grad_parts = self._empty(programs)
-        values, row_scale, order = deferred_grad.values, deferred_grad.units, None
+        values, row_scale, order = out.values, out.row_scale, None
         has_row_scale = len(row_scale) > 0
         if isinstance(rows, slice):
             values, row_scale = values[rows], row_scale[rows]
@@ -165,15 +137,15 @@ class SigmoidBlocks(FusedBlocks):
                 row_scale=row_scale, factor=factor, scale_grad_parts=scale_grad_parts,
                 rows=size, d=d, total_stride=total.stride(0), feature_stride=features.stride(0),
                 out_stride=values.stride(0), B=ROWS, BD=COLS, ORDER=order is not None,
-                ROW_SCALE=has_row_scale, SCALE_GRAD=with_scale, GAIN=self.gain,
+                ROW_SCALE=has_row_scale, SCALE_GRAD=scale_grad_part, GAIN=self.gain,
             )  # fmt: skip
-        if not with_scale:
+        if not scale_grad_part:
             return None
-        scale_grad_part = scale_grad_parts.sum(dtype=torch.float64)
-        return scale_grad_part if self.terms.unit is None else scale_grad_part * self.terms.unit
+        found = scale_grad_parts.sum(dtype=torch.float64)
+        return found if self.terms.weight_size is None else found * self.terms.weight_size
 
 
-def release(deferred_grad: Kept, out: Tensor, factor: Tensor, divisor: int) -> None:
+def write_deferred(deferred_grad: DeferredGrad, out: Tensor, factor: Tensor, divisor: int) -> None:
     """out = deferred_grad * factor * divisor, with the scale of each row."""
     size, d = out.shape
     values, row_scale = deferred_grad

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, sweep
-from megabatch.similarity.backends.triton import blocks
+from megabatch.similarity import backends, dense
+from megabatch.similarity.backends.triton import softmax
 from megabatch.similarity.backends.triton.configs import Config
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, careful_dense, float32_noise, truth
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sweep, "fused_available", lambda x: True)
+    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
     before = similarity.set_workspace(1 << 20)  # blocks of 512: several a side on the GPU
     yield
     similarity.set_workspace(before)
@@ -166,7 +166,7 @@ def test_half_of_a_block_on_the_diagonal(
     """The other half mirrors it: rows' sums are columns' there, and dS is stored twice."""
     for side in ("forward", "backward"):
         one = Config(rows=rows, group=2, split=split, stages=2)
-        monkeypatch.setattr(blocks, f"{side}_config", lambda x, one=one: one)
+        monkeypatch.setattr(softmax, f"{side}_config", lambda x, one=one: one)
     similarity.set_workspace(workspace)
     m = 2300 if GPU else 530 if workspace < 512 << 20 else 400
     x, _ = make("random" if maker == "far" else maker, m, 1, 8, torch.float16)

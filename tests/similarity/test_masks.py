@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megabatch.similarity.id_order import IdOrder, restore, sort
-from megabatch.similarity.pairs import DROPPED, PAIRED, PLAIN, Pairs
+from megabatch.similarity.masks import DROPPED, PAIRED, PLAIN, Pairs, SortedMatrix, restore, sort
 
 
 def some(n: int) -> torch.Tensor:
@@ -19,36 +18,36 @@ def test_each_row_keeps_its_features_id_and_ceiling(diagonal: str) -> None:
         (some(20), some(20)),
         torch.rand(20),
     )
-    matrix = IdOrder.of(x, y, Pairs(diagonal, *ids, ceiling))
-    assert matrix.rows is not None
-    assert matrix.columns is not None
-    assert torch.equal(matrix.x, x[matrix.rows])
-    assert torch.equal(matrix.y, y[matrix.columns])
+    matrix = SortedMatrix.of(x, y, Pairs(diagonal, *ids, ceiling))
+    assert matrix.row_order is not None
+    assert matrix.col_order is not None
+    assert torch.equal(matrix.x, x[matrix.row_order])
+    assert torch.equal(matrix.y, y[matrix.col_order])
     assert matrix.pairs.row_ids is not None
     assert torch.equal(matrix.pairs.row_ids, ids[0].sort(stable=True).values)
-    assert matrix.pairs.column_ids is not None
-    assert torch.equal(matrix.pairs.column_ids, ids[1][matrix.columns])
+    assert matrix.pairs.col_ids is not None
+    assert torch.equal(matrix.pairs.col_ids, ids[1][matrix.col_order])
     assert matrix.pairs.ceiling is not None
-    assert torch.equal(matrix.pairs.ceiling, ceiling[matrix.rows])
+    assert torch.equal(matrix.pairs.ceiling, ceiling[matrix.row_order])
     if diagonal == PLAIN:
-        assert torch.equal(matrix.pairs.column_ids, ids[1].sort(stable=True).values)
+        assert torch.equal(matrix.pairs.col_ids, ids[1].sort(stable=True).values)
     else:  # pairs (i, i) stay on the diagonal
-        assert torch.equal(matrix.rows, matrix.columns)
+        assert torch.equal(matrix.row_order, matrix.col_order)
 
 
 def test_against_itself_one_copy_serves_both_sides() -> None:
     x, ids = torch.randn(9, 2), some(9)
-    matrix = IdOrder.of(x, x, Pairs(DROPPED, ids, ids))
+    matrix = SortedMatrix.of(x, x, Pairs(DROPPED, ids, ids))
     assert matrix.y is matrix.x
 
 
 def test_without_ids_nothing_is_copied() -> None:
     x, y = torch.randn(4, 2), torch.randn(5, 2)
-    matrix = IdOrder.of(x, y, Pairs())
+    matrix = SortedMatrix.of(x, y, Pairs())
     assert matrix.x is x
     assert matrix.y is y
-    assert sort(x, matrix.rows, 0) is x
-    assert restore(x, matrix.rows, 0) is x
+    assert sort(x, matrix.row_order, 0) is x
+    assert restore(x, matrix.row_order, 0) is x
 
 
 @pytest.mark.parametrize("dim", [0, 1])

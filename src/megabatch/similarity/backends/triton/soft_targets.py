@@ -1,0 +1,610 @@
+"""Kernels of the cross-entropy against soft targets, and the tiles that launch them.
+
+Each program computes a tile of the student's logits and the same tile of the teacher's.
+
+Forward: `unmasked_forward` takes one exponential of each for both sides. A row's sums are relative
+to its largest logit in the tile, a column's to the tile's largest; tiles where that is too large
+for some column are flagged. `masked_forward` does flagged tiles anew, with references for each
+column, and the tiles that the diagonal crosses, whose pairs (i, i) it leaves to
+`combine_partials`. That merges all sums into the running states, relative to the largest logit of
+the student: a sum of terms of one sign.
+
+Backward: `unmasked_backward` takes one exponential of each for both sides, as
+`softmax_backward.unmasked_tiles` does; `masked_backward` takes two, with masks.
+
+Exponents, references and states are in base 2. A tile's partial sums for a side are `[largest
+logit, sum of 2^(s - largest), the teacher's two, sum of 2^(t - largest) * (largest of s - s)]`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megabatch.similarity.backends.triton.blocking import TILE, cdiv
+from megabatch.similarity.backends.triton.blocks import diagonal_in
+from megabatch.similarity.backends.triton.launch import kernel
+from megabatch.similarity.backends.triton.operands import Side, aligned, new_descriptor
+from megabatch.similarity.backends.triton.softmax import SPREAD, SoftmaxKernelTiles, State
+from megabatch.similarity.backends.triton.tiles import (
+    LN2,
+    LOG2E,
+    NO_DIAGONAL,
+    logits_tile,
+    needs_mask,
+    swizzle,
+)
+from megabatch.similarity.masks import Pairs
+from megabatch.similarity.reductions import states
+from megabatch.similarity.reductions.operands import Teacher
+
+#: Numbers of a tile's partial sums for a row or column.
+PARTS = 5
+#: A column's sums of the student lose precision if they are relative to a logit that far above:
+#: at 2^-20, the sum of one-signed terms is 14 too large, 8e-7 in float32.
+LOWEST = tl.constexpr(2.0**-20)
+#: The teacher's sums only have to stay in float32's range.
+TEACHER_LOWEST = tl.constexpr(2.0**-75)
+#: Launch of the kernels: the accumulators of two tiles take the registers of eight warps.
+BK, WARPS, STAGES, GROUP = 64, 8, 3, 8
+#: Numbers of an upstream that are log-sum-exps, whose spread in a tile counts.
+SPREAD_LSES = (0, 5)
+#: Tiles that a program of a masked kernel looks at, and partial sums that are added at once.
+CHUNK, P = 32, 16
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _finite(largest):
+    """0 for -inf, the largest of no number."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def _store_partials(
+    out, stride, tile_stride, tile, i, inside, largest, total, teacher_largest, teacher_total, below
+):  # fmt: skip
+    place = out + tile.to(tl.int64) * tile_stride + i
+    tl.store(place, largest, mask=inside)
+    tl.store(place + stride, total, mask=inside)
+    tl.store(place + 2 * stride, teacher_largest, mask=inside)
+    tl.store(place + 3 * stride, teacher_total, mask=inside)
+    tl.store(place + 4 * stride, below, mask=inside)
+
+
+@kernel
+def unmasked_forward(
+    x, y, scale, teacher_x, teacher_y, teacher_scale, row_partials, col_partials, flags,
+    row_start, col_start, m, n, d, teacher_d, diagonal_offset,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    DIAGONAL: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of the tiles that need no mask. EVEN: no tile reaches past m or n."""
+    row_tiles = tl.cdiv(m, BM)
+    col_tiles = tl.cdiv(n, BN)
+    ti, tj = swizzle(tl.program_id(0), row_tiles, col_tiles, GROUP)
+    if DIAGONAL != 0:  # noqa: SIM102 - one is known when the kernel is compiled
+        if needs_mask(ti, tj, None, 0, None, 0, diagonal_offset, BM, BN, DIAGONAL, False):
+            return
+    i = ti * BM + tl.arange(0, BM)
+    j = tj * BN + tl.arange(0, BN)
+    s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
+    s = s * (tl.load(scale) * LOG2E)
+    if not EVEN:
+        inside = (i < m)[:, None] & (j < n)[None, :]
+        s = tl.where(inside, s, float("-inf"))
+    largest = _finite(tl.max(s, 1))
+    top = tl.max(largest, 0)
+    e = tl.exp2(s - largest[:, None])
+    row_total = tl.sum(e, 1)
+    col_total = tl.sum(e * tl.exp2(largest - top)[:, None], 0)
+    t = logits_tile(
+        teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d, BM, BN, BK
+    )
+    t = t * (tl.load(teacher_scale) * LOG2E)
+    if not EVEN:
+        t = tl.where(inside, t, float("-inf"))
+        s = tl.where(inside, s, 0.0)
+    teacher_largest = _finite(tl.max(t, 1))
+    teacher_top = tl.max(teacher_largest, 0)
+    e = tl.exp2(t - teacher_largest[:, None])
+    teacher_row_total = tl.sum(e, 1)
+    row_below = tl.sum(e * (largest[:, None] - s), 1)
+    e = e * tl.exp2(teacher_largest - teacher_top)[:, None]
+    teacher_col_total = tl.sum(e, 0)
+    col_below = tl.sum(e * (top - s), 0)
+    _store_partials(
+        row_partials, col_tiles.to(tl.int64) * m, m, tj, i, i < m,
+        largest, row_total, teacher_largest, teacher_row_total, row_below,
+    )  # fmt: skip
+    tops = tl.zeros((BN,), tl.float32)
+    _store_partials(
+        col_partials, row_tiles.to(tl.int64) * n, n, ti, j, j < n,
+        tops + top, col_total, tops + teacher_top, teacher_col_total, col_below,
+    )  # fmt: skip
+    good = (col_total >= LOWEST) & (teacher_col_total >= TEACHER_LOWEST)
+    tl.store(flags + ti * col_tiles + tj, tl.max(((j < n) & ~good).to(tl.int32), 0))
+
+
+@kernel
+def masked_forward(
+    x, y, scale, teacher_x, teacher_y, teacher_scale, row_partials, col_partials, flags,
+    own, stride, row_start, col_start, m, n, d, teacher_d, diagonal_offset,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of flagged tiles and of those on the diagonal, CHUNK looked at a program.
+
+    The pairs (i, i) count in none of them: own[0, i] and own[1, i] become their logits, the
+    student's and the teacher's.
+    """
+    row_tiles = tl.cdiv(m, BM)
+    col_tiles = tl.cdiv(n, BN)
+    start = tl.program_id(0) * CHUNK
+    end = tl.minimum(start + CHUNK, row_tiles * col_tiles)
+    index = tl.minimum(start + tl.arange(0, CHUNK), end - 1)
+    crossed = needs_mask(
+        index // col_tiles, index % col_tiles, None, 0, None, 0, diagonal_offset, BM, BN, DIAGONAL,
+        False,
+    )  # fmt: skip
+    if tl.max(tl.load(flags + index, mask=~crossed, other=1), 0) == 0:
+        return
+    for k in tl.range(start, end):
+        ti = k // col_tiles
+        tj = k % col_tiles
+        on_diagonal = needs_mask(ti, tj, None, 0, None, 0, diagonal_offset, BM, BN, DIAGONAL, False)
+        if on_diagonal | (tl.load(flags + k) != 0):
+            i = ti * BM + tl.arange(0, BM)
+            j = tj * BN + tl.arange(0, BN)
+            inside = (i < m)[:, None] & (j < n)[None, :]
+            s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
+            s = s * (tl.load(scale) * LOG2E)
+            t = logits_tile(
+                teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d,
+                BM, BN, BK,
+            )  # fmt: skip
+            t = t * (tl.load(teacher_scale) * LOG2E)
+            if DIAGONAL != 0:
+                same = inside & (i[:, None] == (j + diagonal_offset)[None, :])
+                some = tl.max(same.to(tl.int32), 1) > 0
+                tl.store(own + i, tl.sum(tl.where(same, s, 0.0), 1), mask=some)
+                tl.store(own + stride + i, tl.sum(tl.where(same, t, 0.0), 1), mask=some)
+                inside = inside & ~same
+            masked = tl.where(inside, s, float("-inf"))
+            teacher_masked = tl.where(inside, t, float("-inf"))
+            s = tl.where(inside, s, 0.0)
+            largest = _finite(tl.max(masked, 1))
+            teacher_largest = _finite(tl.max(teacher_masked, 1))
+            e = tl.exp2(teacher_masked - teacher_largest[:, None])
+            _store_partials(
+                row_partials, col_tiles.to(tl.int64) * m, m, tj, i, i < m,
+                largest, tl.sum(tl.exp2(masked - largest[:, None]), 1),
+                teacher_largest, tl.sum(e, 1), tl.sum(e * (largest[:, None] - s), 1),
+            )  # fmt: skip
+            largest = _finite(tl.max(masked, 0))
+            teacher_largest = _finite(tl.max(teacher_masked, 0))
+            e = tl.exp2(teacher_masked - teacher_largest[None, :])
+            _store_partials(
+                col_partials, row_tiles.to(tl.int64) * n, n, ti, j, j < n,
+                largest, tl.sum(tl.exp2(masked - largest[None, :]), 0),
+                teacher_largest, tl.sum(e, 0), tl.sum(e * (largest[None, :] - s), 0),
+            )  # fmt: skip
+
+
+@kernel
+def combine_partials(
+    row_partials, row_state, row_state_stride, row_is_first, row_is_last,
+    col_partials, col_state, col_state_stride, col_is_first, col_is_last,
+    own, stride, m, n, diagonal_offset,
+    BM: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, P: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Merge a block's partial sums into the states of its rows, then of its columns, B a program.
+
+    A side's first block finds an uninitialised state; its last one leaves the results.
+    """
+    k = tl.program_id(0)
+    row_programs = tl.cdiv(m, B)
+    row_tiles = tl.cdiv(m, BM)
+    col_tiles = tl.cdiv(n, BN)
+    if k < row_programs:
+        i = k * B + tl.arange(0, B)
+        own_s, own_t = _own(own, stride, i, i < m, DIAGONAL)
+        if DIAGONAL != 0:
+            j = i - diagonal_offset
+            here = (j >= 0) & (j < n)
+            own_s = tl.where(here, own_s, float("-inf"))
+        _combine(
+            row_partials, col_tiles, i, i < m, m, own_s, own_t,
+            row_state, row_state_stride, row_is_first, row_is_last, B, P,
+        )  # fmt: skip
+    else:
+        j = (k - row_programs) * B + tl.arange(0, B)
+        i = j + diagonal_offset
+        own_s, own_t = _own(own, stride, i, (j < n) & (i >= 0) & (i < m), DIAGONAL)
+        _combine(
+            col_partials, row_tiles, j, j < n, n, own_s, own_t,
+            col_state, col_state_stride, col_is_first, col_is_last, B, P,
+        )  # fmt: skip
+
+
+@triton.jit
+def _own(own, stride, i, here, DIAGONAL: tl.constexpr):
+    """The logits of the pairs (i, i), -inf if there are none here."""
+    if DIAGONAL == 0:
+        nothing = tl.where(here, float("-inf"), float("-inf"))
+        return nothing, nothing
+    s = tl.load(own + i, mask=here, other=float("-inf"))
+    return s, tl.load(own + stride + i, mask=here, other=0.0)
+
+
+@triton.jit
+def _combine(
+    partials, tiles, i, inside, size, own_s, own_t, state, stride, is_first, is_last,
+    B: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    old = inside.to(tl.int32) > is_first
+    low = float("-inf")
+    negative = tl.load(state + i, mask=old, other=low)
+    negative_total = tl.load(state + stride + i, mask=old, other=0.0)
+    positive = tl.load(state + 2 * stride + i, mask=old, other=low)
+    positive_total = tl.load(state + 3 * stride + i, mask=old, other=0.0)
+    positive_sum = tl.load(state + 4 * stride + i, mask=old, other=0.0)
+    positive_count = tl.load(state + 5 * stride + i, mask=old, other=0.0)
+    teacher = tl.load(state + 6 * stride + i, mask=old, other=low)
+    teacher_total = tl.load(state + 7 * stride + i, mask=old, other=0.0)
+    below = tl.load(state + 8 * stride + i, mask=old, other=0.0)
+    before = tl.maximum(negative, positive)
+
+    has_own = own_s > low
+    has_own = has_own | (own_s != own_s)  # a NaN counts
+    step = tiles.to(tl.int64) * size
+    new, new_teacher = negative, teacher
+    for start in range(0, tiles, P):
+        p = start + tl.arange(0, P)
+        place = partials + p.to(tl.int64)[:, None] * size + i[None, :]
+        mask = (p < tiles)[:, None] & inside[None, :]
+        some = tl.load(place + step, mask=mask, other=0.0) != 0.0  # else the tile has no such pair
+        largest = tl.load(place, mask=mask, other=low)
+        new = tl.maximum(new, tl.max(tl.where(some, largest, low), 0))
+        largest = tl.load(place + 2 * step, mask=mask, other=low)
+        new_teacher = tl.maximum(new_teacher, tl.max(tl.where(some, largest, low), 0))
+    new_teacher = tl.maximum(new_teacher, tl.where(has_own, own_t, low))
+    new_positive = tl.maximum(positive, own_s)
+    top = _finite(tl.maximum(new, new_positive))
+
+    shift, positive_shift = _finite(new), _finite(new_positive)
+    teacher_shift = _finite(new_teacher)
+    weight = tl.exp2(teacher - teacher_shift)
+    # The sum so far was relative to the largest logit before.
+    gap = tl.where(before == low, 0.0, top - before)
+    below = weight * (below + gap * teacher_total)
+    teacher_total = weight * teacher_total
+    negative_total = negative_total * tl.exp2(negative - shift)
+    for start in range(0, tiles, P):
+        p = start + tl.arange(0, P)
+        place = partials + p.to(tl.int64)[:, None] * size + i[None, :]
+        mask = (p < tiles)[:, None] & inside[None, :]
+        largest = tl.load(place, mask=mask, other=0.0)
+        total = tl.load(place + step, mask=mask, other=0.0)
+        of_teacher = tl.load(place + 2 * step, mask=mask, other=0.0)
+        of_teacher_total = tl.load(place + 3 * step, mask=mask, other=0.0)
+        of_below = tl.load(place + 4 * step, mask=mask, other=0.0)
+        some = total != 0.0
+        total = tl.where(some, total * tl.exp2(largest - shift[None, :]), 0.0)
+        negative_total += tl.sum(total, 0)
+        weights = tl.where(some, tl.exp2(of_teacher - teacher_shift[None, :]), 0.0)
+        teacher_total += tl.sum(weights * of_teacher_total, 0)
+        below += tl.sum(weights * (of_below + (top[None, :] - largest) * of_teacher_total), 0)
+    own_weight = tl.where(has_own, tl.exp2(own_t - teacher_shift), 0.0)
+    teacher_total += own_weight
+    below += tl.where(has_own, own_weight * (top - own_s), 0.0)
+    positive_total = positive_total * tl.exp2(positive - positive_shift)
+    positive_total += tl.where(has_own, tl.exp2(own_s - positive_shift), 0.0)
+    positive_sum += tl.where(has_own, own_s * LN2, 0.0)
+    positive_count += tl.where(has_own, 1.0, 0.0)
+
+    if is_last != 0:
+        sums = negative_total * tl.exp2(new - top) + positive_total * tl.exp2(new_positive - top)
+        empty = (sums == 0.0) & (teacher_total == 0.0)
+        mean = below / tl.where(teacher_total == 0.0, 1.0, teacher_total)
+        cross_entropy = tl.where(empty, 0.0, tl.log(sums) + mean * LN2)
+        tl.store(state + i, tl.log(negative_total) + new * LN2, mask=inside)
+        tl.store(state + stride + i, tl.log(positive_total) + new_positive * LN2, mask=inside)
+        tl.store(state + 2 * stride + i, positive_sum, mask=inside)
+        tl.store(state + 3 * stride + i, positive_count, mask=inside)
+        tl.store(state + 4 * stride + i, cross_entropy, mask=inside)
+        tl.store(state + 5 * stride + i, tl.log(teacher_total) + new_teacher * LN2, mask=inside)
+    else:
+        tl.store(state + i, new, mask=inside)
+        tl.store(state + stride + i, negative_total, mask=inside)
+        tl.store(state + 2 * stride + i, new_positive, mask=inside)
+        tl.store(state + 3 * stride + i, positive_total, mask=inside)
+        tl.store(state + 4 * stride + i, positive_sum, mask=inside)
+        tl.store(state + 5 * stride + i, positive_count, mask=inside)
+        tl.store(state + 6 * stride + i, new_teacher, mask=inside)
+        tl.store(state + 7 * stride + i, teacher_total, mask=inside)
+        tl.store(state + 8 * stride + i, below, mask=inside)
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _shared_exponential(
+    logits, rows, row_stride, cols, col_stride, i, j, m, n, LSE: tl.constexpr, GRAD: tl.constexpr
+):
+    """Both sides' gradients of a tile of logits in base 2, from one exponential of each.
+
+    LSE, GRAD: which numbers of an upstream hold a side's log-sum-exp and its gradient.
+    """
+    col_lse = tl.load(cols + LSE * col_stride + j, mask=j < n, other=float("inf")) * LOG2E
+    col_grad = tl.load(cols + GRAD * col_stride + j, mask=j < n, other=0.0)
+    row_lse = tl.load(rows + LSE * row_stride + i, mask=i < m, other=float("-inf")) * LOG2E
+    row_grad = tl.load(rows + GRAD * row_stride + i, mask=i < m, other=0.0)
+    reference = tl.max(row_lse, 0)
+    row_grad = tl.where(i < m, row_grad * tl.exp2(reference - row_lse), 0.0)
+    col_grad = col_grad * tl.exp2(reference - col_lse)
+    return tl.exp2(logits - reference) * (row_grad[:, None] + col_grad[None, :])
+
+
+@kernel
+def unmasked_backward(
+    x, y, ds, scale, teacher_x, teacher_y, teacher_scale,
+    row_upstream, row_stride, col_upstream, col_stride,
+    row_start, col_start, m, n, d, teacher_d,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """dS of all tiles, as if none needed a mask or two exponentials."""
+    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
+    i = ti * BM + tl.arange(0, BM)
+    j = tj * BN + tl.arange(0, BN)
+    s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
+    s = s * (tl.load(scale) * LOG2E)
+    g = _shared_exponential(s, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 0, 1)
+    t = logits_tile(
+        teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d, BM, BN, BK
+    )
+    t = t * (tl.load(teacher_scale) * LOG2E)
+    g -= _shared_exponential(
+        t, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 5, 6
+    )
+    ds.store([ti * BM, tj * BN], g.to(ds.dtype))
+
+
+@triton.jit
+def _spread(
+    ti, tj, row_extremes, row_tiles, col_extremes, col_tiles, START: tl.constexpr,
+):  # fmt: skip
+    """Largest difference of a tile's log-sum-exps; ti and tj may be vectors."""
+    rows = row_extremes + START * row_tiles
+    cols = col_extremes + START * col_tiles
+    low = tl.minimum(tl.load(rows + ti), tl.load(cols + tj))
+    high = tl.maximum(tl.load(rows + row_tiles + ti), tl.load(cols + col_tiles + tj))
+    return high - low
+
+
+@triton.jit
+def _is_masked(
+    ti, tj, row_extremes, row_tiles, col_extremes, col_tiles, diagonal_offset,
+    BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Whether `masked_backward` must take a tile; infinite and NaN spreads count as too large."""
+    close = _spread(ti, tj, row_extremes, row_tiles, col_extremes, col_tiles, 0) <= LIMIT
+    teacher = _spread(ti, tj, row_extremes, row_tiles, col_extremes, col_tiles, 2) <= LIMIT
+    on_diagonal = needs_mask(ti, tj, None, 0, None, 0, diagonal_offset, BM, BN, DIAGONAL, False)
+    return on_diagonal | (close == 0) | (teacher == 0)
+
+
+@triton.jit
+def _exponential(logits, upstream, stride, index, size, LSE: tl.constexpr, AXIS: tl.constexpr):
+    """upstream gradient * e^(logit - log-sum-exp) of one side (AXIS 1: rows), logits in base e."""
+    inside = index < size
+    lse = tl.load(upstream + LSE * stride + index, mask=inside, other=float("inf"))
+    grad = tl.load(upstream + (LSE + 1) * stride + index, mask=inside, other=0.0)
+    e = tl.exp2((logits - tl.expand_dims(lse, AXIS)) * LOG2E)
+    return e * tl.expand_dims(grad, AXIS)
+
+
+@kernel
+def masked_backward(
+    x, y, ds, scale, teacher_x, teacher_y, teacher_scale,
+    row_upstream, row_stride, col_upstream, col_stride,
+    row_extremes, row_tiles, col_extremes, col_tiles,
+    row_start, col_start, m, n, d, teacher_d, diagonal_offset,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
+    DIAGONAL: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """dS of the tiles that need masks or two exponentials, CHUNK looked at a program."""
+    width = tl.cdiv(n, BN)
+    start = tl.program_id(0) * CHUNK
+    end = tl.minimum(start + CHUNK, tl.cdiv(m, BM) * width)
+    index = tl.minimum(start + tl.arange(0, CHUNK), end - 1)
+    some = _is_masked(
+        index // width, index % width, row_extremes, row_tiles, col_extremes, col_tiles,
+        diagonal_offset, BM, BN, DIAGONAL, LIMIT,
+    )  # fmt: skip
+    if tl.max(some.to(tl.int32), 0) == 0:
+        return
+    for k in tl.range(start, end):
+        ti = k // width
+        tj = k % width
+        if _is_masked(
+            ti, tj, row_extremes, row_tiles, col_extremes, col_tiles,
+            diagonal_offset, BM, BN, DIAGONAL, LIMIT,
+        ):  # fmt: skip
+            i = ti * BM + tl.arange(0, BM)
+            j = tj * BN + tl.arange(0, BN)
+            inside = (i < m)[:, None] & (j < n)[None, :]
+            s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
+            s = s * tl.load(scale)
+            g = _exponential(s, row_upstream, row_stride, i, m, 0, 1)
+            g += _exponential(s, col_upstream, col_stride, j, n, 0, 0)
+            if DIAGONAL != 0:
+                same = i[:, None] == (j + diagonal_offset)[None, :]
+                h = _exponential(s, row_upstream, row_stride, i, m, 2, 1)
+                h += _exponential(s, col_upstream, col_stride, j, n, 2, 0)
+                h += tl.load(row_upstream + 4 * row_stride + i, mask=i < m, other=0.0)[:, None]
+                h += tl.load(col_upstream + 4 * col_stride + j, mask=j < n, other=0.0)[None, :]
+                g = tl.where(same, h, g)
+            t = logits_tile(
+                teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d,
+                BM, BN, BK,
+            )  # fmt: skip
+            t = t * tl.load(teacher_scale)
+            g -= _exponential(t, row_upstream, row_stride, i, m, 5, 1)
+            g -= _exponential(t, col_upstream, col_stride, j, n, 5, 0)
+            g = tl.where(inside, g, 0.0)
+            ds.store([ti * BM, tj * BN], g.to(ds.dtype))
+
+
+# --- the tiles that launch them -------------------------------------------------------------------
+
+
+class SoftTargetKernelTiles(SoftmaxKernelTiles):
+    """See `reductions.base.StateTiles`; an upstream is a `Side`."""
+
+    def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, scale: Tensor, teacher: Teacher) -> None:
+        super().__init__(x, y, pairs, scale)
+        columns = aligned(teacher.y)
+        self.teacher = Teacher(aligned(teacher.x), columns, teacher.scale)
+
+    def new_state(self, size: int) -> Tensor:
+        """See `reductions.base.StateTiles`."""
+        return states.new_targets(states.TARGET_STATE, size, self.x)
+
+    def clear(self, state: Tensor) -> Tensor:
+        """See `reductions.base.StateTiles`."""
+        return states.clear_targets(state)
+
+    def new_results(self, size: int) -> Tensor:
+        """See `reductions.base.StateTiles`."""
+        return states.new_targets(states.TARGET_RESULTS, size, self.x)
+
+    @property
+    def _results(self) -> int:
+        return states.TARGET_RESULTS
+
+    def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
+        m, n = i.stop - i.start, j.stop - j.start
+        pairs = self.pairs.view(i, j)
+        row_tiles, col_tiles = cdiv(m, TILE), cdiv(n, TILE)
+        row_partials = self._empty(PARTS, col_tiles, m)
+        col_partials = self._empty(PARTS, row_tiles, n)
+        flags = self.x.new_empty(row_tiles * col_tiles, dtype=torch.int32)
+        diagonal, offset = diagonal_in(pairs, i, j), pairs.col_start - pairs.row_start
+        own = self._empty(2, m)
+        if diagonal != NO_DIAGONAL:
+            own.fill_(-torch.inf)
+        xd, yd = self._descriptors(BK)
+        teacher_xd, teacher_yd = self._teacher_descriptors()
+        unmasked_forward.launch(
+            row_tiles * col_tiles, x=xd, y=yd, scale=self.scale,
+            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
+            row_partials=row_partials, col_partials=col_partials, flags=flags,
+            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
+            teacher_d=self.teacher.x.shape[1], diagonal_offset=offset,
+            BM=TILE, BN=TILE, BK=BK, GROUP=GROUP, DIAGONAL=diagonal,
+            EVEN=m % TILE == 0 and n % TILE == 0, num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+        masked_forward.launch(
+            cdiv(row_tiles * col_tiles, CHUNK), x=xd, y=yd, scale=self.scale,
+            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
+            row_partials=row_partials, col_partials=col_partials, flags=flags,
+            own=own, stride=own.stride(0), row_start=i.start, col_start=j.start, m=m, n=n,
+            d=self.d, teacher_d=self.teacher.x.shape[1], diagonal_offset=offset,
+            BM=TILE, BN=TILE, BK=BK, CHUNK=CHUNK, DIAGONAL=diagonal,
+            num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+        row_state, row_is_first, row_is_last = rows
+        col_state, col_is_first, col_is_last = rows if cols is None else cols
+        programs = row_tiles + (0 if cols is None else col_tiles)
+        combine_partials.launch(
+            programs, row_partials=row_partials, row_state=row_state,
+            row_state_stride=row_state.stride(0), row_is_first=int(row_is_first),
+            row_is_last=int(row_is_last),
+            col_partials=col_partials, col_state=col_state,
+            col_state_stride=col_state.stride(0), col_is_first=int(col_is_first),
+            col_is_last=int(col_is_last), own=own, stride=own.stride(0), m=m, n=n,
+            diagonal_offset=offset, BM=TILE, BN=TILE, B=TILE, P=P, DIAGONAL=diagonal, num_warps=4,
+        )  # fmt: skip
+
+    def merge(self, parts: Tensor) -> Tensor:
+        """See `reductions.base.StateTiles`."""
+        return _to_base_2(states.merge_targets(_to_base_e(parts)))
+
+    def write_results(self, parts: Tensor, out: Tensor) -> None:
+        """See `reductions.base.StateTiles`."""
+        states.to_target_results(states.merge_targets(_to_base_e(parts)), out)
+
+    def make_upstream(self, results: Tensor, gradient: Tensor) -> Side:
+        """See `reductions.base.StateTiles`."""
+        return Side.of(states.target_upstream(results, gradient), SPREAD_LSES)
+
+    def upstream(self, numbers: Tensor | None) -> Side | None:
+        """See `reductions.base.Tiles`."""
+        return None if numbers is None else Side.of(numbers, SPREAD_LSES)
+
+    def _largest_gradient(self, numbers: Tensor) -> Tensor:
+        return numbers[[1, 3, 4, 6]].abs().amax()
+
+    def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
+        """See `reductions.base.StateTiles`."""
+        states.divide_target_upstream(numbers, size)
+
+    def gradient_block(self, i: slice, j: slice, rows: Side | None, cols: Side | None) -> Tensor:
+        """See `reductions.base.Tiles`."""
+        m, n = i.stop - i.start, j.stop - j.start
+        pairs, ds = self.pairs.view(i, j), self._workspace(i, j)
+        rows = self._without_gradient(m) if rows is None else rows.view(i)
+        cols = self._without_gradient(n) if cols is None else cols.view(j)
+        xd, yd = self._descriptors(BK)
+        teacher_xd, teacher_yd = self._teacher_descriptors()
+        tiles, out = cdiv(m, TILE) * cdiv(n, TILE), new_descriptor(ds, TILE)
+        unmasked_backward.launch(
+            tiles, x=xd, y=yd, ds=out, scale=self.scale,
+            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
+            row_upstream=rows.numbers, row_stride=rows.stride,
+            col_upstream=cols.numbers, col_stride=cols.stride,
+            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
+            teacher_d=self.teacher.x.shape[1],
+            BM=TILE, BN=TILE, BK=BK, GROUP=GROUP, num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+        masked_backward.launch(
+            cdiv(tiles, CHUNK), x=xd, y=yd, ds=out, scale=self.scale,
+            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
+            row_upstream=rows.numbers, row_stride=rows.stride,
+            col_upstream=cols.numbers, col_stride=cols.stride,
+            row_extremes=rows.extremes, row_tiles=rows.tiles,
+            col_extremes=cols.extremes, col_tiles=cols.tiles,
+            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
+            teacher_d=self.teacher.x.shape[1],
+            diagonal_offset=pairs.col_start - pairs.row_start,
+            BM=TILE, BN=TILE, BK=BK, CHUNK=CHUNK, DIAGONAL=diagonal_in(pairs, i, j), LIMIT=SPREAD,
+            num_warps=WARPS, num_stages=STAGES,
+        )  # fmt: skip
+        return ds
+
+    def _without_gradient(self, size: int) -> Side:
+        """The upstream of a side that has none: gradients of 0 at log-sum-exps of 0."""
+        return Side.of(self._empty(states.TARGET_UPSTREAM, size).zero_(), SPREAD_LSES)
+
+    def _teacher_descriptors(self) -> tuple[TensorDescriptor, TensorDescriptor]:
+        return new_descriptor(self.teacher.x, BK), new_descriptor(self.teacher.y, BK)
+
+
+def _to_base_e(state: Tensor) -> Tensor:
+    """A copy of a state, or of several, with references and terms in base e."""
+    factors = state.new_ones(states.TARGET_STATE, 1)
+    factors[[0, 2, 6, 8]] = LN2.value
+    return state * factors
+
+
+def _to_base_2(state: Tensor) -> Tensor:
+    factors = state.new_ones(states.TARGET_STATE, 1)
+    factors[[0, 2, 6, 8]] = LOG2E.value
+    return state * factors

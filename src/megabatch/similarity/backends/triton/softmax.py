@@ -1,0 +1,293 @@
+"""Log-sum-exps of one device's matrix by Triton kernels, `softmax_forward` and `softmax_backward`.
+
+States are laid out as `reductions.states` documents, with references in base 2.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megabatch.similarity.backends.triton import softmax_backward, softmax_forward
+from megabatch.similarity.backends.triton.blocking import TILE, cdiv, parts
+from megabatch.similarity.backends.triton.blocks import KernelTiles, diagonal_in
+from megabatch.similarity.backends.triton.configs import backward_config, forward_config
+from megabatch.similarity.backends.triton.operands import Side, new_descriptor
+from megabatch.similarity.backends.triton.tiles import NO_DIAGONAL
+from megabatch.similarity.masks import PAIRED, Pairs
+from megabatch.similarity.reductions import states
+
+#: Largest difference of log2 log-sum-exps that share one exponential's reference.
+SPREAD = 80.0
+#: float16 holds dS from 2^-24 to 2^16: upstream gradients are scaled to this size. At most six of
+#: them add up in one dS, and a probability of 1 / 4M is still a normal number.
+HALF_SIZE = 4096.0
+#: A side's state, whether this block is its first one, and whether it is its last one.
+State: TypeAlias = tuple[Tensor, bool, bool]
+
+
+class SoftmaxKernelTiles(KernelTiles):
+    """See `reductions.base.StateTiles`; an upstream is a `Side`."""
+
+    def __init__(
+        self, x: Tensor, y: Tensor, pairs: Pairs, scale: Tensor, symmetric: bool = False
+    ) -> None:
+        super().__init__(x, y, pairs, symmetric)
+        self.scale = scale
+        self._no_side = Side.absent(scale)
+
+    # --- forward ----------------------------------------------------------------------------
+
+    def reduce(self, cols: bool) -> tuple[Tensor, Tensor | None]:
+        """See `reductions.base.StateTiles`."""
+        m, n = len(self.x), len(self.y)
+        sizes = (m, n) if cols else (m,)
+        if m == 0 or n == 0:
+            nothing = [self.new_results(size) for size in sizes]
+            for size, out in zip(sizes, nothing, strict=True):
+                self.write_results(self.clear(self.new_state(size))[None], out)
+            return nothing[0], nothing[1] if cols else None
+        rows = self.new_state(m)
+        columns = self.new_state(n) if cols else None
+        self._reduce(rows, columns, (True, True), to_results=True)
+        results = self._results
+        return rows[:results], None if columns is None else columns[:results]
+
+    @property
+    def _results(self) -> int:
+        """Numbers of a row's results, which are the first of its state after the last block."""
+        return 4 if self.pairs.has_positives else 1
+
+    def new_state(self, size: int) -> Tensor:
+        """See `reductions.base.StateTiles`."""
+        return states.new_state(size, self.pairs.has_positives, self.x)
+
+    def clear(self, state: Tensor) -> Tensor:
+        """See `reductions.base.StateTiles`."""
+        return states.clear(state)
+
+    def new_results(self, size: int) -> Tensor:
+        """See `reductions.base.StateTiles`."""
+        return states.new_results(size, self.pairs.has_positives, self.x)
+
+    def forward(
+        self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool] = (False, False)
+    ) -> None:
+        """See `reductions.base.StateTiles`."""
+        if len(self.x) and len(self.y):
+            self._reduce(rows, cols, overwrite, to_results=False)
+            return
+        for state, new in zip((rows, cols), overwrite, strict=True):
+            if new and state is not None:  # no block is there to write it
+                self.clear(state)
+
+    def _reduce(
+        self,
+        rows: Tensor,
+        cols: Tensor | None,
+        overwrite: tuple[bool, bool],
+        to_results: bool,
+    ) -> None:
+        """`forward`; with `to_results` the last block turns a state into results, in place."""
+        m, n = len(self.x), len(self.y)
+        # The forward pass's workspace is one sum per tile and row: larger blocks fit.
+        step = self.block_rows if self.symmetric else 2 * self.block_rows
+        for i, j in ((i, j) for i in parts(m, step) for j in parts(n, step)):
+            if self.symmetric and j.start < i.start:
+                continue
+            # Above the diagonal, a block's columns are rows further down.
+            mirrored = self.symmetric and i != j
+            other = rows if mirrored else cols
+            overwrite_other = overwrite[0 if self.symmetric else 1]
+            first = overwrite[0] and j.start == 0, overwrite_other and i.start == 0
+            last = to_results and j.stop == n, to_results and not mirrored and i.stop == m
+            row_state = rows[:, i], first[0], last[0]
+            col_state = None if other is None else (other[:, j], first[1], last[1])
+            self._forward_block(i, j, row_state, col_state)
+
+    def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
+        m, n = i.stop - i.start, j.stop - j.start
+        pairs, config = self.pairs.view(i, j), forward_config(self.features)
+        triangle = self.symmetric and i == j
+        group_rows = config.rows * TILE
+        groups, tiles = cdiv(m, group_rows), cdiv(n, TILE)
+        references, group_references = self._empty(groups * group_rows), self._empty(groups)
+        row_sums, col_sums = self._empty(tiles, m), self._empty(groups, n)
+        diagonal = diagonal_in(pairs, i, j)
+        offset = pairs.col_start - pairs.row_start
+        xd, yd = self._descriptors(config.bk)
+        row_ranges, col_ranges = self._id_ranges(i, j)
+        ids, ceiling = pairs.row_ids is not None, pairs.ceiling is not None
+        softmax_forward.reference.launch(
+            groups * config.rows, x=xd, y=self.y, y_stride=self.y.stride(0), scale=self.scale,
+            out=references, row_ids=pairs.row_ids, col_ids=pairs.col_ids, ceiling=pairs.ceiling,
+            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d, diagonal_offset=offset,
+            BM=TILE, BN=TILE, BK=config.bk, DIAGONAL=diagonal != NO_DIAGONAL, IDS=ids,
+            CEILING=ceiling, num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+        # The last column tile has a launch of its own if it reaches past the end: a mask in all
+        # tiles costs 4%.
+        whole = n // TILE
+        for first, count, even in ((0, whole, True), (whole, tiles - whole, False)):
+            if count:
+                softmax_forward.unmasked_tiles.launch(
+                    groups * count, x=xd, y=yd, scale=self.scale, references=references,
+                    group_references=group_references, row_sums=row_sums, col_sums=col_sums,
+                    row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
+                    col_ranges=col_ranges.values, col_range_stride=col_ranges.stride,
+                    ceiling=pairs.ceiling, row_start=i.start, col_start=j.start,
+                    m=m, n=n, d=self.d, first_col_tile=first, col_tiles=count,
+                    diagonal_offset=offset,
+                    BM=TILE, BN=TILE, BK=config.bk, ROW_TILES=config.rows, GROUP=config.group,
+                    DIAGONAL=diagonal != NO_DIAGONAL, IDS=ids, CEILING=ceiling,
+                    COLS=triangle or cols is not None, EVEN_N=even, TRIANGLE=triangle,
+                    num_warps=config.warps, num_stages=config.stages,
+                )  # fmt: skip
+        row_state, row_is_first, row_is_last = rows
+        col_state, col_is_first, col_is_last = rows if cols is None else cols
+        programs = cdiv(m, TILE) + (0 if cols is None else tiles)
+        softmax_forward.combine_partials.launch(
+            programs, x=xd, y=yd, scale=self.scale,
+            row_sums=row_sums, references=references, row_partials=tiles, row_state=row_state,
+            row_state_stride=row_state.stride(0), row_is_first=int(row_is_first),
+            row_is_last=int(row_is_last),
+            col_sums=col_sums, group_references=group_references, col_partials=groups,
+            col_state=col_state, col_state_stride=col_state.stride(0),
+            col_is_first=int(col_is_first), col_is_last=int(col_is_last),
+            row_ids=pairs.row_ids, row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
+            col_ids=pairs.col_ids, col_ranges=col_ranges.values,
+            col_range_stride=col_ranges.stride,
+            ceiling=pairs.ceiling, row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
+            diagonal_offset=offset,
+            GROUP_ROWS=group_rows, P=64, B=TILE, BK=config.bk, DIAGONAL=diagonal, IDS=ids,
+            PAIRED=pairs.diagonal == PAIRED, CEILING=ceiling, HAS_POSITIVES=len(row_state) == 6,
+            TRIANGLE=triangle, num_warps=8, num_stages=config.stages,
+        )  # fmt: skip
+
+    def merge(self, parts: Tensor) -> Tensor:
+        """See `reductions.base.StateTiles`."""
+        return softmax_forward.merged(parts)
+
+    def write_results(self, parts: Tensor, out: Tensor) -> None:
+        """See `reductions.base.StateTiles`."""
+        softmax_forward.merged_logsumexp(parts, out)
+
+    # --- backward ---------------------------------------------------------------------------
+
+    def make_upstream(self, results: Tensor, gradient: Tensor) -> Side:
+        """See `reductions.base.StateTiles`."""
+        if gradient.stride(1) != 1:
+            gradient = gradient.contiguous()
+        has_positives, size = len(results) > 1, results.shape[1]
+        out = results.new_empty(5 if has_positives else 2, size)
+        extremes = results.new_empty(2, cdiv(size, TILE))
+        tiles = extremes.shape[1]
+        if tiles:
+            softmax_backward.lse_and_grad.launch(
+                tiles, results=results, result_stride=results.stride(0), gradients=gradient,
+                gradient_stride=gradient.stride(0), out=out, extremes=extremes, size=size,
+                tiles=tiles, B=TILE, HAS_POSITIVES=has_positives,
+            )  # fmt: skip
+        return Side(True, out, extremes, size, tiles, has_positives)
+
+    def upstream(self, numbers: Tensor | None) -> Side | None:
+        """See `reductions.base.Tiles`."""
+        return None if numbers is None else Side.of(numbers)
+
+    def numbers(self, upstream: Side | None) -> Tensor | None:
+        """See `reductions.base.Tiles`."""
+        return None if upstream is None else upstream.numbers
+
+    def upstream_size(self, rows: Side | None, cols: Side | None) -> Tensor | None:
+        """See `reductions.base.StateTiles`."""
+        if self.x.dtype != torch.float16:
+            return None
+        sides = [side.numbers for side in (rows, cols) if side is not None]
+        largest = [self._largest_gradient(numbers) for numbers in sides if numbers.numel()]
+        return torch.stack(largest).amax() / HALF_SIZE if largest else None
+
+    def _largest_gradient(self, numbers: Tensor) -> Tensor:
+        """The largest absolute upstream gradient among the numbers of a side."""
+        largest = numbers[1::2].abs().amax()
+        return torch.maximum(largest, numbers[4].abs().amax()) if len(numbers) == 5 else largest
+
+    def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
+        """See `reductions.base.StateTiles`."""
+        states.divide_upstream(numbers, size)
+
+    def gradient_block(self, i: slice, j: slice, rows: Side | None, cols: Side | None) -> Tensor:
+        """See `reductions.base.Tiles`."""
+        rows = self._no_side if rows is None else rows.view(i)
+        cols = self._no_side if cols is None else cols.view(j)
+        m, n = i.stop - i.start, j.stop - j.start
+        pairs, config = self.pairs.view(i, j), backward_config(self.features)
+        ds = self._workspace(i, j)
+        tiles, col_tiles = cdiv(m, TILE), cdiv(n, TILE)
+        xd, yd = self._descriptors(config.bk)
+        row_ranges, col_ranges = self._id_ranges(i, j)
+        triangle = self.symmetric and i == j
+        # Triton 3.6 does not compile a loop over several rows of tiles with a store in a branch.
+        row_tiles = 1 if triangle else config.rows
+        whole = new_descriptor(ds, TILE)
+        if rows.wanted:
+            pieces = whole if config.split == 1 else new_descriptor(ds, TILE // config.split)
+            softmax_backward.unmasked_tiles.launch(
+                cdiv(tiles, row_tiles) * col_tiles, x=xd, y=yd, ds=pieces, scale=self.scale,
+                row_lse_and_grad=rows.numbers, row_stride=rows.stride,
+                col_lse_and_grad=cols.numbers, col_stride=cols.stride,
+                ceiling=pairs.ceiling, row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
+                BM=TILE, BN=TILE, BK=config.bk, ROW_TILES=row_tiles, GROUP=config.group,
+                SPLIT=config.split, COLS=cols.wanted, CEILING=pairs.ceiling is not None,
+                TRIANGLE=triangle, num_warps=config.warps, num_stages=config.stages,
+            )  # fmt: skip
+        chunk = 64 if rows.wanted else 1
+        softmax_backward.masked_tiles.launch(
+            cdiv(tiles * col_tiles, chunk), x=xd, y=yd, ds=whole, scale=self.scale,
+            row_lse_and_grad=rows.numbers, row_stride=rows.stride,
+            col_lse_and_grad=cols.numbers, col_stride=cols.stride,
+            row_extremes=rows.extremes, row_tiles=rows.tiles,
+            col_extremes=cols.extremes, col_tiles=cols.tiles,
+            row_ids=pairs.row_ids, row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
+            col_ids=pairs.col_ids, col_ranges=col_ranges.values,
+            col_range_stride=col_ranges.stride,
+            ceiling=pairs.ceiling, row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
+            diagonal_offset=pairs.col_start - pairs.row_start,
+            BM=TILE, BN=TILE, BK=config.bk, CHUNK=chunk, ALL=not rows.wanted, ROWS=rows.wanted,
+            COLS=cols.wanted,
+            DIAGONAL=diagonal_in(pairs, i, j),
+            IDS=pairs.row_ids is not None, PAIRED=pairs.diagonal == PAIRED,
+            CEILING=pairs.ceiling is not None,
+            HAS_POSITIVES=rows.has_positives or cols.has_positives,
+            LIMIT=SPREAD, num_warps=8, num_stages=config.stages,
+        )  # fmt: skip
+        return ds
+
+    def write_grad(
+        self,
+        total: Tensor,
+        side: str,
+        rows: slice,
+        factor: Tensor,
+        scale_grad_part: bool,
+        out: Tensor | None,
+    ) -> Tensor | None:
+        """See `reductions.base.StateTiles`."""
+        features = (self.x if side == "x" else self.y)[rows]
+        size, d = len(features), self.width
+        block = 16
+        # The gradient of features that are stored by columns is stored so too.
+        target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
+        parts = total.new_empty(cdiv(size, block))
+        if size:
+            softmax_backward.write_grad.launch(
+                cdiv(size, block), total=total, features=features,
+                out=total if target is None else target, factor=factor, scale_grad_parts=parts,
+                rows=size, d=d, total_stride=total.stride(0), feature_stride=features.stride(0),
+                out_stride=0 if target is None else target.stride(0),
+                B=block, BD=128, SCALE_GRAD=scale_grad_part, WRITE=out is not None,
+            )  # fmt: skip
+        if out is not None and target is not None and target is not out:
+            out.copy_(target)
+        return parts.sum() if scale_grad_part else None

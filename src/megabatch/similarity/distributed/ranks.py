@@ -1,0 +1,79 @@
+"""The schedule of a group of ranks, which hold the columns between them.
+
+Shards of one size are gathered (`gathered`), which is faster on GPUs of one host: 262,144 x 768 on
+4 H200s take 179 ms instead of 184 around the ring, most of it ranks' waiting for each other at each
+step (benchmarks/results/transfers-4gpu.json). Other shards travel the ring (`ring`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from megabatch.similarity import settings
+from megabatch.similarity.distributed import comm, gathered, ring
+from megabatch.similarity.distributed.schedule import OnChunk, Partials, Route, Shard
+
+
+def plan(features: Tensor) -> str:
+    """How features like these (n, d) travel, in words that all ranks must agree on."""
+    return (
+        f"pieces of {ring.chunk_rows(features)} rows, gathered up to {settings.gather()} bytes, "
+        f"transfers {'overlap' if settings.overlap() else 'one by one'}"
+    )
+
+
+class Ranks:
+    """The ranks of one group and the sizes of their shards; see `Schedule`."""
+
+    alone = False
+
+    def __init__(self, name: str, sizes: Sequence[int], operation: str) -> None:
+        """`name`: of the group. `sizes`: columns by rank. `operation`: its name in errors."""
+        self.group = comm.resolve(name)
+        self.name, self.operation = name, operation
+        self.rank, self.n = self.group.rank(), self.group.size()
+        self.sizes = list(sizes)
+        self.starts = list(accumulate(self.sizes, initial=0))
+        #: every rank's features, once they were gathered; a later run may start with them
+        self.gathered: Tensor | None = None
+
+    def run(
+        self,
+        shards: Sequence[Shard],
+        on_chunk: OnChunk,
+        route: Route,
+        partials: Partials | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """See `Schedule`."""
+        features = shards[0].tensor
+        assert features is not None
+        rounds = self._gathered_rounds(features, route)
+        if rounds:
+            place = gathered.Place(
+                self.group, self.rank, self.sizes[0], self.operation, settings.overlap()
+            )
+            carried = partials if route.carried else None
+            self.gathered = yield from gathered.run(
+                place, rounds, shards, on_chunk, carried, meanwhile, self.gathered
+            )
+            return
+        in_ring = ring.Place(self.group, self.rank, self.n, self.starts, self.operation)
+        chunks = ring.rounds_of(self.sizes, ring.chunk_rows(features))
+        yield from ring.run(in_ring, chunks, shards, on_chunk, route, partials, meanwhile)
+
+    def _gathered_rounds(self, features: Tensor, route: Route) -> list[slice]:
+        """The rounds in which all ranks' columns are gathered; none if they travel the ring.
+
+        The same on all ranks.
+        """
+        size = self.sizes[0]
+        if not route.everyone or size == 0 or len(set(self.sizes)) > 1:
+            return []
+        step = gathered.round_rows(size, self.n * features.nbytes // size)
+        if step == 0 or (route.consecutive and step < size):
+            return []
+        return [slice(i, min(i + step, size)) for i in range(0, size, step)]

@@ -1,0 +1,91 @@
+"""The memory that a reduction takes while it runs, beside its inputs and results, without a run.
+
+A planner runs a loss on fake tensors and asks each operator for it (`Operator.workspace`). The
+figures are held against records of real runs (tests/planning/test_loss.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity.backends import eager
+from megabatch.similarity.backends.triton.blocking import block_shape, padded
+from megabatch.similarity.distributed import gathered, ring
+
+
+class Run(NamedTuple):
+    """The circumstances of a run; all shards are of one size.
+
+    Shapes and dtypes come from (fake) features x (m, d) and y (n, d), y=None: x against itself.
+    """
+
+    limit: int  #: bytes of the workspace
+    on_cpu: bool
+    ranks: int
+
+    def block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
+        """(bytes of a block with what a backend holds beside it, its rows)."""
+        n = len(x if y is None else y)
+        if self.on_cpu:
+            rows, cols = eager.block_shape(x, self.limit)
+            rows, cols = min(rows, len(x)), min(cols, n)
+            return eager.block_bytes(rows, cols, x), rows
+        if self.ranks > 1 and y is not None:  # columns at once
+            n = self.ranks * self._round(x) or min(ring.chunk_rows(x), len(x))
+        item = x.element_size()
+        rows, cols = block_shape(len(x), n, x.shape[1], item, y is None, self.limit)
+        return item * min(rows, len(x)) * min(cols, n) + _padded(x, y), rows
+
+    def totals(self, x: Tensor, rows: int) -> int:
+        """Accumulators for the gradients of so many rows."""
+        return rows * x.shape[1] * accumulator_dtype(x.dtype).itemsize
+
+    def travelling(self, x: Tensor, y: Tensor | None) -> int:
+        """Other ranks' features, and gradients for them."""
+        if self.ranks == 1:
+            return 0
+        rows = self._round(x)
+        if y is None or rows == 0:  # two chunks of features and three of gradients around the ring
+            row = x.shape[1] * (2 * x.element_size() + 3 * accumulator_dtype(x.dtype).itemsize)
+            return min(ring.chunk_rows(x), len(x)) * row
+        if rows == len(x):
+            return self.in_rounds(x, 1, 1)
+        # Features of this round, of the next, and of the last, which its last chunk holds;
+        # gradients that are computed and that are summed.
+        return self.in_rounds(x, 3, 2)
+
+    def in_rounds(self, x: Tensor, features: int, gradients: int) -> int:
+        """All ranks' features of so many rounds and their gradients of so many."""
+        item = accumulator_dtype(x.dtype).itemsize
+        sizes = features * x.element_size() + gradients * item
+        return self._round(x) * self.ranks * x.shape[1] * sizes
+
+    def _round(self, x: Tensor) -> int:
+        """Rows of each rank that are gathered at once; 0 if they travel the ring."""
+        return gathered.round_rows(len(x), self.ranks * x.shape[1] * x.element_size())
+
+
+def gradient_bytes(run: Run, x: Tensor, y: Tensor | None, numbers: int) -> int:
+    """The bytes of `engine.gradients`; `numbers`: of an upstream, which kernels hold a row."""
+    block, rows = run.block(x, y)
+    travelling = run.travelling(x, y)
+    if y is not None and run.ranks == 1:  # accumulators of all columns, and of a strip of rows
+        upstreams = 0 if run.on_cpu else 4 * numbers * (len(x) + len(y))
+        return block + run.totals(x, len(y) + min(rows, len(x))) + upstreams
+    product = run.totals(x, min(eager.STRIP, len(x))) if run.on_cpu else 0  # for scale's gradient
+    passing = block + product + travelling
+    if not run.on_cpu and y is not None:
+        # x's gradient is written when these are gone, but for the last round.
+        passing = max(run.in_rounds(x, 1, 1), passing - x.nbytes)
+    return run.totals(x, len(x)) + passing
+
+
+def _padded(x: Tensor, y: Tensor | None) -> int:
+    """Copies for the kernels, if rows are no multiple of 16 bytes."""
+    width = padded(x.shape[1], x.element_size())
+    if width == x.shape[1]:
+        return 0
+    return (len(x) + (0 if y is None else len(y))) * width * x.element_size()

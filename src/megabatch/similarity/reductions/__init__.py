@@ -1,0 +1,1 @@
+"""What is reduced: one file a reduction, with its operators and its blocks in torch operations."""

@@ -1,0 +1,343 @@
+"""The sigmoid loss's sum over all pairs, with its gradients, from one sweep.
+
+The loss is SigLIP's (Zhai et al. 2023, arXiv 2303.15343). A pair's gradient needs no statistic of
+its row or column, so the sweep that adds up the loss forms the gradients too: 6 m n d operations
+for both, where a second sweep would make it 8. The gradients of x and y wait for the backward pass
+(`DeferredGrad`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.similarity import backends, engine, masks
+from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity.backends import eager
+from megabatch.similarity.backends.eager import (
+    STRIP,
+    EagerTiles,
+    buffer_views,
+    row_dots,
+    strips,
+)
+from megabatch.similarity.distributed import comm, ranks
+from megabatch.similarity.distributed.ranks import Ranks
+from megabatch.similarity.distributed.schedule import Chunk, Schedule, Shard
+from megabatch.similarity.masks import Pairs
+from megabatch.similarity.memory import Run
+from megabatch.similarity.ops import Body, reduction_operators
+from megabatch.similarity.reductions.base import handshake, sort_by_id
+from megabatch.similarity.reductions.operands import DeferredGrad, Need, Terms
+from megabatch.similarity.settings import Holding
+
+if TYPE_CHECKING:
+    from megabatch.similarity.backends.triton.sigmoid_tiles import SigmoidKernelTiles
+
+Tiles: TypeAlias = "SigmoidTiles | SigmoidKernelTiles"
+
+
+def _times(deferred: DeferredGrad, like: Tensor, factor: Tensor, divisor: int) -> Tensor:
+    """The gradient times two factors, in the dtype of `like`; empty if it is not wanted."""
+    out = torch.empty_like(deferred.values, dtype=like.dtype)
+    if len(out) and backends.uses_kernels(like):
+        from megabatch.similarity.backends.triton.sigmoid_tiles import write_deferred
+
+        write_deferred(deferred, out, factor, divisor)
+        return out
+    # Two dimensions, so that the product is formed in the factor's dtype and rounded once.
+    factors = (factor * divisor).reshape(1, 1)
+    for i in strips(len(out), STRIP):
+        by_row = deferred.row_scale[i, None] * factors if len(deferred.row_scale) else factors
+        torch.mul(deferred.values[i], by_row, out=out[i])
+    return out
+
+
+def divisor(x: Tensor) -> int:
+    """Deferred gradients are of the sum divided by this."""
+    return max(1, len(x)) if x.element_size() == 2 else 1
+
+
+# --- the operators --------------------------------------------------------------------------------
+
+
+def _forward(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    row_ids: Tensor | None,
+    col_ids: Tensor | None,
+    weight: Tensor | None,
+    diagonal: str,
+    need_x: bool,
+    need_y: bool,
+    need_scale: bool,
+    need_bias: bool,
+    group: str,
+    settings: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The sum; its gradients of x and y as `DeferredGrad`, empty if not needed; of scale and bias.
+
+    In a group the sum is over this rank's rows and all columns, scale's and bias's gradients are of
+    that sum, and y's is of the sum over ranks.
+    """
+    need = Need(need_x, need_y, need_scale, need_bias)
+    pairs = Pairs(diagonal, row_ids, col_ids)
+    with Holding(settings, x), torch.cuda.device_of(x):
+        terms = _terms(x, y, pairs, weight, need) if group else ""
+        schedule, _ = handshake(group, "softplus_sum", terms, len(x), len(y), x)
+        matrix = sort_by_id(x, y, pairs)
+        own_weight = weight if weight is None else masks.sort(weight, matrix.row_order, 0)
+        numbers = Terms(scale, bias, own_weight, _weight_size(x, weight, schedule))
+        sweep = _sweep(matrix, numbers, need, schedule)
+        own = sweep.own
+        dx, dy = DeferredGrad.like(x, need_x), DeferredGrad.like(y, need_y)
+        factor = own.factor(divisor(x))
+        sums: list[Tensor] = []
+        scale_parts: list[Tensor] = []
+
+        def write(side: str, part: slice, total: Tensor) -> None:
+            out, order = (dx, matrix.row_order) if side == "x" else (dy, matrix.col_order)
+            rows = part if order is None else order[part]
+            with_scale = need_scale and need_x == (side == "x")
+            found = own.defer_grad(total, side, part, factor, out, rows, with_scale)
+            scale_parts.extend([] if found is None else [found])
+
+        engine.add_up_gradients(
+            sweep, write, need_x, need_y, after=lambda tiles: sums.append(tiles.sums())
+        )
+        total = sums[0] if len(sums) == 1 else torch.stack([own.sums(), *sums]).sum(0)
+        if scale_parts:  # a launch less if there is one
+            dscale = scale_parts[0] if len(scale_parts) == 1 else torch.stack(scale_parts).sum()
+        else:
+            dscale = total[2]
+        dtype = accumulator_dtype(x.dtype)
+        # Copies: the results of an operator may not share memory.
+        loss, dbias = (total[k].to(dtype, copy=True) for k in range(2))
+        return loss, *dx, *dy, dscale.to(dtype, copy=True), dbias
+
+
+def _forward_fake(x: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    need_x, need_y = rest[6:8]
+    dtype = accumulator_dtype(x.dtype)
+    total, dscale, dbias = (x.new_empty((), dtype=dtype) for _ in range(3))
+    deferred = *DeferredGrad.like(x, need_x), *DeferredGrad.like(y, need_y)
+    return total, *deferred, dscale, dbias
+
+
+def _backward(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    row_ids: Tensor | None,
+    col_ids: Tensor | None,
+    weight: Tensor | None,
+    loss: Tensor,
+    dx: Tensor,
+    x_row_scale: Tensor,
+    dy: Tensor,
+    y_row_scale: Tensor,
+    dscale: Tensor,
+    dbias: Tensor,
+    gradient: Tensor | None,
+    need_x: bool,
+    need_y: bool,
+    need_scale: bool,
+    need_bias: bool,
+    diagonal: str,
+    needed_x: bool,
+    needed_y: bool,
+    needed_scale: bool,
+    needed_bias: bool,
+    group: str,
+    settings: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The deferred gradients times the upstream one, those of x and y in their dtypes.
+
+    An operator of its own, with all inputs among its arguments and no derivative: so a second
+    derivative is an error and not silently incomplete.
+    """
+    if gradient is None:
+        gradient = torch.zeros_like(loss)
+    # The other ranks' part of y's gradient was formed as if they had the same upstream gradient.
+    common = _same_on_all_ranks(gradient, group) if group and need_y else gradient
+    times = divisor(x)
+    with torch.cuda.device_of(x):
+        return (
+            _times(DeferredGrad(dx, x_row_scale), x, gradient, times),
+            _times(DeferredGrad(dy, y_row_scale), y, common, times),
+            dscale * gradient,
+            dbias * gradient,
+        )
+
+
+def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(arguments[k]) for k in (8, 10, 12, 13))
+
+
+def _forward_bytes(run: Run, x: Tensor, y: Tensor, *_: Any) -> int:
+    """Accumulators of all columns and a strip of rows; over ranks of all rows."""
+    block, rows = run.block(x, y)
+    totals = len(y) + min(rows, len(x)) if run.ranks == 1 else len(x)
+    return block + run.totals(x, totals) + run.travelling(x, y)
+
+
+softplus_sums, softplus_sums_backward = reduction_operators(
+    "softplus_sum",
+    Body(_forward, _forward_fake, _forward_bytes),
+    Body(_backward, _backward_fake),
+    tensors=7,
+    differentiable=(4, 1),
+)
+
+
+def _same_on_all_ranks(value: Tensor, group: str) -> Tensor:
+    """The value, or NaN if another rank has another one; nothing is read back from the device."""
+    extremes = torch.stack([value, -value])
+    comm.all_reduce(extremes, group, "softplus_sum, backward", dist.ReduceOp.MAX)
+    return value.masked_fill(extremes.sum() != 0, math.nan)
+
+
+# --- around the sweep -----------------------------------------------------------------------------
+
+
+def _terms(x: Tensor, y: Tensor, pairs: Pairs, weight: Tensor | None, need: Need) -> str:
+    """What all ranks must do alike, in words."""
+    wanted = ", ".join(name for name, wanted in need._asdict().items() if wanted)
+    return (
+        f"width {x.shape[1]}, {str(x.dtype).removeprefix('torch.')}, "
+        f"{x.device.type}, gradients wanted: {wanted or 'none'}, "
+        f"ids: {'given' if pairs.row_ids is not None else pairs.diagonal}, "
+        f"weight: {'none' if weight is None else 'given'}, "
+        f"{backends.arithmetic(x)}, {ranks.plan(y)}"
+    )
+
+
+def _weight_size(x: Tensor, weight: Tensor | None, schedule: Schedule) -> Tensor | None:
+    """The largest weight of all ranks, if dS's range asks for weights of at most 1."""
+    if weight is None or x.dtype != torch.float16:
+        return None
+    largest = weight.abs().amax() if len(weight) else weight.new_zeros(())
+    size = largest.masked_fill(largest == 0, 1)
+    if isinstance(schedule, Ranks):  # their gradients of y are added up
+        comm.all_reduce(size, schedule.name, schedule.operation, dist.ReduceOp.MAX)
+    return size
+
+
+def _sweep(
+    matrix: masks.SortedMatrix, terms: Terms, need: Need, schedule: Schedule
+) -> engine.Sweep[Tiles]:
+    # Each shard in an order of its own: pairs (i, i) of one rank stay on the diagonal.
+    start = schedule.starts[schedule.rank]
+    pairs = replace(matrix.pairs, row_start=start, col_start=start)
+    own = _tiles(matrix.x, matrix.y, pairs, terms, need)
+
+    def against(chunk: Chunk) -> Tiles:
+        features, ids, *_ = chunk.tensors
+        assert features is not None
+        cols = replace(pairs, col_ids=ids, col_start=chunk.start)
+        return _tiles(own.x, features, cols, terms, need)
+
+    return engine.Sweep(schedule, own, [Shard(own.y), Shard(pairs.col_ids)], against)
+
+
+def _tiles(x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need) -> Tiles:
+    """The blocks of x (m, d) against y (n, d)."""
+    if not backends.uses_kernels(x):
+        return SigmoidTiles(x, y, pairs, terms, need)
+    from megabatch.similarity.backends.triton.sigmoid_tiles import SigmoidKernelTiles
+
+    return SigmoidKernelTiles(x, y, pairs, terms, need)
+
+
+# --- blocks in torch operations -------------------------------------------------------------------
+
+
+class SigmoidTiles(EagerTiles):
+    """See `base.Tiles`; a block adds its losses to `sums` when its dS is formed."""
+
+    def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need) -> None:
+        super().__init__(x, y, pairs)
+        self.terms, self.need = terms, need
+        self._scratch = self._buffers(1)
+        # b² terms: each block's sum is float32's, the sum of the blocks is kept wider.
+        self._sums = x.new_zeros(3, dtype=torch.float64)
+
+    def upstream(self, numbers: Tensor | None) -> None:
+        """Nothing: a pair's gradient needs no number of its row or column."""
+
+    def numbers(self, upstream: object) -> None:
+        """Nothing travels beside the features and ids."""
+
+    def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
+        """See `base.Tiles`."""
+        (scratch,) = buffer_views(self._scratch, i, j)
+        s = eager.logits(self.x[i], self.y[j], self.terms.scale, out=scratch).add_(self.terms.bias)
+        weight = None if self.terms.weight is None else self.terms.weight[i]
+        loss, ds = _loss_and_grad(s, self.pairs.view(i, j), weight)
+        self._sums[0] += loss
+        if self.need.bias:
+            self._sums[1] += ds.sum()
+        if self.need.features:
+            return ds
+        if self.need.scale:
+            one = torch.ones_like(self.terms.scale)
+            self._sums[2] += (ds * eager.logits(self.x[i], self.y[j], one)).sum()
+        return None
+
+    def sums(self) -> Tensor:
+        """(3,) float64: of losses, of dS, and of dS * products if x and y are frozen."""
+        return self._sums
+
+    def factor(self, divisor: int) -> Tensor:
+        """The factor of the sums of dS times features."""
+        return self.terms.scale / divisor
+
+    def defer_grad(
+        self,
+        total: Tensor,
+        side: str,
+        part: slice,
+        factor: Tensor,
+        out: DeferredGrad,
+        rows: Tensor | slice,
+        scale_grad_part: bool,
+    ) -> Tensor | None:
+        """Write factor * total to these rows of `out`; <features, total> if `scale_grad_part`.
+
+        `total` belongs to `part` of the features of `side`, "x" or "y".
+        """
+        features = (self.x if side == "x" else self.y)[part]
+        product = row_dots(features, total, torch.float64) if scale_grad_part else None
+        values = total.mul_(factor)
+        if len(out.row_scale):
+            _, exponent = torch.frexp(values.abs().amax(1).nan_to_num(1, 1))
+            power = torch.ldexp(torch.ones_like(values[:, 0]), exponent.clamp(-100, 100) - 15)
+            out.row_scale[rows] = power
+            values.div_(power[:, None])
+        out.values[rows] = values.to(out.values.dtype)
+        return product
+
+
+def _loss_and_grad(s: Tensor, pairs: Pairs, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(sum of the losses, dS) of one block of logits; destroys `s`."""
+    positive, _ = pairs.masks(s)
+    if positive is not None:
+        s = torch.where(positive, s.neg(), s)
+    # softplus(s) = -logsigmoid(-s): torch's softplus cuts to its argument above 20.
+    losses = F.logsigmoid(s.neg()).neg_()
+    ds = s.sigmoid_()  # of -z * logit, so that neither sign is a difference 1 - p
+    if positive is not None:
+        ds = torch.where(positive, ds.neg(), ds)
+    if weight is None:
+        return losses.sum(), ds
+    return (losses.sum(1) * weight).sum(), ds.mul_(weight[:, None])

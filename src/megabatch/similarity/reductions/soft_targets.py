@@ -1,0 +1,297 @@
+"""Cross-entropies of rows and columns against soft targets, with the split log-sum-exps.
+
+A teacher's features give the targets T = softmax(scale' * x' y'^T) of each row, and of each column
+along the other axis; neither T nor the logits S are formed. One sweep computes a tile of both
+matrices and serves both directions: 2 m n (d + d') operations forward, 6 m n d + 2 m n d' backward.
+
+A row's cross-entropy is the sum over j of T_ij (L_i - S_ij), L_i its log-sum-exp; no term is
+negative, so nothing cancels if teacher and student agree. In a running state the largest logit so
+far stands for L_i. The gradient is dS_ij = g_i (P_ij - T_ij), P the student's softmax. The teacher
+gets none.
+
+Results of a side are the four of `states`, the cross-entropy, and the teacher's log-sum-exp. Its
+state has the six numbers of `states`, then `[the teacher's largest logit, its sum of
+e^(t - largest), the sum of e^(t - largest) * (the student's largest logit - s)]`. An upstream is
+that of `states`, then `[the teacher's log-sum-exp, upstream gradient of the cross-entropy]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megabatch.similarity import backends, engine
+from megabatch.similarity.backends import eager
+from megabatch.similarity.backends.eager import buffer_views, without_autocast
+from megabatch.similarity.distributed import comm, ranks
+from megabatch.similarity.distributed.schedule import Chunk, Schedule, Shard
+from megabatch.similarity.engine import Side
+from megabatch.similarity.masks import Pairs, SortedMatrix
+from megabatch.similarity.memory import Run, gradient_bytes
+from megabatch.similarity.ops import Body, reduction_operators
+from megabatch.similarity.reductions import softmax, states
+from megabatch.similarity.reductions.base import handshake, schedule_again
+from megabatch.similarity.reductions.operands import Teacher
+from megabatch.similarity.reductions.softmax import SoftmaxTiles
+from megabatch.similarity.settings import Holding
+
+if TYPE_CHECKING:
+    from megabatch.similarity.backends.triton.soft_targets import SoftTargetKernelTiles
+
+Tiles: TypeAlias = "SoftTargetTiles | SoftTargetKernelTiles"
+
+
+# --- the operators --------------------------------------------------------------------------------
+
+
+def _forward(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    teacher_x: Tensor,
+    teacher_y: Tensor,
+    teacher_scale: Tensor,
+    diagonal: str,
+    call: str,
+    wanted: str,
+    group: str,
+    settings: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of rows and columns, and the numbers of rows and columns of each rank.
+
+    Arguments as those of `softmax`; without ids.
+    """
+    with Holding(settings, x), torch.cuda.device_of(x):
+        terms = _terms(x, teacher_x, diagonal, wanted) if group else ""
+        schedule, sizes = handshake(group, call, terms, len(x), len(y), x)
+        teacher = Teacher(teacher_x, teacher_y, teacher_scale)
+        _, sweep = _sweep(x, y, scale, teacher, diagonal, schedule)
+        rows, columns = engine.reduce(sweep, True)
+    assert columns is not None
+    return rows, columns, sizes
+
+
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, y, *_, group, _ = arguments
+    rows, columns = (states.new_targets(states.TARGET_RESULTS, t.shape[0], x) for t in (x, y))
+    n = comm.resolve(group).size() if group else 0
+    return rows, columns, x.new_empty(2, n, dtype=torch.int64, device="cpu")
+
+
+def _backward(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    teacher_x: Tensor,
+    teacher_y: Tensor,
+    teacher_scale: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    sizes: Tensor,
+    row_gradient: Tensor | None,
+    col_gradient: Tensor | None,
+    need_x: bool,
+    need_y: bool,
+    need_scale: bool,
+    diagonal: str,
+    call: str,
+    wanted: str,
+    group: str,
+    settings: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, y and scale, empty if not needed: see `engine.gradients`."""
+    if group and col_gradient is None:  # other ranks count on this one's part
+        col_gradient = torch.zeros_like(columns)
+    with Holding(settings, x), torch.cuda.device_of(x):
+        schedule = schedule_again(group, call, sizes, x.new_empty(0))
+        teacher = Teacher(teacher_x, teacher_y, teacher_scale)
+        matrix, sweep = _sweep(x, y, scale, teacher, diagonal, schedule)
+        sides = Side(rows, row_gradient), Side(columns, col_gradient)
+        return engine.gradients(sweep, matrix, x, y, scale, sides, (need_x, need_y, need_scale))
+
+
+def _backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, y, scale = arguments[:3]
+    dx, dy = engine.new_gradients(x, y, *arguments[11:13])
+    return dx, dy, torch.empty_like(scale)
+
+
+def _forward_bytes(run: Run, x: Tensor, y: Tensor, _: Tensor, teacher_x: Tensor, *__: Any) -> int:
+    """A block of the student's logits and one of the teacher's, or a tile's sums of both sides."""
+    block, _rows = run.block(x, y)
+    both = 2 * block if run.on_cpu else block // 6
+    return both + run.travelling(x, y) + run.travelling(teacher_x, teacher_x)
+
+
+def _backward_bytes(run: Run, x: Tensor, y: Tensor, _: Tensor, teacher_x: Tensor, *__: Any) -> int:
+    block, _rows = run.block(x, y)
+    teacher = (block if run.on_cpu else 0) + run.travelling(teacher_x, teacher_x)
+    return gradient_bytes(run, x, y, states.TARGET_UPSTREAM) + teacher
+
+
+against_soft_targets, against_soft_targets_backward = reduction_operators(
+    "soft_targets",
+    Body(_forward, _forward_fake, _forward_bytes),
+    Body(_backward, _backward_fake, _backward_bytes),
+    tensors=6,
+    differentiable=(3, 2),
+)
+
+
+# --- around the sweep -----------------------------------------------------------------------------
+
+
+def _terms(x: Tensor, teacher: Tensor, diagonal: str, wanted: str) -> str:
+    """What all ranks must do alike, in words."""
+    return (
+        f"width {x.shape[1]}, {str(x.dtype).removeprefix('torch.')}, {x.device.type}, "
+        f"teacher's width {teacher.shape[1]}, gradients wanted: {wanted or 'none'}, "
+        f"diagonal: {diagonal}, {backends.arithmetic(x)}, {ranks.plan(x)}"
+    )
+
+
+def _sweep(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    teacher: Teacher,
+    diagonal: str,
+    schedule: Schedule,
+) -> tuple[SortedMatrix, engine.Sweep[Tiles]]:
+    """The matrix, which needs no order, and its sweep; the teacher's columns travel along."""
+    start = schedule.starts[schedule.rank]
+    matrix = SortedMatrix(x, y, Pairs(diagonal, row_start=start, col_start=start))
+    own = _tiles(matrix, scale, teacher)
+
+    def against(chunk: Chunk) -> Tiles:
+        features, columns, *_ = chunk.tensors
+        assert features is not None
+        assert columns is not None
+        pairs = replace(matrix.pairs, col_start=chunk.start)
+        theirs = SortedMatrix(own.x, features, pairs)
+        return _tiles(theirs, scale, Teacher(own.teacher.x, columns, teacher.scale))
+
+    return matrix, engine.Sweep(schedule, own, [Shard(own.y), Shard(own.teacher.y)], against)
+
+
+def _tiles(matrix: SortedMatrix, scale: Tensor, teacher: Teacher) -> Tiles:
+    """The blocks of x (m, d) against y (n, d), with the teacher's."""
+    if not backends.uses_kernels(matrix.x):
+        return SoftTargetTiles(matrix.x, matrix.y, matrix.pairs, scale, teacher)
+    from megabatch.similarity.backends.triton.soft_targets import SoftTargetKernelTiles
+
+    return SoftTargetKernelTiles(matrix.x, matrix.y, matrix.pairs, scale, teacher)
+
+
+# --- blocks in torch operations -------------------------------------------------------------------
+
+
+class SoftTargetTiles(SoftmaxTiles):
+    """See `base.StateTiles`; an upstream is the tensor that travels."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        pairs: Pairs,
+        scale: Tensor,
+        teacher: Teacher,
+    ) -> None:
+        super().__init__(x, y, pairs, scale)
+        self.teacher = teacher
+        self._teacher_scratch = self._buffers(2)
+
+    def reduce(self, cols: bool) -> tuple[Tensor, Tensor | None]:
+        """See `base.StateTiles`."""
+        rows, columns = (self.new_state(len(side)) for side in (self.x, self.y))
+        self.forward(rows, columns, (True, True))
+        results = [self.new_results(state.shape[1]) for state in (rows, columns)]
+        row_results, col_results = map(states.to_target_results, (rows, columns), results)
+        return row_results, col_results
+
+    def new_state(self, size: int) -> Tensor:
+        """See `base.StateTiles`."""
+        return states.new_targets(states.TARGET_STATE, size, self.x)
+
+    def clear(self, state: Tensor) -> Tensor:
+        """See `base.StateTiles`."""
+        return states.clear_targets(state)
+
+    def new_results(self, size: int) -> Tensor:
+        """See `base.StateTiles`."""
+        return states.new_targets(states.TARGET_RESULTS, size, self.x)
+
+    def forward(
+        self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool] = (False, False)
+    ) -> None:
+        """See `base.StateTiles`."""
+        for state, new in zip((rows, cols), overwrite, strict=True):
+            if new and state is not None:
+                states.clear_targets(state)
+        for i in self.row_blocks():
+            for j in self.col_blocks(i):
+                s, scratch = self._logits(i, j)
+                others = None if cols is None else cols[:, j]
+                sides = [(rows[:, i], 1)] if others is None else [(rows[:, i], 1), (others, 0)]
+                before = [states.student_largest(state) for state, _ in sides]
+                students = rows[:6, i], None if others is None else others[:6]
+                softmax.forward_tile(s, self.pairs.view(i, j), *students, scratch)
+                t = self._teacher_logits(i, j)
+                for (state, dim), old in zip(sides, before, strict=True):
+                    _merge_targets(state, old, s, t, dim, scratch)
+
+    def merge(self, parts: Tensor) -> Tensor:
+        """See `base.StateTiles`."""
+        return states.merge_targets(parts)
+
+    def write_results(self, parts: Tensor, out: Tensor) -> None:
+        """See `base.StateTiles`."""
+        states.to_target_results(parts[0] if len(parts) == 1 else states.merge_targets(parts), out)
+
+    def make_upstream(self, results: Tensor, gradient: Tensor) -> Tensor:
+        """See `base.StateTiles`."""
+        return states.target_upstream(results, gradient)
+
+    def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
+        """See `base.StateTiles`."""
+        states.divide_target_upstream(numbers, size)
+
+    def gradient_block(
+        self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
+    ) -> Tensor:
+        """See `base.Tiles`."""
+        student = (None if numbers is None else numbers[:5] for numbers in (rows, cols))
+        ds = super().gradient_block(i, j, *student)
+        own = None if rows is None else rows[5:, i]
+        others = None if cols is None else cols[5:, j]
+        t = self._teacher_logits(i, j)
+        return ds.sub_(softmax.softmax_grad(t, own, others, 0, self._teacher_views(i, j)))
+
+    def _teacher_logits(self, i: slice, j: slice) -> Tensor:
+        out = self._teacher_views(i, j)[0]
+        return eager.logits(self.teacher.x[i], self.teacher.y[j], self.teacher.scale, out=out)
+
+    def _teacher_views(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
+        first, second = buffer_views(self._teacher_scratch, i, j)
+        return first, second
+
+
+@without_autocast
+def _merge_targets(
+    state: Tensor, old: Tensor, s: Tensor, t: Tensor, dim: int, scratch: Tensor
+) -> None:
+    """Merge the teacher's logits `t` into a state that has the student's, `s`, already.
+
+    old: the student's largest logits before.
+    """
+    top = states.finite(states.student_largest(state))
+    # The sum so far was relative to the old reference.
+    state[8].addcmul_(top - torch.where(old == -torch.inf, top, old), state[7])
+    before = states.finite(state[6])
+    shift = softmax.merge_sum(state[6:8], t, dim, scratch)  # leaves e^(t - shift) in scratch
+    below = top.unsqueeze(dim) - s
+    state[8].mul_((before - shift).clamp_(max=0).exp_()).add_((scratch * below).sum(dim))

@@ -1,0 +1,174 @@
+"""The running state of a log-sum-exp, and the numbers that its gradient needs; both a side's.
+
+A *state* holds the statistics of one row (or column) in each of its columns: `[largest negative,
+sum of e^(negative - largest), the same two over positives, sum of positive logits, number of
+positives]`; the last four are absent if no pair can be positive. Sums are kept as (largest, shifted
+sum) and not as a log-sum-exp, so that merging many blocks rounds only the sum.
+
+*Results* are `[log-sum-exp over negatives, that over positives, sum of positive logits, number of
+positives]`, or the first alone.
+
+An *upstream* holds what dS takes of a side: `[log-sum-exp over negatives, its upstream gradient,
+the same two over positives, upstream gradient of the sum of positive logits]`, or the first two.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megabatch.similarity.arguments import accumulator_dtype
+
+
+def new_state(size: int, has_positives: bool, like: Tensor) -> Tensor:
+    """A state for `size` rows, uninitialised."""
+    numbers = 6 if has_positives else 2
+    return like.new_empty(numbers, size, dtype=accumulator_dtype(like.dtype))
+
+
+def clear(state: Tensor) -> Tensor:
+    """Make it the state before any column was seen."""
+    state.zero_()
+    state[0 : _sums_end(state) : 2] = -math.inf
+    return state
+
+
+def clear_if(rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool]) -> None:
+    """Clear the states that are uninitialised."""
+    for state, new in zip((rows, cols), overwrite, strict=True):
+        if new and state is not None:
+            clear(state)
+
+
+def new_results(size: int, has_positives: bool, like: Tensor) -> Tensor:
+    """The results of `size` rows, uninitialised."""
+    return like.new_empty(4 if has_positives else 1, size, dtype=accumulator_dtype(like.dtype))
+
+
+def merge(states: Tensor) -> Tensor:
+    """Several states (k, ...) of the same rows as one."""
+    end = _sums_end(states[0])
+    out = states.new_empty(states.shape[1:])
+    references, sums = states[:, 0:end:2], states[:, 1:end:2]
+    top = torch.amax(references, 0)
+    # A state without any pair has -inf; -inf - -inf would be NaN.
+    weights = (references - top.clamp(min=torch.finfo(top.dtype).min)).exp_()
+    out[0:end:2] = top
+    torch.sum(weights.mul_(sums), 0, out=out[1:end:2])
+    if end == 4:
+        torch.sum(states[:, 4:], 0, out=out[4:])
+    return out
+
+
+def to_logsumexp(state: Tensor, out: Tensor) -> Tensor:
+    """Write the results of a state to `out`."""
+    end = _sums_end(state)
+    # Few launches: on a GPU they decide a small batch's time.
+    torch.add(state[1:end:2].log(), state[0:end:2], out=out[: end // 2])
+    if end == 4:
+        out[2:] = state[4:]
+    return out
+
+
+def upstream(results: Tensor, gradient: Tensor) -> Tensor:
+    """The upstream of a side from its results and their gradients."""
+    sums = len(results) // 2 or 1
+    out = results.new_empty(5 if sums == 2 else 2, results.shape[1])
+    # A side without any pair is -inf; a reference of +inf makes its exponentials 0, not NaN.
+    empty = results[:sums] == -math.inf
+    out[0 : 2 * sums : 2] = results[:sums].masked_fill(empty, math.inf)
+    out[1 : 2 * sums : 2] = gradient[:sums].masked_fill(empty, 0)
+    if sums == 2:
+        out[4] = gradient[2]
+    return out
+
+
+def divide_upstream(numbers: Tensor, size: Tensor) -> None:
+    """Divide the upstream gradients among the numbers of a side, in place."""
+    numbers[1::2] /= size
+    numbers[4:] /= size
+
+
+def _sums_end(state: Tensor) -> int:
+    """Where the (largest, sum) pairs of a state end."""
+    return 2 if len(state) == 2 else 4
+
+
+# --- soft targets: see `reductions.soft_targets` --------------------------------------------------
+
+#: Numbers of a row in a state, in the results, in an upstream.
+TARGET_STATE, TARGET_RESULTS, TARGET_UPSTREAM = 9, 6, 7
+
+
+def new_targets(numbers: int, size: int, like: Tensor) -> Tensor:
+    """(numbers, size), uninitialised."""
+    return like.new_empty(numbers, size, dtype=accumulator_dtype(like.dtype))
+
+
+def clear_targets(state: Tensor) -> Tensor:
+    """Make it the state before any column was seen."""
+    state.zero_()
+    state[0:4:2] = -math.inf
+    state[6] = -math.inf
+    return state
+
+
+def student_largest(state: Tensor) -> Tensor:
+    """The student's largest logit of each row so far."""
+    return torch.maximum(state[0], state[2])
+
+
+def finite(values: Tensor) -> Tensor:
+    """With 0 for -inf: the reference of a row without any pair."""
+    return values.masked_fill(values == -math.inf, 0)
+
+
+def merge_targets(parts: Tensor) -> Tensor:
+    """Several states (k, STATE, size) of the same rows as one."""
+    out = parts.new_empty(parts.shape[1:])
+    out[:6] = merge(parts[:, :6])
+    out[6:8] = merge(parts[:, 6:8])
+    top, largest = student_largest(out), finite(out[6])
+    tops = torch.maximum(parts[:, 0], parts[:, 2])
+    # A state without any pair has sums of 0 and references of -inf.
+    below = torch.where(tops == -math.inf, 0, top - tops)
+    weights = (finite(parts[:, 6]) - largest).clamp_(max=0).exp_()
+    torch.sum(weights * (parts[:, 8] + below * parts[:, 7]), 0, out=out[8])
+    return out
+
+
+def to_target_results(state: Tensor, out: Tensor) -> Tensor:
+    """Write the results of a state to `out`."""
+    to_logsumexp(state[:6], out[:4])
+    top = finite(student_largest(state))
+    # log of the sum relative to the largest logit: no difference of two large numbers.
+    sums = state[1] * (state[0] - top).exp() + state[3] * (state[2] - top).exp()
+    nothing = state[7] == 0
+    mean = state[8] / state[7].masked_fill(nothing, 1)
+    out[4] = (sums.log() + mean).masked_fill(nothing & (sums == 0), 0)
+    torch.add(state[7].log(), state[6], out=out[5])
+    return out
+
+
+def target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
+    """The upstream of a side from its results and their gradients."""
+    out = results.new_empty(TARGET_UPSTREAM, results.shape[1])
+    out[:5] = upstream(results[:4], gradient[:4])
+    total = torch.logaddexp(results[0], results[1])
+    empty = total == -math.inf
+    of_targets = gradient[4].masked_fill(empty, 0)
+    # The student's part of the gradient is that of its log-sum-exp over all pairs.
+    for k in range(2):
+        share = (results[k] - total.masked_fill(empty, 0)).exp()
+        out[2 * k + 1].addcmul_(of_targets, share)
+    out[5] = results[5].masked_fill(empty, math.inf)
+    out[6] = of_targets
+    return out
+
+
+def divide_target_upstream(numbers: Tensor, size: Tensor) -> None:
+    """Divide the upstream gradients among the numbers of a side, in place."""
+    for k in (1, 3, 4, 6):
+        numbers[k] /= size
