@@ -64,7 +64,7 @@ class Sweep(Generic[T]):
                     on_tiles(own, chunk)
             elif alone:
                 on_tiles(own, chunk)
-            elif len(own.x) and chunk.size:
+            elif own.m and chunk.size:
                 on_tiles(self.against(chunk), chunk)
 
         shards = [*self.shards, Shard(extra, dim=1)]
@@ -86,15 +86,15 @@ def reduce(sweep: Sweep[Any], cols: bool) -> tuple[Tensor, Tensor | None]:
 
     def unwritten(size: int) -> Tensor:
         state = own.new_state(size)
-        return state if len(own.x) else own.clear(state)  # a rank without rows visits nobody
+        return state if own.m else own.clear(state)  # a rank without rows visits nobody
 
     def on_tiles(tiles: StateTiles, chunk: Chunk) -> None:
         nonlocal started
         tiles.forward(row_state, chunk.partial, (not started, True))
         started = True
 
-    row_state = unwritten(len(own.x))
-    col_results = own.new_results(len(own.y)) if cols else None
+    row_state = unwritten(own.m)
+    col_results = own.new_results(own.n) if cols else None
     partials = Partials(unwritten, 1, own.merge) if cols or own.symmetric else None
     for rows, states in sweep.run(on_tiles, partials):
         if own.symmetric:
@@ -103,7 +103,7 @@ def reduce(sweep: Sweep[Any], cols: bool) -> tuple[Tensor, Tensor | None]:
             own.write_results(states, col_results[:, rows])
     if not started:  # no rank has a column
         own.clear(row_state)
-    row_results = own.new_results(len(own.x))
+    row_results = own.new_results(own.m)
     own.write_results(row_state[None], row_results)
     return row_results, col_results
 
@@ -210,7 +210,7 @@ def add_up_gradients(
         after: called with the tiles of each chunk when these are done.
     """
     own, alone = sweep.own, sweep.schedule.alone
-    m, symmetric = len(own.x), sweep.own.symmetric
+    m, symmetric = own.m, sweep.own.symmetric
     # Alone, each strip of rows is complete after one pass: no accumulator of all rows.
     strip_by_strip = alone and not symmetric
     total = own.new_total(m) if x and not strip_by_strip else None
@@ -285,7 +285,7 @@ def add_strip(
             add_product(dy[j], ds.T, tiles.x[i], overwrite[1])
         if dx is not None:
             product = partial(add_product, dx, ds, tiles.y[j], overwrite[0] and j.start == 0)
-            if deferred is None or j.stop < len(tiles.y):
+            if deferred is None or j.stop < tiles.n:
                 product()
             else:
                 deferred.append(product)

@@ -280,7 +280,7 @@ def soft_targets(
 
 
 def _soft_targets_of(stack: Tensor) -> SoftTargets:
-    negative, positive, positive_sum, positive_count, cross_entropy, _ = stack.unbind()
+    negative, positive, positive_sum, positive_count, cross_entropy, *_ = stack.unbind()
     split = negative, positive, positive_sum, positive_count.detach()
     return SoftTargets(*split, cross_entropy)
 
@@ -298,8 +298,9 @@ def soft_targets_and_count(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Each side as a stack, and the number of rows of all processes as `stacks_and_count` has it.
 
-    A stack (6, m) has what `SoftTargets` has, then the teacher's log-sum-exp. `names`: what errors
-    call the teacher's features, which may be of a dtype that autocast casts.
+    A stack (7, m) has what `SoftTargets` has, then the teacher's log-sum-exp over negatives and
+    logit of the pair (i, i). `names`: what errors call the teacher's features, which may be of a
+    dtype that autocast casts.
     """
     teacher_x, teacher_y = cast_for_autocast(teacher_x, teacher_y)
     for name, features in zip(names, (teacher_x, teacher_y), strict=True):
@@ -313,7 +314,7 @@ def soft_targets_and_count(
     grad = torch.is_grad_enabled()
     wanted = ", ".join(key for key, t in inputs.items() if grad and t.requires_grad)
     backends.warn_of_float32(x)
-    plain = (PAIRED, "soft_targets", wanted, name, settings.of_call(x))
+    plain = ("soft_targets", wanted, name, settings.of_call(x))
     teacher = teacher_x, teacher_y, teacher_scale
     rows, columns, sizes = against_soft_targets(x, y, scale, *teacher, *plain)
     return rows, columns, sizes[0].sum() if name else None

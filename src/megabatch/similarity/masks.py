@@ -93,8 +93,9 @@ class SortedMatrix(NamedTuple):
         The vectors of `pairs` become contiguous, as kernels need them: not strided, not expanded.
         """
         if pairs.row_ids is None or pairs.col_ids is None:
-            ceiling = None if pairs.ceiling is None else pairs.ceiling.contiguous()
-            return cls(x, y, replace(pairs, ceiling=ceiling))
+            if pairs.ceiling is not None:
+                pairs = replace(pairs, ceiling=pairs.ceiling.contiguous())
+            return cls(x, y, pairs)
         rows = torch.argsort(pairs.row_ids, stable=True)
         # Pairs (i, i) stay on the diagonal only if both sides are sorted alike.
         alike = pairs.diagonal != PLAIN or pairs.col_ids is pairs.row_ids

@@ -107,6 +107,7 @@ class EagerTiles:
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, symmetric: bool = False) -> None:
         self.x, self.y, self.pairs, self.symmetric = x, y, pairs, symmetric
+        self.m, self.n = x.shape[0], y.shape[0]
         self.dtype = accumulator_dtype(x.dtype)
         self.block_rows, self.block_cols = block_shape(x)
         if symmetric:  # square blocks, so that each is on the diagonal, above it, or below it
@@ -114,18 +115,18 @@ class EagerTiles:
 
     def row_blocks(self) -> Iterator[slice]:
         """The rows in parts."""
-        return strips(len(self.x), self.block_rows)
+        return strips(self.m, self.block_rows)
 
     def col_blocks(self, i: slice) -> Iterator[slice]:
         """The columns of the blocks of rows `i`; if symmetric, those from the diagonal on."""
-        for j in strips(len(self.y), self.block_cols):
+        for j in strips(self.n, self.block_cols):
             if not self.symmetric or j.start >= i.start:
                 yield j
 
     def new_total(self, rows: int) -> Tensor:
         """An accumulator for the gradients of `rows` rows; zeros if no block will write to it."""
         shape = rows, self.x.shape[1]
-        if len(self.x) == 0 or len(self.y) == 0:
+        if self.m == 0 or self.n == 0:
             return self.x.new_zeros(shape, dtype=self.dtype)
         return self.x.new_empty(shape, dtype=self.dtype)
 
@@ -150,7 +151,7 @@ class EagerTiles:
 
     def _buffers(self, count: int) -> Tensor:
         """(count, elements of the largest block), uninitialised."""
-        size = min(self.block_rows, len(self.x)) * min(self.block_cols, len(self.y))
+        size = min(self.block_rows, self.m) * min(self.block_cols, self.n)
         return self.x.new_empty(count, size, dtype=self.dtype)
 
 

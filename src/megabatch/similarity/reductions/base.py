@@ -25,6 +25,8 @@ class Tiles(Protocol):
 
     x: Tensor
     y: Tensor
+    m: int  #: rows of x; a tensor's own length takes 1 us to ask for, and a step does so often
+    n: int  #: rows of y
     symmetric: bool  #: y is x: only the blocks on and above the diagonal are visited
 
     def row_blocks(self) -> Iterator[slice]:

@@ -236,9 +236,11 @@ def _weight_size(x: Tensor, weight: Tensor | None, schedule: Schedule) -> Tensor
 def _sweep(
     matrix: masks.SortedMatrix, terms: Terms, need: Need, schedule: Schedule
 ) -> engine.Sweep[Tiles]:
-    # Each shard in an order of its own: pairs (i, i) of one rank stay on the diagonal.
-    start = schedule.starts[schedule.rank]
-    pairs = replace(matrix.pairs, row_start=start, col_start=start)
+    pairs = matrix.pairs
+    if not schedule.alone:
+        # Each shard in an order of its own: pairs (i, i) of one rank stay on the diagonal.
+        start = schedule.starts[schedule.rank]
+        pairs = replace(pairs, row_start=start, col_start=start)
     own = _tiles(matrix.x, matrix.y, pairs, terms, need)
 
     def against(chunk: Chunk) -> Tiles:

@@ -9,10 +9,12 @@ negative, so nothing cancels if teacher and student agree. In a running state th
 far stands for L_i. The gradient is dS_ij = g_i (P_ij - T_ij), P the student's softmax. The teacher
 gets none.
 
-Results of a side are the four of `states`, the cross-entropy, and the teacher's log-sum-exp. Its
-state has the six numbers of `states`, then `[the teacher's largest logit, its sum of
-e^(t - largest), the sum of e^(t - largest) * (the student's largest logit - s)]`. An upstream is
-that of `states`, then `[the teacher's log-sum-exp, upstream gradient of the cross-entropy]`.
+Row i belongs to column i. Results of a side are the four of `states`, the cross-entropy, and the
+teacher's log-sum-exp over negatives and logit of the pair (i, i). A state has the six numbers of
+`states`, then `[the teacher's largest logit of a negative, its sum of e^(t - largest), the sum of
+e^(t - largest) * (the student's largest logit - s), the teacher's logit of (i, i)]`. An upstream is
+`[log-sum-exp over negatives, its upstream gradient, the teacher's log-sum-exp, upstream gradient of
+the cross-entropy, gradient of the logit (i, i)]`.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from torch import Tensor
 
 from megabatch.similarity import backends, engine
 from megabatch.similarity.backends import eager
-from megabatch.similarity.backends.eager import buffer_views, without_autocast
+from megabatch.similarity.backends.eager import buffer_views
 from megabatch.similarity.distributed import comm, ranks
 from megabatch.similarity.distributed.schedule import Chunk, Schedule, Shard
 from megabatch.similarity.engine import Side
-from megabatch.similarity.masks import Pairs, SortedMatrix
+from megabatch.similarity.masks import PAIRED, Pairs, SortedMatrix
 from megabatch.similarity.memory import Run, gradient_bytes
 from megabatch.similarity.ops import Body, reduction_operators
 from megabatch.similarity.reductions import softmax, states
@@ -55,7 +57,6 @@ def _forward(
     teacher_x: Tensor,
     teacher_y: Tensor,
     teacher_scale: Tensor,
-    diagonal: str,
     call: str,
     wanted: str,
     group: str,
@@ -66,10 +67,10 @@ def _forward(
     Arguments as those of `softmax`; without ids.
     """
     with Holding(settings, x), torch.cuda.device_of(x):
-        terms = _terms(x, teacher_x, diagonal, wanted) if group else ""
+        terms = _terms(x, teacher_x, wanted) if group else ""
         schedule, sizes = handshake(group, call, terms, len(x), len(y), x)
         teacher = Teacher(teacher_x, teacher_y, teacher_scale)
-        _, sweep = _sweep(x, y, scale, teacher, diagonal, schedule)
+        _, sweep = _sweep(x, y, scale, teacher, schedule)
         rows, columns = engine.reduce(sweep, True)
     assert columns is not None
     return rows, columns, sizes
@@ -97,7 +98,6 @@ def _backward(
     need_x: bool,
     need_y: bool,
     need_scale: bool,
-    diagonal: str,
     call: str,
     wanted: str,
     group: str,
@@ -109,7 +109,7 @@ def _backward(
     with Holding(settings, x), torch.cuda.device_of(x):
         schedule = schedule_again(group, call, sizes, x.new_empty(0))
         teacher = Teacher(teacher_x, teacher_y, teacher_scale)
-        matrix, sweep = _sweep(x, y, scale, teacher, diagonal, schedule)
+        matrix, sweep = _sweep(x, y, scale, teacher, schedule)
         sides = Side(rows, row_gradient), Side(columns, col_gradient)
         return engine.gradients(sweep, matrix, x, y, scale, sides, (need_x, need_y, need_scale))
 
@@ -145,12 +145,12 @@ against_soft_targets, against_soft_targets_backward = reduction_operators(
 # --- around the sweep -----------------------------------------------------------------------------
 
 
-def _terms(x: Tensor, teacher: Tensor, diagonal: str, wanted: str) -> str:
+def _terms(x: Tensor, teacher: Tensor, wanted: str) -> str:
     """What all ranks must do alike, in words."""
     return (
         f"width {x.shape[1]}, {str(x.dtype).removeprefix('torch.')}, {x.device.type}, "
         f"teacher's width {teacher.shape[1]}, gradients wanted: {wanted or 'none'}, "
-        f"diagonal: {diagonal}, {backends.arithmetic(x)}, {ranks.plan(x)}"
+        f"{backends.arithmetic(x)}, {ranks.plan(x)}"
     )
 
 
@@ -159,12 +159,11 @@ def _sweep(
     y: Tensor,
     scale: Tensor,
     teacher: Teacher,
-    diagonal: str,
     schedule: Schedule,
 ) -> tuple[SortedMatrix, engine.Sweep[Tiles]]:
     """The matrix, which needs no order, and its sweep; the teacher's columns travel along."""
     start = schedule.starts[schedule.rank]
-    matrix = SortedMatrix(x, y, Pairs(diagonal, row_start=start, col_start=start))
+    matrix = SortedMatrix(x, y, Pairs(PAIRED, row_start=start, col_start=start))
     own = _tiles(matrix, scale, teacher)
 
     def against(chunk: Chunk) -> Tiles:
@@ -241,8 +240,9 @@ class SoftTargetTiles(SoftmaxTiles):
                 students = rows[:6, i], None if others is None else others[:6]
                 softmax.forward_tile(s, self.pairs.view(i, j), *students, scratch)
                 t = self._teacher_logits(i, j)
+                positive, _ = self.pairs.view(i, j).masks(t)
                 for (state, dim), old in zip(sides, before, strict=True):
-                    _merge_targets(state, old, s, t, dim, scratch)
+                    _merge_targets(state, old, s, t, positive, dim, scratch)
 
     def merge(self, parts: Tensor) -> Tensor:
         """See `base.StateTiles`."""
@@ -264,12 +264,23 @@ class SoftTargetTiles(SoftmaxTiles):
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
     ) -> Tensor:
         """See `base.Tiles`."""
-        student = (None if numbers is None else numbers[:5] for numbers in (rows, cols))
-        ds = super().gradient_block(i, j, *student)
-        own = None if rows is None else rows[5:, i]
-        others = None if cols is None else cols[5:, j]
+        own = None if rows is None else rows[:, i]
+        others = None if cols is None else cols[:, j]
+        s, scratch = self._logits(i, j)
+        student, teacher = (
+            [None if side is None else side[k : k + 2] for side in (own, others)] for k in (0, 2)
+        )
+        ds = softmax.softmax_grad(s, *student, 0, (s, scratch))
         t = self._teacher_logits(i, j)
-        return ds.sub_(softmax.softmax_grad(t, own, others, 0, self._teacher_views(i, j)))
+        ds.sub_(softmax.softmax_grad(t, *teacher, 0, self._teacher_views(i, j)))
+        positive, _ = self.pairs.view(i, j).masks(ds)
+        if positive is None:
+            return ds
+        gradient = torch.zeros_like(ds)
+        for side, dim in ((own, 1), (others, 0)):
+            if side is not None:
+                gradient += side[4].unsqueeze(dim)
+        return torch.where(positive, gradient, ds)
 
     def _teacher_logits(self, i: slice, j: slice) -> Tensor:
         out = self._teacher_views(i, j)[0]
@@ -280,17 +291,26 @@ class SoftTargetTiles(SoftmaxTiles):
         return first, second
 
 
-@without_autocast
 def _merge_targets(
-    state: Tensor, old: Tensor, s: Tensor, t: Tensor, dim: int, scratch: Tensor
+    state: Tensor,
+    old: Tensor,
+    s: Tensor,
+    t: Tensor,
+    positive: Tensor | None,
+    dim: int,
+    scratch: Tensor,
 ) -> None:
     """Merge the teacher's logits `t` into a state that has the student's, `s`, already.
 
-    old: the student's largest logits before.
+    old: the student's largest logits before. positive: the pairs (i, i), if there are any here.
     """
     top = states.finite(states.student_largest(state))
     # The sum so far was relative to the old reference.
     state[8].addcmul_(top - torch.where(old == -torch.inf, top, old), state[7])
+    if positive is not None:
+        own = t.masked_fill(~positive, -torch.inf).amax(dim)
+        torch.maximum(state[9], own, out=state[9])
+        t = t.masked_fill(positive, -torch.inf)
     before = states.finite(state[6])
     shift = softmax.merge_sum(state[6:8], t, dim, scratch)  # leaves e^(t - shift) in scratch
     below = top.unsqueeze(dim) - s

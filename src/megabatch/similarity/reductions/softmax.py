@@ -265,8 +265,8 @@ class SoftmaxTiles(EagerTiles):
 
     def reduce(self, cols: bool) -> tuple[Tensor, Tensor | None]:
         """The results of all rows and, if wanted, of all columns."""
-        rows = self.new_state(len(self.x))
-        columns = self.new_state(len(self.y)) if cols else None
+        rows = self.new_state(self.m)
+        columns = self.new_state(self.n) if cols else None
         self.forward(rows, columns, (True, True))
         sides = [state for state in (rows, columns) if state is not None]
         results = [states.to_logsumexp(state, self.new_results(state.shape[1])) for state in sides]

@@ -99,7 +99,7 @@ def _sums_end(state: Tensor) -> int:
 # --- soft targets: see `reductions.soft_targets` --------------------------------------------------
 
 #: Numbers of a row in a state, in the results, in an upstream.
-TARGET_STATE, TARGET_RESULTS, TARGET_UPSTREAM = 9, 6, 7
+TARGET_STATE, TARGET_RESULTS, TARGET_UPSTREAM = 10, 7, 5
 
 
 def new_targets(numbers: int, size: int, like: Tensor) -> Tensor:
@@ -110,8 +110,7 @@ def new_targets(numbers: int, size: int, like: Tensor) -> Tensor:
 def clear_targets(state: Tensor) -> Tensor:
     """Make it the state before any column was seen."""
     state.zero_()
-    state[0:4:2] = -math.inf
-    state[6] = -math.inf
+    state[[0, 2, 6, 9]] = -math.inf
     return state
 
 
@@ -126,15 +125,15 @@ def finite(values: Tensor) -> Tensor:
 
 
 def merge_targets(parts: Tensor) -> Tensor:
-    """Several states (k, STATE, size) of the same rows as one."""
+    """Several states (k, TARGET_STATE, size) of the same rows as one."""
     out = parts.new_empty(parts.shape[1:])
     out[:6] = merge(parts[:, :6])
     out[6:8] = merge(parts[:, 6:8])
-    top, largest = student_largest(out), finite(out[6])
+    torch.amax(parts[:, 9], 0, out=out[9])  # one state has the pair (i, i)
     tops = torch.maximum(parts[:, 0], parts[:, 2])
     # A state without any pair has sums of 0 and references of -inf.
-    below = torch.where(tops == -math.inf, 0, top - tops)
-    weights = (finite(parts[:, 6]) - largest).clamp_(max=0).exp_()
+    below = torch.where(tops == -math.inf, 0, student_largest(out) - tops)
+    weights = (finite(parts[:, 6]) - finite(out[6])).clamp_(max=0).exp_()
     torch.sum(weights * (parts[:, 8] + below * parts[:, 7]), 0, out=out[8])
     return out
 
@@ -145,30 +144,42 @@ def to_target_results(state: Tensor, out: Tensor) -> Tensor:
     top = finite(student_largest(state))
     # log of the sum relative to the largest logit: no difference of two large numbers.
     sums = state[1] * (state[0] - top).exp() + state[3] * (state[2] - top).exp()
-    nothing = state[7] == 0
-    mean = state[8] / state[7].masked_fill(nothing, 1)
-    out[4] = (sums.log() + mean).masked_fill(nothing & (sums == 0), 0)
+    largest = finite(torch.maximum(state[6], state[9]))
+    others, own = ((state[k] - largest).exp() for k in (6, 9))
+    total = others * state[7] + own
+    below = others * state[8] + own * torch.where(own == 0, 0, top - state[2])
+    empty = (total == 0) & (sums == 0)
+    mean = below / total.masked_fill(empty, 1)
+    out[4] = (sums.log() + mean).masked_fill(empty, 0)
     torch.add(state[7].log(), state[6], out=out[5])
+    out[6] = state[9]
     return out
 
 
 def target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
-    """The upstream of a side from its results and their gradients."""
+    """The upstream of a side from its results and their gradients.
+
+    The gradient of a pair (i, i) is a number of its row and its column alone. Of the cross-entropy
+    it is P - T, here as (1 - T) - (1 - P): what is left of two probabilities near 1 would otherwise
+    be their rounding.
+    """
+    negative, positive, _, _, _, teacher_negative, teacher_positive = results
+    g_negative, g_positive, g_sum, _, g_targets = gradient[:5]
     out = results.new_empty(TARGET_UPSTREAM, results.shape[1])
-    out[:5] = upstream(results[:4], gradient[:4])
-    total = torch.logaddexp(results[0], results[1])
-    empty = total == -math.inf
-    of_targets = gradient[4].masked_fill(empty, 0)
-    # The student's part of the gradient is that of its log-sum-exp over all pairs.
-    for k in range(2):
-        share = (results[k] - total.masked_fill(empty, 0)).exp()
-        out[2 * k + 1].addcmul_(of_targets, share)
-    out[5] = results[5].masked_fill(empty, math.inf)
-    out[6] = of_targets
+    empty = negative == -math.inf
+    share = (negative - torch.logaddexp(negative, positive)).exp()  # of the negatives: 1 - P
+    share = share.masked_fill(empty, 0)
+    teacher_share = torch.sigmoid(teacher_negative - teacher_positive)
+    # A side without any such pair is -inf; a reference of +inf makes its exponentials 0, not NaN.
+    out[0] = negative.masked_fill(empty, math.inf)
+    out[1] = torch.addcmul(g_negative, g_targets, share).masked_fill_(empty, 0)
+    out[2] = torch.logaddexp(teacher_negative, teacher_positive)
+    out[3] = g_targets
+    out[4] = g_positive + g_sum + g_targets * (teacher_share - share)
     return out
 
 
 def divide_target_upstream(numbers: Tensor, size: Tensor) -> None:
     """Divide the upstream gradients among the numbers of a side, in place."""
-    for k in (1, 3, 4, 6):
+    for k in (1, 3, 4):
         numbers[k] /= size

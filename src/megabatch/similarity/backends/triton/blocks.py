@@ -25,13 +25,13 @@ class KernelTiles:
     """The blocks of x (m, d) against y (n, d) on one GPU; see `reductions.base.Tiles`."""
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, symmetric: bool = False) -> None:
-        self.width = x.shape[1]
+        self.m, self.n, self.width = x.shape[0], y.shape[0], x.shape[1]
         self.x = aligned(x)
         self.y = self.x if y is x else aligned(y)
         self.pairs, self.symmetric = pairs, symmetric
         self.d = self.x.shape[1]
         self.features = x  #: as given, not padded
-        matrix = len(self.x), len(self.y), self.width, x.element_size()
+        matrix = self.m, self.n, self.width, x.element_size()
         self.block_rows, self.block_cols = block_shape(*matrix, symmetric, settings.workspace(x))
         self._descriptor_pairs: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
         self._ranges = ranges_of(pairs.row_ids), ranges_of(pairs.col_ids)
@@ -39,17 +39,17 @@ class KernelTiles:
 
     def row_blocks(self) -> Iterator[slice]:
         """The rows in parts."""
-        return product_parts(len(self.x), self.block_rows)
+        return product_parts(self.m, self.block_rows)
 
     def col_blocks(self, i: slice) -> Iterator[slice]:
         """The columns of the blocks of rows `i`; if symmetric, those from the diagonal on."""
-        for j in product_parts(len(self.y), self.block_cols):
+        for j in product_parts(self.n, self.block_cols):
             if not self.symmetric or j.start >= i.start:
                 yield j
 
     def new_total(self, rows: int) -> Tensor:
         """An accumulator for the gradients of `rows` rows; zeros if no block will write to it."""
-        if len(self.x) == 0 or len(self.y) == 0:
+        if self.m == 0 or self.n == 0:
             return self.x.new_zeros((rows, self.d), dtype=torch.float32)
         return self._empty(rows, self.d)
 

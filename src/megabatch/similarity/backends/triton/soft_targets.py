@@ -51,12 +51,35 @@ TEACHER_LOWEST = tl.constexpr(2.0**-75)
 #: Launch of the kernels: the accumulators of two tiles take the registers of eight warps.
 BK, WARPS, STAGES, GROUP = 64, 8, 3, 8
 #: Numbers of an upstream that are log-sum-exps, whose spread in a tile counts.
-SPREAD_LSES = (0, 5)
+SPREAD_LSES = (0, 2)
 #: Tiles that a program of a masked kernel looks at, and partial sums that are added at once.
 CHUNK, P = 32, 16
 
 
 # --- forward --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _both_logits(
+    x, y, teacher_x, teacher_y, i0, j0, d, teacher_d,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The same tile of both matrices, in float32, without their scales.
+
+    One loop makes both products as far as both go: a loop of its own for each would wait twice for
+    its first features.
+    """
+    s = tl.zeros((BM, BN), tl.float32)
+    t = tl.zeros((BM, BN), tl.float32)
+    shared = tl.cdiv(tl.minimum(d, teacher_d), BK) * BK
+    for c in tl.range(0, shared, BK):
+        s = tl.dot(x.load([i0, c]), y.load([j0, c]).T, s, input_precision="tf32")
+        t = tl.dot(teacher_x.load([i0, c]), teacher_y.load([j0, c]).T, t, input_precision="tf32")
+    for c in tl.range(shared, d, BK):
+        s = tl.dot(x.load([i0, c]), y.load([j0, c]).T, s, input_precision="tf32")
+    for c in tl.range(shared, teacher_d, BK):
+        t = tl.dot(teacher_x.load([i0, c]), teacher_y.load([j0, c]).T, t, input_precision="tf32")
+    return s, t
 
 
 @triton.jit
@@ -93,7 +116,10 @@ def unmasked_forward(
             return
     i = ti * BM + tl.arange(0, BM)
     j = tj * BN + tl.arange(0, BN)
-    s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
+    s, t = _both_logits(
+        x, y, teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, d, teacher_d,
+        BM, BN, BK,
+    )  # fmt: skip
     s = s * (tl.load(scale) * LOG2E)
     if not EVEN:
         inside = (i < m)[:, None] & (j < n)[None, :]
@@ -103,9 +129,6 @@ def unmasked_forward(
     e = tl.exp2(s - largest[:, None])
     row_total = tl.sum(e, 1)
     col_total = tl.sum(e * tl.exp2(largest - top)[:, None], 0)
-    t = logits_tile(
-        teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d, BM, BN, BK
-    )
     t = t * (tl.load(teacher_scale) * LOG2E)
     if not EVEN:
         t = tl.where(inside, t, float("-inf"))
@@ -258,6 +281,7 @@ def _combine(
     teacher = tl.load(state + 6 * stride + i, mask=old, other=low)
     teacher_total = tl.load(state + 7 * stride + i, mask=old, other=0.0)
     below = tl.load(state + 8 * stride + i, mask=old, other=0.0)
+    teacher_own = tl.load(state + 9 * stride + i, mask=old, other=low)
     before = tl.maximum(negative, positive)
 
     has_own = own_s > low
@@ -273,8 +297,8 @@ def _combine(
         new = tl.maximum(new, tl.max(tl.where(some, largest, low), 0))
         largest = tl.load(place + 2 * step, mask=mask, other=low)
         new_teacher = tl.maximum(new_teacher, tl.max(tl.where(some, largest, low), 0))
-    new_teacher = tl.maximum(new_teacher, tl.where(has_own, own_t, low))
     new_positive = tl.maximum(positive, own_s)
+    teacher_own = tl.where(has_own, own_t, teacher_own)
     top = _finite(tl.maximum(new, new_positive))
 
     shift, positive_shift = _finite(new), _finite(new_positive)
@@ -300,9 +324,6 @@ def _combine(
         weights = tl.where(some, tl.exp2(of_teacher - teacher_shift[None, :]), 0.0)
         teacher_total += tl.sum(weights * of_teacher_total, 0)
         below += tl.sum(weights * (of_below + (top[None, :] - largest) * of_teacher_total), 0)
-    own_weight = tl.where(has_own, tl.exp2(own_t - teacher_shift), 0.0)
-    teacher_total += own_weight
-    below += tl.where(has_own, own_weight * (top - own_s), 0.0)
     positive_total = positive_total * tl.exp2(positive - positive_shift)
     positive_total += tl.where(has_own, tl.exp2(own_s - positive_shift), 0.0)
     positive_sum += tl.where(has_own, own_s * LN2, 0.0)
@@ -310,8 +331,13 @@ def _combine(
 
     if is_last != 0:
         sums = negative_total * tl.exp2(new - top) + positive_total * tl.exp2(new_positive - top)
-        empty = (sums == 0.0) & (teacher_total == 0.0)
-        mean = below / tl.where(teacher_total == 0.0, 1.0, teacher_total)
+        reference = _finite(tl.maximum(new_teacher, teacher_own))
+        others = tl.exp2(new_teacher - reference)
+        own_weight = tl.exp2(teacher_own - reference)
+        total = others * teacher_total + own_weight
+        empty = (sums == 0.0) & (total == 0.0)
+        mean = others * below + tl.where(own_weight == 0.0, 0.0, own_weight * (top - new_positive))
+        mean = mean / tl.where(empty, 1.0, total)
         cross_entropy = tl.where(empty, 0.0, tl.log(sums) + mean * LN2)
         tl.store(state + i, tl.log(negative_total) + new * LN2, mask=inside)
         tl.store(state + stride + i, tl.log(positive_total) + new_positive * LN2, mask=inside)
@@ -319,6 +345,7 @@ def _combine(
         tl.store(state + 3 * stride + i, positive_count, mask=inside)
         tl.store(state + 4 * stride + i, cross_entropy, mask=inside)
         tl.store(state + 5 * stride + i, tl.log(teacher_total) + new_teacher * LN2, mask=inside)
+        tl.store(state + 6 * stride + i, teacher_own * LN2, mask=inside)
     else:
         tl.store(state + i, new, mask=inside)
         tl.store(state + stride + i, negative_total, mask=inside)
@@ -329,6 +356,7 @@ def _combine(
         tl.store(state + 6 * stride + i, new_teacher, mask=inside)
         tl.store(state + 7 * stride + i, teacher_total, mask=inside)
         tl.store(state + 8 * stride + i, below, mask=inside)
+        tl.store(state + 9 * stride + i, teacher_own, mask=inside)
 
 
 # --- backward -------------------------------------------------------------------------------------
@@ -363,15 +391,15 @@ def unmasked_backward(
     ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
     i = ti * BM + tl.arange(0, BM)
     j = tj * BN + tl.arange(0, BN)
-    s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
+    s, t = _both_logits(
+        x, y, teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, d, teacher_d,
+        BM, BN, BK,
+    )  # fmt: skip
     s = s * (tl.load(scale) * LOG2E)
     g = _shared_exponential(s, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 0, 1)
-    t = logits_tile(
-        teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d, BM, BN, BK
-    )
     t = t * (tl.load(teacher_scale) * LOG2E)
     g -= _shared_exponential(
-        t, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 5, 6
+        t, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 2, 3
     )
     ds.store([ti * BM, tj * BN], g.to(ds.dtype))
 
@@ -444,20 +472,18 @@ def masked_backward(
             s = s * tl.load(scale)
             g = _exponential(s, row_upstream, row_stride, i, m, 0, 1)
             g += _exponential(s, col_upstream, col_stride, j, n, 0, 0)
-            if DIAGONAL != 0:
-                same = i[:, None] == (j + diagonal_offset)[None, :]
-                h = _exponential(s, row_upstream, row_stride, i, m, 2, 1)
-                h += _exponential(s, col_upstream, col_stride, j, n, 2, 0)
-                h += tl.load(row_upstream + 4 * row_stride + i, mask=i < m, other=0.0)[:, None]
-                h += tl.load(col_upstream + 4 * col_stride + j, mask=j < n, other=0.0)[None, :]
-                g = tl.where(same, h, g)
             t = logits_tile(
                 teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d,
                 BM, BN, BK,
             )  # fmt: skip
             t = t * tl.load(teacher_scale)
-            g -= _exponential(t, row_upstream, row_stride, i, m, 5, 1)
-            g -= _exponential(t, col_upstream, col_stride, j, n, 5, 0)
+            g -= _exponential(t, row_upstream, row_stride, i, m, 2, 1)
+            g -= _exponential(t, col_upstream, col_stride, j, n, 2, 0)
+            if DIAGONAL != 0:
+                own = tl.load(row_upstream + 4 * row_stride + i, mask=i < m, other=0.0)[:, None]
+                others = tl.load(col_upstream + 4 * col_stride + j, mask=j < n, other=0.0)[None, :]
+                same = i[:, None] == (j + diagonal_offset)[None, :]
+                g = tl.where(same, own + others, g)
             g = tl.where(inside, g, 0.0)
             ds.store([ti * BM, tj * BN], g.to(ds.dtype))
 
@@ -550,7 +576,7 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         return None if numbers is None else Side.of(numbers, SPREAD_LSES)
 
     def _largest_gradient(self, numbers: Tensor) -> Tensor:
-        return numbers[[1, 3, 4, 6]].abs().amax()
+        return numbers[[1, 3, 4]].abs().amax()
 
     def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
         """See `reductions.base.StateTiles`."""
@@ -600,11 +626,11 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
 def _to_base_e(state: Tensor) -> Tensor:
     """A copy of a state, or of several, with references and terms in base e."""
     factors = state.new_ones(states.TARGET_STATE, 1)
-    factors[[0, 2, 6, 8]] = LN2.value
+    factors[[0, 2, 6, 8, 9]] = LN2.value
     return state * factors
 
 
 def _to_base_2(state: Tensor) -> Tensor:
     factors = state.new_ones(states.TARGET_STATE, 1)
-    factors[[0, 2, 6, 8]] = LOG2E.value
+    factors[[0, 2, 6, 8, 9]] = LOG2E.value
     return state * factors

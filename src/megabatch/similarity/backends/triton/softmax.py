@@ -42,7 +42,7 @@ class SoftmaxKernelTiles(KernelTiles):
 
     def reduce(self, cols: bool) -> tuple[Tensor, Tensor | None]:
         """See `reductions.base.StateTiles`."""
-        m, n = len(self.x), len(self.y)
+        m, n = self.m, self.n
         sizes = (m, n) if cols else (m,)
         if m == 0 or n == 0:
             nothing = [self.new_results(size) for size in sizes]
@@ -76,7 +76,7 @@ class SoftmaxKernelTiles(KernelTiles):
         self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool] = (False, False)
     ) -> None:
         """See `reductions.base.StateTiles`."""
-        if len(self.x) and len(self.y):
+        if self.m and self.n:
             self._reduce(rows, cols, overwrite, to_results=False)
             return
         for state, new in zip((rows, cols), overwrite, strict=True):
@@ -91,7 +91,7 @@ class SoftmaxKernelTiles(KernelTiles):
         to_results: bool,
     ) -> None:
         """`forward`; with `to_results` the last block turns a state into results, in place."""
-        m, n = len(self.x), len(self.y)
+        m, n = self.m, self.n
         # The forward pass's workspace is one sum per tile and row: larger blocks fit.
         step = self.block_rows if self.symmetric else 2 * self.block_rows
         for i, j in ((i, j) for i in parts(m, step) for j in parts(n, step)):
