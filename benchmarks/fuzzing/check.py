@@ -202,6 +202,10 @@ class Limits:
         eps = 2.0**-10 if dtype == torch.float32 else torch.finfo(dtype).eps  # TF32's
         for k, (found, exact) in enumerate(zip(outputs, self.expected, strict=True)):
             self.values[k] = FACTOR * _error(found, exact) + 1e-5 * (1 + _size(exact))
+            if dtype == torch.float32:
+                # Label smoothing's mean logit is no part of the sweep, whose products are TF32's.
+                share = case.get("options", {}).get("label_smoothing", 0.0)
+                self.values[k] += eps * share * case["scale"] * self.length**2
         floor = 1e-6 * (1 + abs(case["upstream"])) * (1 + case["scale"])
         # A part of the gradient (label smoothing's), or a sum of terms of both signs whose dS was
         # rounded; a loss is a mean over its rows.

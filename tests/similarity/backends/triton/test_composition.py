@@ -49,7 +49,8 @@ def test_operators_are_registered_in_full() -> None:
     with torch.no_grad():
         for sides in ((None, None), (ids, ids)):
             own = [*settings.of_call(x)]
-            arguments = (x, y, scale, *sides, None, "plain", True, True, own)
+            plain = ("plain", True, True, "logsumexp", "x", "", own)
+            arguments = (x, y, scale, *sides, None, *plain)
             torch.library.opcheck(
                 torch.ops.megabatch.logsumexps.default, arguments, test_utils=tests
             )
