@@ -135,7 +135,8 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        if not self._bar.disable:  # older versions of rich end it with an empty line all the same
+            self._bar.stop()
 
     def update(self, step: int, record: dict[str, float]) -> None:
         """Show a record of the log, of step `step`."""
