@@ -82,10 +82,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if is_concurrent(item.path):
+        if is_concurrent(item):
             item.add_marker(pytest.mark.concurrency)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)

@@ -2,57 +2,87 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
 
 import pytest
 
-from tests.concurrency import is_concurrent
+from tests import programs
+from tests.concurrency import uses_concurrency
+from tests.training.test_run_signals import killable
 
-HERE = Path(__file__).parent
+
+class Waits:
+    def wait(self) -> None:
+        time.sleep(0)
+
+
+def calls_a_class() -> Waits:
+    return Waits()
+
+
+def imports() -> None:
+    import gc
+
+    gc.collect()
+
+
+def starts_in_a_function_inside() -> Callable[[], Any]:
+    return lambda: threading.Thread(target=imports)
+
+
+def has_workers(loader: Callable[..., None]) -> None:
+    loader(batch_size=4, workers=2)
+
+
+def takes_the_time() -> float:
+    return monotonic()
+
+
+def runs_programs() -> None:
+    subprocess.run(["true"], check=True)
+    programs.run(["-c", "pass"])
+
+
+def starts_a_program() -> programs.Program:
+    return programs.Program(["-c", "pass"])
+
+
+def calls_itself() -> None:
+    calls_itself()
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("function", "expected"),
     [
-        ("import time\n", True),
-        ("def test():\n    import threading\n", True),
-        ("from multiprocessing.connection import wait\n", True),
-        ("from tests.training.runs import start\n", True),  # which starts a process
-        ("from tests.training.test_run_parallel import launch\n", True),
-        ("loader = PairLoader(pairs, workers=2)\n", True),
-        ("assert extra_bytes(call) < 10\n", True),
-        ("import timeit_of_its_own\n# at that time\n", False),
-        ("from tests.models import tiny\n", False),
-        ("import torch\n", False),
+        (calls_a_class, True),
+        (imports, True),
+        (starts_in_a_function_inside, True),
+        (has_workers, True),
+        (takes_the_time, True),
+        (starts_a_program, True),
+        (killable, False),
+        (runs_programs, False),
+        (calls_itself, False),
     ],
 )
-def test_files_are_known_by_what_they_use(tmp_path: Path, text: str, expected: bool) -> None:
-    file = tmp_path / "test_file.py"
-    file.write_text(text)
-    assert is_concurrent(file) is expected
+def test_functions_are_known_by_what_they_use(function: Callable[..., Any], expected: bool) -> None:
+    assert uses_concurrency(function) is expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "training/test_run_signals.py",
-        "similarity/distributed/test_gathered.py",
-        "similarity/distributed/test_comm.py",
-        "data/test_workers.py",
-        "planning/test_plan.py",
-        "test_ahead.py",
-    ],
-)
-def test_files_of_such_tests(name: str) -> None:
-    assert is_concurrent(HERE / name)
+@pytest.fixture
+def clock() -> float:
+    return time.monotonic()
 
 
-def test_most_files_are_of_others() -> None:
-    files = list(HERE.rglob("test_*.py"))
-    assert len(files) / 4 < sum(map(is_concurrent, files)) < len(files) * 0.75
+def test_a_fixture_counts(clock: float, request: pytest.FixtureRequest) -> None:
+    assert clock > 0
+    assert request.node.get_closest_marker("concurrency") is not None
 
 
-def test_tests_carry_the_marker(request: pytest.FixtureRequest) -> None:
-    for item in request.session.items:
-        if is_concurrent(item.path):
-            assert item.get_closest_marker("concurrency") is not None, item.nodeid
+def test_others_carry_no_marker(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("concurrency") is None

@@ -72,6 +72,7 @@ def test_exactness(tmp_path: Path) -> None:
     assert worst["megabatch"] < 2 * worst["dense, careful"]
 
 
+@pytest.mark.concurrency
 def test_late_decoding_gives_the_same_images(tmp_path: Path) -> None:
     output = tmp_path / "late.json"
     words = "--batch-sizes=4", "--undecoded=8", "--micro-batch-size=2", "--workers=1"
@@ -84,6 +85,7 @@ def test_late_decoding_gives_the_same_images(tmp_path: Path) -> None:
     assert min(r["peak_bytes"] for r in (early, late, undecoded)) > 0
 
 
+@pytest.mark.concurrency
 def test_handshakes_by_sockets_and_by_gloo(tmp_path: Path) -> None:
     output = tmp_path / "h.json"
     run("handshake.py", "--calls=20", f"--output={output}")

@@ -104,6 +104,7 @@ def _number(listed: list[str], contender: str, n: int) -> int:
     return next(int(words[0]) for words in found if words[1] == str(n))
 
 
+@pytest.mark.concurrency
 def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     output = tmp_path / "s.json"
     # 48 pairs on 1 and 2 processes, with overlap and without; without transfers; peers.
@@ -130,6 +131,7 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     assert (tmp_path / "s.png").exists()
 
 
+@pytest.mark.concurrency
 def test_contenders_take_turns(tmp_path: Path) -> None:
     output = tmp_path / "t.json"
     shown = run("turns.py", "--smallest", "--turns=2", f"--output={output}")

@@ -154,7 +154,7 @@ def unmasked_forward(
         )  # fmt: skip
         tops = tl.zeros((BN,), tl.float32)
         _store_partials(
-            col_partials, row_tiles.to(tl.int64) * n, n, ti, j, (j < n) & (ti < row_tiles),
+            col_partials, row_tiles.to(tl.int64) * n, n, ti, j, j < tl.where(ti < row_tiles, n, 0),
             tops + top, col_total, tops + teacher_top, teacher_col_total, col_below,
         )  # fmt: skip
         good = (col_total >= LOWEST) & (teacher_col_total >= TEACHER_LOWEST)
