@@ -18,8 +18,8 @@ def mend() -> None:
     if "interpreter" not in globals():
         return
     interpreter._patch_builtin = _patch_builtin
-    # That of torch 2.8 asks for strides that are multiples of 16 elements, not bytes.
-    if triton.__version__.startswith("3.4."):
+    # That of torch 2.9 asks for strides that are multiples of 16 elements, not bytes.
+    if triton.__version__.startswith("3.5."):
         interpreter.TensorDescHandle.validate = _validate
 
 

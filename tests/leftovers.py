@@ -52,7 +52,7 @@ class State:
         settings.set_overlap(overlap := settings.set_overlap(True))
         return cls(
             torch.get_default_dtype(),
-            torch.empty(0).device,  # as torch.get_default_device(), which 2.8 has with a bug
+            torch.empty(0).device,  # as torch.get_default_device(), which 2.9 has with a bug
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(),

@@ -159,7 +159,7 @@ def test_a_step_whose_precision_pytorch_cannot_name():
 
 
 def test_after_a_default_device_was_taken_back():
-    """Where PyTorch 2.8 has none to name."""
+    """Where PyTorch 2.9 has none to name."""
     torch.set_default_device("meta")
     torch.set_default_device(None)
     towers = Tower(), Tower()

@@ -300,7 +300,7 @@ def test_a_compiled_frozen_part_is_neither_run_again_nor_compiled_again(how):
         compiled.append(1)
         return graph.forward
 
-    class Head(nn.Sequential):  # PyTorch 2.8 compiles none of torch.nn's own in place
+    class Head(nn.Sequential):  # PyTorch 2.9 compiles none of torch.nn's own in place
         def forward(self, x):
             return super().forward(x)
 

@@ -33,6 +33,14 @@ def test_a_graph_grows_in_a_straight_line(glyph, device):
     assert abs((kept[2] - kept[1]) - (kept[1] - kept[0])) < 0.01 * kept[0]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has the device that is to be missing")
+def test_before_pytorch_2_10_an_absent_gpu_is_counted_as_the_cpu(glyph, monkeypatch):
+    sample = sample_of(glyph)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1+cpu"))
+    there, here = (measure(glyph.module, sample, 64, name, "fp32") for name in ("cuda", "cpu"))
+    assert there == here
+
+
 def test_attention_on_a_gpu_that_is_not_there_takes_no_square(glyph):
     class Attention(torch.nn.Module):
         def __init__(self):

@@ -14,19 +14,19 @@ from tests.tools.loading import ROOT, load
 
 def test_the_oldest_of_each() -> None:
     required = [
-        "torch>=2.8",
+        "torch>=2.9",
         "timm>=1.0.17",
         "numpy>=1.26,<3",
         "tomli>=2.0; python_version < '3.0'",
         "anything",
     ]
-    assert load("versions").oldest(required) == ["torch==2.8.*", "timm==1.0.17", "numpy==1.26.*"]
+    assert load("versions").oldest(required) == ["torch==2.9.*", "timm==1.0.17", "numpy==1.26.*"]
 
 
 def test_every_requirement_has_a_lower_bound() -> None:
     versions = load("versions")
     required = versions.requirements()
-    assert "torch==2.8.*" in versions.oldest(required)
+    assert "torch==2.9.*" in versions.oldest(required)
     assert all(">=" in requirement for requirement in required)
 
 
@@ -37,7 +37,7 @@ def test_each_environment_is_installed_tested_and_recorded(
     installed: list[tuple[str, bool]] = []
 
     def install(folder: Path, constraints: Sequence[str]) -> Path:
-        installed.append((folder.name, "torch==2.8.*" in constraints))
+        installed.append((folder.name, "torch==2.9.*" in constraints))
         return Path(sys.executable)
 
     about = {"machine": {"cpu": "x"}, "versions": {"torch": "2.8"}}
@@ -67,10 +67,10 @@ def test_an_environment_has_its_constraints(
     commands: list[list[str]] = []
     monkeypatch.setattr(versions.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
     monkeypatch.setattr(versions.subprocess, "run", lambda words, check: commands.append(words))
-    python = versions.install(tmp_path / "oldest", ["torch==2.8.*"])
+    python = versions.install(tmp_path / "oldest", ["torch==2.9.*"])
     assert python == tmp_path / "oldest" / "bin" / "python"
     (command,) = commands
     assert command[0] == str(python)
     assert command[-4:-2] == ["--constraint", str(tmp_path / "oldest" / "constraints.txt")]
     assert command[-1] == f"{ROOT}[train,dev]"
-    assert (tmp_path / "oldest" / "constraints.txt").read_text() == "torch==2.8.*\n"
+    assert (tmp_path / "oldest" / "constraints.txt").read_text() == "torch==2.9.*\n"

@@ -56,7 +56,7 @@ class ForwardContext:
 
 
 def _default_device() -> torch.device:
-    # torch.get_default_device() of PyTorch 2.8 raises after torch.set_default_device(None).
+    # torch.get_default_device() of PyTorch 2.9 raises after torch.set_default_device(None).
     return torch.empty(0).device
 
 

@@ -112,10 +112,6 @@ def lay_out(module: nn.Module, how: str, world: World) -> Layout:
     mesh = init_device_mesh(world.device.type, (world.size,))
     for part in (*blocks(module), module):
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
-        assert isinstance(part, FSDPModule)
-        if world.device.type == "cpu":
-            # PyTorch 2.8's Gloo returns the sum where FSDP2 asks for the mean.
-            part.set_force_sum_reduction_for_comms(True)
     assert isinstance(module, FSDPModule)
     module.set_reshard_after_backward(False)
     return Layout(module, module, world, scalars)
