@@ -47,7 +47,7 @@ SCORES = {"GROUP": ranking.GROUP}
 ROWS = {"B": 16, "BD": 128, "ORDER": True, "ROW_SCALE": True, "SCALE_GRAD": True, "GAIN": 32768.0}
 MERGE = {"HAS_POSITIVES": True, "TO_LOGSUMEXP": False, "B": 256}
 BLOCK = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8, "DIAGONAL": 1, "EVEN": True, "CHUNK": 32}
-BLOCK |= {"B": 128, "P": 16, "LIMIT": 80.0, "ROW_TILES": 4, "SAME_WIDTH": True}
+BLOCK |= {"B": 128, "P": 16, "LIMIT": 80.0}
 #: name -> (kernel, dtype, warps, constants)
 KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "sigmoid": (sigmoid.unmasked_tiles, "bf16", 4, TILE | PLAIN | ABSENT | {"EVEN_N": True}),

@@ -49,7 +49,7 @@ LOWEST = tl.constexpr(2.0**-20)
 #: The teacher's sums only have to stay in float32's range.
 TEACHER_LOWEST = tl.constexpr(2.0**-75)
 #: Launch of the kernels: the accumulators of two tiles take the registers of eight warps.
-BK, WARPS, STAGES, GROUP, ROW_TILES = 64, 8, 3, 32, 4
+BK, WARPS, STAGES, BACKWARD_STAGES, GROUP = 64, 8, 3, 4, 32
 #: Numbers of an upstream that are log-sum-exps, whose spread in a tile counts.
 SPREAD_LSES = (0, 2)
 #: Tiles that a program of a masked kernel looks at, and partial sums that are added at once.
@@ -62,25 +62,23 @@ CHUNK, P = 32, 16
 @triton.jit
 def _both_logits(
     x, y, teacher_x, teacher_y, i0, j0, d, teacher_d,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SAME_WIDTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The same tile of both matrices, in float32, without their scales.
 
     One loop makes both products as far as both go: a loop of its own for each would wait twice for
-    its first features.
+    its first features (the forward pass at 65,536 x 768: 34.3 ms in place of 36.0 in all).
     """
     s = tl.zeros((BM, BN), tl.float32)
     t = tl.zeros((BM, BN), tl.float32)
-    shared = d if SAME_WIDTH else tl.cdiv(tl.minimum(d, teacher_d), BK) * BK
+    shared = tl.cdiv(tl.minimum(d, teacher_d), BK) * BK
     for c in tl.range(0, shared, BK):
         s = tl.dot(x.load([i0, c]), y.load([j0, c]).T, s, input_precision="tf32")
         t = tl.dot(teacher_x.load([i0, c]), teacher_y.load([j0, c]).T, t, input_precision="tf32")
-    if not SAME_WIDTH:
-        for c in tl.range(shared, d, BK):
-            s = tl.dot(x.load([i0, c]), y.load([j0, c]).T, s, input_precision="tf32")
-        for c in tl.range(shared, teacher_d, BK):
-            u = teacher_x.load([i0, c])
-            t = tl.dot(u, teacher_y.load([j0, c]).T, t, input_precision="tf32")
+    for c in tl.range(shared, d, BK):
+        s = tl.dot(x.load([i0, c]), y.load([j0, c]).T, s, input_precision="tf32")
+    for c in tl.range(shared, teacher_d, BK):
+        t = tl.dot(teacher_x.load([i0, c]), teacher_y.load([j0, c]).T, t, input_precision="tf32")
     return s, t
 
 
@@ -106,61 +104,50 @@ def _store_partials(
 def unmasked_forward(
     x, y, scale, teacher_x, teacher_y, teacher_scale, row_partials, col_partials, flags,
     row_start, col_start, m, n, d, teacher_d,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROW_TILES: tl.constexpr,
-    GROUP: tl.constexpr, SAME_WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of ROW_TILES row tiles per program, as if no tile needed a mask.
-
-    EVEN: no tile reaches past m or n. SAME_WIDTH: d is teacher_d.
-    """
+    """Partial sums of all tiles, as if none needed a mask. EVEN: no tile reaches past m or n."""
     row_tiles = tl.cdiv(m, BM)
     col_tiles = tl.cdiv(n, BN)
-    group, tj = swizzle(tl.program_id(0), tl.cdiv(row_tiles, ROW_TILES), col_tiles, GROUP)
+    ti, tj = swizzle(tl.program_id(0), row_tiles, col_tiles, GROUP)
+    i = ti * BM + tl.arange(0, BM)
     j = tj * BN + tl.arange(0, BN)
-    student_factor = tl.load(scale) * LOG2E
-    teacher_factor = tl.load(teacher_scale) * LOG2E
-    # Flattened, the next tile's first features arrive while this one's sums are formed.
-    for r in tl.range(0, ROW_TILES, flatten=True):
-        ti = group * ROW_TILES + r
-        i = ti * BM + tl.arange(0, BM)
-        s, t = _both_logits(
-            x, y, teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, d, teacher_d,
-            BM, BN, BK, SAME_WIDTH,
-        )  # fmt: skip
-        s = s * student_factor
-        t = t * teacher_factor
-        if not EVEN:
-            inside = (i < m)[:, None] & (j < n)[None, :]
-            s = tl.where(inside, s, float("-inf"))
-            t = tl.where(inside, t, float("-inf"))
-        largest = _finite(tl.max(s, 1))
-        top = tl.max(largest, 0)
-        e = tl.exp2(s - largest[:, None])
-        row_total = tl.sum(e, 1)
-        col_total = tl.sum(e * tl.exp2(largest - top)[:, None], 0)
-        if not EVEN:
-            s = tl.where(inside, s, 0.0)
-        teacher_largest = _finite(tl.max(t, 1))
-        teacher_top = tl.max(teacher_largest, 0)
-        e = tl.exp2(t - teacher_largest[:, None])
-        teacher_row_total = tl.sum(e, 1)
-        row_below = tl.sum(e * (largest[:, None] - s), 1)
-        e = e * tl.exp2(teacher_largest - teacher_top)[:, None]
-        teacher_col_total = tl.sum(e, 0)
-        col_below = tl.sum(e * (top - s), 0)
-        _store_partials(
-            row_partials, col_tiles.to(tl.int64) * m, m, tj, i, i < m,
-            largest, row_total, teacher_largest, teacher_row_total, row_below,
-        )  # fmt: skip
-        tops = tl.zeros((BN,), tl.float32)
-        _store_partials(
-            col_partials, row_tiles.to(tl.int64) * n, n, ti, j, j < tl.where(ti < row_tiles, n, 0),
-            tops + top, col_total, tops + teacher_top, teacher_col_total, col_below,
-        )  # fmt: skip
-        good = (col_total >= LOWEST) & (teacher_col_total >= TEACHER_LOWEST)
-        flag = tl.max(((j < n) & ~good).to(tl.int32), 0)
-        if ti < row_tiles:  # the last group may reach past the rows' tiles
-            tl.store(flags + ti * col_tiles + tj, flag)
+    s, t = _both_logits(
+        x, y, teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, d, teacher_d,
+        BM, BN, BK,
+    )  # fmt: skip
+    s = s * (tl.load(scale) * LOG2E)
+    t = t * (tl.load(teacher_scale) * LOG2E)
+    if not EVEN:
+        inside = (i < m)[:, None] & (j < n)[None, :]
+        s = tl.where(inside, s, float("-inf"))
+        t = tl.where(inside, t, float("-inf"))
+    largest = _finite(tl.max(s, 1))
+    top = tl.max(largest, 0)
+    e = tl.exp2(s - largest[:, None])
+    row_total = tl.sum(e, 1)
+    col_total = tl.sum(e * tl.exp2(largest - top)[:, None], 0)
+    if not EVEN:
+        s = tl.where(inside, s, 0.0)
+    teacher_largest = _finite(tl.max(t, 1))
+    teacher_top = tl.max(teacher_largest, 0)
+    e = tl.exp2(t - teacher_largest[:, None])
+    teacher_row_total = tl.sum(e, 1)
+    row_below = tl.sum(e * (largest[:, None] - s), 1)
+    e = e * tl.exp2(teacher_largest - teacher_top)[:, None]
+    teacher_col_total = tl.sum(e, 0)
+    col_below = tl.sum(e * (top - s), 0)
+    _store_partials(
+        row_partials, col_tiles.to(tl.int64) * m, m, tj, i, i < m,
+        largest, row_total, teacher_largest, teacher_row_total, row_below,
+    )  # fmt: skip
+    tops = tl.zeros((BN,), tl.float32)
+    _store_partials(
+        col_partials, row_tiles.to(tl.int64) * n, n, ti, j, j < n,
+        tops + top, col_total, tops + teacher_top, teacher_col_total, col_below,
+    )  # fmt: skip
+    good = (col_total >= LOWEST) & (teacher_col_total >= TEACHER_LOWEST)
+    tl.store(flags + ti * col_tiles + tj, tl.max(((j < n) & ~good).to(tl.int32), 0))
 
 
 @kernel
@@ -394,29 +381,26 @@ def unmasked_backward(
     x, y, ds, scale, teacher_x, teacher_y, teacher_scale,
     row_upstream, row_stride, col_upstream, col_stride,
     row_start, col_start, m, n, d, teacher_d,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROW_TILES: tl.constexpr,
-    GROUP: tl.constexpr, SAME_WIDTH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dS of ROW_TILES row tiles per program, as if none needed a mask or two exponentials."""
-    row_tiles = tl.cdiv(m, BM)
-    group, tj = swizzle(tl.program_id(0), tl.cdiv(row_tiles, ROW_TILES), tl.cdiv(n, BN), GROUP)
+    """dS of all tiles, as if none needed a mask or two exponentials.
+
+    One product after the other, which leaves registers to what is made of the first.
+    """
+    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
+    i = ti * BM + tl.arange(0, BM)
     j = tj * BN + tl.arange(0, BN)
-    student_factor = tl.load(scale) * LOG2E
-    teacher_factor = tl.load(teacher_scale) * LOG2E
-    for r in tl.range(0, ROW_TILES, flatten=True):
-        ti = group * ROW_TILES + r
-        i = ti * BM + tl.arange(0, BM)
-        s, t = _both_logits(
-            x, y, teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, d, teacher_d,
-            BM, BN, BK, SAME_WIDTH,
-        )  # fmt: skip
-        g = _shared_exponential(
-            s * student_factor, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 0, 1
-        )
-        g -= _shared_exponential(
-            t * teacher_factor, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 2, 3
-        )
-        ds.store([ti * BM, tj * BN], g.to(ds.dtype))
+    s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
+    s = s * (tl.load(scale) * LOG2E)
+    g = _shared_exponential(s, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 0, 1)
+    t = logits_tile(
+        teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d, BM, BN, BK
+    )
+    t = t * (tl.load(teacher_scale) * LOG2E)
+    g -= _shared_exponential(
+        t, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 2, 3
+    )
+    ds.store([ti * BM, tj * BN], g.to(ds.dtype))
 
 
 @triton.jit
@@ -513,7 +497,6 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         super().__init__(x, y, pairs, scale)
         columns = aligned(teacher.y)
         self.teacher = Teacher(aligned(teacher.x), columns, teacher.scale)
-        self.same_width = columns.shape[1] == self.d
 
     def new_state(self, size: int) -> Tensor:
         """See `reductions.base.StateTiles`."""
@@ -545,13 +528,12 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         xd, yd = self._descriptors(BK)
         teacher_xd, teacher_yd = self._teacher_descriptors()
         unmasked_forward.launch(
-            cdiv(row_tiles, ROW_TILES) * col_tiles, x=xd, y=yd, scale=self.scale,
+            row_tiles * col_tiles, x=xd, y=yd, scale=self.scale,
             teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
             row_partials=row_partials, col_partials=col_partials, flags=flags,
             row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
             teacher_d=self.teacher.x.shape[1],
-            BM=TILE, BN=TILE, BK=BK, ROW_TILES=ROW_TILES, GROUP=GROUP, SAME_WIDTH=self.same_width,
-            EVEN=m % (TILE * ROW_TILES) == 0 and n % TILE == 0,
+            BM=TILE, BN=TILE, BK=BK, GROUP=GROUP, EVEN=m % TILE == 0 and n % TILE == 0,
             num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         masked_forward.launch(
@@ -609,14 +591,13 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         teacher_xd, teacher_yd = self._teacher_descriptors()
         tiles, out = cdiv(m, TILE) * cdiv(n, TILE), new_descriptor(ds, TILE)
         unmasked_backward.launch(
-            cdiv(cdiv(m, TILE), ROW_TILES) * cdiv(n, TILE), x=xd, y=yd, ds=out, scale=self.scale,
+            tiles, x=xd, y=yd, ds=out, scale=self.scale,
             teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
             row_upstream=rows.numbers, row_stride=rows.stride,
             col_upstream=cols.numbers, col_stride=cols.stride,
             row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
             teacher_d=self.teacher.x.shape[1],
-            BM=TILE, BN=TILE, BK=BK, ROW_TILES=ROW_TILES, GROUP=GROUP, SAME_WIDTH=self.same_width,
-            num_warps=WARPS, num_stages=STAGES,
+            BM=TILE, BN=TILE, BK=BK, GROUP=GROUP, num_warps=WARPS, num_stages=BACKWARD_STAGES,
         )  # fmt: skip
         masked_backward.launch(
             cdiv(tiles, CHUNK), x=xd, y=yd, ds=out, scale=self.scale,
