@@ -162,6 +162,7 @@ def run(program: str, **environ: str) -> tuple[int, str]:
     """Exit code and words of a process of its own."""
     words = ["-c", f"from megabatch.similarity.distributed import watchdog\n{program}"]
     done = programs.run(words, os.environ | environ)
+    assert "Traceback" not in done.stderr, done.stderr
     words = [line for line in done.stderr.splitlines() if line.startswith("megabatch")]
     return done.returncode, "".join(words).removeprefix("megabatch: CommunicationError: ")
 
