@@ -267,12 +267,12 @@ class SoftTargetTiles(SoftmaxTiles):
         own = None if rows is None else rows[:, i]
         others = None if cols is None else cols[:, j]
         s, scratch = self._logits(i, j)
-        student, teacher = (
-            [None if side is None else side[k : k + 2] for side in (own, others)] for k in (0, 2)
-        )
-        ds = softmax.softmax_grad(s, *student, 0, (s, scratch))
+        ds = softmax.softmax_grad(s, own, others, 0, (s, scratch))
         t = self._teacher_logits(i, j)
-        ds.sub_(softmax.softmax_grad(t, *teacher, 0, self._teacher_views(i, j)))
+        teacher_own = None if own is None else own[2:4]
+        teacher_others = None if others is None else others[2:4]
+        buffers = self._teacher_views(i, j)
+        ds.sub_(softmax.softmax_grad(t, teacher_own, teacher_others, 0, buffers))
         positive, _ = self.pairs.view(i, j).masks(ds)
         if positive is None:
             return ds
