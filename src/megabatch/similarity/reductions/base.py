@@ -130,7 +130,10 @@ def sort_by_id(x: Tensor, y: Tensor | None, pairs: Pairs) -> SortedMatrix:
 
 
 class Handshake(NamedTuple):
-    """A schedule, and the numbers of rows and columns of each rank, (2, ranks) int64 on the CPU."""
+    """A schedule, and the numbers of rows and columns of each rank, (2, ranks) int64.
+
+    Those are on the CPU; of a process alone (2, 0), on the features' device.
+    """
 
     schedule: Schedule
     sizes: Tensor
@@ -145,10 +148,16 @@ def handshake(group: str, call: str, terms: str, rows: int, cols: int, x: Tensor
         terms: the same of the operator, in words. rows, cols: of this rank.
     """
     if not group:
-        return Handshake(Local(), torch.empty(2, 0, dtype=torch.int64, device="cpu"))
+        # On the features' device: with a result on the CPU, CUDA graphs of torch.compile fail.
+        return Handshake(Local(), x.new_empty(2, 0, dtype=torch.int64))
     numbers = comm.agree(group, f"{call}, {terms}", [rows, cols], x.device)
     sizes = torch.tensor(numbers, device="cpu").T
     return Handshake(Ranks(group, sizes[1].tolist(), call.split(",", 1)[0]), sizes)
+
+
+def new_sizes(x: Tensor, ranks: int) -> Tensor:
+    """The sizes of a handshake for fake tensors; ranks: 0 alone."""
+    return x.new_empty(2, ranks, dtype=torch.int64, device="cpu" if ranks else x.device)
 
 
 def schedule_again(group: str, call: str, sizes: Tensor, columns: Tensor) -> Schedule:

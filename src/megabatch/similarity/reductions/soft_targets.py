@@ -36,7 +36,7 @@ from megabatch.similarity.masks import PAIRED, Pairs, SortedMatrix
 from megabatch.similarity.memory import Run, gradient_bytes
 from megabatch.similarity.ops import Body, reduction_operators
 from megabatch.similarity.reductions import softmax, states
-from megabatch.similarity.reductions.base import handshake, schedule_again
+from megabatch.similarity.reductions.base import handshake, new_sizes, schedule_again
 from megabatch.similarity.reductions.operands import Teacher
 from megabatch.similarity.reductions.softmax import SoftmaxTiles
 from megabatch.similarity.settings import Holding
@@ -80,7 +80,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, y, *_, group, _ = arguments
     rows, columns = (states.new_targets(states.TARGET_RESULTS, t.shape[0], x) for t in (x, y))
     n = comm.resolve(group).size() if group else 0
-    return rows, columns, x.new_empty(2, n, dtype=torch.int64, device="cpu")
+    return rows, columns, new_sizes(x, n)
 
 
 def _backward(

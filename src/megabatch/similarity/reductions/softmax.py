@@ -26,7 +26,7 @@ from megabatch.similarity.masks import Pairs, SortedMatrix
 from megabatch.similarity.memory import Run, gradient_bytes
 from megabatch.similarity.ops import Body, reduction_operators
 from megabatch.similarity.reductions import states
-from megabatch.similarity.reductions.base import handshake, schedule_again, sort_by_id
+from megabatch.similarity.reductions.base import handshake, new_sizes, schedule_again, sort_by_id
 from megabatch.similarity.settings import Holding, Settings
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of rows and columns; see `split_logsumexp`. Without `cols` the second is empty.
 
-    The third is the number of rows and columns of each rank, (2, ranks) on the CPU; (2, 0) alone.
+    The third is the number of rows and columns of each rank, see `base.Handshake`.
     The fourth stays for the backward pass if `save`: the first blocks' logits, or in a group all
     ranks' columns.
 
@@ -90,7 +90,7 @@ def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         columns = states.new_results((x if y is None else y).shape[0], has_positives, x)
     n = comm.resolve(group).size() if group else 0
     saved = _new_saved(x, y, n, save, settings)
-    return rows, columns, x.new_empty(2, n, dtype=torch.int64, device="cpu"), saved
+    return rows, columns, new_sizes(x, n), saved
 
 
 def _backward(
