@@ -39,11 +39,11 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     cpu = torch.device("cpu")
-    lines: dict[str, control.Line] = {
-        "sockets": control.line(group, cpu),
-        "gloo": control.GlooLine(group._get_backend(cpu), group.size()),
+    channels: dict[str, control.Channel] = {
+        "sockets": control.channel(group, cpu),
+        "gloo": control.GlooChannel(group._get_backend(cpu), group.size()),
     }
-    found = {name: microseconds(line, options.calls) for name, line in lines.items()}
+    found = {name: microseconds(channel, options.calls) for name, channel in channels.items()}
     if group.rank() == 0:
         content = {
             "command": records.command_line(options.output) if options.output else "",
@@ -51,7 +51,7 @@ def main() -> None:
             "versions": records.versions(),
             "processes": group.size(),
             "bytes": SIZE,
-            "kinds": {name: type(line).__name__ for name, line in lines.items()},
+            "kinds": {name: type(channel).__name__ for name, channel in channels.items()},
             "microseconds": found,
         }
         print(json.dumps(found))
@@ -61,14 +61,14 @@ def main() -> None:
     ranks.leave()
 
 
-def microseconds(line: control.Line, calls: int) -> dict[str, float]:
+def microseconds(channel: control.Channel, calls: int) -> dict[str, float]:
     """Seconds of a call: the median of five series, and the fastest and slowest."""
     taken = []
     for _ in range(5):
         dist.barrier()
         began = time.perf_counter()
         for _ in range(calls):
-            line.gather(bytes(SIZE))
+            channel.gather(bytes(SIZE))
         taken.append(1e6 * (time.perf_counter() - began) / calls)
     low, middle, high = min(taken), statistics.median(taken), max(taken)
     return {"median": round(middle, 1), "min": round(low, 1), "max": round(high, 1)}

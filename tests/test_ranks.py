@@ -68,7 +68,7 @@ class Broken:
 @on_processes(2)
 def test_a_lost_rank_is_a_communication_error(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks.control, "line", lambda group, device: Broken())
+        patch.setattr(ranks.control, "channel", lambda group, device: Broken())
         with pytest.raises(
             CommunicationError, match=rf"values .* rank {world.rank}: rank 1 .* gone"
         ):

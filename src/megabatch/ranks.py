@@ -76,7 +76,7 @@ def all_gather_values(value: Any, group: object) -> list[Any]:
     name = group_name(group)
     if not name:
         return [value]
-    channel = control.line(comm.resolve(name), _device(name))
+    channel = control.channel(comm.resolve(name), _device(name))
     data = json.dumps(value).encode()
     try:
         rows = channel.gather(len(data).to_bytes(8, "little"))

@@ -90,7 +90,7 @@ def test_handshakes_by_sockets_and_by_gloo(tmp_path: Path) -> None:
     output = tmp_path / "h.json"
     run("handshake.py", "--calls=20", f"--output={output}")
     content = json.loads(output.read_text())
-    assert content["kinds"] == {"sockets": "SocketLine", "gloo": "GlooLine"}
+    assert content["kinds"] == {"sockets": "SocketChannel", "gloo": "GlooChannel"}
     assert content["processes"] == 2
     times = content["microseconds"]
     assert all(0 < t["min"] <= t["median"] <= t["max"] for t in times.values())

@@ -37,11 +37,11 @@ def new_store(name: str) -> dist.Store:
     return dist.PrefixStore(name, torch_internals.group_store(dist.group.WORLD))
 
 
-def line_of(group: Any) -> control.Line:
+def line_of(group: Any) -> control.Channel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_internals, "group_store", lambda group: group.store)
-        made = control.line(group, torch.device("cuda"))
-        assert control.line(group, torch.device("cuda")) is made
+        made = control.channel(group, torch.device("cuda"))
+        assert control.channel(group, torch.device("cuda")) is made
     return made
 
 
@@ -53,7 +53,7 @@ def words(rank: int, turn: int) -> bytes:
 def test_everyone_hears_everyone(world: World) -> None:
     group = group_like(new_store("all"))
     line = line_of(group)
-    assert isinstance(line, control.SocketLine)
+    assert isinstance(line, control.SocketChannel)
     for turn in range(50):
         if turn % 7 == world.rank:
             time.sleep(0.002)  # ranks come at different times
@@ -68,7 +68,7 @@ def test_a_store_that_outlives_a_group(world: World) -> None:
     store = new_store("kept")
     for turn in range(3):
         line = control.sockets(store, world.rank, world.size, timedelta(seconds=20))
-        assert isinstance(line, control.SocketLine)
+        assert isinstance(line, control.SocketChannel)
         assert line.gather(words(world.rank, turn))[-1] == words(world.size - 1, turn)
         if world.rank == 0:
             line.end()
@@ -85,7 +85,7 @@ def test_gloo_serves_where_one_rank_reaches_another_machine(world: World) -> Non
         if world.rank == 1:
             patch.setattr(control.socket, "socket", Elsewhere)
         line = line_of(group)
-    assert isinstance(line, control.GlooLine)
+    assert isinstance(line, control.GlooChannel)
     for turn in range(3):
         expected = [words(rank, turn) for rank in range(3)]
         assert line.gather(words(world.rank, turn)) == expected
@@ -97,7 +97,7 @@ def test_other_systems_have_gloo(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control.sys, "platform", "darwin")
         line = line_of(group)
-    assert isinstance(line, control.GlooLine)
+    assert isinstance(line, control.GlooChannel)
     assert line.backend is dist.group.WORLD._get_backend(CPU)
     assert line.gather(b"ab")[world.rank] == b"ab"
 
@@ -142,7 +142,7 @@ def interrupted_worker(rank: int, size: int, port: int, folder: Path) -> None:
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(control.SocketLine, "_received", interrupt)
+            patch.setattr(control.SocketChannel, "_received", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 similarity.logsumexp(x, x)
     try:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megabatch.similarity.distributed import watchdog
-from megabatch.similarity.distributed.control import SocketLine
+from megabatch.similarity.distributed.control import SocketChannel
 from megabatch.similarity.distributed.watchdog import FAREWELL, REMEMBERED
 from tests import programs
 
@@ -51,10 +51,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert not set(threading.enumerate()) - before  # a watch ends with its line
 
 
-def pair() -> tuple[SocketLine, socket.socket]:
+def pair() -> tuple[SocketChannel, socket.socket]:
     """Rank 0's line to rank 1, and rank 1's end of it."""
     mine, theirs = socket.socketpair()
-    return SocketLine([None, mine], timedelta(seconds=5)), theirs
+    return SocketChannel([None, mine], timedelta(seconds=5)), theirs
 
 
 def wait_for(told: list[str]) -> list[str]:
@@ -150,7 +150,7 @@ def test_the_latest_are_remembered(told: list[str]) -> None:
 
 def test_one_report_however_many_ranks_are_gone(told: list[str]) -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    line = SocketLine([None, *(mine for mine, _ in pairs)], timedelta(seconds=5))
+    line = SocketChannel([None, *(mine for mine, _ in pairs)], timedelta(seconds=5))
     line.watch.note("one")
     for _, theirs in pairs:
         theirs.close()

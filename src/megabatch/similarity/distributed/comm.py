@@ -1,4 +1,4 @@
-"""Between processes: who belongs to a group, what its ranks agree on, how tensors change hands."""
+"""Groups of ranks: their names, what they must agree on, and transfers of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TERMS = 1024
 
 
 def group_name(group: object) -> str:
-    """The name that operators know a group by; "" where this process has nobody to talk to.
+    """The name of a group for operators; "" if this process is alone.
 
     Args:
         group: a process group, None for the default one where torch.distributed is initialised,
@@ -65,25 +65,25 @@ def resolve(name: str) -> dist.ProcessGroup:
 
 
 def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Every rank's numbers, where all ranks come with the same terms; else an error on each.
+    """Exchange numbers between ranks with the same terms; if terms differ, an error on every rank.
 
-    One small exchange between hosts: it waits for the other ranks' hosts, never for a device.
+    One small exchange between hosts: it waits for other hosts, never for a device.
 
     Args:
         name: of the group.
-        terms: what the ranks must agree on, in words; the operation's name first.
-        numbers: up to 8 that they need to know of each other, as many on each rank.
+        terms: what the ranks must agree on, in words, beginning with the operation's name.
+        numbers: up to 8 to exchange, the same count on each rank.
         device: where the features are.
 
     Raises:
-        ValueError: the ranks disagree; it says what each had.
-        CommunicationError: a rank is gone or does not come.
+        ValueError: the ranks disagree; the message says what each had.
+        CommunicationError: a rank is gone or sends nothing in time.
     """
     group = resolve(name)
     head = struct.Struct(f"{len(numbers)}q")
     text = terms.encode()[:TERMS].ljust(TERMS)
     with _failures_of(f"{_operation(terms)}: before the first transfer, rank {dist.get_rank()}"):
-        shown = control.line(group, device).gather(text + head.pack(*numbers).ljust(64))
+        shown = control.channel(group, device).gather(text + head.pack(*numbers).ljust(64))
     if any(row[:TERMS] != text for row in shown):
         raise ValueError(_disagreement(group, [row[:TERMS].decode().strip() for row in shown]))
     return [list(head.unpack_from(row, TERMS)) for row in shown]
@@ -99,18 +99,18 @@ def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.Reduce
 
 
 class Pending:
-    """A collective operation under way; what it was given must stay as it is until `wait`."""
+    """A collective under way; its operands must not change until `wait`."""
 
     def __init__(
         self, work: dist.Work | None, what: str, group: dist.ProcessGroup, like: Tensor
     ) -> None:
-        """`what` names the operation in errors; it fills a tensor where `like` is."""
+        """`what` names the operation in errors; its result is on the device of `like`."""
         self._work = work
         self._end = functools.partial(control.note, group, like, what)
         self.what = what
 
     def wait(self) -> None:
-        """Until it is done: on the CPU for this thread, on a GPU for its stream."""
+        """Wait for its end: on the CPU in this thread, on a GPU in its stream."""
         if self._work is not None:
             with _failures_of(self.what):
                 self._work.wait()
@@ -119,7 +119,7 @@ class Pending:
 
 
 def all_gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
-    """Every rank's (m, ...) as (n, m, ...), to be filled; all ranks come with the same shape."""
+    """All ranks' (m, ...) as (n, m, ...), filled at the end; shapes are the same on all ranks."""
     everyone = shard.new_empty((group.size(), *shard.shape))
     what = _collective(operation, "gathering")
     with _failures_of(what):
@@ -131,7 +131,7 @@ def all_gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple
 def reduce_scatter(
     parts: Tensor, group: dist.ProcessGroup, operation: str
 ) -> tuple[Tensor, Pending]:
-    """This rank's (m, ...) of the sum over ranks of (n m, ...), to be filled, where they were."""
+    """This rank's (m, ...) of the sum over ranks of (n m, ...), in place, filled at the end."""
     size, rank = parts.shape[0] // group.size(), group.rank()
     total = parts[rank * size : (rank + 1) * size]
     what = _collective(operation, "adding up what all ranks found")
@@ -141,19 +141,18 @@ def reduce_scatter(
 
 
 def let_begin(like: Tensor) -> None:
-    """Let a collective that was just given out begin before what this stream does next.
+    """Let a collective that was just launched begin before this stream's next kernel.
 
-    A large product that begins first seems to take all multiprocessors of a GPU, and the
-    collective, which asks for some, to begin at its end. 65,536 rows on 2 H200s: 23.59 ms, and
-    23.51 so; by events that go to other streams and back as much as without
-    (benchmarks/results/hiding-2gpu.json).
+    A large product that begins first seems to occupy all multiprocessors of a GPU, so that the
+    collective begins when it ends. 65,536 rows on 2 H200s take 23.51 ms with this and 23.59
+    without; events between the streams change nothing (benchmarks/results/hiding-2gpu.json).
     """
     if like.is_cuda:
         torch_internals.gpu_sleep(20_000)  # cycles, 10 us
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:
-    """(n, ...): from every rank what it has for this one, of (n, ...) each; waits for them."""
+    """(n, ...): from every rank its part for this one, of (n, ...) each; waits for them."""
     own = torch.empty_like(parts)
     what = _collective(operation, "exchanging what all ranks found")
     with _failures_of(what):
@@ -167,13 +166,13 @@ def _collective(operation: str, what: str) -> str:
 
 
 class P2PExchange:
-    """Tensors sent to one rank while others of the same kinds are received from another.
+    """Tensors sent to one rank while as many like them are received from another.
 
-    `add` them, `start`, do something else, `wait`; what was sent must stay as it is until then.
+    `add` them, `start`, do something else, `wait`. Sent tensors must not change until then.
     """
 
     def __init__(self, group: dist.ProcessGroup, to: int, source: int, what: str) -> None:
-        """`to` and `source` are ranks of the group; `what` names the exchange in errors."""
+        """`to`, `source`: ranks of the group. `what` names the exchange in errors."""
         ranks = dist.get_process_group_ranks(group)
         self.group, self.to, self.source = group, ranks[to], ranks[source]
         self.what = f"{what}, rank {dist.get_rank()} (to rank {self.to}, from rank {self.source})"
@@ -182,7 +181,7 @@ class P2PExchange:
         self._added = 0
 
     def add(self, outgoing: Tensor, size: int, dim: int = 0) -> Tensor:
-        """Send a tensor for one like it, but of `size` along `dim`; returns that, to be filled."""
+        """Send a tensor; returns one like it, of `size` along `dim`, which is filled at the end."""
         shape = list(outgoing.shape)
         shape[dim] = size
         incoming = outgoing.new_empty(shape)
@@ -201,7 +200,7 @@ class P2PExchange:
                 self._works = dist.batch_isend_irecv(self._operations)
 
     def wait(self) -> None:
-        """Until all transfers are done: on the CPU for this thread, on a GPU for its stream."""
+        """Wait for all transfers: on the CPU in this thread, on a GPU in its stream."""
         operations, works = self._operations, self._works
         for i, work in enumerate(works):
             what = self.what

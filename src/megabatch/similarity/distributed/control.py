@@ -1,8 +1,8 @@
-"""How the hosts of a group's ranks tell each other a few bytes: often, and before each transfer.
+"""The control channel of a group: its ranks' hosts exchange a few bytes before each transfer.
 
-On one machine by sockets, straight from thread to thread: 17 us where Gloo's all-gather, which goes
-through threads of its own and TCP, takes 690 (2 processes on 2 cores; 100 and 3,750 with 4:
-benchmarks/handshake.py). Elsewhere by Gloo.
+On one machine it is a socket to each other rank, read in the calling thread: 17 us, where Gloo's
+all-gather, with threads of its own and TCP, takes 690 (2 processes on 2 cores; 100 and 3,750 us
+with 4: benchmarks/handshake.py). Between machines it is Gloo.
 """
 
 from __future__ import annotations
@@ -22,82 +22,81 @@ from torch import Tensor
 from megabatch import torch_internals
 from megabatch.similarity.distributed.watchdog import Watch
 
-_lines: WeakKeyDictionary[dist.ProcessGroup, Line] = WeakKeyDictionary()
+_channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
 
 
-class Line(Protocol):
-    """What connects the hosts of a group."""
+class Channel(Protocol):
+    """A control channel."""
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank; all come with as many. It waits for the other ranks.
+        """Return every rank's bytes, by rank; all send the same number. Waits for the other ranks.
 
         Raises:
-            RuntimeError: a rank is gone or does not come in the group's time.
+            RuntimeError: a rank is gone, or sends nothing within the group's timeout.
         """
         ...
 
 
-def line(group: dist.ProcessGroup, device: torch.device) -> Line:
-    """The group's, made when it is first asked for; `device`: where its tensors are.
+def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
+    """The group's channel, made on first use. `device`: of the group's tensors.
 
-    It is no device's: what it gathers need not wait for what a GPU has queued.
+    The channel itself uses no device, so an exchange need not wait for work queued on a GPU.
     """
-    if group not in _lines:
+    if group not in _channels:
         on_cpu = torch_internals.has_cpu_backend(group)
         own = torch_internals.group_backend(group, torch.device("cpu")) if on_cpu else None
         backend = torch_internals.group_backend(group, device) if own is None else own
         store = torch_internals.group_store(group)
         place = group.rank(), group.size(), torch_internals.backend_timeout(backend)
-        made: Line | None = sockets(dist.PrefixStore("megabatch hosts", store), *place)
+        made: Channel | None = sockets(dist.PrefixStore("megabatch hosts", store), *place)
         if made is None:
-            # It bypasses `new_group`, whose counter of groups must be the same on all ranks of the
-            # world, members or not.
+            # Not by `new_group`, which all ranks of the world must call, members or not.
             own = own or dist.ProcessGroupGloo(dist.PrefixStore("megabatch", store), *place)
-            made = GlooLine(own, group.size())
-        _lines[group] = made
-    return _lines[group]
+            made = GlooChannel(own, group.size())
+        _channels[group] = made
+    return _channels[group]
 
 
 def note(group: dist.ProcessGroup, like: Tensor, what: str) -> None:
-    """If `like` is on a GPU: its stream waits for other ranks of the group now, in `what`."""
-    if like.is_cuda and isinstance(known := _lines.get(group), SocketLine):
+    """Tell the watchdog that the stream of `like`, if on a GPU, waits for other ranks in `what`."""
+    if like.is_cuda and isinstance(known := _channels.get(group), SocketChannel):
         known.watch.note(what)
 
 
-class GlooLine:
-    """By a group's collectives on the CPU."""
+class GlooChannel:
+    """A channel over the group's collectives on the CPU."""
 
     def __init__(self, backend: Any, size: int) -> None:
         self.backend, self.size = backend, size
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """See `Line`."""
+        """See `Channel`."""
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         table = [torch.empty_like(own) for _ in range(self.size)]
         self.backend.allgather([table], [own]).wait()
         return [bytes(row.numpy()) for row in table]
 
 
-class SocketLine:
-    """By a socket to each other rank; None in this rank's own place."""
+class SocketChannel:
+    """A channel of sockets, one to each other rank; None in this rank's own place."""
 
     def __init__(self, peers: list[socket.socket | None], timeout: timedelta) -> None:
         self.peers = peers
         self.seconds = timeout.total_seconds()
         self.broken = False
         self.watch = Watch(peers)
-        # With the group, not with the program: one that leaves its group behind may have failed.
+        # When the group ends, not the program: one that leaves its group may have failed.
         finalize(self, self.watch.end).atexit = False
         for peer in filter(None, peers):
             peer.settimeout(self.seconds)
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """See `Line`."""
+        """See `Channel`."""
         if self.broken:
             raise RuntimeError("an earlier exchange with the group's ranks was broken off")
         try:
             for peer in filter(None, self.peers):
-                # One that is gone is found below, when all the others have been told.
+                # A rank that is gone is found below, after all others were sent to.
                 with contextlib.suppress(OSError):
                     peer.sendall(mine)
             return [
@@ -105,7 +104,7 @@ class SocketLine:
                 for rank, peer in enumerate(self.peers)
             ]
         except BaseException:
-            # What is still to come would be taken for the next call's.
+            # Bytes still to come would be taken for the next call's.
             self.end()
             raise
 
@@ -120,10 +119,10 @@ class SocketLine:
         return found
 
     def end(self) -> None:
-        """Any later call is an error, here and on the other ranks, who read what was said so far.
+        """Make any later call an error, here and on other ranks, which still read what was sent.
 
-        (Closed, a socket with something unread takes that from the other side as well, and ranks
-        would name one another instead of the one that went first.)
+        The sockets are not closed: closing one that has unread bytes discards those of the other
+        side as well, and ranks would name one another instead of the rank that failed first.
         """
         self.broken = True
         for peer in filter(None, self.peers):
@@ -131,14 +130,14 @@ class SocketLine:
                 peer.shutdown(socket.SHUT_WR)
 
 
-def sockets(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SocketLine | None:
-    """Between the ranks of one machine; on every rank None where one of them cannot be reached.
+def sockets(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SocketChannel | None:
+    """A channel between ranks of one machine; None on every rank if one of them cannot be reached.
 
-    Addresses are names without a file, which end with the processes (Linux has them).
+    Addresses are abstract names (Linux), which need no file and end with the processes.
     """
     if sys.platform != "linux":
         return None
-    # A store may outlive a group and hold what its ranks said: keys are of this group's turn.
+    # A store may outlive a group and hold its ranks' keys: each group's have a number of their own.
     turn = (store.add("arrivals", 1) - 1) // size
     peers: list[socket.socket | None] = [None] * size
 
@@ -165,10 +164,10 @@ def sockets(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Sock
             for peer in filter(None, peers):
                 peer.close()
             return None
-        for _ in range(rank + 1, size):  # these are waiting already
+        for _ in range(rank + 1, size):  # their connections are waiting already
             peer, _ = listener.accept()
             peers[int.from_bytes(peer.recv(8, socket.MSG_WAITALL), "little")] = peer
-    return SocketLine(peers, timeout)
+    return SocketChannel(peers, timeout)
 
 
 def _connected(name: str, rank: int) -> socket.socket:
