@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from megabatch.errors import UsageError
 from megabatch.hints import Interval
 from megabatch.options import parse
-from megabatch.similarity import backends
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,6 +67,7 @@ def _targets(options: TuneOptions) -> list[Target]:
     import torch
 
     from megabatch.benchmarking.tune import Target
+    from megabatch.similarity import backends
 
     if not torch.cuda.is_available():
         raise UsageError("this machine has no CUDA device that torch can use: nothing to tune")
