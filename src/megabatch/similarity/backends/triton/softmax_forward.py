@@ -173,8 +173,9 @@ def combine_partials(
 
     A row has `row_partials` sums, a column `col_partials`, which are added P at a time; GROUP_ROWS
     rows are a row group. Before a side's first block, its state holds nothing; after its last one,
-    the state holds what `states.finish` would return. TRIANGLE: a row's sums begin at its group's
-    first tile on the diagonal; the columns' sums of the groups above give the tiles left of it.
+    the state holds the results, as of `states.to_logsumexp`. TRIANGLE: a row's sums begin at its
+    group's first tile on the diagonal; the columns' sums of the groups above give the tiles left of
+    it.
     """
     t = tl.program_id(0)
     tiles = tl.cdiv(m, B)
@@ -367,7 +368,7 @@ def merged(states: Tensor) -> Tensor:
 
 
 def merged_logsumexp(states: Tensor, out: Tensor) -> None:
-    """out = what `states.finish` returns of several states (k, 2 or 6, size) of the same rows."""
+    """out = the results of several states (k, 2 or 6, size) of the same rows."""
     _merge_states(states, out, True)
 
 
@@ -386,7 +387,7 @@ def merge_states(
     states, part_stride, stride, result, result_stride, count, size,
     HAS_POSITIVES: tl.constexpr, TO_LOGSUMEXP: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """result = `count` states as one, or what `states.finish` returns of that."""
+    """result = `count` states as one, or the results of that one."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
     part_stride = part_stride.to(tl.int64)
