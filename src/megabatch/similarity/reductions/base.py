@@ -148,7 +148,7 @@ def handshake(group: str, call: str, terms: str, rows: int, cols: int, x: Tensor
         terms: the same of the operator, in words. rows, cols: of this rank.
     """
     if not group:
-        # On the features' device: with a result on the CPU, CUDA graphs of torch.compile fail.
+        # On the features' device: CUDA graphs of torch.compile hold no result on the CPU.
         return Handshake(Local(), x.new_empty(2, 0, dtype=torch.int64))
     numbers = comm.agree(group, f"{call}, {terms}", [rows, cols], x.device)
     sizes = torch.tensor(numbers, device="cpu").T

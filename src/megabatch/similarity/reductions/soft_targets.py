@@ -42,7 +42,7 @@ from megabatch.similarity.reductions.softmax import SoftmaxTiles
 from megabatch.similarity.settings import Holding
 
 if TYPE_CHECKING:
-    from megabatch.similarity.backends.triton.soft_targets import SoftTargetKernelTiles
+    from megabatch.similarity.backends.triton.soft_target_tiles import SoftTargetKernelTiles
 
 Tiles: TypeAlias = "SoftTargetTiles | SoftTargetKernelTiles"
 
@@ -181,7 +181,7 @@ def _tiles(matrix: SortedMatrix, scale: Tensor, teacher: Teacher) -> Tiles:
     """The blocks of x (m, d) against y (n, d), with the teacher's."""
     if not backends.uses_kernels(matrix.x):
         return SoftTargetTiles(matrix.x, matrix.y, matrix.pairs, scale, teacher)
-    from megabatch.similarity.backends.triton.soft_targets import SoftTargetKernelTiles
+    from megabatch.similarity.backends.triton.soft_target_tiles import SoftTargetKernelTiles
 
     return SoftTargetKernelTiles(matrix.x, matrix.y, matrix.pairs, scale, teacher)
 

@@ -320,7 +320,7 @@ class SoftmaxTiles(EagerTiles):
         return upstream
 
     def upstream_size(self, rows: Tensor | None, cols: Tensor | None) -> None:
-        """None: torch operations compute dS of float16 in float32 or multiply it so."""
+        """None: gradients are not rescaled; on the CPU dS stays in float32."""
 
     def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
         """See `base.StateTiles`."""

@@ -122,6 +122,20 @@ def test_both_losses_and_the_scales_gradient() -> None:
     assert (dy.double() - expected[1]).norm() <= 2e-3 * expected[1].norm()
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_one_side_alone_at_logits_whose_exponentials_overflow(side: int) -> None:
+    x, y, u, v = features("learnt", 140, 16, 24, HALVES[-1])
+    leaf = x.detach().requires_grad_()
+    sides = soft_targets(leaf, y, 200.0, u, v, 200.0)
+    (dx,) = torch.autograd.grad(sides[side].cross_entropy.sum(), leaf)
+    wide = [t.double() for t in (x, y, u, v)]
+    truth, s = dense(*wide[:2], 200.0, *wide[2:], 200.0)
+    (ds,) = torch.autograd.grad(truth[side].sum(), s)
+    exact = 200.0 * ds @ wide[1]
+    assert s.max() > 100
+    assert (dx.double() - exact).norm() <= 4e-3 * exact.norm() + 1e-3
+
+
 def test_not_a_number_stays_one() -> None:
     for k in range(4):
         inputs = features("random", 140, 16, 16, HALVES[-1])

@@ -1,4 +1,4 @@
-"""Kernels of the cross-entropy against soft targets, and the tiles that launch them.
+"""Kernels of the cross-entropy against soft targets.
 
 Each program computes a tile of the student's logits and the same tile of the teacher's.
 
@@ -18,28 +18,17 @@ logit, sum of 2^(s - largest), the teacher's two, sum of 2^(t - largest) * (larg
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megabatch.similarity.backends.triton.blocking import TILE, cdiv
-from megabatch.similarity.backends.triton.blocks import diagonal_in
 from megabatch.similarity.backends.triton.launch import kernel
-from megabatch.similarity.backends.triton.operands import Side, aligned, new_descriptor
-from megabatch.similarity.backends.triton.softmax import SPREAD, SoftmaxKernelTiles, State
 from megabatch.similarity.backends.triton.tiles import (
     LN2,
     LOG2E,
-    NO_DIAGONAL,
     logits_tile,
     needs_mask,
     swizzle,
 )
-from megabatch.similarity.masks import Pairs
-from megabatch.similarity.reductions import states
-from megabatch.similarity.reductions.operands import Teacher
 
 #: Numbers of a tile's partial sums for a row or column.
 PARTS = 5
@@ -48,12 +37,6 @@ PARTS = 5
 LOWEST = tl.constexpr(2.0**-20)
 #: The teacher's sums only have to stay in float32's range.
 TEACHER_LOWEST = tl.constexpr(2.0**-75)
-#: Launch of the kernels: the accumulators of two tiles take the registers of eight warps.
-BK, WARPS, STAGES, BACKWARD_STAGES, GROUP = 64, 8, 3, 4, 32
-#: Numbers of an upstream that are log-sum-exps, whose spread in a tile counts.
-SPREAD_LSES = (0, 2)
-#: Tiles that a program of a masked kernel looks at, and partial sums that are added at once.
-CHUNK, P = 32, 16
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -67,7 +50,7 @@ def _both_logits(
     """The same tile of both matrices, in float32, without their scales.
 
     One loop makes both products as far as both go: a loop of its own for each would wait twice for
-    its first features (the forward pass at 65,536 x 768: 34.3 ms in place of 36.0 in all).
+    its first features.
     """
     s = tl.zeros((BM, BN), tl.float32)
     t = tl.zeros((BM, BN), tl.float32)
@@ -485,151 +468,3 @@ def masked_backward(
                 g = tl.where(same, own + others, g)
             g = tl.where(inside, g, 0.0)
             ds.store([ti * BM, tj * BN], g.to(ds.dtype))
-
-
-# --- the tiles that launch them -------------------------------------------------------------------
-
-
-class SoftTargetKernelTiles(SoftmaxKernelTiles):
-    """See `reductions.base.StateTiles`; an upstream is a `Side`."""
-
-    def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, scale: Tensor, teacher: Teacher) -> None:
-        super().__init__(x, y, pairs, scale)
-        columns = aligned(teacher.y)
-        self.teacher = Teacher(aligned(teacher.x), columns, teacher.scale)
-
-    def new_state(self, size: int) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return states.new_targets(states.TARGET_STATE, size, self.x)
-
-    def clear(self, state: Tensor) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return states.clear_targets(state)
-
-    def new_results(self, size: int) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return states.new_targets(states.TARGET_RESULTS, size, self.x)
-
-    @property
-    def _results(self) -> int:
-        return states.TARGET_RESULTS
-
-    def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
-        m, n = i.stop - i.start, j.stop - j.start
-        pairs = self.pairs.view(i, j)
-        row_tiles, col_tiles = cdiv(m, TILE), cdiv(n, TILE)
-        row_partials = self._empty(PARTS, col_tiles, m)
-        col_partials = self._empty(PARTS, row_tiles, n)
-        flags = self.x.new_empty(row_tiles * col_tiles, dtype=torch.int32)
-        diagonal, offset = diagonal_in(pairs, i, j), pairs.col_start - pairs.row_start
-        own = self._empty(2, m)
-        if diagonal != NO_DIAGONAL:
-            own.fill_(-torch.inf)
-        xd, yd = self._descriptors(BK)
-        teacher_xd, teacher_yd = self._teacher_descriptors()
-        unmasked_forward.launch(
-            row_tiles * col_tiles, x=xd, y=yd, scale=self.scale,
-            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
-            row_partials=row_partials, col_partials=col_partials, flags=flags,
-            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
-            teacher_d=self.teacher.x.shape[1],
-            BM=TILE, BN=TILE, BK=BK, GROUP=GROUP, EVEN=m % TILE == 0 and n % TILE == 0,
-            num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
-        masked_forward.launch(
-            cdiv(row_tiles * col_tiles, CHUNK), x=xd, y=yd, scale=self.scale,
-            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
-            row_partials=row_partials, col_partials=col_partials, flags=flags,
-            own=own, stride=own.stride(0), row_start=i.start, col_start=j.start, m=m, n=n,
-            d=self.d, teacher_d=self.teacher.x.shape[1], diagonal_offset=offset,
-            BM=TILE, BN=TILE, BK=BK, CHUNK=CHUNK, DIAGONAL=diagonal,
-            num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
-        row_state, row_is_first, row_is_last = rows
-        col_state, col_is_first, col_is_last = rows if cols is None else cols
-        programs = row_tiles + (0 if cols is None else col_tiles)
-        combine_partials.launch(
-            programs, row_partials=row_partials, row_state=row_state,
-            row_state_stride=row_state.stride(0), row_is_first=int(row_is_first),
-            row_is_last=int(row_is_last),
-            col_partials=col_partials, col_state=col_state,
-            col_state_stride=col_state.stride(0), col_is_first=int(col_is_first),
-            col_is_last=int(col_is_last), own=own, stride=own.stride(0), m=m, n=n,
-            diagonal_offset=offset, BM=TILE, BN=TILE, B=TILE, P=P, DIAGONAL=diagonal, num_warps=4,
-        )  # fmt: skip
-
-    def merge(self, parts: Tensor) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return _to_base_2(states.merge_targets(_to_base_e(parts)))
-
-    def write_results(self, parts: Tensor, out: Tensor) -> None:
-        """See `reductions.base.StateTiles`."""
-        states.to_target_results(states.merge_targets(_to_base_e(parts)), out)
-
-    def make_upstream(self, results: Tensor, gradient: Tensor) -> Side:
-        """See `reductions.base.StateTiles`."""
-        return Side.of(states.target_upstream(results, gradient), SPREAD_LSES)
-
-    def upstream(self, numbers: Tensor | None) -> Side | None:
-        """See `reductions.base.Tiles`."""
-        return None if numbers is None else Side.of(numbers, SPREAD_LSES)
-
-    def _largest_gradient(self, numbers: Tensor) -> Tensor:
-        return numbers[[1, 3, 4]].abs().amax()
-
-    def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
-        """See `reductions.base.StateTiles`."""
-        states.divide_target_upstream(numbers, size)
-
-    def gradient_block(self, i: slice, j: slice, rows: Side | None, cols: Side | None) -> Tensor:
-        """See `reductions.base.Tiles`."""
-        m, n = i.stop - i.start, j.stop - j.start
-        pairs, ds = self.pairs.view(i, j), self._workspace(i, j)
-        rows = self._without_gradient(m) if rows is None else rows.view(i)
-        cols = self._without_gradient(n) if cols is None else cols.view(j)
-        xd, yd = self._descriptors(BK)
-        teacher_xd, teacher_yd = self._teacher_descriptors()
-        tiles, out = cdiv(m, TILE) * cdiv(n, TILE), new_descriptor(ds, TILE)
-        unmasked_backward.launch(
-            tiles, x=xd, y=yd, ds=out, scale=self.scale,
-            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
-            row_upstream=rows.numbers, row_stride=rows.stride,
-            col_upstream=cols.numbers, col_stride=cols.stride,
-            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
-            teacher_d=self.teacher.x.shape[1],
-            BM=TILE, BN=TILE, BK=BK, GROUP=GROUP, num_warps=WARPS, num_stages=BACKWARD_STAGES,
-        )  # fmt: skip
-        masked_backward.launch(
-            cdiv(tiles, CHUNK), x=xd, y=yd, ds=out, scale=self.scale,
-            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
-            row_upstream=rows.numbers, row_stride=rows.stride,
-            col_upstream=cols.numbers, col_stride=cols.stride,
-            row_extremes=rows.extremes, row_tiles=rows.tiles,
-            col_extremes=cols.extremes, col_tiles=cols.tiles,
-            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
-            teacher_d=self.teacher.x.shape[1],
-            diagonal_offset=pairs.col_start - pairs.row_start,
-            BM=TILE, BN=TILE, BK=BK, CHUNK=CHUNK, DIAGONAL=diagonal_in(pairs, i, j), LIMIT=SPREAD,
-            num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
-        return ds
-
-    def _without_gradient(self, size: int) -> Side:
-        """The upstream of a side that has none: gradients of 0 at log-sum-exps of 0."""
-        return Side.of(self._empty(states.TARGET_UPSTREAM, size).zero_(), SPREAD_LSES)
-
-    def _teacher_descriptors(self) -> tuple[TensorDescriptor, TensorDescriptor]:
-        return new_descriptor(self.teacher.x, BK), new_descriptor(self.teacher.y, BK)
-
-
-def _to_base_e(state: Tensor) -> Tensor:
-    """A copy of a state, or of several, with references and terms in base e."""
-    factors = state.new_ones(states.TARGET_STATE, 1)
-    factors[[0, 2, 6, 8, 9]] = LN2.value
-    return state * factors
-
-
-def _to_base_2(state: Tensor) -> Tensor:
-    factors = state.new_ones(states.TARGET_STATE, 1)
-    factors[[0, 2, 6, 8, 9]] = LOG2E.value
-    return state * factors
