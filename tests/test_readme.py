@@ -13,7 +13,7 @@ from tests import programs
 ROOT = Path(__file__).parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md"]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 

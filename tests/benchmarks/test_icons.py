@@ -102,7 +102,8 @@ def test_what_finds_no_time_is_said(tmp_path: Path) -> None:
     small += ("torchcompile=false",)
     load("icons").main(
         [
-            *(f"--package={tmp_path / 'package.tgz'}", f"--output={output}", "--budget-seconds=1e-3"),
+            *(f"--package={tmp_path / 'package.tgz'}", f"--output={output}"),
+            "--budget-seconds=1e-3",
             *("--workers=0", "--device=cpu", "--duplicates", "positives", "negatives"),
             *("--set", *small),
         ]

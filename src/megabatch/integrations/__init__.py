@@ -1,0 +1,6 @@
+"""megabatch inside other libraries' trainers: one module a library, imported by its name.
+
+    from megabatch.integrations.sentence_transformers import MegabatchRankingLoss
+
+A module needs its library and torch; nothing else in megabatch imports it.
+"""
