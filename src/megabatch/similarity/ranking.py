@@ -1,4 +1,4 @@
-"""Ranks of target columns and the best columns of each row, without the matrix; no gradient."""
+"""Rank of each row's target column, and each row's top k columns, without forming the matrix."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def ranks(
     ids: tuple[Tensor, Tensor] | None = None,
     group: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """How many columns score above, and how many equal to, each row's target column.
+    """Count the columns that score above, and equal to, each row's target column. No gradient.
 
     Args:
         x: (m, d) queries. y: (n, d) candidates, same dtype and device.
-        target: (m,) integers, the column each row is held against; itself never counted. Over
-            several processes columns count on from one process's y to the next one's.
-        ids: `(row_ids (m,), col_ids (n,))`, integers; columns whose id equals the row's are not
-            counted. A negative id equals nothing.
-        group: the processes over which columns lie, each with its own rows of x and of y: None for
-            the default group where torch.distributed is initialised, a process group, or "local"
-            for this process alone.
+        target: (m,) integers, each row's target column, which is not counted itself. Over several
+            processes, indices continue from one process's y to the next.
+        ids: `(row_ids (m,), col_ids (n,))`, integers; columns with the row's own id are not
+            counted. A negative id equals no other id.
+        group: processes that share the columns, each with its own rows of x and of y: None for the
+            default group if torch.distributed is initialised, a process group, or "local" for this
+            process alone.
 
     Returns:
-        `(above, equal)`, int64 (m,). The target's score comes from the same block of the same
-        product as the scores it is held against, so it neither ties with nor loses to itself.
-        A row whose target's score is NaN counts every column as above.
+        `(above, equal)`, int64 (m,). The target's score is computed in the same block of the same
+        product as the scores that it is compared with, so rounding cannot separate equal scores.
+        If a row's target scores NaN, every column counts as above.
 
     Raises:
         TypeError, ValueError: the message names the argument, what came and what was expected.
-        IndexError: a target is no column, on whichever process.
+        IndexError: a target is out of range, on any process.
         CommunicationError: another process is gone or did not come in time.
     """
     check_two(x, y, autocast=False)
@@ -91,13 +91,13 @@ def topk(
     ids: tuple[Tensor, Tensor] | None = None,
     group: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k best-scoring columns of each row, best first.
+    """The k best-scoring columns of each row, best first. No gradient.
 
     Args:
         x: (m, d). y: (n, d), same dtype and device. k: from 1 to n (of all processes).
-        ids: `(row_ids (m,), col_ids (n,))`, integers; pairs of equal ids are left out. Where
-            fewer than k columns remain, the last scores are -inf and their indices -1.
-        group: as in `ranks`; indices count columns on from process to process.
+        ids: `(row_ids (m,), col_ids (n,))`, integers; pairs of equal ids are left out. If fewer
+            than k columns remain, the last scores are -inf and their indices -1.
+        group: as in `ranks`; indices continue from process to process.
 
     Returns:
         `(scores, indices)`, each (m, k): float32 (float64 for float64 features) and int64.
@@ -132,7 +132,7 @@ def topk(
 
 
 class _Columns:
-    """The columns of all processes, as a schedule brings them."""
+    """The columns of all processes, chunk by chunk as a schedule brings them."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class _Columns:
         call: str,
         numbers: Sequence[int] = (),
     ) -> None:
-        """`numbers` are told to all processes: `numbers` of each, this one's own if alone."""
+        """`numbers`: integers that all processes exchange; the attribute has every process's."""
         self.y, self.ids = y, ids
         self.schedule: Schedule = Local()
         table = [[y.shape[0], *numbers]]
@@ -159,7 +159,7 @@ class _Columns:
         self.numbers = [rest for _, *rest in table]
 
     def for_each(self, use: Callable[[int, Tensor, Tensor | None], None]) -> None:
-        """Call `use(first column's index, columns (n, d), their ids)` until all have been."""
+        """Call `use(index of the first column, columns (n, d), their ids)` for each chunk."""
 
         def on_chunk(chunk: Chunk) -> None:
             y, ids = chunk.tensors
@@ -172,14 +172,14 @@ class _Columns:
 
 
 class Scores:
-    """The scores of x (m, d), with ids (m,) or None, against columns as they come."""
+    """Scores of x (m, d), with ids (m,) or None, against one chunk of columns at a time."""
 
     def __init__(self, x: Tensor, ids: Tensor | None) -> None:
         self.x, self.ids = x, ids
         self.rows, self.step = eager.block_shape(x)
 
     def find(self, y: Tensor, target: Tensor, score: Tensor) -> None:
-        """score[i] = row i's with its target, where `target` (m,) is one of these columns."""
+        """Write each row's target score to `score` if `target` (m,) is one of these columns."""
         for i in strips(len(self.x), self.rows):
             _target_scores(self.x[i], y, target[i], self.step, score[i])
 
@@ -192,7 +192,7 @@ class Scores:
         above: Tensor,
         equal: Tensor,
     ) -> None:
-        """Add to `above` and `equal`, int64 (m,), how many columns score so; see `ranks`."""
+        """Add the counts of these columns to `above` and `equal`, int64 (m,); see `ranks`."""
         pairs = Pairs(row_ids=self.ids, col_ids=ids)
         for i in strips(len(self.x), self.rows):
             for j, s in _scores(self.x[i], y, self.step):
@@ -202,10 +202,10 @@ class Scores:
                 equal[i] += _count((s == score[i, None]) & ~skip)
 
     def best(self, y: Tensor, ids: Tensor | None, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Part after part: its rows, the best scores (rows, k or fewer), and whose they are.
+        """Yield blocks: a slice of rows, their best scores (rows, at most k), and the columns.
 
-        A part need not hold all columns: the same rows may come again. A pair of equal ids scores
-        -inf, which may belong to no column.
+        A block need not cover all columns: the same rows may be yielded again. A pair of equal ids
+        scores -inf, and its column index is meaningless.
         """
         pairs = Pairs(row_ids=self.ids, col_ids=ids)
         for i in strips(len(self.x), self.rows):
@@ -219,9 +219,7 @@ class Scores:
 def _scores_of(x: Tensor, ids: Tensor | None) -> Scores | FusedScores:
     if not backends.uses_kernels(x):
         return Scores(x, ids)
-    from megabatch.similarity.backends.triton.ranking import (
-        FusedScores,  # Triton, where it is needed
-    )
+    from megabatch.similarity.backends.triton.ranking import FusedScores
 
     return FusedScores(x, ids)
 
@@ -238,8 +236,8 @@ def _check_targets(columns: _Columns) -> None:
 def _check_not_batched(call: str, *tensors: Tensor) -> None:
     if any(isinstance(t, Tensor) and is_batched(t) for t in tensors):
         raise NotImplementedError(
-            f"{call}: torch.func.vmap does not take it, as it looks at values; loop over the batch "
-            "instead"
+            f"{call}: torch.func.vmap does not take it, as its control flow depends on values; "
+            "loop over the batch instead"
         )
 
 
@@ -271,16 +269,16 @@ def _scores(x: Tensor, y: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]
 
 
 def _target_scores(x: Tensor, y: Tensor, target: Tensor, step: int, out: Tensor) -> None:
-    """Each row's score of its target, from the very block that the sweep will meet it in.
+    """Each row's score of its target, from the same block in which the sweep will compute it.
 
-    Left as it is where the target is none of these columns.
+    Rows whose target is none of these columns stay unchanged.
     """
     one = x.new_ones((), dtype=out.dtype)
-    home = torch.where((target >= 0) & (target < y.shape[0]), target // step, -1)
-    for number in home.unique().tolist():
+    block = torch.where((target >= 0) & (target < y.shape[0]), target // step, -1)
+    for number in block.unique().tolist():
         if number < 0:
             continue
         start = number * step
         s = eager.logits(x, y[start : start + step], one)
-        rows = (home == number).nonzero().squeeze(1)
+        rows = (block == number).nonzero().squeeze(1)
         out[rows] = s[rows, target[rows] - start]

@@ -1,7 +1,8 @@
-"""Settings of this process, and those that one call was made with.
+"""Process-wide settings, and the snapshot of them that each call works with.
 
-A call reads them once (`of_call`) and hands them to its operators as integers, so that its backward
-pass works with those of its forward pass, whatever is set in between (`Holding`).
+A call reads the settings once (`of_call`) and passes them to its operators as integers. Its
+backward pass therefore uses the settings of its forward pass, even if they were changed in between
+(`Holding`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from megabatch.torch_internals import constant_in_graphs
 
-#: Bytes. A GPU's blocks of dS, 16,384 a side in half precision, make products as fast as they get.
+#: Bytes. On a GPU, blocks of dS of 16,384 x 16,384 in half precision: larger ones are no faster.
 DEFAULT_WORKSPACE = {"cpu": 256 << 20, "cuda": 512 << 20}
-#: Bytes of features of a piece: 32,768 rows of 768 bfloat16 numbers, whose products are as fast as
-#: larger ones. Two pieces of features and three of fp32 gradients are in memory at once.
+#: Bytes of features of a chunk: 32,768 rows of 768 bfloat16 numbers, whose products are as fast as
+#: larger ones. Two chunks of features and three of fp32 gradients are in memory at once.
 DEFAULT_PIECE = 48 << 20
 #: Bytes of features of all ranks that are gathered in one round: 262,144 rows of 768 bfloat16
 #: numbers (on 4 H200s 183.1 ms, 183.6 in two rounds, 184.1 in four, 185.8 in eight:
@@ -38,11 +39,11 @@ _overlap = True
 
 
 class Settings(NamedTuple):
-    """What a call is made with; integers, as operators take them."""
+    """The settings of one call, as integers, since operators take these."""
 
     workspace: int  #: bytes that a block of the matrix may take
     precision: int  #: of float32 products, an index into `PRECISIONS`
-    piece: int  #: bytes of features that travel at once
+    piece: int  #: bytes of features in a chunk
     gather: int  #: bytes of features of all ranks that are gathered at once
     overlap: int  #: whether transfers overlap computation
 
@@ -55,12 +56,13 @@ _held = _Held()
 
 
 def of_call(x: Tensor) -> Settings:
-    """The settings of a call with features like x that is made now."""
+    """The current settings, for a call with features like x."""
     products = precision(x.device.type) if _has_float32_products(x) else 0
     return Settings(_limit(x), products, _piece, _gather, int(_overlap))
 
 
-# Of the call under way on this thread; else of one that is made now.
+# The functions below return the settings of the call that runs on this thread, if there is one, or
+# else the current ones.
 
 
 def workspace(x: Tensor) -> int:
@@ -75,7 +77,7 @@ def _limit(x: Tensor) -> int:
 
 
 def products(x: Tensor) -> str:
-    """How features like x are multiplied, one of `PRECISIONS`; "" where no setting says so."""
+    """Precision of products of features like x, one of `PRECISIONS`; "" if no setting applies."""
     if not _has_float32_products(x):
         return ""
     held = _held.settings
@@ -83,7 +85,7 @@ def products(x: Tensor) -> str:
 
 
 def piece() -> int:
-    """Bytes of features that travel at once."""
+    """Bytes of features in a chunk."""
     return _piece if _held.settings is None else _held.settings.piece
 
 
@@ -98,7 +100,7 @@ def overlap() -> bool:
 
 
 class Holding:
-    """Work with the settings that a call with features like x was made with."""
+    """Context manager: apply the settings that a call with features like x was made with."""
 
     def __init__(self, settings: Sequence[int], x: Tensor) -> None:
         own = settings if isinstance(settings, Settings) else Settings(*settings)
@@ -123,27 +125,27 @@ class Holding:
 
 
 def _has_float32_products(x: Tensor) -> bool:
-    """Whether torch multiplies features like x in float32, which takes a setting to know how."""
+    """Whether torch multiplies features like x in float32, whose precision is a setting."""
     return x.dtype == torch.float32 or (x.element_size() == 2 and not x.is_cuda)
 
 
-@functools.cache  # asked at each call
+@functools.cache  # every call needs it
 def _matmul(kind: str) -> Any:
-    """Where torch keeps the precision of such a device's products; None before torch 2.9."""
+    """The object that holds the precision of a device's products; None before torch 2.9."""
     backend = torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda
     matmul = getattr(backend, "matmul", None)
     return matmul if hasattr(matmul, "fp32_precision") else None
 
 
-# As a constant for torch.compile, which cannot trace it. A compiled function is compiled anew where
-# TF32 is switched on or off.
+# A constant for torch.compile, which cannot trace it. Switching TF32 on or off recompiles a
+# compiled function.
 @constant_in_graphs
 def precision(kind: str) -> int:
-    """How such a device multiplies float32: an index into `PRECISIONS`."""
+    """The precision of a device's float32 products: an index into `PRECISIONS`."""
     matmul = _matmul(kind)
     if matmul is None:
         return LEGACY.index(torch.get_float32_matmul_precision())
-    # torch.get_float32_matmul_precision raises where only this newer setting was used.
+    # torch.get_float32_matmul_precision raises if only this newer setting was used.
     name = matmul.fp32_precision
     return 0 if name == "none" else PRECISIONS.index(name)
 
@@ -160,12 +162,11 @@ def _set_precision(kind: str, precision: int) -> None:
 
 
 def set_workspace(size: int | None) -> int | None:
-    """Bound the memory that a block of the matrix may take, in bytes; returns the bound before.
+    """Limit the memory of a block of the matrix, in bytes; returns the previous limit.
 
-    It holds for all calls that this process makes from now on, each with its backward pass. Smaller
-    blocks are slower. On the CPU, what the blocks leave of it holds logits from the forward to the
-    backward pass (`sweep.kept_size`). None, the bound at the start, stands for 256 MiB on the CPU
-    and 512 MiB on a GPU.
+    The limit applies to all later calls of this process and their backward passes. Smaller blocks
+    are slower. On the CPU, memory that the blocks do not need saves logits for the backward pass
+    (`softmax.saved_logits`). None, the default, is 256 MiB on the CPU and 512 MiB on a GPU.
 
     Raises:
         TypeError: `size` is neither None nor an integer.
@@ -178,10 +179,10 @@ def set_workspace(size: int | None) -> int | None:
 
 
 def set_piece(size: int | None) -> int:
-    """Bound the features that travel at once, in bytes; returns the bound before.
+    """Limit the size of a chunk of features in the ring, in bytes; returns the previous limit.
 
-    All ranks must set the same, for all calls from now on, each with its backward pass. None is the
-    bound at the start, 48 MiB.
+    All ranks must set the same value. It applies to all later calls and their backward passes. None
+    is the default, 48 MiB.
 
     Raises:
         TypeError: `size` is neither None nor an integer.
@@ -194,11 +195,12 @@ def set_piece(size: int | None) -> int:
 
 
 def set_gather(size: int | None) -> int:
-    """Bound the features that all ranks gather at once, in bytes; returns the bound before.
+    """Limit the features of all ranks that are gathered at once, in bytes; returns the previous.
 
-    Where those of all ranks together take more they go in rounds of a quarter of that; where shards
-    differ in size, pieces travel the ring instead; 0: always. All ranks must set the same, for all
-    calls from now on, each with its backward pass. None is the bound at the start, 384 MiB.
+    If the features of all ranks together take more, they are gathered in rounds of a quarter of the
+    limit; if shards differ in size, or the limit is 0, chunks travel around the ring instead. All
+    ranks must set the same value. It applies to all later calls and their backward passes. None is
+    the default, 384 MiB.
 
     Raises:
         TypeError: `size` is neither None nor an integer.
@@ -211,11 +213,11 @@ def set_gather(size: int | None) -> int:
 
 
 def set_overlap(on: bool) -> bool:
-    """Whether transfers overlap computation (they do at the start); returns how it was before.
+    """Set whether transfers overlap computation (default: yes); returns the previous setting.
 
-    For measuring what overlap is worth: off, each exchange is waited for before its step's
-    computation. It changes no result. All ranks must set the same, for all calls from now on, each
-    with its backward pass.
+    Turning it off measures the benefit of the overlap: each step then waits for its transfers
+    before it computes. Results do not change. All ranks must set the same value. It applies to all
+    later calls and their backward passes.
     """
     global _overlap
     before, _overlap = _overlap, bool(on)

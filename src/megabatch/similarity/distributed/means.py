@@ -1,7 +1,7 @@
-"""What a loss needs to know of other processes: means over all rows, ids, shared parameters.
+"""Means over the global batch, globally unique ids, and parameters replicated over ranks.
 
-Each process holds its own rows of one batch. Losses go through these few functions and know
-nothing else of ranks.
+Each process holds its own rows of one batch. These few functions are all that a loss knows of other
+ranks.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ def global_mean(
     name: str = "values",
     batch: Tensor | None = None,
 ) -> Tensor:
-    """The mean of one number a row over the rows of all processes, as this process's share of it.
+    """This process's share of the mean of `values` over the rows of all processes.
 
-    Returns `n_ranks * (sum over local rows) / (global count)`, with weights
-    `n_ranks * (sum of weights * values) / (global sum of weights)`: the mean of it over ranks is
-    the global mean, and averaging gradients over ranks, as DDP and FSDP do, gives its gradient.
+    Returns `n_ranks * (sum over local rows) / (global count)`, or with weights
+    `n_ranks * (sum of weights * values) / (global sum of weights)`. The mean of these shares over
+    ranks is the global mean, so that averaging gradients over ranks, as DDP and FSDP do, gives the
+    gradient of the global mean.
 
     Args:
-        values: (m,), m = 0 allowed where other processes have rows.
+        values: (m,), one number per row; m = 0 is allowed if another process has rows.
         group: None, "local" or a process group.
-        weights: (m,), not negative, without a gradient. Where all are zero the result is 0 with
-            zero gradients, rows or no rows.
-        name: what an error calls the rows.
-        batch: as `statistics.split_and_count` has it: without weights the other processes need not
-            be asked then. All must come with weights or none.
+        weights: (m,), not negative; they get no gradient. All ranks pass weights or none does. If
+            all weights are zero, the result and its gradients are 0, with or without rows.
+        name: the argument that errors name.
+        batch: global number of rows, if a reduction has returned it (`functions`). Without weights
+            it saves the all-reduce of the row counts.
 
     Raises:
-        ValueError: no process has a row, and no weights are given.
+        ValueError: no process has a row and there are no weights.
         CommunicationError: another process is gone or did not come in time.
     """
     if weights is None and batch is not None:
@@ -61,10 +62,11 @@ def global_mean(
 def share_of_mean(
     total: Tensor, rows: int, group: object, weights: Tensor | None = None, *, name: str = "values"
 ) -> Tensor:
-    """`global_mean` where this process's (weighted) sum over its rows is known already.
+    """`global_mean` given this process's (weighted) sum over its rows.
 
     Args:
-        total: a scalar. rows: how many it is the sum over. group, weights, name: as there.
+        total: scalar, the (weighted) sum. rows: the number of rows that it sums over. group,
+            weights, name: as in `global_mean`.
     """
     name_of_group, (_, size) = group_name(group), rank_and_size(group)
     if not name_of_group:
@@ -86,15 +88,15 @@ def _check_count(count: int, name: str) -> None:
 def mean_row(features: Tensor, group: object, weights: Tensor | None = None) -> Tensor:
     """The (weighted) mean of the rows of all processes, (d,), the same on every process.
 
-    In the accumulator's dtype; differentiable: its backward pass adds up what all processes send.
-    Without any row or weight: zeros.
+    Returned in the accumulator's dtype; zeros if there is no row or all weights are zero. The
+    backward pass sums the upstream gradients of all processes.
 
     Args:
         features: (m, d). group, weights: as in `global_mean`.
     """
     dtype = accumulator_dtype(features.dtype)
     if weights is None:
-        # Counts as a tensor, so that no rank waits for another here.
+        # The count stays a tensor: reading it would make the host wait for other ranks.
         weights = features.new_ones(features.shape[0], dtype=dtype)
         rows = features.sum(0, dtype=dtype)
     else:
@@ -104,22 +106,23 @@ def mean_row(features: Tensor, group: object, weights: Tensor | None = None) -> 
 
 
 def pair_ids(n: int, group: object, *, device: torch.device | None = None) -> Tensor:
-    """(n,) int64 ids, each given once over all processes: what belongs to local row i.
+    """(n,) int64 ids of the local rows, unique over all processes.
 
-    Consecutive, from 0 on the group's first process and from 2**40 times its rank on the others:
-    so none has to ask the others for their number of rows.
+    They are consecutive and start at 2**40 times the process's rank in the group, so that no
+    process needs the others' numbers of rows.
     """
     rank, _ = rank_and_size(group)
     return torch.arange(n, device=device) + (rank << 40)
 
 
 def replicated(parameter: Tensor, group: object) -> Tensor:
-    """A scale or bias that every process holds: as is, its gradient averaged over processes.
+    """Return a scale or bias that every process holds; its gradient is averaged over processes.
 
-    Each process sees only its own rows' part of the gradient; the average of these parts is the
-    gradient of the global mean, and stays it under the averaging of DDP and FSDP. Once more does no
-    harm. The functions of `megabatch.similarity` that take a group do it to their scale and bias;
-    what uses those elsewhere too (`paired`, a loss's own terms) does it before.
+    Each process computes its own rows' part of the gradient. The average of these parts is the
+    gradient of the global mean, and averaging it again, as DDP and FSDP do, leaves it unchanged;
+    so does applying `replicated` twice. Functions of `megabatch.similarity` that take a group
+    apply it to their scale and bias. A loss that also uses these elsewhere (in `paired`, or in
+    terms of its own) applies it first.
     """
     name = group_name(group)
     if not (name and parameter.requires_grad):
@@ -128,7 +131,7 @@ def replicated(parameter: Tensor, group: object) -> Tensor:
 
 
 def sum_over_ranks(values: Tensor, group: object) -> Tensor:
-    """The sum over processes, the same on each; so is its gradient, the sum of what they send."""
+    """The sum over processes, the same on each; the backward pass sums the upstream gradients."""
     name = group_name(group)
     return _sum_over_ranks(values, name) if name else values
 
@@ -149,13 +152,13 @@ def _replicated(parameter: Tensor, group: str) -> Tensor:
 
 @operator("global_weight", group_argument=3)
 def _global_weight(like: Tensor, rows: int, weight: Tensor | None, group: str, name: str) -> Tensor:
-    """The number of rows of all ranks, or the sum of their weights; no handshake.
+    """The number of rows of all ranks, or the sum of their weights, without a handshake.
 
-    It is an error where it is known: on the CPU on every rank. On a GPU only a rank without rows
-    looks at the number, and ranks that come with weights while others come without get NaN.
+    On the CPU every rank checks the result. On a GPU that would make the host wait, so only a rank
+    without rows checks it, and if some ranks pass weights and others do not, the result is NaN.
     """
     size = comm.resolve(group).size()
-    # The sum; how many come with weights.
+    # The sum, and the number of ranks that pass weights.
     own = like.new_full((), rows) if weight is None else weight
     given = like.new_full((), 0 if weight is None else 1)
     numbers = torch.stack([own.double(), given.double()])

@@ -1,9 +1,10 @@
-"""Tells of a GPU that waits for a rank that is gone, and ends the process if it was asked to.
+"""A watchdog that reports a transfer stuck on a lost rank, and can end the process.
 
-NCCL waits on the GPU, where no Python code sees another rank die. torch's watchdog notices when the
-group's timeout is over, names a collective of its own, and ends the process a minute later (torch
-2.11: `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`, four times). Ranks of one machine have sockets between
-their hosts (`hosts`), which the system closes with the process that dies: so here it takes seconds.
+NCCL waits on the GPU, where no Python code sees another rank die. torch's own watchdog reacts only
+when the group's timeout expires, names one of its own collectives, and ends the process a minute
+later (torch 2.11: four times `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`). Ranks on one machine have
+sockets between them (`control`), which the operating system closes when a process dies, so this
+watchdog notices within seconds.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ from collections.abc import Sequence
 
 import torch
 
-#: Seconds that a transfer may still take when a rank of its group is gone.
+#: Seconds that a pending transfer gets to finish after a rank of its group was lost.
 GRACE = 5.0
-#: Transfers that are remembered, the latest.
+#: Number of recent transfers that are tracked.
 REMEMBERED = 64
-#: The last that a rank says which ends in order.
+#: Last message of a rank that exits normally.
 FAREWELL = b"megabatch: farewell"
 
 _abort = False
 
 
 def set_abort_on_lost_rank(on: bool) -> bool:
-    """Whether a lost rank ends this process (not at the start); returns how it was before.
+    """Set whether a lost rank ends this process (default: no); returns the previous setting.
 
-    It is for programs that a launcher starts again, as `megabatch train`: where a GPU waits for a
-    rank of the same machine whose process died, this process then ends by `os._exit(1)` 5 s later,
-    without any clean-up. Off, it says which transfer waits for which rank on standard error, once,
-    and leaves the rest to torch's watchdog, which acts when the group's timeout is over.
+    Meant for programs that a launcher restarts, such as `megabatch train`. If a GPU waits for a
+    rank on the same machine whose process died, this process exits with `os._exit(1)` after 5 s,
+    without any cleanup. If off, the watchdog writes to standard error, once, which transfer waits
+    for which rank, and leaves the rest to torch's watchdog, which acts when the group's timeout
+    expires.
     """
     global _abort
     before, _abort = _abort, bool(on)
@@ -44,7 +46,7 @@ def set_abort_on_lost_rank(on: bool) -> bool:
 
 
 class Watch:
-    """What this process's GPU waits for, and whether the ranks of a group are still there."""
+    """Tracks the transfers that this process's GPU waits for, and the liveness of their ranks."""
 
     def __init__(self, peers: Sequence[socket.socket | None]) -> None:
         """`peers`: a socket to each other rank, None in this rank's own place."""
@@ -54,13 +56,13 @@ class Watch:
         self._begun = self._done = False
 
     def note(self, what: str) -> None:
-        """The current stream of the GPU waits for other ranks from here on, in `what`.
+        """Record that the current CUDA stream waits for other ranks from here on, in `what`.
 
-        Not of a CUDA graph that is captured: what it waits for later is not seen.
+        Does nothing while a CUDA graph is captured: transfers of a replay cannot be tracked.
         """
         if torch.cuda.is_current_stream_capturing():
             return
-        # One of its own: the latest of a torch.distributed.Work would keep its tensors alive.
+        # An event of our own: holding a torch.distributed.Work would keep its tensors alive.
         full = len(self._waits) == REMEMBERED
         event = self._waits.popleft()[1] if full else torch.cuda.Event()
         event.record()
@@ -70,9 +72,9 @@ class Watch:
             threading.Thread(target=self._run, name="megabatch watch", daemon=True).start()
 
     def end(self) -> None:
-        """Take leave of the other ranks and close the sockets; no word where an error is on."""
+        """Close the sockets. Unless an exception is being handled, say goodbye first."""
         self._done = True
-        if os.getpid() != self._process:  # a copy, whose sockets are its parent's
+        if os.getpid() != self._process:  # a forked child: the sockets belong to its parent
             return
         for peer in filter(None, self._peers):
             with contextlib.suppress(OSError):
@@ -82,10 +84,10 @@ class Watch:
             peer.close()
 
     def _run(self) -> None:
-        """Wait until a rank is gone; then see whether a transfer is stuck."""
+        """Wait until a rank is lost, then check whether a transfer is stuck."""
         poll = select.poll()
         ranks = {}
-        with contextlib.suppress(OSError, ValueError):  # the line is closed, and with it its files
+        with contextlib.suppress(OSError, ValueError):  # the channel closed its sockets already
             for rank, peer in enumerate(self._peers):
                 if peer is not None:
                     ranks[peer.fileno()] = rank
@@ -95,18 +97,18 @@ class Watch:
                 rank = ranks.pop(file)
                 poll.unregister(file)
                 if not self._done and not self._took_leave(rank) and self._is_stuck(rank):
-                    return  # it was told; the others may be gone for the same reason
+                    return  # reported; other ranks may be lost for the same reason
 
     def _took_leave(self, rank: int) -> bool:
         peer = self._peers[rank]
         assert peer is not None
         with contextlib.suppress(OSError):
-            # What it said before may not be read yet.
+            # Earlier messages may still be unread in front of it.
             return peer.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT).endswith(FAREWELL)
         return False
 
     def _is_stuck(self, rank: int) -> bool:
-        """Whether a transfer gets stuck, before the line is closed; another may be given out."""
+        """Whether a transfer is stuck. The host may still launch others meanwhile."""
         stuck, since = None, time.monotonic()
         while not self._done:
             now = self._first_wait()
@@ -126,11 +128,11 @@ class Watch:
 
 
 def report(why: str) -> None:
-    """Say why on standard error; end this process if `set_abort_on_lost_rank` asked for it.
+    """Write the reason to standard error; exit if `set_abort_on_lost_rank` asked for it.
 
-    A transfer that cannot end leaves no other way: the host may wait for the GPU at any place, and
-    what the GPU has after an aborted transfer must not be used. Where torch's watchdog is told not
-    to end the process, this does not either.
+    Exiting is the only way out of a transfer that cannot end: the host may be waiting for the GPU
+    anywhere, and results computed after an aborted transfer must not be used. If torch's watchdog
+    is configured not to end the process, neither does this one.
     """
     stays = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in ("0", "2")
     ends = _abort and not stays
