@@ -93,8 +93,8 @@ def measure(
     about = (name, device, 1, "bfloat16", b, d, teacher_d)
     call = forward_backward(loss, inputs, device)
     try:
-        call()  # may compile
-        extra = memory.extra_bytes(call, device) - sum(t.nbytes for t in inputs[:2])
+        call()  # may compile; leaves gradients, whose memory the next call takes again
+        extra = memory.extra_bytes(call, device)
         size = 8192 if device == "cuda" else 256
         rates = [product_rate(device, torch.bfloat16, size, seconds)]
         ms = statistics.median(times(call, device, seconds, 3))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megabatch.config.settings import TrainConfig
+from megabatch.losses import DistillClipLoss
 from megabatch.losses.objective import create_objective
-from megabatch.planning.loss import loss_bytes, loss_seconds
+from megabatch.planning.loss import loss_bytes, loss_seconds, planned_bytes
 from megabatch.similarity import set_workspace, settings
 from megabatch.similarity.distributed import gathered
 from tests.planning.allocator import peak_bytes
@@ -81,7 +82,46 @@ def test_rows_too_wide_to_be_gathered_travel_the_ring():
     assert planned < piece + 2 * 2 * rows * width + 4 * rows * width + (512 << 20)
 
 
+DISTILLED = [
+    r
+    for r in json.loads((RESULTS.parent / "distillation.json").read_text())["records"]
+    if r["contender"] == "megabatch" and r["status"] == "ok"
+]
+
+
+def distillation(rows, width, teacher_width, dtype):
+    """The inputs of the loss, and a call of it."""
+    x, y = (torch.randn(rows, width, dtype=dtype, requires_grad=True) for _ in range(2))
+    u, v = (torch.randn(rows, teacher_width, dtype=dtype) for _ in range(2))
+    scale = torch.ones((), requires_grad=True)
+    return lambda: sum(DistillClipLoss(group="local")(x, y, scale, u, v, 1.0))
+
+
+@pytest.mark.parametrize("record", DISTILLED, ids=[f"{r['d']}-{r['teacher_d']}" for r in DISTILLED])
+def test_memory_of_distillation_on_an_h200(record):
+    sizes = record["b"], record["d"], record["teacher_d"]
+    gradients = 2 * 2 * record["b"] * record["d"]  # not in the records
+    planned = planned_bytes(lambda: distillation(*sizes, torch.bfloat16), "cuda", 1) - gradients
+    assert abs(planned / record["extra_bytes"] - 1) < 0.03
+
+
+@pytest.mark.parametrize("workspace", [None, 1 << 20])
+def test_memory_of_distillation_on_the_cpu(workspace):
+    sizes = 500, 64, 96, torch.float32
+    before = set_workspace(workspace)
+    try:
+        call = distillation(*sizes)
+        actual = peak_bytes(lambda: call().backward())
+        planned = planned_bytes(lambda: distillation(*sizes), "cpu", 1)
+    finally:
+        set_workspace(before)
+    # As above: half of the buffers of a block, at most 6 of 500 x 500, serve ids and ceilings.
+    unused = min(workspace or settings.DEFAULT_WORKSPACE["cpu"], 6 * 500 * 500 * 4) / 2
+    assert 0.97 * actual < planned < 1.03 * actual + unused
+
+
 def test_there_are_such_records():
+    assert len(DISTILLED) >= 2
     assert len(OURS) >= 20
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megabatch.config.settings import TrainConfig
 from megabatch.losses.objective import create_objective
@@ -36,26 +37,40 @@ def loss_bytes(
 
     It includes the features' gradients. `locked`: towers whose features need none.
     """
-    # Without ids, as fake ones have no values to check; they are a few bytes per row. Fake tensors
-    # are on the CPU, since a backward pass on CUDA needs a device. CUDA differs in the operators'
-    # workspace, and in that no logits are saved (`softmax.saved_logits`).
+    # Without ids, as fake ones have no values to check; they are a few bytes per row.
     objective = create_objective(replace(config, duplicates="negatives"), group="local")
+
+    def prepare() -> Callable[[], Tensor]:
+        x, y = (
+            torch.empty(rows, width, dtype=dtype, requires_grad=tower not in locked)
+            for tower in ("image", "text")
+        )
+        scale, bias = (torch.ones((), requires_grad=True) for _ in range(2))
+        return lambda: objective(x, y, scale, bias)
+
+    enabled = config.precision in AUTOCAST
+    with torch.autocast("cpu", AUTOCAST.get(config.precision), enabled=enabled):
+        return planned_bytes(prepare, device, ranks)
+
+
+def planned_bytes(prepare: Callable[[], Callable[[], Tensor]], device: str, ranks: int) -> int:
+    """Peak memory of a loss and its backward pass in bytes, beside its inputs.
+
+    Args:
+        prepare: makes the inputs, and returns the loss of them; called on fake tensors.
+        device: "cpu" or "cuda". ranks: processes that share the batch.
+    """
+    # Fake tensors are on the CPU, since a backward pass on CUDA needs a device. CUDA differs in the
+    # operators' workspace, and in that no logits are saved (`softmax.saved_logits`).
     before = settings.set_workspace(None)
     limit = before or settings.DEFAULT_WORKSPACE[device]
     keeps = device == "cpu" and ranks == 1
     settings.set_workspace(limit if keeps else _SMALLEST)
     try:
         with counted(_workspace(Run(limit, device == "cpu", ranks))) as counter:
-            x, y = (
-                torch.empty(rows, width, dtype=dtype, requires_grad=tower not in locked)
-                for tower in ("image", "text")
-            )
-            scale, bias = (torch.ones((), requires_grad=True) for _ in range(2))
+            loss = prepare()
             start = counter.start()
-            enabled = config.precision in AUTOCAST
-            with torch.autocast("cpu", AUTOCAST.get(config.precision), enabled=enabled):
-                loss = objective(x, y, scale, bias)
-            loss.backward()
+            loss().backward()
             return counter.peak - start
     finally:
         settings.set_workspace(before)

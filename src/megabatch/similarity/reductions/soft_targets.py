@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 Tiles: TypeAlias = "SoftTargetTiles | SoftTargetKernelTiles"
 
+#: Buffers of a block's size for the teacher's logits, in torch operations.
+TEACHER_BUFFERS = 2
+
 
 # --- the operators --------------------------------------------------------------------------------
 
@@ -121,16 +124,25 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _forward_bytes(run: Run, x: Tensor, y: Tensor, _: Tensor, teacher_x: Tensor, *__: Any) -> int:
-    """A block of the student's logits and one of the teacher's, or a tile's sums of both sides."""
+    """A block of the student's logits and the teacher's buffers; on a GPU, the tiles' partials.
+
+    A forward block of the kernels has twice the rows and columns of a block of dS, and 5 float32
+    numbers a tile of 128 for each of its rows and columns.
+    """
     block, _rows = run.block(x, y)
-    both = 2 * block if run.on_cpu else block // 6
+    both = block + _teacher_bytes(block) if run.on_cpu else block * 5 // 8
     return both + run.travelling(x, y) + run.travelling(teacher_x, teacher_x)
 
 
 def _backward_bytes(run: Run, x: Tensor, y: Tensor, _: Tensor, teacher_x: Tensor, *__: Any) -> int:
     block, _rows = run.block(x, y)
-    teacher = (block if run.on_cpu else 0) + run.travelling(teacher_x, teacher_x)
+    teacher = (_teacher_bytes(block) if run.on_cpu else 0) + run.travelling(teacher_x, teacher_x)
     return gradient_bytes(run, x, y, states.TARGET_UPSTREAM) + teacher
+
+
+def _teacher_bytes(block: int) -> int:
+    """Beside the buffers of a block of torch operations, those of the teacher's logits."""
+    return block * TEACHER_BUFFERS // eager.BUFFERS
 
 
 against_soft_targets, against_soft_targets_backward = reduction_operators(
@@ -202,7 +214,7 @@ class SoftTargetTiles(SoftmaxTiles):
     ) -> None:
         super().__init__(x, y, pairs, scale)
         self.teacher = teacher
-        self._teacher_scratch = self._buffers(2)
+        self._teacher_scratch = self._buffers(TEACHER_BUFFERS)
 
     def reduce(self, cols: bool) -> tuple[Tensor, Tensor | None]:
         """See `base.StateTiles`."""
