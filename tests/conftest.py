@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -23,6 +24,10 @@ if not torch.cuda.is_available():  # Triton's kernels then run on the CPU; read 
     from tests import interpreter
 
     interpreter.mend()
+
+# Shells start commands in the background with SIGINT ignored, and Python leaves it ignored.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples each time, however long they take; tools/repeat_tests.py asks for others.
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from megabatch.training import log as log_module
 from megabatch.training.log import Display, Meter, MetricsLog, duration, memory_bytes
@@ -43,8 +46,14 @@ def test_steps_done_again_are_cut_off_and_so_is_a_half_written_line(tmp_path: Pa
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_tensorboard_shows_the_continued_curve_alone(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_continued_curve_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, 0, range(1, 6), 1.0)
+    # TensorBoard reads files in the order of their names, the time in seconds and then a counter:
+    # within a second "10" comes before "9". A run that continues begins seconds later.
+    later = SimpleNamespace(time=lambda: time.time() + 1)
+    monkeypatch.setattr(event_file_writer, "time", later)
     write(tmp_path, 3, range(4, 8), 2.0)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
