@@ -18,8 +18,10 @@ import tarfile
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import open_clip
@@ -29,6 +31,7 @@ from PIL import Image, ImageFilter
 
 from megabatch.data import PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
+from megabatch.models.pixels import with_bytes
 
 SIDE = 224  # pixels of the model's images
 
@@ -77,7 +80,7 @@ def _measure(
     loader = PairLoader(
         dataset,
         batch_size=size,
-        transform=open_clip.image_transform(SIDE, is_train=True),
+        transform=_transform(),
         tokenizer=lambda captions: torch.zeros(len(captions), 77, dtype=torch.int64),
         seed=0,
         workers=workers,
@@ -99,11 +102,17 @@ def _measure(
         "bytes_a_pair": round(peak.bytes / size),
         "seconds": round(seconds, 2),
         "file_bytes": round(mean_bytes(dataset)),
-        "pixel_bytes": 3 * SIDE * SIDE * 4,
+        "pixel_bytes": 3 * SIDE * SIDE,
         "sum": total,
     }
     print(record, flush=True)
     return record
+
+
+def _transform() -> Callable[[Any], torch.Tensor]:
+    """OpenCLIP's augmentation up to bytes, as the trainer has it."""
+    transforms = (open_clip.image_transform(SIDE, is_train=train) for train in (True, False))
+    return with_bytes(torch.nn.Identity(), *transforms)[0]
 
 
 class _Peak:

@@ -13,6 +13,7 @@ from megabatch.errors import UsageError, one_line
 from megabatch.models.hf_folder import has_weights, read_model, read_tokenizer
 from megabatch.models.layers import lock_layers
 from megabatch.models.options import ModelOptions
+from megabatch.models.pixels import with_bytes
 from megabatch.models.towers import Towers
 from megabatch.models.two_towers import TwoTowers, load
 
@@ -55,7 +56,9 @@ def create(
         load(module, weights, name)
     projection = getattr(model, "visual_projection", None)
     width = config.vision_config.hidden_size if projection is None else projection.out_features
-    train, evaluation = (_transform(folder, config.vision_config, one) for one in (True, False))
+    train, evaluation = with_bytes(
+        module.visual, *(_transform(folder, config.vision_config, one) for one in (True, False))
+    )
     return Towers(name, module.train(), train, evaluation, tokenizer, int(width))
 
 

@@ -14,6 +14,7 @@ import torch
 from megabatch.errors import UsageError, one_line
 from megabatch.models import weights as files
 from megabatch.models.options import ModelOptions
+from megabatch.models.pixels import with_bytes
 from megabatch.models.towers import Towers
 
 #: Prefix of the name of a folder that open_clip saved, as in open_clip.
@@ -76,9 +77,8 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
         torch.nn.init.constant_(
             bias, config.get("init_logit_bias", 0.0) if start is None else start
         )
-    return Towers(
-        name, module.train(), train_transform, eval_transform, tokenizer, config["embed_dim"]
-    )
+    transforms = with_bytes(module.visual, train_transform, eval_transform)
+    return Towers(name, module.train(), *transforms, tokenizer, config["embed_dim"])
 
 
 def _config(name: str) -> dict[str, Any]:

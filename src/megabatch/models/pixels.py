@@ -1,0 +1,68 @@
+"""Pixels travel as bytes and are normalised on the device: a quarter of the traffic and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Transform = Callable[[Any], Tensor]
+
+
+class Normalization(NamedTuple):
+    """Mean and standard deviation of each channel, of pixels from 0 to 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def with_bytes(
+    tower: nn.Module, train_transform: Transform, eval_transform: Transform
+) -> tuple[Transform, Transform]:
+    """Move the normalisation from two transforms into an image tower.
+
+    The transforms returned end at uint8 images (c, h, w), which the tower takes from now on, beside
+    normalised ones. Transforms that do not end in `ToTensor` and the same `Normalize` stay as they
+    are, and so does the tower.
+    """
+    train, norm = _split(train_transform)
+    evaluation, eval_norm = _split(eval_transform)
+    if norm is None or norm != eval_norm:
+        return train_transform, eval_transform
+    shape = (-1, 1, 1)
+    tower.register_buffer("pixel_mean", torch.tensor(norm.mean).view(shape), persistent=False)
+    tower.register_buffer("pixel_std", torch.tensor(norm.std).view(shape), persistent=False)
+    # Another class rather than a module around it or a hook: names of weights stay, frozen towers
+    # are still recognised, and torch.compile fuses the arithmetic.
+    own = type(tower)
+    tower.__class__ = type(own.__name__, (_TakesBytes, own), {"__module__": own.__module__})
+    return train, evaluation
+
+
+def _split(transform: Any) -> tuple[Transform, Normalization | None]:
+    """A transform without its last two steps, and the normalisation that they were."""
+    from torchvision.transforms import Compose, Normalize, PILToTensor, ToTensor
+
+    if not isinstance(transform, Compose) or len(transform.transforms) < 2:
+        return transform, None
+    *first, to_tensor, last = transform.transforms
+    if not (isinstance(to_tensor, ToTensor) and type(last) is Normalize and not last.inplace):
+        return transform, None
+    norm = Normalization(tuple(map(float, last.mean)), tuple(map(float, last.std)))
+    return Compose([*first, PILToTensor()]), norm
+
+
+class _TakesBytes(nn.Module):
+    """A tower that normalises uint8 images as torchvision's ToTensor and Normalize do."""
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def forward(self, image: Tensor, *arguments: Any, **options: Any) -> Any:
+        """The tower's own output, of images (n, c, h, w): uint8, or normalised already."""
+        if image.dtype == torch.uint8:
+            pixels = image.to(self.pixel_mean.dtype) / 255
+            image = (pixels - self.pixel_mean) / self.pixel_std
+        return super().forward(image, *arguments, **options)
