@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ALL = "all_negatives"
+
 
 def leaves(*values: Tensor | float) -> list[Tensor]:
     """Float64 copies that want gradients."""
@@ -125,6 +127,9 @@ def infonce(
     ids: Tensor | None = None,
     margin: float | None = None,
     same_tower: tuple[str, ...] = (),
+    share_negatives: bool = False,
+    hardness_mode: str | None = None,
+    hardness_strength: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
     """Qwen3-Embedding's Z_i, one query at a time."""
@@ -133,21 +138,31 @@ def infonce(
     terms = []
     for i in range(b):
         others = [j for j in range(b) if not alike[i, j]]
-        scores = [positive[others] @ query[i]]
+        foreign = [j for j in range(b) if j != i]
+        in_batch = [positive[others] @ query[i]]
         if shared is not None:
-            scores.append(shared @ query[i])
-        if own is not None:
-            scores.append(own[i] @ query[i])
+            in_batch.append(shared @ query[i])
         if queue is not None:
-            scores.append(queue.detach() @ query[i])
+            in_batch.append(queue.detach() @ query[i])
+        if own is not None and share_negatives:
+            in_batch.append(own[foreign].flatten(0, 1) @ query[i])
+        hard = [] if own is None else [own[i] @ query[i]]
+        tower = []
         if "query" in same_tower:
-            scores.append(query[others] @ query[i])
+            tower.append(query[others] @ query[i])
         if "positive" in same_tower:
-            scores.append(positive[others] @ positive[i])
-        hit, rest = positive[i] @ query[i], torch.cat(scores)
-        if margin is not None:
-            rest = rest[rest <= hit + margin]
-        logits = scale * torch.cat([hit[None], rest])
-        terms.append(logits.logsumexp(0) - logits[0])
+            tower.append(positive[others] @ positive[i])
+            if own is not None and share_negatives:
+                tower.append(own[foreign].flatten(0, 1) @ positive[i])
+        hit = positive[i] @ query[i]
+        logits = [scale * hit[None]]
+        for kind, mode in ((in_batch, "in_batch"), (hard, "hard"), (tower, "")):
+            rest = torch.cat([*kind, hit.new_empty(0)])
+            if margin is not None:
+                rest = rest[rest <= hit + margin]
+            strength = hardness_strength if hardness_mode in (f"{mode}_negatives", ALL) else 0.0
+            strength = strength if mode else 0.0
+            logits.append(scale * rest + strength * rest.detach())
+        terms.append(torch.cat(logits).logsumexp(0) - logits[0][0])
     losses = torch.stack(terms)
     return losses.mean() if weights is None else (weights * losses).sum() / weights.sum()

@@ -42,6 +42,9 @@ LOSSES: dict[str, Loss] = {
     "infonce, own": lambda x, y, s: mb.InfoNCELoss(1.0, margin=0.1)(
         x, y, own(y), ids=IDS[: len(x)], temperature=1 / s
     ),
+    "infonce, weighted": lambda x, y, s: mb.InfoNCELoss(
+        1 / s, share_negatives=True, hardness_mode="hard_negatives", hardness_strength=3.0
+    )(x, y, own(y)),
     "ntxent": lambda x, y, s: mb.NTXentLoss(1 / s)(x, y),
     "dcl": lambda x, y, s: mb.DCLLoss(1 / s)(x, y, x.roll(1, 1)),
     "supcon": lambda x, y, s: mb.SupConLoss(1 / s)(x, IDS[: len(x)], y, IDS[: len(x)]),

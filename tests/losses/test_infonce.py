@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.losses import infonce as module
+from megabatch.losses import negatives as module
+from megabatch.losses.infonce import HardnessMode
 from tests.losses.reference import assert_equal, infonce, leaves
 from tests.similarity.features import MAKERS
 
@@ -107,6 +108,52 @@ def test_any_combination(
     )
 
 
+@pytest.mark.parametrize("margin", [None, 0.1])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("mode", [None, *get_args(HardnessMode)])
+def test_weighted_and_shared_own_negatives(mode: Any, share: bool, margin: float | None) -> None:
+    query, positive, _, own, queue = features("learnt")
+    options = {
+        "margin": margin,
+        "same_tower": ("query", "positive"),
+        "share_negatives": share,
+        "hardness_mode": mode,
+        "hardness_strength": 0.0 if mode is None else 5.0,
+    }
+    assert_equal(
+        lambda q, p, n, s: mb.InfoNCELoss(1 / s, **options)(q, p, n, queue=queue, ids=IDS),
+        lambda q, p, n, s: infonce(q, p, s, own=n, queue=queue, ids=IDS, **options),
+        query,
+        positive,
+        own,
+        20.0,
+    )
+
+
+@pytest.mark.parametrize("scale", [0.01, 20.0, 100.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_weighted_negatives(maker: str, scale: float) -> None:
+    """In the sweep that the positive comes from."""
+    query, positive, shared, *_ = features(maker)
+    options = {"hardness_mode": "all_negatives", "hardness_strength": 9.0}
+    assert_equal(
+        lambda q, p, n, s: mb.InfoNCELoss(1 / s, **options)(q, p, n),
+        lambda q, p, n, s: infonce(q, p, s, shared=n, **options),
+        query,
+        positive,
+        shared,
+        scale,
+    )
+
+
+def test_weighted_own_negatives_do_not_change_what_is_not_weighted() -> None:
+    query, positive, _, own, _ = features("random")
+    plain = mb.InfoNCELoss(0.1)
+    loss = mb.InfoNCELoss(0.1, hardness_mode="hard_negatives", hardness_strength=5.0)
+    assert torch.equal(loss(query, positive), plain(query, positive))
+    assert not torch.isclose(loss(query, positive, own), plain(query, positive, own))
+
+
 def test_own_negatives_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     query, positive, _, own, _ = features("random")
     monkeypatch.setattr(module, "CHUNK", 5 * own[0].numel())
@@ -186,6 +233,13 @@ def test_a_nan_gives_a_nan() -> None:
 
 
 X = torch.randn(6, 4)
+HARD: dict[str, Any] = {"hardness_mode": "hard_negatives"}
+
+
+@pytest.mark.parametrize("options", [{"share_negatives": True}, HARD])
+def test_shared_negatives_are_no_querys_own(options: Any) -> None:
+    with pytest.raises(ValueError, match=rf"negatives: .*\(b, k, d\).*{next(iter(options))}=.*"):
+        mb.InfoNCELoss(0.1, **options)(X, X, X)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +278,11 @@ def test_bad_arguments(arguments: Any, error: type, words: tuple[str, ...]) -> N
         ({"margin": float("nan")}, ValueError, ("margin", "nan")),
         ({"same_tower": "query"}, TypeError, ("same_tower", "'query'")),
         ({"same_tower": ("document",)}, ValueError, ("same_tower", "document", "positive")),
+        ({"share_negatives": 1}, TypeError, ("share_negatives", "True or False", "1")),
+        ({"hardness_mode": "hard"}, ValueError, ("hardness_mode", "hard_negatives", "'hard'")),
+        ({"hardness_strength": 1}, ValueError, ("hardness_strength", "None", "1")),
+        (HARD | {"hardness_strength": -1}, ValueError, ("hardness_strength", "-1")),
+        (HARD | {"hardness_strength": None}, TypeError, ("hardness_strength", "NoneType")),
     ],
 )
 def test_bad_constructions(options: Any, error: type, words: tuple[str, ...]) -> None:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
-from functools import partial, reduce
-from typing import Any
+from collections.abc import Collection
+from functools import reduce
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megabatch.losses.arguments import (
     check_choice,
+    check_flag,
     check_number,
     check_pairs,
     check_weights,
     own_ids,
 )
 from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
+from megabatch.losses.negatives import Logits, no_ids
 from megabatch.losses.terms import minus_log_probability
-from megabatch.similarity import Split, logsumexp, paired, split_logsumexp
-from megabatch.similarity.arguments import accumulator_dtype, check_dense, check_two
+from megabatch.similarity import Split, paired
+from megabatch.similarity.arguments import check_dense, check_two
 from megabatch.similarity.distributed.means import global_mean, pair_ids
 
-#: Elements of per-query negatives that are converted at a time.
-CHUNK = 1 << 22
+HardnessMode: TypeAlias = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
 
 
 class InfoNCELoss(TemperatureLoss):
@@ -42,12 +41,31 @@ class InfoNCELoss(TemperatureLoss):
             temperature. A negative number leaves out close ones too. None: all are kept.
         same_tower: of "query" and "positive": whose other rows become negatives too, queries of a
             query, positives of its positive (Li et al. 2023, arXiv 2308.03281).
+        share_negatives: each query's own negatives (b, k, d) are negatives of all other queries
+            too, and with "positive" in `same_tower` of their positives.
+        hardness_mode: which negatives of a query are weighted by their similarity, as in
+            sentence-transformers. "in_batch_negatives": all that are not its own (Lan et al. 2025,
+            arXiv 2503.04812). "hard_negatives": its own (b, k, d) (Schechter Vera et al. 2025,
+            arXiv 2509.20354). "all_negatives": both. Those of `same_tower` never are.
+        hardness_strength: a in the weight e^(a c) of a negative of similarity c, which gets no
+            gradient; not negative. The papers take 9 and 5.
         normalize: scale each row of all features, negatives and queue included, to unit length
             first, as `F.normalize` does.
         group: processes that share one batch: None, "local" or a process group.
+
+    Raises:
+        TypeError, ValueError: the message names the argument, what came, what was expected.
     """
 
-    settings = ("temperature", "margin", "same_tower", *ContrastiveLoss.settings)
+    settings = (
+        "temperature",
+        "margin",
+        "same_tower",
+        "share_negatives",
+        "hardness_mode",
+        "hardness_strength",
+        *ContrastiveLoss.settings,
+    )
 
     def __init__(
         self,
@@ -55,6 +73,9 @@ class InfoNCELoss(TemperatureLoss):
         *,
         margin: float | None = None,
         same_tower: Collection[str] = (),
+        share_negatives: bool = False,
+        hardness_mode: HardnessMode | None = None,
+        hardness_strength: float = 0.0,
         normalize: bool = False,
         group: object = None,
     ) -> None:
@@ -67,6 +88,10 @@ class InfoNCELoss(TemperatureLoss):
             check_choice("same_tower", name, ("query", "positive"))
         if len(set(self.same_tower)) < len(self.same_tower):
             raise ValueError(f"same_tower: expected each name once, got {self.same_tower}")
+        check_flag("share_negatives", share_negatives)
+        self.share_negatives = share_negatives
+        self.hardness_mode = hardness_mode
+        self.hardness_strength = _check_hardness(hardness_mode, hardness_strength)
 
     def forward(
         self,
@@ -84,7 +109,7 @@ class InfoNCELoss(TemperatureLoss):
         Args:
             query, positive: (b, d), row i of one belongs to row i of the other.
             negatives: (k, d), negatives of every query, of all processes; or (b, k, d), k of each
-                query's own. The latter cost O(b·k) beside themselves.
+                query's own. The latter cost O(b·k) beside themselves, unless they are shared.
             queue: (q, d), negatives that every process holds alike, such as MoCo's memory (He et
                 al. 2019, arXiv 1911.05722); no gradient flows into it.
             ids: (b,) integers below 2**62; pairs of equal ids (the same document) are left out of
@@ -100,7 +125,7 @@ class InfoNCELoss(TemperatureLoss):
             TypeError, ValueError: the message names the argument, what came, what was expected.
         """
         check_pairs(query, positive, ("query", "positive"))
-        _check_negatives(query, negatives)
+        self._check_negatives(query, negatives)
         if queue is not None:
             check_two(query, queue, ("query", "queue"))
             queue = queue.detach()
@@ -111,31 +136,35 @@ class InfoNCELoss(TemperatureLoss):
         scale = self._scale(temperature, query)
         if ids is not None:
             ids = own_ids(ids, query, self.group)
-        ceiling = self._ceiling(query, positive, scale)
-        split = partial(split_logsumexp, scale=scale, ceiling=ceiling, sides="rows")
+        limit = None
+        if self.margin is not None:
+            limit = paired(query.detach(), positive.detach()) + self.margin
+        plain = Logits(scale, limit, self.group)
+        hard = Logits(scale, limit, self.group, self.hardness_strength)
+        in_batch = hard if self.hardness_mode in ("in_batch_negatives", "all_negatives") else plain
+        hard = hard if self.hardness_mode in ("hard_negatives", "all_negatives") else plain
 
-        rows = self._in_batch(split, query, positive, shared, ids)
-        parts = [rows.negative]
-        if shared is not None and ids is not None:
-            nobodies = _nothing(query), _nothing(shared)
-            parts.append(split(query, shared, ids=nobodies, group=self.group)[0].negative)
+        parts = self._same_tower(plain, query, positive, own, ids)
+        if own is not None and self.share_negatives:
+            if in_batch is hard:  # all are negatives alike, whose they are does not matter
+                shared, own = own.flatten(0, 1), None
+            else:
+                parts.append(in_batch.others(query, own))
         if own is not None:
-            parts.append(_own_logsumexp(query, own, scale, ceiling))
-        if queue is not None and ceiling is None:
-            parts.append(logsumexp(query, queue, scale, sides="rows", group="local")[0])
-        elif queue is not None:
-            nobody = _nothing(query), _nothing(queue)
-            parts.append(split(query, queue, ids=nobody, group="local")[0].negative)
-        for name in self.same_tower:
-            tower = query if name == "query" else positive
-            same = "paired" if ids is None else ids
-            parts.append(split(tower, None, ids=same, group=self.group)[0].negative)
-        losses = minus_log_probability(rows.positive_sum, reduce(torch.logaddexp, parts))
+            parts.append(hard.own(query, own))
+        if shared is not None and ids is not None:
+            parts.append(in_batch.all(query, shared, self.group))
+        if queue is not None:
+            parts.append(in_batch.all(query, queue, "local"))
+        rows = self._in_batch(in_batch, query, positive, shared, ids)
+        losses = minus_log_probability(
+            rows.positive_sum, reduce(torch.logaddexp, [rows.negative, *parts])
+        )
         return global_mean(losses, self.group, weights, name="query")
 
     def _in_batch(
         self,
-        split: Callable[..., tuple[Split, Split | None]],
+        logits: Logits,
         query: Tensor,
         positive: Tensor,
         shared: Tensor | None,
@@ -146,63 +175,67 @@ class InfoNCELoss(TemperatureLoss):
         Those are columns of the same matrix then: one sweep, one rounding of the queries' gradient.
         """
         if ids is not None:
-            return split(query, positive, ids=(ids, ids), positives="paired", group=self.group)[0]
+            return logits.split(query, positive, ids=(ids, ids), positives="paired")[0]
         if shared is None:
-            return split(query, positive, group=self.group)[0]
+            return logits.split(query, positive)[0]
         ids = pair_ids(query.shape[0], self.group, device=query.device)
         candidates = torch.cat([positive, shared])
-        candidate_ids = torch.cat([ids, _nothing(shared)])
-        return split(query, candidates, ids=(ids, candidate_ids), group=self.group)[0]
+        return logits.split(query, candidates, ids=(ids, torch.cat([ids, no_ids(shared)])))[0]
 
-    def _ceiling(self, query: Tensor, positive: Tensor, scale: Tensor) -> Tensor | None:
-        if self.margin is None:
-            return None
-        scale = scale.detach()
-        return paired(query.detach(), positive.detach(), scale) + self.margin * scale
+    def _same_tower(
+        self,
+        logits: Logits,
+        query: Tensor,
+        positive: Tensor,
+        own: Tensor | None,
+        ids: Tensor | None,
+    ) -> list[Tensor]:
+        """Log-sum-exps of the other rows of the same tower; a list of them."""
+        same = "paired" if ids is None else ids
+        parts = []
+        if "query" in self.same_tower:
+            parts.append(logits.split(query, None, ids=same)[0].negative)
+        if "positive" in self.same_tower:
+            parts.append(logits.split(positive, None, ids=same)[0].negative)
+            if own is not None and self.share_negatives:
+                parts.append(logits.others(positive, own))
+        return parts
+
+    def _check_negatives(self, query: Tensor, negatives: Any) -> None:
+        """None, shared negatives (k, d) or each query's own (b, k, d)."""
+        if negatives is None:
+            return
+        if not isinstance(negatives, Tensor) or negatives.dim() not in (2, 3):
+            is_tensor = isinstance(negatives, Tensor)
+            came = tuple(negatives.shape) if is_tensor else type(negatives).__name__
+            raise (ValueError if is_tensor else TypeError)(
+                f"negatives: expected a tensor of shape (k, d) or (b, k, d), got {came}"
+            )
+        check_dense("negatives", negatives)
+        check_two(query, negatives.flatten(0, -2), ("query", "negatives"))
+        if negatives.dim() == 3 and negatives.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"negatives: expected {query.shape[0]} rows of own negatives, one for each query, "
+                f"got {negatives.shape[0]}"
+            )
+        for_own = self.share_negatives or self.hardness_mode == "hard_negatives"
+        if negatives.dim() == 2 and for_own:
+            setting = "share_negatives" if self.share_negatives else "hardness_mode"
+            raise ValueError(
+                f"negatives: expected each query's own (b, k, d) with {setting}="
+                f"{getattr(self, setting)!r}, got shape {tuple(negatives.shape)}"
+            )
 
 
-def _check_negatives(query: Tensor, negatives: Any) -> None:
-    """None, shared negatives (k, d) or each query's own (b, k, d)."""
-    if negatives is None:
-        return
-    if not isinstance(negatives, Tensor) or negatives.dim() not in (2, 3):
-        came = tuple(negatives.shape) if isinstance(negatives, Tensor) else type(negatives).__name__
-        raise (ValueError if isinstance(negatives, Tensor) else TypeError)(
-            f"negatives: expected a tensor of shape (k, d) or (b, k, d), got {came}"
-        )
-    check_dense("negatives", negatives)
-    check_two(query, negatives.flatten(0, -2), ("query", "negatives"))
-    if negatives.dim() == 3 and negatives.shape[0] != query.shape[0]:
+def _check_hardness(mode: Any, strength: Any) -> float:
+    if mode is not None:
+        check_choice("hardness_mode", mode, get_args(HardnessMode))
+    strength = check_number("hardness_strength", strength)
+    if strength < 0:
+        raise ValueError(f"hardness_strength: expected no negative number, got {strength}")
+    if strength and mode is None:
         raise ValueError(
-            f"negatives: expected {query.shape[0]} rows of own negatives, one for each query, "
-            f"got {negatives.shape[0]}"
+            f"hardness_strength: expected 0 with hardness_mode=None, got {strength}; a mode says "
+            "which negatives are weighted"
         )
-
-
-def _nothing(features: Tensor) -> Tensor:
-    """Ids for rows that are no query's positive."""
-    return torch.full((features.shape[0],), -1, device=features.device)
-
-
-def _own_logsumexp(
-    query: Tensor, negatives: Tensor, scale: Tensor, ceiling: Tensor | None
-) -> Tensor:
-    """Log-sum-exp of each query's logits with its own negatives (b, k, d), (b,)."""
-    rows = max(1, CHUNK // max(1, negatives[:1].numel()))
-    chunks = [
-        # Checkpointed, to keep the logits only and not the converted features.
-        checkpoint(_products, q, n, use_reentrant=False, preserve_rng_state=False)
-        for q, n in zip(query.split(rows), negatives.split(rows), strict=True)
-    ]
-    logits = torch.cat(chunks) * scale
-    if ceiling is not None:
-        logits = logits.masked_fill(logits > ceiling[:, None], -torch.inf)
-    return logits.logsumexp(1)
-
-
-def _products(query: Tensor, negatives: Tensor) -> Tensor:
-    """<query_i, negative_ik>, (rows, k), in the accumulator's dtype."""
-    dtype = accumulator_dtype(query.dtype)
-    kind = query.device.type  # autocast does not know meta
-    with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
-        return torch.bmm(negatives.to(dtype), query.to(dtype).unsqueeze(2)).squeeze(2)
+    return strength

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity import Split
+from megabatch.similarity.ops import operator
 
 
 def cross_entropy(side: Split) -> Tensor:
@@ -39,3 +40,31 @@ def minus_log_probability(positive: Tensor, negative: Tensor) -> Tensor:
     with 50 it is below float64's rounding.
     """
     return F.softplus(negative - positive, threshold=50)
+
+
+def scale_gradient(tensor: Tensor, factor: float | Tensor) -> Tensor:
+    """`tensor` as it is, its gradient multiplied by `factor`.
+
+    Args:
+        tensor: any shape. factor: a number, or a tensor that broadcasts to that shape; it gets no
+            gradient.
+    """
+    if not isinstance(factor, Tensor):
+        factor = torch.full((), factor, dtype=tensor.dtype, device=tensor.device)
+    return _scale_gradient(tensor, factor.detach())
+
+
+@operator("scale_gradient")
+def _scale_gradient(tensor: Tensor, factor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+@_scale_gradient.register_fake
+def _(tensor: Tensor, factor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+_scale_gradient.register_autograd(
+    lambda ctx, gradient: (gradient * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)

@@ -47,6 +47,22 @@ def info_nce_margin(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     )
 
 
+def info_nce_weighted(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    each = own["negatives"][:, None] * torch.tensor([[1.0], [-1.0]], dtype=x.dtype)
+    total = 0.0
+    for mode in ("in_batch_negatives", "all_negatives"):
+        loss = losses.InfoNCELoss(
+            1.0,
+            same_tower=("positive",),
+            share_negatives=True,
+            hardness_mode=mode,
+            hardness_strength=3.0,
+            group=group,
+        )
+        total = total + loss(x, y, each, temperature=1 / scale)
+    return total
+
+
 def nt_xent(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return losses.NTXentLoss(1.0, group=group)(x, y, temperature=1 / scale)
 
@@ -90,6 +106,7 @@ LOSSES: list[Callable[..., Tensor]] = [
     clip_ignored,
     info_nce,
     info_nce_margin,
+    info_nce_weighted,
     nt_xent,
     dcl,
     sup_con,

@@ -1,0 +1,98 @@
+"""Log-sum-exps over InfoNCE's negatives: below a margin, weighted by hardness, each query's own."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megabatch.losses.terms import scale_gradient
+from megabatch.similarity import Split, logsumexp, split_logsumexp
+from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity.distributed.means import pair_ids
+
+#: Elements of per-query negatives that are converted at a time.
+CHUNK = 1 << 22
+
+
+class Logits:
+    """Similarities times a scale, and their log-sum-exps.
+
+    With a `strength` a > 0 each negative's exponential is multiplied by e^(a c), c its similarity
+    without gradient. In the forward pass its logit is then (scale + a) c; in the backward pass c
+    has the factor `scale` alone. So the log-sum-exp is computed at scale + a, and the gradient of
+    the features, which would be too large by (scale + a) / scale, is corrected in what comes from
+    above: numbers of one a row, in the accumulator's dtype.
+
+    Args:
+        scale: (). limit: (rows,) similarities; negatives above their row's are left out. None: all
+            are kept. group: as in `split_logsumexp`. strength: a.
+    """
+
+    def __init__(
+        self, scale: Tensor, limit: Tensor | None, group: object, strength: float = 0.0
+    ) -> None:
+        self.group, self.factor = group, None
+        if strength:
+            self.factor = (scale / (scale + strength)).detach()
+            # The scale's own gradient is right as it is: undo the factor there.
+            scale = scale_gradient(scale + strength, self.factor.reciprocal())
+        self.scale = scale
+        self.ceiling = None if limit is None else limit * scale.detach()
+
+    def split(self, x: Tensor, y: Tensor | None, **options: Any) -> tuple[Split, Split | None]:
+        """`split_logsumexp`; weighted are the negatives only. `positive` is of no use if so."""
+        common: dict[str, Any] = {"sides": "rows", "ceiling": self.ceiling, "group": self.group}
+        rows, columns = split_logsumexp(x, y, self.scale, **(common | options))
+        return self._weighted(rows), None if columns is None else self._weighted(columns)
+
+    def all(self, x: Tensor, y: Tensor, group: object) -> Tensor:
+        """Log-sum-exp of each row of x over all rows of y, (m,)."""
+        if self.ceiling is not None:
+            return self.split(x, y, ids=(no_ids(x), no_ids(y)), group=group)[0].negative
+        return self._corrected(logsumexp(x, y, self.scale, sides="rows", group=group)[0])
+
+    def others(self, x: Tensor, own: Tensor) -> Tensor:
+        """Log-sum-exp of each row i of x over the `own` (m, k, d) of all other rows, (m,)."""
+        pairs = pair_ids(x.shape[0], self.group, device=x.device)
+        owners = pairs.repeat_interleave(own.shape[1])
+        return self.split(x, own.flatten(0, 1), ids=(pairs, owners))[0].negative
+
+    def own(self, x: Tensor, own: Tensor) -> Tensor:
+        """Log-sum-exp of each row i of x over its `own[i]` (k, d), (m,)."""
+        rows = max(1, CHUNK // max(1, own[:1].numel()))
+        chunks = [
+            # Checkpointed, to keep the logits only and not the converted features.
+            checkpoint(_products, q, n, use_reentrant=False, preserve_rng_state=False)
+            for q, n in zip(x.split(rows), own.split(rows), strict=True)
+        ]
+        logits = torch.cat(chunks) * self.scale
+        if self.ceiling is not None:
+            logits = logits.masked_fill(logits > self.ceiling[:, None], -torch.inf)
+        return self._corrected(logits.logsumexp(1))
+
+    def _weighted(self, side: Split) -> Split:
+        if self.factor is None:
+            return side
+        # That factor makes of a logit at scale + a one at `scale`, and of its gradient as well.
+        positive_sum = side.positive_sum * self.factor
+        return side._replace(negative=self._corrected(side.negative), positive_sum=positive_sum)
+
+    def _corrected(self, lse: Tensor) -> Tensor:
+        return lse if self.factor is None else scale_gradient(lse, self.factor)
+
+
+def no_ids(features: Tensor) -> Tensor:
+    """Ids for rows that are no other row's positive."""
+    return torch.full((features.shape[0],), -1, device=features.device)
+
+
+def _products(query: Tensor, negatives: Tensor) -> Tensor:
+    """<query_i, negative_ik>, (rows, k), in the accumulator's dtype."""
+    dtype = accumulator_dtype(query.dtype)
+    kind = query.device.type  # autocast does not know meta
+    with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+        return torch.bmm(negatives.to(dtype), query.to(dtype).unsqueeze(2)).squeeze(2)
