@@ -127,6 +127,7 @@ def infonce(
     ids: Tensor | None = None,
     margin: float | None = None,
     same_tower: tuple[str, ...] = (),
+    reverse: str | None = None,
     share_negatives: bool = False,
     hardness_mode: str | None = None,
     hardness_strength: float = 0.0,
@@ -155,7 +156,10 @@ def infonce(
             if own is not None and share_negatives:
                 tower.append(own[foreign].flatten(0, 1) @ positive[i])
         hit = positive[i] @ query[i]
-        logits = [scale * hit[None]]
+        back = query[others] @ positive[i]
+        if reverse == "joint":  # Σ over all j in either direction, i included
+            tower.append(back)
+        logits = [scale * hit[None]] * (2 if reverse == "joint" else 1)
         for kind, mode in ((in_batch, "in_batch"), (hard, "hard"), (tower, "")):
             rest = torch.cat([*kind, hit.new_empty(0)])
             if margin is not None:
@@ -164,5 +168,10 @@ def infonce(
             strength = strength if mode else 0.0
             logits.append(scale * rest + strength * rest.detach())
         terms.append(torch.cat(logits).logsumexp(0) - logits[0][0])
+        if reverse == "separate":
+            if margin is not None:
+                back = back[back <= hit + margin]
+            back = scale * torch.cat([hit[None], back])
+            terms[-1] = (terms[-1] + back.logsumexp(0) - back[0]) / 2
     losses = torch.stack(terms)
     return losses.mean() if weights is None else (weights * losses).sum() / weights.sum()

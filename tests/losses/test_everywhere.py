@@ -42,6 +42,9 @@ LOSSES: dict[str, Loss] = {
     "infonce, own": lambda x, y, s: mb.InfoNCELoss(1.0, margin=0.1)(
         x, y, own(y), ids=IDS[: len(x)], temperature=1 / s
     ),
+    "infonce, joint": lambda x, y, s: mb.InfoNCELoss(
+        1 / s, same_tower=("query", "positive"), reverse="joint"
+    )(x, y, y.roll(1, 1)),
     "infonce, weighted": lambda x, y, s: mb.InfoNCELoss(
         1 / s, share_negatives=True, hardness_mode="hard_negatives", hardness_strength=3.0
     )(x, y, own(y)),

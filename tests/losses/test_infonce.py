@@ -17,6 +17,8 @@ from tests.similarity.features import MAKERS
 B, D = 12, 5
 IDS = torch.tensor([0, 1, 1, 2, -1, -1, 0, 0, 3, 4, 5, 5])
 
+IN_BATCH = {"hardness_mode": "in_batch_negatives", "hardness_strength": 9.0}
+
 
 def features(maker: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """query, positive, shared negatives, own negatives, queue."""
@@ -146,6 +148,57 @@ def test_weighted_negatives(maker: str, scale: float) -> None:
     )
 
 
+@pytest.mark.parametrize("scale", [0.01, 20.0, 100.0])
+@pytest.mark.parametrize("reverse", ["joint", "separate"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_both_directions(maker: str, reverse: Any, scale: float) -> None:
+    query, positive, shared, *_ = features(maker)
+    assert_equal(
+        lambda q, p, n, s: mb.InfoNCELoss(1 / s, reverse=reverse)(q, p, n),
+        lambda q, p, n, s: infonce(q, p, s, shared=n, reverse=reverse),
+        query,
+        positive,
+        shared,
+        scale,
+    )
+
+
+@pytest.mark.parametrize("options", [{"margin": -0.05}, IN_BATCH, {"share_negatives": True}])
+@pytest.mark.parametrize("reverse", ["joint", "separate"])
+def test_both_directions_with_other_options(reverse: Any, options: Any) -> None:
+    query, positive, _, own, queue = features("learnt")
+    loss = mb.InfoNCELoss(0.05, reverse=reverse, **options)
+    assert_equal(
+        lambda q, p, n: loss(q, p, n, queue=queue, ids=IDS),
+        lambda q, p, n: infonce(
+            q, p, 20.0, own=n, queue=queue, ids=IDS, reverse=reverse, **options
+        ),
+        query,
+        positive,
+        own,
+    )
+
+
+def test_gtes_joint_softmax() -> None:
+    query, positive, *_ = features("learnt")
+
+    def gte(q: Tensor, p: Tensor, s: Tensor) -> Tensor:
+        itself = torch.eye(B, dtype=torch.bool)
+        within = [(s * t @ t.T).masked_fill(itself, -torch.inf) for t in (q, p)]
+        z = torch.cat([s * q @ p.T, s * p @ q.T, *within], 1).logsumexp(1)
+        return (z - s * (q * p).sum(1)).mean()
+
+    loss = mb.InfoNCELoss(1.0, same_tower=("query", "positive"), reverse="joint")
+    assert_equal(lambda q, p, s: loss(q, p, temperature=1 / s), gte, query, positive, 20.0)
+
+
+def test_separate_directions_of_plain_pairs_are_clips_loss() -> None:
+    query, positive, *_ = features("learnt")
+    ours = mb.InfoNCELoss(0.1, reverse="separate")(query, positive, ids=IDS)
+    clip = mb.ClipLoss(duplicates="ignored")(query, positive, 10.0, ids=IDS)
+    torch.testing.assert_close(ours, clip, rtol=1e-12, atol=0)
+
+
 def test_weighted_own_negatives_do_not_change_what_is_not_weighted() -> None:
     query, positive, _, own, _ = features("random")
     plain = mb.InfoNCELoss(0.1)
@@ -213,6 +266,8 @@ def test_a_query_without_negatives_has_loss_zero() -> None:
         value.backward()
         assert value == 0
         assert not query.grad.any()
+    value = mb.InfoNCELoss(0.1, reverse="joint")(query, positive, ids=torch.zeros(3).long())
+    torch.testing.assert_close(value, torch.tensor(2.0).double().log())
 
 
 def test_the_queue_gets_no_gradient() -> None:
@@ -278,6 +333,12 @@ def test_bad_arguments(arguments: Any, error: type, words: tuple[str, ...]) -> N
         ({"margin": float("nan")}, ValueError, ("margin", "nan")),
         ({"same_tower": "query"}, TypeError, ("same_tower", "'query'")),
         ({"same_tower": ("document",)}, ValueError, ("same_tower", "document", "positive")),
+        ({"reverse": "both"}, ValueError, ("reverse", "joint, separate", "'both'")),
+        (
+            {"reverse": "separate", "same_tower": ("query",)},
+            ValueError,
+            ("reverse", "same_tower", "'separate'"),
+        ),
         ({"share_negatives": 1}, TypeError, ("share_negatives", "True or False", "1")),
         ({"hardness_mode": "hard"}, ValueError, ("hardness_mode", "hard_negatives", "'hard'")),
         ({"hardness_strength": 1}, ValueError, ("hardness_strength", "None", "1")),

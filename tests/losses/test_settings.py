@@ -265,8 +265,8 @@ def test_errors_name_the_class_that_was_called(kind: Any) -> None:
         (
             mb.InfoNCELoss(0.05, margin=0.1, same_tower=("query",)),
             "InfoNCELoss(temperature=0.05, margin=0.1, same_tower=('query',), "
-            "share_negatives=False, hardness_mode=None, hardness_strength=0.0, normalize=False, "
-            "group=None)",
+            "reverse=None, share_negatives=False, hardness_mode=None, hardness_strength=0.0, "
+            "normalize=False, group=None)",
         ),
         (mb.NTXentLoss(0.5), "NTXentLoss(temperature=0.5, normalize=None, group=None)"),
         (

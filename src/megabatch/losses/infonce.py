@@ -1,7 +1,8 @@
-"""InfoNCE in one direction (van den Oord et al. 2018, arXiv 1807.03748) at any batch size."""
+"""InfoNCE (van den Oord et al. 2018, arXiv 1807.03748) for retrieval, at any batch size."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from functools import reduce
 from typing import Any, Literal, TypeAlias, get_args
@@ -41,12 +42,17 @@ class InfoNCELoss(TemperatureLoss):
             temperature. A negative number leaves out close ones too. None: all are kept.
         same_tower: of "query" and "positive": whose other rows become negatives too, queries of a
             query, positives of its positive (Li et al. 2023, arXiv 2308.03281).
+        reverse: None, the loss has one direction. "joint": the softmax of a query also has the
+            logits of all queries with its positive, so that the pair itself counts twice, as
+            published; with both names in `same_tower` this is the loss of GTE (Li et al. 2023).
+            "separate": those logits have a softmax of their own, and the loss of a pair is the mean
+            of the two. It goes with no `same_tower`.
         share_negatives: each query's own negatives (b, k, d) are negatives of all other queries
             too, and with "positive" in `same_tower` of their positives.
         hardness_mode: which negatives of a query are weighted by their similarity, as in
             sentence-transformers. "in_batch_negatives": all that are not its own (Lan et al. 2025,
             arXiv 2503.04812). "hard_negatives": its own (b, k, d) (Schechter Vera et al. 2025,
-            arXiv 2509.20354). "all_negatives": both. Those of `same_tower` never are.
+            arXiv 2509.20354). "all_negatives": both. Those of `same_tower` and `reverse` never are.
         hardness_strength: a in the weight e^(a c) of a negative of similarity c, which gets no
             gradient; not negative. The papers take 9 and 5.
         normalize: scale each row of all features, negatives and queue included, to unit length
@@ -61,6 +67,7 @@ class InfoNCELoss(TemperatureLoss):
         "temperature",
         "margin",
         "same_tower",
+        "reverse",
         "share_negatives",
         "hardness_mode",
         "hardness_strength",
@@ -73,6 +80,7 @@ class InfoNCELoss(TemperatureLoss):
         *,
         margin: float | None = None,
         same_tower: Collection[str] = (),
+        reverse: Literal["joint", "separate"] | None = None,
         share_negatives: bool = False,
         hardness_mode: HardnessMode | None = None,
         hardness_strength: float = 0.0,
@@ -88,8 +96,15 @@ class InfoNCELoss(TemperatureLoss):
             check_choice("same_tower", name, ("query", "positive"))
         if len(set(self.same_tower)) < len(self.same_tower):
             raise ValueError(f"same_tower: expected each name once, got {self.same_tower}")
+        if reverse is not None:
+            check_choice("reverse", reverse, ("joint", "separate"))
+        if reverse == "separate" and self.same_tower:
+            raise ValueError(
+                "reverse: expected None or 'joint' with same_tower, whose rows join one softmax, "
+                "got 'separate'"
+            )
         check_flag("share_negatives", share_negatives)
-        self.share_negatives = share_negatives
+        self.reverse, self.share_negatives = reverse, share_negatives
         self.hardness_mode = hardness_mode
         self.hardness_strength = _check_hardness(hardness_mode, hardness_strength)
 
@@ -104,7 +119,7 @@ class InfoNCELoss(TemperatureLoss):
         weights: Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> Tensor:
-        """The mean loss over queries; a query without any negative has loss 0.
+        """The mean loss over queries; 0 for a query without negatives, log 2 if reverse="joint".
 
         Args:
             query, positive: (b, d), row i of one belongs to row i of the other.
@@ -156,10 +171,21 @@ class InfoNCELoss(TemperatureLoss):
             parts.append(in_batch.all(query, shared, self.group))
         if queue is not None:
             parts.append(in_batch.all(query, queue, "local"))
-        rows = self._in_batch(in_batch, query, positive, shared, ids)
-        losses = minus_log_probability(
-            rows.positive_sum, reduce(torch.logaddexp, [rows.negative, *parts])
-        )
+        # The columns of the sweep serve the other direction where nothing differs but the side.
+        both = self.reverse is not None and in_batch is plain and limit is None
+        rows, back = self._in_batch(in_batch, query, positive, shared, ids, both)
+        if self.reverse is not None and back is None:
+            back, _ = self._in_batch(plain, positive, query, None, ids, False)
+        hit, negative = rows.positive_sum, reduce(torch.logaddexp, parts, rows.negative)
+        if back is None:
+            losses = minus_log_probability(hit, negative)
+        elif self.reverse == "joint":
+            # The positive is a term of both directions: e^hit twice in the sum.
+            negative = torch.logaddexp(negative, back.negative)
+            losses = minus_log_probability(hit + math.log(2), negative) + math.log(2)
+        else:
+            losses = minus_log_probability(hit, negative)
+            losses = (losses + minus_log_probability(back.positive_sum, back.negative)) / 2
         return global_mean(losses, self.group, weights, name="query")
 
     def _in_batch(
@@ -169,18 +195,24 @@ class InfoNCELoss(TemperatureLoss):
         positive: Tensor,
         shared: Tensor | None,
         ids: Tensor | None,
-    ) -> Split:
+        both: bool,
+    ) -> tuple[Split, Split | None]:
         """Queries against all positives and, without ids, the shared negatives.
 
         Those are columns of the same matrix then: one sweep, one rounding of the queries' gradient.
+        With `both`, also the positives against all queries.
         """
+        sides = "both" if both else "rows"
         if ids is not None:
-            return logits.split(query, positive, ids=(ids, ids), positives="paired")[0]
+            return logits.split(query, positive, ids=(ids, ids), positives="paired", sides=sides)
         if shared is None:
-            return logits.split(query, positive)[0]
-        ids = pair_ids(query.shape[0], self.group, device=query.device)
+            return logits.split(query, positive, sides=sides)
+        b = query.shape[0]
+        ids = pair_ids(b, self.group, device=query.device)
+        candidate_ids = torch.cat([ids, no_ids(shared)])
         candidates = torch.cat([positive, shared])
-        return logits.split(query, candidates, ids=(ids, torch.cat([ids, no_ids(shared)])))[0]
+        rows, columns = logits.split(query, candidates, ids=(ids, candidate_ids), sides=sides)
+        return rows, None if columns is None else Split(*(part[:b] for part in columns))
 
     def _same_tower(
         self,

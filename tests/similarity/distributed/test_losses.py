@@ -63,6 +63,14 @@ def info_nce_weighted(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return total
 
 
+def info_nce_both_directions(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    joint = losses.InfoNCELoss(1.0, reverse="joint", same_tower=("query", "positive"), group=group)
+    separate = losses.InfoNCELoss(1.0, reverse="separate", margin=0.1, group=group)
+    return joint(x, y, own["negatives"], temperature=1 / scale) + separate(
+        x, y, ids=own["ids"], temperature=1 / scale
+    )
+
+
 def nt_xent(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return losses.NTXentLoss(1.0, group=group)(x, y, temperature=1 / scale)
 
@@ -107,6 +115,7 @@ LOSSES: list[Callable[..., Tensor]] = [
     info_nce,
     info_nce_margin,
     info_nce_weighted,
+    info_nce_both_directions,
     nt_xent,
     dcl,
     sup_con,
