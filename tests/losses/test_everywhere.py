@@ -50,6 +50,7 @@ LOSSES: dict[str, Loss] = {
     )(x, y, own(y)),
     "ntxent": lambda x, y, s: mb.NTXentLoss(1 / s)(x, y),
     "dcl": lambda x, y, s: mb.DCLLoss(1 / s)(x, y, x.roll(1, 1)),
+    "dcl, weighted": lambda x, y, s: mb.DCLLoss(1 / s, sigma=5.0)(x, y),
     "supcon": lambda x, y, s: mb.SupConLoss(1 / s)(x, IDS[: len(x)], y, IDS[: len(x)]),
     "supcon, in": lambda x, y, s: mb.SupConLoss(1 / s, form="in")(
         torch.cat([x, y]), torch.cat([IDS, IDS])[: 2 * len(x)]

@@ -275,11 +275,11 @@ def test_errors_name_the_class_that_was_called(kind: Any) -> None:
         ),
         (
             mb.DCLLoss(torch.tensor(0.07), normalize=True),
-            "DCLLoss(temperature=0.07, normalize=True, group=None)",
+            "DCLLoss(temperature=0.07, sigma=None, normalize=True, group=None)",
         ),
         (
             mb.DCLLoss(torch.tensor(0.07, device="meta")),
-            "DCLLoss(temperature=meta, normalize=None, group=None)",
+            "DCLLoss(temperature=meta, sigma=None, normalize=None, group=None)",
         ),
         (
             mb.SupConLoss(0.1, form="in"),

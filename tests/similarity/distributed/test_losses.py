@@ -76,7 +76,9 @@ def nt_xent(group, x, y, scale, own):  # type: ignore[no-untyped-def]
 
 
 def dcl(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    return losses.DCLLoss(1.0, group=group)(x, y, own["negatives"], temperature=1 / scale)
+    weighted = losses.DCLLoss(1.0, sigma=0.5, group=group)(x, y, temperature=1 / scale)
+    plain = losses.DCLLoss(1.0, group=group)(x, y, own["negatives"], temperature=1 / scale)
+    return plain + weighted
 
 
 def sup_con(group, x, y, scale, own):  # type: ignore[no-untyped-def]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megabatch.similarity.distributed.means import (
     global_mean,
+    log_mean_exp,
     mean_row,
     pair_ids,
     replicated,
@@ -38,6 +41,14 @@ def test_the_mean_over_ranks_is_the_global_mean(world: World) -> None:
             factors = torch.ones_like(whole) if w is None else w
             expected = world.size * factors / factors.sum()
             torch.testing.assert_close(values.grad, world.shard(expected, sizes))
+
+
+@on_devices(2, 3)
+def test_log_mean_exp(world: World) -> None:
+    for sizes in shard_sizes(world.size):
+        values = 500 * torch.randn(sum(sizes), dtype=torch.float64)
+        truth = values.logsumexp(0) - math.log(len(values))
+        torch.testing.assert_close(log_mean_exp(world.shard(values, sizes), None), truth)
 
 
 @on_devices(2, 3)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from megabatch.similarity.distributed.means import global_mean, mean_row, pair_ids, replicated
+from megabatch.similarity.distributed.means import (
+    global_mean,
+    log_mean_exp,
+    mean_row,
+    pair_ids,
+    replicated,
+)
 
 
 def test_global_mean() -> None:
@@ -23,6 +31,13 @@ def test_global_mean_of_no_weight_is_zero(n: int) -> None:
     mean.backward()
     assert mean == 0
     assert not values.grad.any()
+
+
+def test_log_mean_exp() -> None:
+    mean = log_mean_exp(torch.tensor([1000.0, 1000.0 + math.log(3)], requires_grad=True), None)
+    torch.testing.assert_close(mean, torch.tensor(1000 + math.log(2)))
+    assert not mean.requires_grad
+    assert log_mean_exp(torch.tensor([0.0, torch.nan]), None).isnan()
 
 
 def test_mean_row() -> None:

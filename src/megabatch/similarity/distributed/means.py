@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.similarity.arguments import accumulator_dtype
@@ -136,6 +137,11 @@ def sum_over_ranks(values: Tensor, group: object) -> Tensor:
     return _sum_over_ranks(values, name) if name else values
 
 
+def log_mean_exp(values: Tensor, group: object) -> Tensor:
+    """log of the mean of e^values over the (m,) of all processes, () on each; no gradient."""
+    return _log_mean_exp(values.detach(), group_name(group))
+
+
 # --- the operators --------------------------------------------------------------------------------
 
 
@@ -172,6 +178,22 @@ def _global_weight(like: Tensor, rows: int, weight: Tensor | None, group: str, n
     if weight is None and (on_host or rows == 0):
         _check_count(int(numbers[0]), name)
     return numbers[0].masked_fill(numbers[1] != weighted, math.nan).to(like.dtype)
+
+
+@operator("log_mean_exp", group_argument=1)
+def _log_mean_exp(values: Tensor, group: str) -> Tensor:
+    peak = values.max() if values.numel() else values.new_full((), -math.inf)
+    if group:
+        comm.all_reduce(peak, group, "log_mean_exp", dist.ReduceOp.MAX)
+    total = torch.stack([(values - peak).exp().sum(), values.new_full((), values.numel())])
+    if group:
+        comm.all_reduce(total, group, "log_mean_exp")
+    return (total[0] / total[1]).log() + peak
+
+
+@_log_mean_exp.register_fake
+def _(values: Tensor, group: str) -> Tensor:
+    return values.new_empty(())
 
 
 @_global_weight.register_fake
