@@ -106,6 +106,25 @@ def ntxent_of_logits(s: Tensor, views: int) -> Tensor:
     return torch.stack(terms).mean()
 
 
+def debiased(positive: Tensor, negatives: Tensor, scale: Tensor, tau_plus: float) -> Tensor:
+    """N g of "Debiased Contrastive Learning" for one anchor."""
+    n = len(negatives)
+    g = (negatives.exp().mean() - tau_plus * positive.exp()) / (1 - tau_plus)
+    return n * torch.maximum(g, (-torch.as_tensor(scale)).exp().to(g))
+
+
+def debiased_ntxent_of_logits(s: Tensor, scale: Tensor, tau_plus: float) -> Tensor:
+    """Of two views."""
+    n = len(s)
+    terms = []
+    for i in range(n):
+        j = (i + n // 2) % n
+        negatives = s[i, [k for k in range(n) if k not in (i, j)]]
+        ng = debiased(s[i, j], negatives, scale, tau_plus)
+        terms.append((s[i, j].exp() + ng).log() - s[i, j])
+    return torch.stack(terms).mean()
+
+
 def dcl_of_logits(s: Tensor, views: int) -> Tensor:
     n, b = len(s), len(s) // views
     terms = []
@@ -131,6 +150,8 @@ def infonce(
     share_negatives: bool = False,
     hardness_mode: str | None = None,
     hardness_strength: float = 0.0,
+    label_smoothing: float = 0.0,
+    tau_plus: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
     """Qwen3-Embedding's Z_i, one query at a time."""
@@ -167,7 +188,14 @@ def infonce(
             strength = hardness_strength if hardness_mode in (f"{mode}_negatives", ALL) else 0.0
             strength = strength if mode else 0.0
             logits.append(scale * rest + strength * rest.detach())
+        if tau_plus:
+            rest = torch.cat(logits[1:])
+            logits = [logits[0], debiased(logits[0][0], rest, scale, tau_plus).log()[None]]
         terms.append(torch.cat(logits).logsumexp(0) - logits[0][0])
+        if label_smoothing:
+            terms[-1] = F.cross_entropy(
+                torch.cat(logits)[None], torch.tensor([0]), label_smoothing=label_smoothing
+            )
         if reverse == "separate":
             if margin is not None:
                 back = back[back <= hit + margin]

@@ -48,6 +48,10 @@ LOSSES: dict[str, Loss] = {
     "infonce, weighted": lambda x, y, s: mb.InfoNCELoss(
         1 / s, share_negatives=True, hardness_mode="hard_negatives", hardness_strength=3.0
     )(x, y, own(y)),
+    "infonce, smoothing": lambda x, y, s: mb.InfoNCELoss(1 / s, label_smoothing=0.1)(
+        x, y, own(y), queue=x.detach(), weights=WEIGHTS[: len(x)]
+    ),
+    "ntxent, debiased": lambda x, y, s: mb.NTXentLoss(1 / s, tau_plus=0.01)(x, y),
     "ntxent": lambda x, y, s: mb.NTXentLoss(1 / s)(x, y),
     "dcl": lambda x, y, s: mb.DCLLoss(1 / s)(x, y, x.roll(1, 1)),
     "dcl, weighted": lambda x, y, s: mb.DCLLoss(1 / s, sigma=5.0)(x, y),

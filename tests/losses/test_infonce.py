@@ -4,6 +4,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -199,6 +200,67 @@ def test_separate_directions_of_plain_pairs_are_clips_loss() -> None:
     torch.testing.assert_close(ours, clip, rtol=1e-12, atol=0)
 
 
+def unit(*features: Tensor) -> list[Tensor]:
+    return [F.normalize(t, dim=-1) for t in features]
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.2}, {"tau_plus": 0.1}])
+@pytest.mark.parametrize("kind", ["none", "shared", "own", "shared own"])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_smoothed_and_debiased(maker: str, kind: str, options: Any) -> None:
+    query, positive, shared, own, queue = unit(*features(maker))
+    weights = torch.rand(B, dtype=torch.float64)
+    negatives = {"shared": shared}.get(kind, own)
+    loss = mb.InfoNCELoss(1.0, share_negatives=kind == "shared own", **options)
+
+    def ours(q: Tensor, p: Tensor, n: Tensor, s: Tensor) -> Tensor:
+        given = None if kind == "none" else n
+        return loss(q, p, given, queue=queue, weights=weights, temperature=1 / s)
+
+    def truth(q: Tensor, p: Tensor, n: Tensor, s: Tensor) -> Tensor:
+        name = {"shared": "shared"}.get(kind, "own")
+        given = {} if kind == "none" else {name: n}
+        share = kind == "shared own"
+        return infonce(
+            q, p, s, **given, share_negatives=share, queue=queue, weights=weights, **options
+        )
+
+    assert_equal(ours, truth, query, positive, negatives, 10.0)
+
+
+@pytest.mark.parametrize("name", ["label_smoothing", "tau_plus"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"margin": 0.0},
+        {"same_tower": ("query",)},
+        {"reverse": "joint"},
+        {"hardness_mode": "all_negatives"},
+    ],
+)
+def test_smoothed_and_debiased_go_with_plain_candidates_alone(name: str, other: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: expected 0 with {next(iter(other))}=.*0\.1"):
+        mb.InfoNCELoss(0.1, **{name: 0.1}, **other)
+    with pytest.raises(ValueError, match=rf"ids: expected None with {name}=0\.1"):
+        mb.InfoNCELoss(0.1, **{name: 0.1})(X, X, ids=torch.arange(6))
+    with pytest.raises(ValueError, match="tau_plus: expected 0 with label_smoothing"):
+        mb.InfoNCELoss(0.1, label_smoothing=0.1, tau_plus=0.1)
+
+
+def test_smoothed_half_precision_logits_are_never_rounded() -> None:
+    query, positive, shared, own, _ = (t.bfloat16() for t in unit(*features("learnt")))
+    for kind, negatives in (("shared", shared), ("own", own)):
+        ours = mb.InfoNCELoss(0.05, label_smoothing=0.3)(query, positive, negatives)
+        exact = infonce(
+            query.double(),
+            positive.double(),
+            20.0,
+            label_smoothing=0.3,
+            **{kind: negatives.double()},
+        )
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
 def test_weighted_own_negatives_do_not_change_what_is_not_weighted() -> None:
     query, positive, _, own, _ = features("random")
     plain = mb.InfoNCELoss(0.1)
@@ -333,6 +395,8 @@ def test_bad_arguments(arguments: Any, error: type, words: tuple[str, ...]) -> N
         ({"margin": float("nan")}, ValueError, ("margin", "nan")),
         ({"same_tower": "query"}, TypeError, ("same_tower", "'query'")),
         ({"same_tower": ("document",)}, ValueError, ("same_tower", "document", "positive")),
+        ({"label_smoothing": 1.0}, ValueError, ("label_smoothing", "below 1", "1.0")),
+        ({"tau_plus": -0.1}, ValueError, ("tau_plus", "0 to below 1", "-0.1")),
         ({"reverse": "both"}, ValueError, ("reverse", "joint, separate", "'both'")),
         (
             {"reverse": "separate", "same_tower": ("query",)},

@@ -4,11 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import megabatch as mb
 from megabatch.similarity.backends import eager
 from megabatch.similarity.reductions import softmax
-from tests.losses.reference import assert_equal, leaves, ntxent_of_logits
+from tests.losses.reference import (
+    assert_equal,
+    debiased_ntxent_of_logits,
+    leaves,
+    ntxent_of_logits,
+)
 from tests.similarity.features import MAKERS
 
 #: Of features that are meant to have other lengths here.
@@ -29,6 +36,21 @@ def test_equals_simclrs_formula(maker: str, scale: float, views: int) -> None:
     assert_equal(lambda *v: loss(*v[:-1], temperature=1 / v[-1]), truth, *pairs, scale)
 
 
+@pytest.mark.parametrize("tau_plus", [0.02, 0.3])
+@pytest.mark.parametrize("scale", [0.01, 2.0, 14.3])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_debiased(maker: str, scale: float, tau_plus: float) -> None:
+    """As Chuang et al. 2020 write it, with a temperature that is learnt."""
+    loss = mb.NTXentLoss(0.5, tau_plus=tau_plus, normalize=True)
+
+    def truth(x: Tensor, y: Tensor, s: Tensor) -> Tensor:
+        z = F.normalize(torch.cat([x, y]))
+        return debiased_ntxent_of_logits(s * z @ z.T, s, tau_plus)
+
+    x, y = MAKERS[maker](7, 7, 5)
+    assert_equal(lambda x, y, s: loss(x, y, temperature=1 / s), truth, x, y, scale)
+
+
 def test_computes_half_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     original = softmax.forward_tile
@@ -45,16 +67,18 @@ def test_computes_half_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_instance_has_loss_zero() -> None:
     x, y = leaves(torch.randn(1, 4), torch.randn(1, 4))
-    loss = mb.NTXentLoss(0.5)(x, y)
-    loss.backward()
-    assert loss == 0
-    assert not x.grad.any()
+    for tau_plus in (0.0, 0.1):
+        loss = mb.NTXentLoss(0.5, tau_plus=tau_plus)(x, y)
+        loss.backward()
+        assert loss == 0
+        assert not x.grad.any()
 
 
 def test_a_nan_gives_a_nan() -> None:
     x = torch.randn(5, 3)
     x[0, 0] = torch.nan
     assert mb.NTXentLoss(0.5)(torch.randn(5, 3), x).isnan()
+    assert mb.NTXentLoss(0.5, tau_plus=0.1)(torch.randn(5, 3), x).isnan()
 
 
 X = torch.randn(6, 4)
@@ -89,3 +113,18 @@ def test_bad_temperature(kind: Any, temperature: Any, error: type, word: str) ->
         kind(temperature)
     assert "temperature" in str(caught.value)
     assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tau_plus", "error", "words"),
+    [
+        (1.0, ValueError, ("tau_plus", "below 1", "1.0")),
+        (-0.1, ValueError, ("tau_plus", "-0.1")),
+        ("0.1", TypeError, ("tau_plus", "str")),
+        (0.1, ValueError, ("views", "two", "tau_plus=0.1", "3")),
+    ],
+)
+def test_bad_tau_plus(tau_plus: Any, error: type, words: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        mb.NTXentLoss(0.5, tau_plus=tau_plus)(X, X, X)
+    assert all(word in str(caught.value) for word in words)

@@ -266,12 +266,15 @@ def test_errors_name_the_class_that_was_called(kind: Any) -> None:
             mb.InfoNCELoss(0.05, margin=0.1, same_tower=("query",)),
             "InfoNCELoss(temperature=0.05, margin=0.1, same_tower=('query',), "
             "reverse=None, share_negatives=False, hardness_mode=None, hardness_strength=0.0, "
-            "normalize=False, group=None)",
+            "label_smoothing=0.0, tau_plus=0.0, normalize=False, group=None)",
         ),
-        (mb.NTXentLoss(0.5), "NTXentLoss(temperature=0.5, normalize=None, group=None)"),
+        (
+            mb.NTXentLoss(0.5),
+            "NTXentLoss(temperature=0.5, tau_plus=0.0, normalize=None, group=None)",
+        ),
         (
             mb.NTXentLoss(nn.Parameter(torch.tensor([0.07]))),
-            "NTXentLoss(temperature=0.07 (learnt), normalize=None, group=None)",
+            "NTXentLoss(temperature=0.07 (learnt), tau_plus=0.0, normalize=None, group=None)",
         ),
         (
             mb.DCLLoss(torch.tensor(0.07), normalize=True),

@@ -65,6 +65,14 @@ def check_factors(name: str, values: Any, number: int, what: str) -> tuple[float
     return tuple(factors)
 
 
+def check_share(name: str, value: Any) -> float:
+    """`value` must be a number from 0 to below 1; returned as a float."""
+    share = check_number(name, value)
+    if not 0 <= share < 1:
+        raise ValueError(f"{name}: expected 0 to below 1, got {share}")
+    return share
+
+
 def check_flag(name: str, value: Any, *, optional: bool = False) -> None:
     """`value` must be True or False, or None if that is allowed."""
     if not (isinstance(value, bool) or (optional and value is None)):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megabatch.losses.arguments import (
     check_choice,
-    check_number,
     check_pairs,
+    check_share,
     check_weights,
     own_ids,
 )
@@ -52,9 +52,7 @@ class ClipLoss(ContrastiveLoss):
         group: object = None,
     ) -> None:
         super().__init__(normalize=normalize, group=group)
-        label_smoothing = check_number("label_smoothing", label_smoothing)
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"label_smoothing: expected 0 to below 1, got {label_smoothing}")
+        label_smoothing = check_share("label_smoothing", label_smoothing)
         check_choice("duplicates", duplicates, ("positive", "ignored"))
         if label_smoothing and duplicates == "ignored":
             raise ValueError(

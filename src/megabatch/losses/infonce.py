@@ -15,12 +15,13 @@ from megabatch.losses.arguments import (
     check_flag,
     check_number,
     check_pairs,
+    check_share,
     check_weights,
     own_ids,
 )
 from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
-from megabatch.losses.negatives import Logits, no_ids
-from megabatch.losses.terms import minus_log_probability
+from megabatch.losses.negatives import Candidates, Logits, no_ids
+from megabatch.losses.terms import debiased, minus_log_probability
 from megabatch.similarity import Split, paired
 from megabatch.similarity.arguments import check_dense, check_two
 from megabatch.similarity.distributed.means import global_mean, pair_ids
@@ -55,6 +56,12 @@ class InfoNCELoss(TemperatureLoss):
             arXiv 2509.20354). "all_negatives": both. Those of `same_tower` and `reverse` never are.
         hardness_strength: a in the weight e^(a c) of a negative of similarity c, which gets no
             gradient; not negative. The papers take 9 and 5.
+        label_smoothing: from 0 to below 1; this share of each target is spread evenly over all
+            candidates of the softmax, the positive and all negatives.
+        tau_plus: probability that a negative is a false one; 0 to below 1. The sum over negatives
+            is corrected for it, see `NTXentLoss`; for features of unit length. Neither this nor
+            label smoothing goes with the other or with `margin`, `same_tower`, `reverse`,
+            `hardness_mode` or `ids`, with which candidates differ in number or in meaning.
         normalize: scale each row of all features, negatives and queue included, to unit length
             first, as `F.normalize` does.
         group: processes that share one batch: None, "local" or a process group.
@@ -71,6 +78,8 @@ class InfoNCELoss(TemperatureLoss):
         "share_negatives",
         "hardness_mode",
         "hardness_strength",
+        "label_smoothing",
+        "tau_plus",
         *ContrastiveLoss.settings,
     )
 
@@ -84,6 +93,8 @@ class InfoNCELoss(TemperatureLoss):
         share_negatives: bool = False,
         hardness_mode: HardnessMode | None = None,
         hardness_strength: float = 0.0,
+        label_smoothing: float = 0.0,
+        tau_plus: float = 0.0,
         normalize: bool = False,
         group: object = None,
     ) -> None:
@@ -107,6 +118,11 @@ class InfoNCELoss(TemperatureLoss):
         self.reverse, self.share_negatives = reverse, share_negatives
         self.hardness_mode = hardness_mode
         self.hardness_strength = _check_hardness(hardness_mode, hardness_strength)
+        self.label_smoothing = check_share("label_smoothing", label_smoothing)
+        self.tau_plus = check_share("tau_plus", tau_plus)
+        for name in ("label_smoothing", "tau_plus"):
+            if getattr(self, name):
+                self._check_plain(name)
 
     def forward(
         self,
@@ -140,6 +156,9 @@ class InfoNCELoss(TemperatureLoss):
             TypeError, ValueError: the message names the argument, what came, what was expected.
         """
         check_pairs(query, positive, ("query", "positive"))
+        if ids is not None and (self.label_smoothing or self.tau_plus):
+            name = "label_smoothing" if self.label_smoothing else "tau_plus"
+            raise ValueError(f"ids: expected None with {name}={getattr(self, name)}, got ids")
         self._check_negatives(query, negatives)
         if queue is not None:
             check_two(query, queue, ("query", "queue"))
@@ -151,14 +170,7 @@ class InfoNCELoss(TemperatureLoss):
         scale = self._scale(temperature, query)
         if ids is not None:
             ids = own_ids(ids, query, self.group)
-        limit = None
-        if self.margin is not None:
-            limit = paired(query.detach(), positive.detach()) + self.margin
-        plain = Logits(scale, limit, self.group)
-        hard = Logits(scale, limit, self.group, self.hardness_strength)
-        in_batch = hard if self.hardness_mode in ("in_batch_negatives", "all_negatives") else plain
-        hard = hard if self.hardness_mode in ("hard_negatives", "all_negatives") else plain
-
+        plain, in_batch, hard = self._logits(query, positive, scale)
         parts = self._same_tower(plain, query, positive, own, ids)
         if own is not None and self.share_negatives:
             if in_batch is hard:  # all are negatives alike, whose they are does not matter
@@ -172,21 +184,52 @@ class InfoNCELoss(TemperatureLoss):
         if queue is not None:
             parts.append(in_batch.all(query, queue, "local"))
         # The columns of the sweep serve the other direction where nothing differs but the side.
-        both = self.reverse is not None and in_batch is plain and limit is None
+        both = self.reverse is not None and in_batch is plain and plain.ceiling is None
         rows, back = self._in_batch(in_batch, query, positive, shared, ids, both)
         if self.reverse is not None and back is None:
             back, _ = self._in_batch(plain, positive, query, None, ids, False)
-        hit, negative = rows.positive_sum, reduce(torch.logaddexp, parts, rows.negative)
-        if back is None:
-            losses = minus_log_probability(hit, negative)
-        elif self.reverse == "joint":
-            # The positive is a term of both directions: e^hit twice in the sum.
-            negative = torch.logaddexp(negative, back.negative)
-            losses = minus_log_probability(hit + math.log(2), negative) + math.log(2)
+        rows = rows._replace(negative=reduce(torch.logaddexp, parts, rows.negative))
+        if back is not None:
+            losses = self._both_directions(rows, back)
         else:
-            losses = minus_log_probability(hit, negative)
-            losses = (losses + minus_log_probability(back.positive_sum, back.negative)) / 2
+            candidates = Candidates(positive, shared, own, queue)
+            losses = self._one_direction(rows, scale, query, candidates)
         return global_mean(losses, self.group, weights, name="query")
+
+    def _logits(self, query: Tensor, positive: Tensor, scale: Tensor) -> tuple[Logits, ...]:
+        """Of negatives that are not weighted, of those in the batch, of each query's own."""
+        limit = None
+        if self.margin is not None:
+            limit = paired(query.detach(), positive.detach()) + self.margin
+        plain = Logits(scale, limit, self.group)
+        weighted = Logits(scale, limit, self.group, self.hardness_strength)
+        in_batch = self.hardness_mode in ("in_batch_negatives", "all_negatives")
+        own = self.hardness_mode in ("hard_negatives", "all_negatives")
+        return plain, weighted if in_batch else plain, weighted if own else plain
+
+    def _one_direction(
+        self, rows: Split, scale: Tensor, query: Tensor, candidates: Candidates
+    ) -> Tensor:
+        """Losses of the queries from their positives and log-sum-exps of all negatives, (b,)."""
+        hit, negative = rows.positive_sum, rows.negative
+        if self.tau_plus:
+            count = candidates.number(self.group) - 1
+            negative = debiased(hit, negative, scale, count, self.tau_plus)
+        losses = minus_log_probability(hit, negative)
+        if self.label_smoothing:
+            # That share of the target moves from the positive to all candidates alike.
+            mean = scale * candidates.mean_product(query, self.group)
+            losses = losses + self.label_smoothing * (hit - mean)
+        return losses
+
+    def _both_directions(self, rows: Split, back: Split) -> Tensor:
+        """Losses of the pairs, (b,); `back`: of the documents against all queries."""
+        if self.reverse == "separate":
+            there = minus_log_probability(rows.positive_sum, rows.negative)
+            return (there + minus_log_probability(back.positive_sum, back.negative)) / 2
+        # The positive is a term of both directions: its exponential is in the sum twice.
+        negative = torch.logaddexp(rows.negative, back.negative)
+        return minus_log_probability(rows.positive_sum + math.log(2), negative) + math.log(2)
 
     def _in_batch(
         self,
@@ -232,6 +275,16 @@ class InfoNCELoss(TemperatureLoss):
             if own is not None and self.share_negatives:
                 parts.append(logits.others(positive, own))
         return parts
+
+    def _check_plain(self, name: str) -> None:
+        """The setting `name`, which is not 0, goes with none of the others."""
+        others = {"margin": None, "same_tower": (), "reverse": None, "hardness_mode": None}
+        for other, without in (others | {"label_smoothing": 0.0}).items():
+            if other != name and getattr(self, other) != without:
+                raise ValueError(
+                    f"{name}: expected 0 with {other}={getattr(self, other)!r}, "
+                    f"got {getattr(self, name)}"
+                )
 
     def _check_negatives(self, query: Tensor, negatives: Any) -> None:
         """None, shared negatives (k, d) or each query's own (b, k, d)."""

@@ -1,9 +1,9 @@
-"""Log-sum-exps over InfoNCE's negatives: below a margin, weighted by hardness, each query's own."""
+"""InfoNCE's candidates: log-sum-exps over negatives, their number and their mean logit."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megabatch.losses.terms import scale_gradient
 from megabatch.similarity import Split, logsumexp, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.distributed.means import pair_ids
+from megabatch.similarity.distributed.means import pair_ids, sum_over_ranks
 
 #: Elements of per-query negatives that are converted at a time.
 CHUNK = 1 << 22
@@ -63,13 +63,7 @@ class Logits:
 
     def own(self, x: Tensor, own: Tensor) -> Tensor:
         """Log-sum-exp of each row i of x over its `own[i]` (k, d), (m,)."""
-        rows = max(1, CHUNK // max(1, own[:1].numel()))
-        chunks = [
-            # Checkpointed, to keep the logits only and not the converted features.
-            checkpoint(_products, q, n, use_reentrant=False, preserve_rng_state=False)
-            for q, n in zip(x.split(rows), own.split(rows), strict=True)
-        ]
-        logits = torch.cat(chunks) * self.scale
+        logits = own_products(x, own) * self.scale
         if self.ceiling is not None:
             logits = logits.masked_fill(logits > self.ceiling[:, None], -torch.inf)
         return self._corrected(logits.logsumexp(1))
@@ -90,9 +84,55 @@ def no_ids(features: Tensor) -> Tensor:
     return torch.full((features.shape[0],), -1, device=features.device)
 
 
+def own_products(query: Tensor, own: Tensor) -> Tensor:
+    """<query_i, own_ik> of (b, d) and (b, k, d), (b, k), in the accumulator's dtype."""
+    rows = max(1, CHUNK // max(1, own[:1].numel()))
+    chunks = [
+        # Checkpointed, to keep the logits only and not the converted features.
+        checkpoint(_products, q, n, use_reentrant=False, preserve_rng_state=False)
+        for q, n in zip(query.split(rows), own.split(rows), strict=True)
+    ]
+    return torch.cat(chunks)
+
+
 def _products(query: Tensor, negatives: Tensor) -> Tensor:
     """<query_i, negative_ik>, (rows, k), in the accumulator's dtype."""
     dtype = accumulator_dtype(query.dtype)
     kind = query.device.type  # autocast does not know meta
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         return torch.bmm(negatives.to(dtype), query.to(dtype).unsqueeze(2)).squeeze(2)
+
+
+class Candidates(NamedTuple):
+    """The candidates of each query: its positive and all negatives, which differ in `own` alone."""
+
+    positive: Tensor  #: (b, d)
+    shared: Tensor | None  #: (k, d)
+    own: Tensor | None  #: (b, k, d)
+    queue: Tensor | None  #: (q, d), which all processes hold alike
+
+    def number(self, group: object) -> Tensor:
+        """Of candidates of a query of this process, over all processes, ()."""
+        rows = len(self.positive) + (0 if self.shared is None else len(self.shared))
+        own = 0 if self.own is None else self.own.shape[1]
+        queue = 0 if self.queue is None else len(self.queue)
+        dtype = accumulator_dtype(self.positive.dtype)
+        here = torch.full((), rows, dtype=dtype, device=self.positive.device)
+        return sum_over_ranks(here, group) + (own + queue)
+
+    def mean_product(self, query: Tensor, group: object) -> Tensor:
+        """The mean of <query_i, c> over the candidates c of query i, (b,).
+
+        A query's product with the candidates' sum, which takes O(b·d) and no sweep.
+        """
+        dtype = accumulator_dtype(query.dtype)
+        total = self.positive.sum(0, dtype=dtype)
+        if self.shared is not None:
+            total = total + self.shared.sum(0, dtype=dtype)
+        total = sum_over_ranks(total, group)
+        if self.queue is not None:
+            total = total + self.queue.sum(0, dtype=dtype)
+        products = own_products(query, total.expand(len(query), 1, -1))[:, 0]
+        if self.own is not None:
+            products = products + own_products(query, self.own).sum(1)
+        return products / self.number(group)

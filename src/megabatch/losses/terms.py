@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,6 +42,27 @@ def minus_log_probability(positive: Tensor, negative: Tensor) -> Tensor:
     with 50 it is below float64's rounding.
     """
     return F.softplus(negative - positive, threshold=50)
+
+
+def debiased(
+    positive: Tensor, negative: Tensor, scale: Tensor, count: Tensor, tau_plus: float
+) -> Tensor:
+    """Log-sum-exp over negatives, corrected for those that are false (arXiv 2007.00224), (rows,).
+
+    log max((e^negative - N tau_plus e^positive) / (1 - tau_plus), N e^-scale), N the `count`: the
+    second is the least that N negatives of unit length can have.
+
+    Args:
+        positive, negative: (rows,), a logit and a log-sum-exp. scale, count: ().
+    """
+    floor = count.log() - scale
+    share = positive - negative + (count * tau_plus).log()  # log of the part of e^negative
+    none_left = (share >= 0) | (negative == -torch.inf)
+    share = share.masked_fill(none_left, -1.0)  # any number: its result is not used
+    # log(1 - e^share), of two expressions the one that does not cancel.
+    left = torch.where(share > -0.7, (-share.expm1()).log(), (-share.exp()).log1p())
+    rest = (negative + left - math.log1p(-tau_plus)).masked_fill(none_left, -torch.inf)
+    return torch.maximum(rest, floor)
 
 
 def scale_gradient(tensor: Tensor, factor: float | Tensor) -> Tensor:

@@ -71,6 +71,20 @@ def info_nce_both_directions(group, x, y, scale, own):  # type: ignore[no-untype
     )
 
 
+def info_nce_smoothed(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    loss = losses.InfoNCELoss(1.0, label_smoothing=0.1, group=group)
+    each = own["negatives"][:, None]
+    return loss(x, y, own["negatives"], temperature=1 / scale) + loss(
+        x, y, each, weights=own["weights"], temperature=1 / scale
+    )
+
+
+def debiased(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    info_nce = losses.InfoNCELoss(1.0, tau_plus=0.1, group=group)
+    nt_xent = losses.NTXentLoss(1.0, tau_plus=0.1, group=group)
+    return info_nce(x, y, x + y, temperature=1 / scale) + nt_xent(x, y, temperature=1 / scale)
+
+
 def nt_xent(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return losses.NTXentLoss(1.0, group=group)(x, y, temperature=1 / scale)
 
@@ -118,6 +132,8 @@ LOSSES: list[Callable[..., Tensor]] = [
     info_nce_margin,
     info_nce_weighted,
     info_nce_both_directions,
+    info_nce_smoothed,
+    debiased,
     nt_xent,
     dcl,
     sup_con,
