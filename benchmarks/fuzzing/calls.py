@@ -21,6 +21,12 @@ def clip(case: Case, g: Given, group: Any) -> list[Tensor]:
     return [loss(x, y, g.scale, bias, ids=g.ids.get("x"), weights=g.weights)]
 
 
+def distill(case: Case, g: Given, group: Any) -> list[Tensor]:
+    loss = losses.DistillClipLoss(normalize=case["normalize"], group=group)
+    x, y, *teacher = g.features.values()
+    return [*loss(x, y, g.scale, *teacher, case["options"]["teacher_scale"])]
+
+
 def siglip(case: Case, g: Given, group: Any) -> list[Tensor]:
     loss = losses.SigLipLoss(normalize=case["normalize"], group=group)
     bias = g.bias if case["options"]["bias"] else None
@@ -38,7 +44,7 @@ def _with_temperature(make: Callable[[Any], Any], case: Case, g: Given) -> Calla
 
 def infonce(case: Case, g: Given, group: Any) -> list[Tensor]:
     o, f = case["options"], g.features
-    settings = {"margin": o["margin"], "same_tower": o["same_tower"]}
+    settings = {k: v for k, v in o.items() if k not in ("negatives", "own", "queue", "in_call")}
     settings |= {"normalize": case["normalize"], "group": group}
     loss = _with_temperature(lambda t: losses.InfoNCELoss(t, **settings), case, g)
     queue, pairs = f.get("queue"), g.ids.get("x")
@@ -47,7 +53,8 @@ def infonce(case: Case, g: Given, group: Any) -> list[Tensor]:
 
 def views(case: Case, g: Given, group: Any) -> list[Tensor]:
     kind = losses.NTXentLoss if case["call"] == "ntxent" else losses.DCLLoss
-    settings = {"normalize": case["normalize"], "group": group}
+    option = "tau_plus" if case["call"] == "ntxent" else "sigma"
+    settings = {option: case["options"][option], "normalize": case["normalize"], "group": group}
     return [_with_temperature(lambda t: kind(t, **settings), case, g)(*g.features.values())]
 
 
@@ -138,6 +145,7 @@ def topk(case: Case, g: Given, group: Any) -> list[Tensor]:
 
 CALLS: dict[str, Callable[[Case, Given, Any], list[Tensor]]] = {
     "clip": clip,
+    "distill": distill,
     "siglip": siglip,
     "infonce": infonce,
     "ntxent": views,

@@ -14,7 +14,17 @@ from torch import Tensor
 Case = dict[str, Any]
 
 #: Names of functions whose result is the mean over all rows; see `Result`.
-LOSSES = ("clip", "siglip", "infonce", "ntxent", "dcl", "supcon", "matryoshka", "multimodal")
+LOSSES = (
+    "clip",
+    "distill",
+    "siglip",
+    "infonce",
+    "ntxent",
+    "dcl",
+    "supcon",
+    "matryoshka",
+    "multimodal",
+)
 SUMS = ("logsumexp", "split_logsumexp", "softplus_sum", "paired")
 RANKING = ("ranks", "topk")
 LAYOUTS = ("plain", "plain", "plain", "transposed", "strided", "one row", "one column")
@@ -71,6 +81,8 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
     case["options"] = _options(rng, case)
     if case["options"].get("margin") is not None and dtype != "float64":
         case["values"], case["normalize"] = "integers", False  # whose products are exact
+    if name == "infonce" and (case["options"]["label_smoothing"] or case["options"]["tau_plus"]):
+        case["ids"] = None
     if name in RANKING:
         case["values"] = "integers"
     case["features"] = _features(rng, case)
@@ -99,16 +111,15 @@ def _options(rng: random.Random, case: Case) -> Case:
     if name == "siglip":
         return {"bias": rng.random() < 0.8}
     if name == "infonce":
-        return {
-            "negatives": rng.choice([None, "shared", "own"]),
-            "own": rng.randint(0, 4),
-            "queue": rng.choice([None, 0, 1, 7, 40]),
-            "margin": margin,
-            "same_tower": [t for t in ("query", "positive") if rng.random() < 0.4],
-            "in_call": rng.random() < 0.5,
-        }
+        return _infonce_options(rng, margin)
+    if name == "distill":
+        return {"teacher_d": rng.choice([1, 4, 24, case["d"]]), "teacher_scale": rng.uniform(0, 20)}
     if name in ("ntxent", "dcl"):
-        return {"views": rng.choice([2, 2, 3]), "in_call": rng.random() < 0.5}
+        views = rng.choice([2, 2, 3])
+        further = {"tau_plus": [0.0, 0.05, 0.5]} if name == "ntxent" else {"sigma": [None, 0.5, 4]}
+        option, values = further.popitem()
+        value = rng.choice(values if views == 2 else values[:1])
+        return {"views": views, "in_call": rng.random() < 0.5, option: value}
     if name == "supcon":
         form, references = rng.choice(["out", "in"]), rng.random() < 0.5
         return {"form": form, "references": references, "in_call": rng.random() < 0.5}
@@ -142,6 +153,35 @@ def _options(rng: random.Random, case: Case) -> Case:
     return {}
 
 
+def _infonce_options(rng: random.Random, margin: float | None) -> Case:
+    options: Case = {
+        "negatives": rng.choice([None, "shared", "own"]),
+        "own": rng.randint(0, 4),
+        "queue": rng.choice([None, 0, 1, 7, 40]),
+        "margin": margin,
+        "same_tower": [t for t in ("query", "positive") if rng.random() < 0.4],
+        "reverse": rng.choice([None, None, "joint", "separate"]),
+        "in_call": rng.random() < 0.5,
+        "hardness_mode": None,
+        "hardness_strength": 0.0,
+        "label_smoothing": 0.0,
+        "tau_plus": 0.0,
+    }
+    options["share_negatives"] = options["negatives"] == "own" and rng.random() < 0.5
+    if options["reverse"] == "separate":
+        options["same_tower"] = []
+    further = rng.choice(["", "", "weighted", "smoothed", "debiased"])
+    if further == "weighted":
+        modes = ["in_batch_negatives", "all_negatives", "hard_negatives"]
+        mode = rng.choice(modes[:2] if options["negatives"] == "shared" else modes)
+        options |= {"hardness_mode": mode, "hardness_strength": rng.uniform(0.0, 9.0)}
+    elif further:
+        options |= {"margin": None, "same_tower": [], "reverse": None}
+        name = "label_smoothing" if further == "smoothed" else "tau_plus"
+        options[name] = rng.choice([0.05, 0.5])
+    return options
+
+
 def _features(rng: random.Random, case: Case) -> Case:
     """Of each matrix: rows on each rank, layout, whether it is frozen or is another one itself."""
     name, options, rows = case["call"], case["options"], case["rows"]
@@ -156,6 +196,8 @@ def _features(rng: random.Random, case: Case) -> Case:
             sizes["negatives"] = rows
         if options["queue"] is not None:
             sizes["queue"] = [options["queue"]] * case["ranks"]
+    elif name == "distill":
+        sizes |= {"teacher x": rows, "teacher y": rows}
     elif name in ("ntxent", "dcl"):
         sizes = {f"view {i}": rows for i in range(options["views"])}
     elif options.get("itself") or options.get("references") is False:
@@ -176,7 +218,7 @@ def _features(rng: random.Random, case: Case) -> Case:
         same = [m for m in made if made[m]["rows"] == on_ranks and not made[m]["is"]]
         other = rng.choice(same) if same and rng.random() < 0.12 else None
         frozen = rng.random() < 0.2 or matrix == "queue" or name in RANKING
-        if matrix in ("negatives", "queue"):
+        if matrix in ("negatives", "queue") or matrix.startswith("teacher"):
             other = None
         made[matrix] = {"rows": on_ranks, "layout": layout, "frozen": frozen, "is": other}
     return made
@@ -190,9 +232,14 @@ def generator(case: Case, *what: object) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(words.encode()))
 
 
+def width(case: Case, name: str) -> int:
+    d: int = case["options"]["teacher_d"] if name.startswith("teacher") else case["d"]
+    return d
+
+
 def leaf(case: Case, name: str, rank: int) -> Tensor:
     """What the features `name` of a rank are a view of, float64, on the CPU."""
-    made, d = case["features"][name], case["d"]
+    made, d = case["features"][name], width(case, name)
     n = made["rows"][rank]
     layout = made["layout"]
     shape: tuple[int, ...] = {
@@ -219,7 +266,7 @@ def leaf(case: Case, name: str, rank: int) -> Tensor:
 
 def view(case: Case, name: str, rank: int, source: Tensor) -> Tensor:
     """The features as they are given to a loss."""
-    made, d = case["features"][name], case["d"]
+    made, d = case["features"][name], width(case, name)
     if made["layout"] == "transposed":
         return source.T
     if made["layout"] == "strided":

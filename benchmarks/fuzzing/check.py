@@ -85,7 +85,8 @@ class Side:
 
     def _ids(self) -> dict[str, Tensor]:
         case, features = self.case, self.case["features"]
-        if case["ids"] is None or case["call"] in ("ntxent", "dcl", "matryoshka", "multimodal"):
+        without = ("distill", "ntxent", "dcl", "matryoshka", "multimodal")
+        if case["ids"] is None or case["call"] in without:
             return {}
         names = ["x"] if case["call"] in ("clip", "siglip", "infonce") else ["x", "y"]
         return {

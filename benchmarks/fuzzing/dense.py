@@ -6,6 +6,7 @@ Nothing here comes from the library. The whole matrix of logits is formed, of al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,14 @@ def clip(case: Case, g: Given, product: Product) -> list[Tensor]:
     return [clip_of(s, g.ids.get("x"), g.weights, o["duplicates"], o["label_smoothing"])]
 
 
+def distill(case: Case, g: Given, product: Product) -> list[Tensor]:
+    s = _pair(case, g, product)
+    u, v = (unit(g.features[f"teacher {n}"], case["normalize"]).detach() for n in "xy")
+    t = case["options"]["teacher_scale"] * product(u, v)
+    towards = [(t.softmax(1) * s.log_softmax(1)).sum(), (t.softmax(0) * s.log_softmax(0)).sum()]
+    return [clip_of(s), -(towards[0] + towards[1]) / (2 * len(s))]
+
+
 def siglip(case: Case, g: Given, product: Product) -> list[Tensor]:
     bias = g.bias if case["options"]["bias"] else 0.0
     return [siglip_of(_pair(case, g, product) + bias, g.ids.get("x"), g.weights)]
@@ -134,31 +143,81 @@ def siglip(case: Case, g: Given, product: Product) -> list[Tensor]:
 def infonce(case: Case, g: Given, product: Product) -> list[Tensor]:
     o = case["options"]
     f = {name: unit(value, case["normalize"]) for name, value in g.features.items()}
-    query, positive = f["x"], f["y"]
+    query, positive, own = f["x"], f["y"], f.get("negatives") if o["negatives"] == "own" else None
     b, device = len(query), query.device
     others = ~same(g.ids.get("x"), b, device)
     s = product(query, positive)
     hit = s.diagonal()
-    logits, kept = [s], [others]
     towers = {"query": query, "positive": positive}
-    matrices = [product(towers[name], towers[name]) for name in o["same_tower"]]
-    logits, kept = logits + matrices, kept + [others] * len(matrices)
-    more = []
+    # Products with each kind of candidates, those that are there, the mode that names their kind.
+    parts: list[tuple[Tensor, Tensor | None, str]] = [(s, others, "in_batch_negatives")]
+    parts += [(product(towers[name], towers[name]), others, "") for name in o["same_tower"]]
     if o["negatives"] == "shared":
-        more.append(product(query, f["negatives"]))
-    if o["negatives"] == "own":
+        parts.append((product(query, f["negatives"]), None, "in_batch_negatives"))
+    if own is not None:
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        more.append((query.to(wide)[:, None] * f["negatives"].to(wide)).sum(-1))
+        products = (query.to(wide)[:, None] * own.to(wide)).sum(-1)
+        parts.append((products, None, "hard_negatives"))
+    if own is not None and o["share_negatives"]:
+        flat = own.flatten(0, 1)
+        foreign = ~same(None, b, device).repeat_interleave(own.shape[1], 1)
+        parts.append((product(query, flat), foreign, "in_batch_negatives"))
+        if "positive" in o["same_tower"]:
+            parts.append((product(positive, flat), foreign, ""))
     if o["queue"] is not None:
-        more.append(product(query, f["queue"].detach()))
-    logits, kept = logits + more, kept + [torch.ones_like(m, dtype=torch.bool) for m in more]
-    all_logits, all_kept = torch.cat(logits, 1), torch.cat(kept, 1)
-    if o["margin"] is not None:
-        limit = hit.detach()[:, None] + o["margin"]
-        note_gaps(g, all_logits.detach() - limit, all_kept)
-        all_kept = all_kept & ~(all_logits.detach() > limit)
-    negative = lse(g.scale * all_logits, all_kept)
-    return [weighted_mean(torch.logaddexp(negative, g.scale * hit) - g.scale * hit, g.weights)]
+        parts.append((product(query, f["queue"].detach()), None, "in_batch_negatives"))
+    if o["reverse"] == "joint":
+        parts.append((s.T, others, ""))
+    logits, kept = _negatives(case, g, hit, parts)
+    hit = g.scale * hit
+    losses = _against(case, g, hit, logits, kept)
+    if o["reverse"] == "separate":
+        plain_case = {"options": o | {"hardness_mode": None}}
+        back = _negatives(plain_case, g, s.diagonal(), [(s.T, others, "")])
+        losses = (losses + _against(case, g, hit, *back)) / 2
+    return [weighted_mean(losses, g.weights)]
+
+
+def _negatives(
+    case: Case, g: Given, hit: Tensor, parts: list[tuple[Tensor, Tensor | None, str]]
+) -> tuple[Tensor, Tensor]:
+    """Logits of all negatives, (b, n), and which of them are there."""
+    o = case["options"]
+    logits, masks = [], []
+    for products, there, mode in parts:
+        weighted = mode and o["hardness_mode"] in (mode, "all_negatives")
+        strength = o["hardness_strength"] if weighted else 0.0
+        logits.append(g.scale * products + strength * products.detach())
+        kept = torch.ones_like(products, dtype=torch.bool) if there is None else there
+        if o["margin"] is not None:
+            limit = hit.detach()[:, None] + o["margin"]
+            note_gaps(g, products.detach() - limit, kept)
+            kept = kept & ~(products.detach() > limit)
+        masks.append(kept)
+    return torch.cat(logits, 1), torch.cat(masks, 1)
+
+
+def _against(case: Case, g: Given, hit: Tensor, logits: Tensor, kept: Tensor) -> Tensor:
+    """Losses of positive logits against a softmax with negative ones."""
+    o = case["options"]
+    negative = lse(logits, kept)
+    if o["tau_plus"]:
+        negative = debiased(g, hit, negative, kept.sum(1), o["tau_plus"])
+    number = 2 if o["reverse"] == "joint" else 1
+    losses = torch.logaddexp(negative, hit + math.log(number)) - hit
+    mean = (hit + logits.masked_fill(~kept, 0.0).sum(1)) / (1 + kept.sum(1))
+    return losses + o["label_smoothing"] * (hit - mean)
+
+
+def debiased(g: Given, hit: Tensor, negative: Tensor, count: Tensor, tau: float) -> Tensor:
+    """log of N g in "Debiased Contrastive Learning", of logits and log-sum-exps."""
+    if not count.any():
+        return negative
+    count, top = count.to(hit.dtype), torch.maximum(hit, negative).detach()
+    left = ((negative - top).exp() - count * tau * (hit - top).exp()) / (1 - tau)
+    floor = count * (-g.scale - top).exp()
+    g.gaps.append(((left - floor).abs() / (left.abs() + floor)).min().item())
+    return torch.maximum(left, floor).log() + top
 
 
 def note_gaps(g: Given, difference: Tensor, kept: Tensor) -> None:
@@ -175,11 +234,21 @@ def views(case: Case, g: Given, product: Product) -> list[Tensor]:
     itself = torch.eye(n, dtype=torch.bool, device=x.device)
     alike = equal(instance, instance) & ~itself
     positives = s.masked_fill(~alike, 0.0).sum(1) / (number - 1)
+    negative = lse(s, ~itself & ~alike)
+    if case["call"] == "ntxent" and case["options"]["tau_plus"]:
+        count = (~itself & ~alike).sum(1)
+        negative = debiased(g, positives, negative, count, case["options"]["tau_plus"])
+        return [(torch.logaddexp(negative, positives) - positives).mean()]
     if case["call"] == "ntxent":
         return [(lse(s, ~itself) - positives).mean()]
     if n == number:
         return [0.0 * s.sum()]
-    return [(lse(s, ~itself & ~alike) - positives).mean()]
+    weights: Tensor | float = 1.0
+    if case["options"]["sigma"]:
+        wide = x.detach().double()
+        similarity = (wide[: n // 2] * wide[n // 2 :]).sum(1) / case["options"]["sigma"]
+        weights = (2 - n // 2 * similarity.softmax(0)).to(s.dtype).repeat(2)
+    return [(negative - weights * positives).mean()]
 
 
 def supcon(case: Case, g: Given, product: Product) -> list[Tensor]:
@@ -294,6 +363,7 @@ def topk(case: Case, g: Given, product: Product) -> list[Tensor]:
 
 TRUTHS: dict[str, Callable[[Case, Given, Product], list[Tensor]]] = {
     "clip": clip,
+    "distill": distill,
     "siglip": siglip,
     "infonce": infonce,
     "ntxent": views,
