@@ -76,11 +76,25 @@ def test_further_negatives(maker: str, margin: float | None, kind: str) -> None:
     margin=st.sampled_from([None, 0.1, 0.0, -0.3]),
     ids=st.one_of(st.none(), st.integers(0, 1 << 30)),
     towers=st.sets(st.sampled_from(["query", "positive"])),
+    mode=st.sampled_from([None, *get_args(HardnessMode)]),
+    joint=st.booleans(),
+    share=st.booleans(),
     queue=st.booleans(),
     maker=st.sampled_from(["random", "learnt", "clustered", "badly_scaled"]),
 )
 def test_any_combination(
-    b: int, k: int, d: int, kind: Any, margin: Any, ids: Any, towers: Any, queue: bool, maker: str
+    b: int,
+    k: int,
+    d: int,
+    kind: Any,
+    margin: Any,
+    ids: Any,
+    towers: Any,
+    mode: Any,
+    joint: bool,
+    share: bool,
+    queue: bool,
+    maker: str,
 ) -> None:
     torch.manual_seed(b * 100 + k)
     query, positive = MAKERS[maker](b, b, d)
@@ -92,7 +106,17 @@ def test_any_combination(
     pairs = None
     if ids is not None:
         pairs = torch.randint(-1, 5, (b,), generator=torch.Generator().manual_seed(ids))
-    loss = mb.InfoNCELoss(0.1, margin=margin, same_tower=towers)
+    if kind == "shared":  # those belong to no query
+        mode, share = "all_negatives" if mode == "hard_negatives" else mode, False
+    options = {
+        "margin": margin,
+        "same_tower": tuple(towers),
+        "reverse": "joint" if joint else None,
+        "share_negatives": share,
+        "hardness_mode": mode,
+        "hardness_strength": 3.0 if mode else 0.0,
+    }
+    loss = mb.InfoNCELoss(0.1, **options)
     assert_equal(
         lambda q, p, n: loss(q, p, n if kind else None, queue=memory, ids=pairs),
         lambda q, p, n: infonce(
@@ -102,8 +126,7 @@ def test_any_combination(
             **({kind: n} if kind else {}),
             queue=memory,
             ids=pairs,
-            margin=margin,
-            same_tower=tuple(towers),
+            **options,
         ),
         query,
         positive,
@@ -338,12 +361,23 @@ def test_the_queue_gets_no_gradient() -> None:
     assert queue.grad is None
 
 
-def test_a_nan_gives_a_nan() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hardness_mode": "all_negatives", "hardness_strength": 5.0},
+        {"reverse": "joint"},
+        {"reverse": "separate"},
+        {"label_smoothing": 0.1},
+        {"tau_plus": 0.1},
+    ],
+)
+def test_a_nan_gives_a_nan(options: Any) -> None:
     query, positive, shared, own, queue = (t.clone() for t in features("random"))
     for bad in (query, positive, shared, own, queue):
         kept = bad.view(-1)[3].item()
         bad.view(-1)[3] = torch.nan
-        loss = mb.InfoNCELoss(0.1)
+        loss = mb.InfoNCELoss(0.1, **options)
         values = loss(query, positive, shared, queue=queue), loss(query, positive, own, queue=queue)
         assert any(value.isnan() for value in values)
         bad.view(-1)[3] = kept

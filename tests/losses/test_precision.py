@@ -57,6 +57,12 @@ class Case(NamedTuple):
     smoothing: float = 0.0  #: its part on all columns is a row of its own, rounded once more
 
 
+def weighted(s: Tensor) -> Tensor:
+    """Negatives c weighted with e^(scale * c)."""
+    negative = ~torch.eye(*s.shape, dtype=torch.bool)
+    return F.cross_entropy(s + s.detach() * negative, torch.arange(B))
+
+
 CASES = {
     "clip, shared captions": Case(
         lambda x, y, s: mb.ClipLoss()(x, y, s, ids=IDS), lambda s: clip_of_logits(s, IDS)
@@ -72,6 +78,18 @@ CASES = {
     "infonce": Case(
         lambda x, y, s: mb.InfoNCELoss(1 / s)(x, y, shared_negatives(y)),
         lambda s: F.cross_entropy(s, torch.arange(B)),
+        "y and negatives",
+    ),
+    "infonce, weighted": Case(
+        lambda x, y, s: mb.InfoNCELoss(
+            1 / s, hardness_mode="all_negatives", hardness_strength=s.item()
+        )(x, y, shared_negatives(y)),
+        weighted,
+        "y and negatives",
+    ),
+    "infonce, joint": Case(
+        lambda x, y, s: mb.InfoNCELoss(1 / s, reverse="joint")(x, y, shared_negatives(y)),
+        lambda s: (torch.cat([s, s[:, :B].T], 1).logsumexp(1) - s.diagonal()).mean(),
         "y and negatives",
     ),
     "ntxent": Case(lambda x, y, s: mb.NTXentLoss(1 / s)(x, y), ntxent, "both"),

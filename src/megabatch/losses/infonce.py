@@ -171,18 +171,13 @@ class InfoNCELoss(TemperatureLoss):
         if ids is not None:
             ids = own_ids(ids, query, self.group)
         plain, in_batch, hard = self._logits(query, positive, scale)
+
         parts = self._same_tower(plain, query, positive, own, ids)
-        if own is not None and self.share_negatives:
-            if in_batch is hard:  # all are negatives alike, whose they are does not matter
-                shared, own = own.flatten(0, 1), None
-            else:
-                parts.append(in_batch.others(query, own))
-        if own is not None:
-            parts.append(hard.own(query, own))
-        if shared is not None and ids is not None:
-            parts.append(in_batch.all(query, shared, self.group))
-        if queue is not None:
-            parts.append(in_batch.all(query, queue, "local"))
+        if own is not None and self.share_negatives and in_batch is hard:
+            # All of them count alike: it does not matter whose they are.
+            shared, own = own.flatten(0, 1), None
+        apart = shared if ids is not None else None  # from the sweep of the positives
+        parts += self._further(in_batch, hard, query, apart, own, queue)
         # The columns of the sweep serve the other direction where nothing differs but the side.
         both = self.reverse is not None and in_batch is plain and plain.ceiling is None
         rows, back = self._in_batch(in_batch, query, positive, shared, ids, both)
@@ -256,6 +251,27 @@ class InfoNCELoss(TemperatureLoss):
         candidates = torch.cat([positive, shared])
         rows, columns = logits.split(query, candidates, ids=(ids, candidate_ids), sides=sides)
         return rows, None if columns is None else Split(*(part[:b] for part in columns))
+
+    def _further(
+        self,
+        in_batch: Logits,
+        own_logits: Logits,
+        query: Tensor,
+        shared: Tensor | None,
+        own: Tensor | None,
+        queue: Tensor | None,
+    ) -> list[Tensor]:
+        """Log-sum-exps of the queries over further negatives; a list of them."""
+        parts = []
+        if own is not None:
+            parts.append(own_logits.own(query, own))
+            if self.share_negatives:
+                parts.append(in_batch.others(query, own))
+        if shared is not None:
+            parts.append(in_batch.all(query, shared, self.group))
+        if queue is not None:
+            parts.append(in_batch.all(query, queue, "local"))
+        return parts
 
     def _same_tower(
         self,
