@@ -1,0 +1,303 @@
+"""OpenCLIP's own trainer with megabatch's losses and gradient caching.
+
+    torchrun --nproc-per-node 8 -m megabatch.integrations.open_clip OPTIONS
+
+OPTIONS are those of `open_clip_train.main`, which runs unmodified, except for two functions that it
+looks up by name: `create_loss`, and `train_one_epoch` if `--accum-freq` is above 1. Nothing of
+theirs is copied. With accumulation their `train_one_epoch` runs with `accum_freq=1`, a loader that
+joins the batches of a step, and in place of the model a function that does a whole step of
+`GradientCache`. docs/integrations/open_clip.md lists all differences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import itertools
+import logging
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import open_clip
+import open_clip.loss
+import torch
+from open_clip_train import main as trainer  # type: ignore[import-untyped]
+from torch import Tensor, nn
+
+import megabatch
+from megabatch.errors import UsageError
+from megabatch.gradient_cache import GradientCache
+from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
+from megabatch.similarity.distributed.means import sum_over_ranks
+
+#: Releases of open_clip_torch whose trainer this was tested with.
+TESTED = "3.1 to 3.3"
+
+#: OpenCLIP's losses and the ones that replace them.
+LOSSES: dict[type[nn.Module], Callable[[], nn.Module]] = {
+    open_clip.loss.ClipLoss: ClipLoss,
+    open_clip.loss.SigLipLoss: SigLipLoss,
+    open_clip.loss.DistillClipLoss: DistillClipLoss,
+}
+
+
+def main(argv: Sequence[str]) -> Any:
+    """Run OpenCLIP's trainer.
+
+    Args:
+        argv: its options, as after `python -m open_clip_train.main`.
+
+    Returns:
+        What its `main` returns: None, or -1 if it did not start.
+
+    Raises:
+        UsageError: an option cannot be honoured.
+        ImportError: the installed release lacks a function that is replaced.
+    """
+    check(trainer.parse_args(list(argv)))
+    create, train = _original("create_loss"), _original("train_one_epoch")
+    with _replaced(
+        create_loss=functools.partial(create_loss, create),
+        train_one_epoch=functools.partial(train_one_epoch, train),
+    ):
+        return trainer.main(list(argv))
+
+
+def check(args: Namespace) -> None:
+    """Refuse options that cannot mean here what they mean to OpenCLIP.
+
+    Raises:
+        UsageError: names the option, the reason and the alternative.
+    """
+    if args.horovod:
+        raise UsageError(
+            "--horovod: the losses exchange features by torch.distributed; start the processes "
+            "with torchrun or srun and leave it out"
+        )
+    if "coca" in args.model.lower():
+        raise UsageError(
+            f"--model {args.model}: CoCa also trains a captioning loss, which megabatch lacks; "
+            "train it with python -m open_clip_train.main"
+        )
+    if args.accum_freq < 1:
+        raise UsageError(f"--accum-freq {args.accum_freq}: expected at least 1")
+    if args.accum_freq == 1:
+        return
+    if args.distill_model is not None and args.distill_pretrained is not None:
+        raise UsageError(
+            f"--accum-freq {args.accum_freq}: OpenCLIP's trainer distils only without "
+            "accumulation; leave out --accum-freq or --distill-model"
+        )
+    if args.ddp_static_graph:
+        raise UsageError(
+            f"--ddp-static-graph: with --accum-freq {args.accum_freq} gradients are synchronised "
+            "in the last micro-batch only, which a static graph does not support; leave it out"
+        )
+
+
+def create_loss(original: Callable[[Namespace], nn.Module], args: Namespace) -> nn.Module:
+    """The loss that replaces the one `original` creates for these options.
+
+    Raises:
+        UsageError: there is none.
+    """
+    theirs = original(args)
+    if type(theirs) not in LOSSES:
+        raise UsageError(
+            f"{type(theirs).__name__}: there is no loss of megabatch for it; train with "
+            "python -m open_clip_train.main"
+        )
+    ours = LOSSES[type(theirs)]()
+    # OpenCLIP logs what rank 0 computes: the loss of all pairs, or its own share of it.
+    share = args.world_size == 1 or getattr(theirs, "local_loss", True)
+    if args.rank == 0:
+        for level, line in _explanations(type(theirs).__name__, args):
+            logging.log(level, f"megabatch {megabatch.__version__}: {line}")
+    return ours if share else _LoggedMean(ours, args.world_size)
+
+
+def train_one_epoch(
+    original: Callable[..., None],
+    model: Any,
+    data: dict[str, Any],
+    loss: Callable[..., Any],
+    epoch: int,
+    optimizer: Any,
+    scaler: Any,
+    scheduler: Any,
+    dist_model: Any,
+    args: Namespace,
+    tb_writer: Any = None,
+) -> None:
+    """`original`, the arguments as there, with accumulation by gradient caching."""
+    if args.accum_freq > 1:
+        model = CachedStep(model, loss, args.batch_size, args.device)
+        loss = model.loss
+        loader = JoinedBatches(data["train"].dataloader, args.accum_freq)
+        data = data | {"train": dataclasses.replace(data["train"], dataloader=loader)}
+        args = copy.copy(args)
+        args.accum_freq, args.batch_size = 1, args.batch_size * args.accum_freq
+    original(
+        model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args,
+        tb_writer=tb_writer,
+    )  # fmt: skip
+
+
+class CachedStep:
+    """Stands for a model whose output is the loss of a whole step; otherwise it is that model.
+
+    OpenCLIP's `train_one_epoch` calls it and hands its output to `loss`, which is its method here.
+    """
+
+    def __init__(
+        self, model: Any, loss: Callable[..., Tensor], micro_batch_size: int, device: str
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._scale: Tensor | None = None
+        self._step = GradientCache(model, self._loss_of, micro_batch_size, device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, images: HeldBatches, texts: HeldBatches) -> dict[str, Any]:
+        """Both passes' first half: `{"total": loss, "logit_scale": the model's}`."""
+        return {"total": self._step(images, texts), "logit_scale": self._scale}
+
+    @staticmethod
+    def loss(total: Tensor, logit_scale: Tensor, output_dict: bool) -> dict[str, Tensor]:
+        """The loss under the name that OpenCLIP logs."""
+        return {"contrastive_loss": total}
+
+    def _loss_of(self, **outputs: Tensor) -> Tensor:
+        self._scale = outputs["logit_scale"].detach()
+        return self._loss(**outputs)
+
+
+class JoinedBatches:
+    """A loader's batches, `count` at a time, as one; left-over batches are dropped, as theirs."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader, self._count = loader, count
+        self.num_batches = loader.num_batches // count
+        self.num_samples = loader.num_samples
+
+    def __iter__(self) -> Iterator[tuple[HeldBatches, ...]]:
+        batches = iter(self._loader)
+        while len(joined := list(itertools.islice(batches, self._count))) == self._count:
+            held = tuple(map(HeldBatches, zip(*joined, strict=True)))
+            joined.clear()
+            yield held
+            # OpenCLIP's loop has names for these until it gets the next ones.
+            for batch in held:
+                batch.release()
+
+
+class HeldBatches:
+    """Equally large batches one after another, each moved to the device when it is encoded.
+
+    OpenCLIP's trainer moves what its loader gives; this stays on the host until `GradientCache`
+    takes its rows, a batch at a time.
+    """
+
+    def __init__(self, batches: Sequence[Tensor]) -> None:
+        self._batches = batches
+        self._size, self._rows = len(batches[0]), sum(map(len, batches))
+        self._dtype: torch.dtype | None = None
+
+    def to(
+        self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
+    ) -> HeldBatches:
+        """Convert to the dtype later, as rows are taken; the device is `GradientCache`'s."""
+        self._dtype = dtype
+        return self
+
+    def release(self) -> None:
+        """Free the batches."""
+        self._batches = ()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        number = rows.start // self._size  # rows of two batches are never asked for at once
+        start = number * self._size
+        taken = self._batches[number][rows.start - start : rows.stop - start]
+        return taken if self._dtype is None else taken.to(self._dtype)
+
+
+class _LoggedMean(nn.Module):
+    """A loss with the value of its mean over ranks, which all of them log, and its own gradient."""
+
+    def __init__(self, loss: nn.Module, size: int) -> None:
+        super().__init__()
+        self.loss, self.size = loss, size
+
+    def forward(self, **outputs: Any) -> Any:
+        losses = self.loss(**outputs)
+        if not isinstance(losses, dict):
+            return self._mean(losses)
+        return {name: self._mean(loss) for name, loss in losses.items()}
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        own = loss.detach()
+        return sum_over_ranks(own, None) / self.size + (loss - own)
+
+
+def _explanations(theirs: str, args: Namespace) -> Iterator[tuple[int, str]]:
+    """Lines of the log, with their levels, on what differs from OpenCLIP's own."""
+    yield logging.INFO, f"its {theirs} replaces OpenCLIP's"
+    if args.accum_freq > 1:
+        pairs = args.accum_freq * args.batch_size * args.world_size
+        yield (
+            logging.INFO,
+            f"--accum-freq {args.accum_freq}: gradient caching, one loss of {pairs} pairs a step",
+        )
+    if args.world_size == 1 or args.siglip:
+        return
+    yield (
+        logging.INFO,
+        "gradients are those of the mean loss of all ranks, whatever --gather-with-grad says; "
+        "--local-loss logs rank 0's share of it instead of all",
+    )
+    if not args.gather_with_grad and args.grad_clip_norm is not None:
+        yield (
+            logging.WARNING,
+            f"--grad-clip-norm {args.grad_clip_norm}: without --gather-with-grad OpenCLIP's own "
+            "gradients are too small (without --local-loss, the towers' by a factor of the number "
+            f"of ranks, {args.world_size}), so these are clipped more often",
+        )
+
+
+def _original(name: str) -> Any:
+    if not hasattr(trainer, name):
+        raise ImportError(
+            f"open_clip_torch {open_clip.__version__}: open_clip_train.main has no {name}, which "
+            f"megabatch replaces; this was tested with open_clip_torch {TESTED}"
+        )
+    return getattr(trainer, name)
+
+
+@contextlib.contextmanager
+def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Let the trainer find these functions under their names."""
+    originals = {name: getattr(trainer, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(trainer, name, function)
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(trainer, name, function)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UsageError as error:
+        print(f"megabatch.integrations.open_clip: {error}", file=sys.stderr)
+        sys.exit(2)
