@@ -123,3 +123,15 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
         # Of the same weights; but the model drops patches at random.
         assert abs(mine["first_loss"] - theirs["first_loss"]) < 1
         assert min(mine["pairs_a_second"], theirs["pairs_a_second"]) > 0
+
+
+@pytest.mark.concurrency
+def test_openclip_trainer(tmp_path: Path) -> None:
+    output = tmp_path / "o.json"
+    words = "--processes=1", "--accum-freq=2", "--steps=2", "--batch-size=8"
+    run("openclip_trainer.py", *words, "--contenders=megabatch", f"--output={output}")
+    (found,) = json.loads(output.read_text())["records"]
+    assert (found["status"], found["b"], found["accum_freq"]) == ("ok", 8, 2)
+    assert found["seconds"] > 0 < found["extra_bytes"]
+    assert found["first_loss"] != found["last_loss"]
+    assert found["loss_difference"] is None  # OpenCLIP's own run was not asked for

@@ -75,6 +75,8 @@ PAIR = {
     "clip ours 2": ("ours", f"--batch-size 2 --accum-freq 2 {BOTH}"),
     "default": ("theirs", "--batch-size 4"),
     "default ours 2": ("ours", "--batch-size 2 --accum-freq 2 --grad-clip-norm 1e3"),
+    "distil": ("theirs", f"--batch-size 4 {DISTIL} {BOTH}"),
+    "distil ours": ("ours", f"--batch-size 4 {DISTIL} {BOTH}"),
     "siglip": ("theirs", "--batch-size 4 --siglip --loss-dist-impl gather"),
     "siglip ours 2": ("ours", "--batch-size 2 --accum-freq 2 --siglip --loss-dist-impl gather"),
 }
@@ -227,7 +229,7 @@ def test_one_process(name: str, trained: Path) -> None:
 
 
 @pytest.mark.concurrency
-@pytest.mark.parametrize("name", ["clip ours", "clip ours 2", "siglip ours 2"])
+@pytest.mark.parametrize("name", ["clip ours", "clip ours 2", "distil ours", "siglip ours 2"])
 def test_two_processes(name: str, trained: Path) -> None:
     found, expected = (Run.read(trained / "2" / n) for n in (name, name.split()[0]))
     assert moved(found)

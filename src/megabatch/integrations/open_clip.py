@@ -56,9 +56,9 @@ def main(argv: Sequence[str]) -> Any:
 
     Raises:
         UsageError: an option cannot be honoured.
-        ImportError: the installed release lacks a function that is replaced.
+        ImportError: the installed release lacks a function that this needs.
     """
-    check(trainer.parse_args(list(argv)))
+    check(_original("parse_args")(list(argv)))
     create, train = _original("create_loss"), _original("train_one_epoch")
     with _replaced(
         create_loss=functools.partial(create_loss, create),
@@ -277,7 +277,7 @@ def _original(name: str) -> Any:
     if not hasattr(trainer, name):
         raise ImportError(
             f"open_clip_torch {open_clip.__version__}: open_clip_train.main has no {name}, which "
-            f"megabatch replaces; this was tested with open_clip_torch {TESTED}"
+            f"this needs; it was tested with open_clip_torch {TESTED}"
         )
     return getattr(trainer, name)
 
