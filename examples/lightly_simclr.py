@@ -35,7 +35,7 @@ def view_of(images: Tensor) -> Tensor:
 def main() -> None:
     """Train, print the loss on the way and recall at the end."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
 
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         MultiModalLoss,
         NTXentLoss,
         SigLipLoss,
+        SincereLoss,
         SupConLoss,
     )
 
@@ -29,6 +30,7 @@ __all__ = [
     "MultiModalLoss",
     "NTXentLoss",
     "SigLipLoss",
+    "SincereLoss",
     "SupConLoss",
     "retrieval_metrics",
     "similarity",

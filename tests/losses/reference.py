@@ -94,6 +94,26 @@ def supcon_of_logits(
     return torch.stack(terms).mean() if terms else 0 * s.sum()
 
 
+def sincere_of_logits(
+    s: Tensor, labels: Tensor, columns: Tensor | None = None, average: str = "anchors"
+) -> Tensor:
+    """Each positive's cross-entropy among itself and the anchor's negatives."""
+    anchors = []
+    for i in range(len(s)):
+        others = [j for j in range(s.shape[1]) if columns is not None or j != i]
+        kinds = labels if columns is None else columns
+        positives = [j for j in others if labels[i] >= 0 and labels[i] == kinds[j]]
+        negatives = [j for j in others if j not in positives]
+        terms = [s[i, [p, *negatives]].logsumexp(0) - s[i, p] for p in positives]
+        if terms:
+            anchors.append(torch.stack(terms))
+    if not anchors:
+        return 0 * s.sum()
+    if average == "pairs":
+        return torch.cat(anchors).mean()
+    return torch.stack([terms.mean() for terms in anchors]).mean()
+
+
 def ntxent_of_logits(s: Tensor, views: int) -> Tensor:
     """SimCLR's l(i, j), the mean over all ordered pairs of views of one instance."""
     n = len(s)

@@ -59,6 +59,10 @@ LOSSES: dict[str, Loss] = {
     "supcon, in": lambda x, y, s: mb.SupConLoss(1 / s, form="in")(
         torch.cat([x, y]), torch.cat([IDS, IDS])[: 2 * len(x)]
     ),
+    "sincere": lambda x, y, s: mb.SincereLoss(1 / s)(x, IDS[: len(x)], y, IDS[: len(x)]),
+    "sincere, pairs": lambda x, y, s: mb.SincereLoss(1 / s, average="pairs")(
+        torch.cat([x, y]), torch.cat([IDS, IDS])[: 2 * len(x)]
+    ),
     "siglip": lambda x, y, s: mb.SigLipLoss()(x, y, s, -s, ids=IDS[: len(x)]),
     "distillation": lambda x, y, s: sum(mb.DistillClipLoss()(x, y, s, y, x.roll(1, 0), 2.0)),
     "matryoshka": mb.MatryoshkaLoss(mb.ClipLoss(), [3, D]),

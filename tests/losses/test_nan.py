@@ -54,6 +54,13 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "supcon, references of other labels": lambda x, y: mb.SupConLoss(0.5, form="in")(
         x, ALONE[: len(x)], y, 9 + ALONE[: len(x)]
     ),
+    "sincere": lambda x, y: mb.SincereLoss(0.5)(torch.cat([x, y]), IDS[: len(x)].repeat(2)),
+    "sincere, no positive": lambda x, y: mb.SincereLoss(0.5)(
+        torch.cat([x, y]), torch.arange(2 * len(x))
+    ),
+    "sincere, references": lambda x, y: mb.SincereLoss(0.5, average="pairs")(
+        x, ALONE[: len(x)], y, 0 * ALONE[: len(x)]
+    ),
     "several modalities": lambda x, y: mb.MultiModalLoss(PAIRS)({"a": x, "b": x, "c": y}, 2.0),
     "matryoshka": lambda x, y: mb.MatryoshkaLoss(mb.ClipLoss(), [2, D])(x, y, 2.0),
     "normalised": lambda x, y: mb.DCLLoss(0.5, normalize=True)(x, y),

@@ -36,6 +36,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "ntxent": lambda x, y, z, own, s, n: mb.NTXentLoss(0.3, normalize=n)(x, y, z),
     "dcl": lambda x, y, z, own, s, n: mb.DCLLoss(0.3, normalize=n)(x, y),
     "supcon": lambda x, y, z, own, s, n: mb.SupConLoss(0.3, normalize=n)(x, IDS),
+    "sincere": lambda x, y, z, own, s, n: mb.SincereLoss(0.3, normalize=n)(x, IDS, y, IDS),
     "supcon, references": lambda x, y, z, own, s, n: mb.SupConLoss(0.3, form="in", normalize=n)(
         x, IDS, y, IDS
     ),
@@ -143,11 +144,14 @@ WARNED: dict[str, Callable[..., Any]] = {
     "NTXentLoss": mb.NTXentLoss,
     "DCLLoss": mb.DCLLoss,
     "SupConLoss": mb.SupConLoss,
+    "SincereLoss": mb.SincereLoss,
 }
+LABELLED = ("SupConLoss", "SincereLoss")
 
 
 def call(loss: Any, x: Tensor) -> Tensor:
-    value: Tensor = loss(x, IDS) if isinstance(loss, mb.SupConLoss) else loss(x, x.roll(1, 0))
+    labelled = type(loss).__name__ in LABELLED
+    value: Tensor = loss(x, IDS) if labelled else loss(x, x.roll(1, 0))
     return value
 
 
@@ -168,7 +172,7 @@ def test_a_warning_where_rows_are_long_and_nobody_said_so(name: str) -> None:
     (other,) = warnings_of(lambda: call(WARNED[name](0.5), x))  # of each loss
     assert other == message
     with pytest.warns(UserWarning, match="lengths of rows") as caught:
-        WARNED[name](0.5)(*((x, IDS) if name == "SupConLoss" else (x, x)))
+        WARNED[name](0.5)(*((x, IDS) if name in LABELLED else (x, x)))
     assert caught[0].filename == __file__
 
 
@@ -184,7 +188,7 @@ def test_no_warning(name: str) -> None:
     call(loss, short)
     assert warnings_of(lambda: call(loss, long)) == []  # the first call alone is looked at
     compiled = torch.compile(make(0.5), backend="eager", fullgraph=True)
-    arguments = (long, IDS) if name == "SupConLoss" else (long, long)
+    arguments = (long, IDS) if name in LABELLED else (long, long)
     assert warnings_of(lambda: compiled(*arguments)) == []
 
 
@@ -250,6 +254,7 @@ def test_on_a_gpu_the_warning_waits_for_nothing() -> None:
         lambda n: mb.NTXentLoss(0.1, normalize=n),
         lambda n: mb.DCLLoss(0.1, normalize=n),
         lambda n: mb.SupConLoss(0.1, normalize=n),
+        lambda n: mb.SincereLoss(0.1, normalize=n),
         lambda n: mb.MatryoshkaLoss(mb.ClipLoss(), [2], normalize=n),
         lambda n: mb.MultiModalLoss([("a", "b")], normalize=n),
     ],

@@ -50,6 +50,14 @@ def supcon(s: Tensor, form: str = "out") -> Tensor:
     return soft_cross_entropy(self_logits(s), target.to(s.dtype)).mean()
 
 
+def sincere(s: Tensor) -> Tensor:
+    same = LABELS[:, None] == LABELS
+    negative = s.masked_fill(same, -torch.inf).logsumexp(1)
+    pairs = F.softplus(negative[:, None] - s)
+    positive = same & ~torch.eye(2 * B, dtype=torch.bool)
+    return ((pairs * positive).sum(1) / positive.sum(1)).mean()
+
+
 class Case(NamedTuple):
     ours: Callable[[Tensor, Tensor, Tensor], Tensor]
     dense: Callable[[Tensor], Tensor]  #: of logits, with respect to `columns` of x and y
@@ -100,6 +108,9 @@ CASES = {
         lambda x, y, s: mb.SupConLoss(1 / s, form="in")(torch.cat([x, y]), LABELS),
         lambda s: supcon(s, "in"),
         "both",
+    ),
+    "sincere": Case(
+        lambda x, y, s: mb.SincereLoss(1 / s)(torch.cat([x, y]), LABELS), sincere, "both"
     ),
 }
 

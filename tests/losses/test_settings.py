@@ -37,6 +37,7 @@ LOSSES: dict[str, Callable[[Any, Any, Any], Tensor]] = {
     "ntxent": lambda x, y, s: mb.NTXentLoss(0.1)(x, y, temperature=s),
     "dcl": lambda x, y, s: mb.DCLLoss(s)(x, y),
     "supcon": lambda x, y, s: mb.SupConLoss(s)(x, IDS, y, IDS),
+    "sincere": lambda x, y, s: mb.SincereLoss(s)(x, IDS, y, IDS),
     "distillation": lambda x, y, s: sum(mb.DistillClipLoss()(x, y, s, y, x, 2.0)),
     "matryoshka": lambda x, y, s: mb.MatryoshkaLoss(mb.ClipLoss(), [2, 4])(x, y, s),
     "several modalities": lambda x, y, s: mb.MultiModalLoss(PAIR)({"a": x, "b": y}, s),
@@ -287,6 +288,10 @@ def test_errors_name_the_class_that_was_called(kind: Any) -> None:
         (
             mb.SupConLoss(0.1, form="in"),
             "SupConLoss(temperature=0.1, form='in', normalize=None, group=None)",
+        ),
+        (
+            mb.SincereLoss(0.1, average="pairs"),
+            "SincereLoss(temperature=0.1, average='pairs', normalize=None, group=None)",
         ),
         (
             mb.MatryoshkaLoss(mb.SigLipLoss(), [2, 4]),

@@ -21,6 +21,7 @@ CASES: dict[str, tuple[Loss, tuple[tuple[int, ...], ...]]] = {
     "ntxent": (mb.NTXentLoss(0.5), ((6, 4), (6, 4))),
     "dcl": (mb.DCLLoss(0.5), ((6, 4), (6, 4))),
     "supcon": (lambda x: mb.SupConLoss(0.5)(x, LABELS.to(x.device)), ((6, 4),)),
+    "sincere": (lambda x: mb.SincereLoss(0.5)(x, LABELS.to(x.device)), ((6, 4),)),
     "infonce": (mb.InfoNCELoss(0.5), ((6, 4), (6, 4), (9, 4))),
     "matryoshka": (mb.MatryoshkaLoss(mb.ClipLoss(), [2, 4]), ((6, 4), (6, 4), ())),
 }

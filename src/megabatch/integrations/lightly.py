@@ -24,7 +24,7 @@ from megabatch.similarity.distributed.means import global_mean, pair_ids, replic
 __all__ = ["DCLLoss", "DCLWLoss", "DetConBLoss", "DetConSLoss", "MACLLoss", "NTXentLoss"]
 
 
-class NTXentLoss(lightly.loss.NTXentLoss):  # type: ignore[misc]
+class NTXentLoss(lightly.loss.NTXentLoss):
     """NT-Xent of two views (SimCLR), or of a view against a memory bank (MoCo).
 
     Args:
@@ -69,7 +69,7 @@ class NTXentLoss(lightly.loss.NTXentLoss):  # type: ignore[misc]
         return global_mean(cross_entropy(rows), group, name="out0")
 
 
-class DCLLoss(lightly.loss.DCLLoss):  # type: ignore[misc]
+class DCLLoss(lightly.loss.DCLLoss):
     """Decoupled NT-Xent: the positive is not in the denominator.
 
     Args:
@@ -110,7 +110,7 @@ class DCLLoss(lightly.loss.DCLLoss):  # type: ignore[misc]
         return global_mean(rows.negative - positive, group, name="out0")
 
 
-class DCLWLoss(lightly.loss.DCLWLoss, DCLLoss):  # type: ignore[misc]
+class DCLWLoss(lightly.loss.DCLWLoss, DCLLoss):
     """DCL whose positives are weighted by a negative von Mises-Fisher function of their cosine.
 
     The weights have a mean of 1 over the batch of this process, with `gather_distributed` too.
@@ -121,7 +121,7 @@ class DCLWLoss(lightly.loss.DCLWLoss, DCLLoss):  # type: ignore[misc]
     """
 
 
-class MACLLoss(lightly.loss.MACLLoss):  # type: ignore[misc]
+class MACLLoss(lightly.loss.MACLLoss):
     """NT-Xent whose temperature follows the mean cosine of the positives; see lightly's class.
 
     Args:
@@ -152,7 +152,7 @@ class MACLLoss(lightly.loss.MACLLoss):  # type: ignore[misc]
         return (weights * cross_entropy(rows)).mean()
 
 
-class DetConBLoss(lightly.loss.DetConBLoss):  # type: ignore[misc]
+class DetConBLoss(lightly.loss.DetConBLoss):
     """Cross-entropy of regions: those of one mask in one image, seen in two views, are positives.
 
     Args:
@@ -190,13 +190,14 @@ class DetConBLoss(lightly.loss.DetConBLoss):  # type: ignore[misc]
         targets = _regions(target_view0, target_view1, ("target_view0", "target_view1"))
         ids = _region_ids(mask_view0, mask_view1, pred_view0, group)
         scale = _scale(self.temperature, preds[0], group)
-        return sum(
+        first, second = (
             _region_loss(preds[i], targets[1 - i], targets[i], ids[1 - i], ids[i], scale, group)
             for i in (0, 1)
         )
+        return first + second
 
 
-class DetConSLoss(lightly.loss.DetConSLoss):  # type: ignore[misc]
+class DetConSLoss(lightly.loss.DetConSLoss):
     """`DetConBLoss` where one tower gives predictions and targets.
 
     Args:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megabatch.losses.multimodal import MultiModalLoss
     from megabatch.losses.ntxent import NTXentLoss
     from megabatch.losses.siglip import SigLipLoss
+    from megabatch.losses.sincere import SincereLoss
     from megabatch.losses.supcon import SupConLoss
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "MultiModalLoss",
     "NTXentLoss",
     "SigLipLoss",
+    "SincereLoss",
     "SupConLoss",
 ]
 
@@ -39,6 +41,7 @@ __getattr__ = lazy(
         "MultiModalLoss": "megabatch.losses.multimodal",
         "NTXentLoss": "megabatch.losses.ntxent",
         "SigLipLoss": "megabatch.losses.siglip",
+        "SincereLoss": "megabatch.losses.sincere",
         "SupConLoss": "megabatch.losses.supcon",
     },
 )

@@ -126,6 +126,22 @@ def own_ids(ids: Any, like: Tensor, group: object) -> Tensor:
     return torch.where(ids < 0, alone, ids)
 
 
+def check_labelled(
+    embeddings: Any, labels: Any, references: Any, reference_labels: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Check embeddings (n, d) and labels, references (m, d) and theirs or neither: the ids."""
+    check_features("embeddings", embeddings)
+    labels = check_integers("labels", labels, embeddings.shape[0], embeddings)
+    if (references is None) != (reference_labels is None):
+        absent = "references" if references is None else "reference_labels"
+        raise ValueError(f"{absent}: expected with the other of the two, got None")
+    if references is None:
+        return labels
+    check_two(embeddings, references, ("embeddings", "references"))
+    size = references.shape[0]
+    return labels, check_integers("reference_labels", reference_labels, size, references)
+
+
 def check_views(views: tuple[Any, ...]) -> None:
     """Check two or more feature matrices with as many rows: rows i belong to instance i."""
     if len(views) < 2:

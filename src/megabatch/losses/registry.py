@@ -125,6 +125,12 @@ ENTRIES = (
         arxiv="2004.11362",
     ),
     LossEntry(
+        name="SincereLoss",
+        purpose="the same, where positives should not compete with each other",
+        paper="Feeney and Hughes 2023",
+        arxiv="2309.14277",
+    ),
+    LossEntry(
         name="MatryoshkaLoss",
         purpose="features that should survive being cut short",
         paper="Kusupati et al. 2022",

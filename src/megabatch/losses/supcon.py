@@ -7,11 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megabatch.losses.arguments import check_choice
+from megabatch.losses.arguments import check_choice, check_labelled
 from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
 from megabatch.losses.terms import cross_entropy, minus_log_probability, zero_without_positive
 from megabatch.similarity import Split, split_logsumexp
-from megabatch.similarity.arguments import check_features, check_integers, check_two
 from megabatch.similarity.distributed.means import global_mean
 
 
@@ -72,16 +71,7 @@ class SupConLoss(TemperatureLoss):
         Raises:
             TypeError, ValueError: the message names the argument, what came, what was expected.
         """
-        check_features("embeddings", embeddings)
-        labels = check_integers("labels", labels, embeddings.shape[0], embeddings)
-        if (references is None) != (reference_labels is None):
-            absent = "references" if references is None else "reference_labels"
-            raise ValueError(f"{absent}: expected with the other of the two, got None")
-        ids: Tensor | tuple[Tensor, Tensor] = labels
-        if references is not None:
-            check_two(embeddings, references, ("embeddings", "references"))
-            size = references.shape[0]
-            ids = labels, check_integers("reference_labels", reference_labels, size, references)
+        ids = check_labelled(embeddings, labels, references, reference_labels)
         self._look_at_lengths(embeddings)
         x, y = self._operands(embeddings, references)
         scale = self._scale(temperature, x)

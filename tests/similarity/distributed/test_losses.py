@@ -102,6 +102,13 @@ def sup_con(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return out(*anchors, temperature=1 / scale) + inside(x, labels, y, labels, temperature=scale)
 
 
+def sincere(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    labels, loss = own["ids"], losses.SincereLoss(1.0, group=group)
+    pairs = losses.SincereLoss(1.0, average="pairs", group=group)
+    anchors = torch.cat([x, y]), labels.repeat(2)
+    return loss(*anchors, temperature=1 / scale) + pairs(x, labels, y, labels, temperature=scale)
+
+
 def distilled(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     teacher = own["negatives"][:, :4], own["negatives"][:, 2:].cos()  # of a width of their own
     contrastive, distill = losses.DistillClipLoss(group=group)(x, y, scale, *teacher, 3.0)
@@ -137,6 +144,7 @@ LOSSES: list[Callable[..., Tensor]] = [
     nt_xent,
     dcl,
     sup_con,
+    sincere,
     distilled,
     matryoshka,
     several_modalities,

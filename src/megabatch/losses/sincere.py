@@ -1,0 +1,93 @@
+"""SINCERE (Feeney and Hughes 2023, arXiv 2309.14277): each positive against negatives alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from megabatch.losses.arguments import check_choice, check_labelled
+from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
+from megabatch.losses.terms import zero_without_positive
+from megabatch.similarity import split_logsumexp
+from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity.distributed.means import global_mean
+from megabatch.similarity.positives import positive_softplus
+
+
+class SincereLoss(TemperatureLoss):
+    """NT-Xent with labels: each positive against all negatives, and against no other positive.
+
+    In `SupConLoss` the positives of an anchor share one softmax, where they compete: one that is
+    learnt pushes the others away. Here each has a softmax of its own.
+
+    Args:
+        temperature: see `TemperatureLoss`.
+        average: "anchors", as published: the mean over anchors of the mean over their positives;
+            or "pairs", as pytorch-metric-learning's NTXentLoss: the mean over all positive pairs,
+            in which large classes count more.
+        normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
+            take them as they are, and warn at the first eager call if their lengths are far from 1
+            (on a GPU at the second, since nothing waits for a look at them); False: do not warn.
+        group: processes that share one batch: None, "local" or a process group. In a group each
+            holds the features of all processes for the time of the positives' products.
+    """
+
+    settings = ("temperature", "average", *ContrastiveLoss.settings)
+
+    def __init__(
+        self,
+        temperature: float | Tensor,
+        *,
+        average: Literal["anchors", "pairs"] = "anchors",
+        normalize: bool | None = None,
+        group: object = None,
+    ) -> None:
+        super().__init__(temperature, normalize=normalize, group=group)
+        check_choice("average", average, ("anchors", "pairs"))
+        self.average = average
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        references: Tensor | None = None,
+        reference_labels: Tensor | None = None,
+        *,
+        temperature: float | Tensor | None = None,
+    ) -> Tensor:
+        """The mean loss over anchors that have a positive, or over positive pairs.
+
+        Args:
+            embeddings: (n, d) anchors.
+            labels: (n,) integers. A negative label is shared with nothing: such a row has no
+                positive and serves as a negative only.
+            references: (m, d); anchors are held against these and not against each other.
+            reference_labels: (m,) integers.
+            temperature: this call's, instead of the constructor's.
+
+        Returns:
+            A scalar in float32 (float64 for float64 features); 0 where no anchor has a positive.
+
+        Raises:
+            TypeError, ValueError: the message names the argument, what came, what was expected.
+        """
+        ids = check_labelled(embeddings, labels, references, reference_labels)
+        self._look_at_lengths(embeddings)
+        x, y = self._operands(embeddings, references)
+        scale = self._scale(temperature, x)
+        # Both sweeps' gradients meet in the accumulator's dtype: in half precision they would be
+        # rounded each, and their sum, in which they partly cancel, once more.
+        wide = accumulator_dtype(x.dtype)
+        x_wide, y_wide = x.to(wide), None if y is None else y.to(wide)
+        y = None if y_wide is None else y_wide.to(x.dtype)
+        x = x_wide.to(x.dtype)
+        rows, _ = split_logsumexp(x, y, scale, ids=ids, sides="rows", group=self.group)
+        sums = positive_softplus(x_wide, y_wide, scale, rows.negative, ids, self.group)
+        losses = zero_without_positive(sums / rows.positive_count.clamp(min=1), rows)
+        count = rows.positive_count
+        weights = count if self.average == "pairs" else (count > 0).to(count.dtype)
+        if x.shape[0] == 1 or (y is not None and y.shape[0] == 0):
+            # A NaN in an anchor without any pair does not appear in a logit.
+            losses = losses + 0.0 * x.detach().sum(1, dtype=losses.dtype)
+        return global_mean(losses, self.group, weights, name="embeddings")
