@@ -1,0 +1,342 @@
+"""The losses equal pytorch-metric-learning's own: with its wrappers, miners and reducers too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch.losses import SincereLoss
+from tests.losses.reference import assert_equal, leaves, supcon_of_logits
+from tests.similarity.distributed.processes import World, on_processes
+
+library = pytest.importorskip("pytorch_metric_learning")
+ours = pytest.importorskip("megabatch.integrations.pytorch_metric_learning")
+distances = pytest.importorskip("pytorch_metric_learning.distances")
+losses = pytest.importorskip("pytorch_metric_learning.losses")
+miners = pytest.importorskip("pytorch_metric_learning.miners")
+reducers = pytest.importorskip("pytorch_metric_learning.reducers")
+regularizers = pytest.importorskip("pytorch_metric_learning.regularizers")
+
+NAMES = pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
+D = 4
+#: A negative label like any other, one of a single row, and large ones.
+LABELS = torch.tensor([0, 0, 0, 1, 1, -1, -1, 2, 3, 3, 3, 3, 1 << 40])
+OTHERS = torch.tensor([3, 0, 5, -1, 1, 1, 0, 1 << 40])
+
+
+def rows(n: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, D, generator=generator, dtype=torch.float64)
+
+
+def both(name: str, **arguments: Any) -> tuple[Any, Any]:
+    return getattr(ours, name)(**arguments), getattr(losses, name)(**arguments)
+
+
+# --- value and gradients --------------------------------------------------------------------------
+
+
+@NAMES
+@pytest.mark.parametrize("temperature", [None, 0.02, 1.0])
+@pytest.mark.parametrize(
+    "labels",
+    [LABELS, LABELS.int(), torch.arange(13), torch.zeros(13).long(), torch.arange(13) // 12],
+    ids=["some", "int32", "no positive", "no negative", "one positive pair"],
+)
+def test_labels(name: str, temperature: float | None, labels: Tensor) -> None:
+    arguments = {} if temperature is None else {"temperature": temperature}
+    mine, own = both(name, **arguments)
+    assert isinstance(mine, type(own))
+    assert_equal(lambda x: mine(x, labels), lambda x: own(x, labels), rows(13))
+
+
+@NAMES
+def test_references(name: str) -> None:
+    mine, own = both(name)
+    x, y = rows(13), rows(8, 1)
+    for labels in (OTHERS, torch.full((8,), 9)):
+        arguments = {"labels": LABELS, "ref_labels": labels}
+        assert_equal(
+            lambda x, y, arguments=arguments: mine(x, ref_emb=y, **arguments),
+            lambda x, y, arguments=arguments: own(x, ref_emb=y, **arguments),
+            x,
+            y,
+        )
+    # The embeddings as references, with labels of their own: pairs (i, i) are positives.
+    copied = LABELS.clone()
+    assert_equal(
+        lambda x: mine(x, LABELS, None, x, copied), lambda x: own(x, LABELS, None, x, copied), x
+    )
+
+
+def test_the_papers_definitions() -> None:
+    temperature = 0.2
+    nothing_negative = LABELS.clone()
+    nothing_negative[LABELS == -1] = 7  # as for pytorch-metric-learning, -1 is a label
+    cosines = lambda x: F.normalize(x) @ F.normalize(x).T / temperature  # noqa: E731
+    assert_equal(
+        lambda x: ours.SupConLoss(temperature)(x, LABELS),
+        lambda x: supcon_of_logits(cosines(x), nothing_negative),
+        rows(13),
+    )
+    assert_equal(
+        lambda x: ours.NTXentLoss(temperature)(x, LABELS),
+        lambda x: several_positives(cosines(x), LABELS),
+        rows(13),
+    )
+
+
+def several_positives(s: Tensor, labels: Tensor) -> Tensor:
+    """The mean over positive pairs of -log(e^p / (e^p + the sum over the anchor's negatives))."""
+    terms = []
+    for i in range(len(s)):
+        negatives = s[i][labels != labels[i]].exp().sum()
+        for j in range(len(s)):
+            if i != j and labels[i] == labels[j]:
+                terms.append(-(s[i, j].exp() / (s[i, j].exp() + negatives)).log())
+    return torch.stack(terms).mean()
+
+
+# --- options of the library -----------------------------------------------------------------------
+
+REDUCERS: dict[str, Callable[[], Any]] = {
+    "mean": lambda: reducers.MeanReducer(),
+    "mean, statistics": lambda: reducers.MeanReducer(collect_stats=True),
+    "not zero": lambda: reducers.AvgNonZeroReducer(),
+    "sum": lambda: reducers.SumReducer(),
+    "threshold": lambda: reducers.ThresholdReducer(low=0.5, high=3.0),
+    "classes": lambda: reducers.ClassWeightedReducer(torch.linspace(1, 2, 5)),
+    "anchors": lambda: reducers.PerAnchorReducer(),
+    "several": lambda: reducers.MultipleReducers({"loss": reducers.SumReducer()}),
+}
+
+
+@NAMES
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_reducers(name: str, reducer: str) -> None:
+    labels = torch.arange(13) % 5
+    mine, own = (
+        kind(reducer=REDUCERS[reducer](), temperature=0.3) for kind in map(type, both(name))
+    )
+    assert_equal(lambda x: mine(x, labels), lambda x: own(x, labels), rows(13))
+    if reducer == "mean, statistics":
+        assert mine.reducer.losses_size == own.reducer.losses_size > 1
+
+
+@NAMES
+def test_all_losses_without_reduction(name: str) -> None:
+    mine, own = both(name, reducer=reducers.DoNothingReducer())
+    a, b = (loss(rows(13), LABELS)["loss"] for loss in (mine, own))
+    assert a["reduction_type"] == b["reduction_type"]
+    torch.testing.assert_close(a["losses"].sort().values, b["losses"].sort().values)
+
+
+@NAMES
+def test_a_regularizer(name: str) -> None:
+    mine, own = both(
+        name, embedding_regularizer=regularizers.LpRegularizer(), embedding_reg_weight=0.3
+    )
+    assert_equal(lambda x: mine(x, LABELS), lambda x: own(x, LABELS), rows(13))
+    assert mine.sub_loss_names() == own.sub_loss_names()
+
+
+@NAMES
+def test_distances(name: str) -> None:
+    for distance in (
+        distances.DotProductSimilarity(normalize_embeddings=False),
+        distances.DotProductSimilarity(normalize_embeddings=True),
+        distances.CosineSimilarity(collect_stats=True),
+    ):
+        mine, own = both(name, distance=distance, temperature=0.5)
+        assert_equal(lambda x, f=mine: f(x, LABELS), lambda x, f=own: f(x, LABELS), rows(13))
+    own(rows(13), LABELS)
+    expected = distance.initial_avg_query_norm, distance.final_avg_ref_norm
+    distance.reset_stats()
+    mine(rows(13), LABELS)
+    found = distance.initial_avg_query_norm, distance.final_avg_ref_norm
+    assert found == pytest.approx(expected)
+    assert found[1] == pytest.approx(1)
+
+
+# --- wrappers and miners --------------------------------------------------------------------------
+
+
+@NAMES
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_in_self_supervised_loss(name: str, symmetric: bool) -> None:
+    mine, own = (losses.SelfSupervisedLoss(loss, symmetric=symmetric) for loss in both(name))
+    assert_equal(mine, own, rows(6), rows(6, 1))
+
+
+MINERS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "pairs": lambda: miners.MultiSimilarityMiner(epsilon=0.5),
+    "triplets": lambda: miners.TripletMarginMiner(margin=0.4),
+}
+
+
+@NAMES
+@pytest.mark.parametrize("miner", MINERS)
+def test_in_cross_batch_memory(name: str, miner: str) -> None:
+    """Batches that fill it, that wrap around its end, and that leave the queue to a mask."""
+    mine, own = (
+        losses.CrossBatchMemory(loss, D, memory_size=20, miner=MINERS[miner]())
+        for loss in both(name)
+    )
+    for step in range(4):
+        labels = torch.arange(8) * 3 % 5 + step % 2
+        assert_equal(
+            lambda x, labels=labels: mine(x, labels),
+            lambda x, labels=labels: own(x, labels),
+            rows(8, step),
+        )
+    mask = torch.arange(8) > 4
+    assert_equal(
+        lambda x: mine(x, labels, enqueue_mask=mask),
+        lambda x: own(x, labels, enqueue_mask=mask),
+        rows(8, 9),
+    )
+    assert torch.equal(mine.embedding_memory, own.embedding_memory)
+
+
+@NAMES
+@pytest.mark.parametrize("strip", [1, 1 << 22])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_mined_pairs(
+    name: str, strip: int, labelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given by the caller, with the labels or in place of them; in strips of one row, or in one."""
+    monkeypatch.setattr(ours, "LISTED", strip)
+    mine, own = both(name)
+    labels = LABELS if labelled else None
+    for miner in (miners.MultiSimilarityMiner(epsilon=0.5), miners.TripletMarginMiner(0.4)):
+        pairs = miner(rows(13), LABELS)
+        assert len(pairs[0]) > 3
+        assert_equal(
+            lambda x, pairs=pairs: mine(x, labels, pairs),
+            lambda x, pairs=pairs: own(x, labels, pairs),
+            rows(13),
+        )
+    nothing = tuple(torch.zeros(0, dtype=torch.int64) for _ in range(4))
+    assert_equal(lambda x: mine(x, labels, nothing), lambda x: own(x, labels, nothing), rows(13))
+
+
+@NAMES
+def test_weights_after_training(name: str) -> None:
+    trained = []
+    for loss in both(name):
+        torch.manual_seed(0)
+        model = nn.Linear(5, D).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss(model(torch.randn(20, 5).double()), torch.randint(6, (20,))).backward()
+            optimizer.step()
+        trained.append(list(model.parameters()))
+    torch.testing.assert_close(*trained, rtol=0, atol=1e-10)
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+
+@on_processes(2)
+def test_a_group_trains_as_the_distributed_wrapper(world: World) -> None:
+    from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
+
+    labels = LABELS[:12]
+    for name in ("SupConLoss", "NTXentLoss"):
+        grouped = getattr(ours, name)(group=None)
+        own = DistributedLossWrapper(getattr(losses, name)())
+        wrapped = DistributedLossWrapper(getattr(ours, name)())
+        found = []
+        for loss in (grouped, own, wrapped):
+            x = world.shard(rows(12), [6, 6]).requires_grad_()
+            value = loss(x, world.shard(labels, [6, 6]))
+            value.backward()
+            share = 1 if loss is grouped else 1 / world.size  # the wrapper multiplies by it
+            found.append((value.detach() * share, x.grad))
+        total = found[0][0].clone()
+        torch.distributed.all_reduce(total)
+        torch.testing.assert_close(total / world.size, found[1][0])
+        for other in found[1:]:
+            torch.testing.assert_close(found[0][1], other[1])
+        torch.testing.assert_close(found[1][0], found[2][0])
+
+
+@on_processes(2)
+def test_other_reducers_in_a_group(world: World) -> None:
+    whole, sizes = rows(13).requires_grad_(), [9, 4]
+    options: dict[str, Any] = {
+        "reducer": reducers.MeanReducer(),
+        "embedding_regularizer": regularizers.ZeroMeanRegularizer(),
+        "embedding_reg_weight": 0.0,
+    }
+    for name in ("SupConLoss", "NTXentLoss"):
+        local, labels = (world.shard(t, sizes) for t in (whole.detach(), LABELS))
+        local.requires_grad_()
+        getattr(ours, name)(group=None, **options)(local, labels).backward()
+        (wanted,) = torch.autograd.grad(getattr(losses, name)(**options)(whole, LABELS), whole)
+        torch.testing.assert_close(local.grad / world.size, world.shard(wanted, sizes))
+        loss = getattr(ours, name)(group=None, reducer=reducers.SumReducer())
+        with pytest.raises(ValueError, match=r"reducer: expected .*MeanReducer .*got SumReducer"):
+            loss(local, labels)
+        same = torch.zeros_like(labels)
+        assert getattr(ours, name)(group=None)(local, same) == 0
+        pairs = tuple(torch.zeros(1, dtype=torch.int64) for _ in range(4))
+        with pytest.raises(ValueError, match="indices_tuple: expected None in a group"):
+            getattr(ours, name)(group=None)(local, labels, pairs)
+
+
+# --- dtypes, errors -------------------------------------------------------------------------------
+
+
+@NAMES
+def test_half_precision_gives_a_float32_loss(name: str) -> None:
+    x = rows(13).bfloat16().requires_grad_()
+    mine, own = both(name)
+    value = mine(x, LABELS)
+    value.backward()
+    assert value.dtype == torch.float32
+    assert x.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(value.double(), own(x.double(), LABELS), rtol=0.01, atol=0.01)
+
+
+def test_it_is_sincere() -> None:
+    (x,) = leaves(rows(13))
+    labels = LABELS.abs()
+    sincere = SincereLoss(0.07, average="pairs", normalize=True)
+    torch.testing.assert_close(ours.NTXentLoss()(x, labels), sincere(x, labels))
+
+
+@NAMES
+def test_refusals(name: str) -> None:
+    kind, x = getattr(ours, name), rows(13)
+    for distance, came in (
+        (distances.LpDistance(), "LpDistance"),
+        (distances.SNRDistance(), "SNRDistance"),
+        (distances.CosineSimilarity(power=2), r"CosineSimilarity\(p=2, power=2\)"),
+        (distances.CosineSimilarity(p=1), r"CosineSimilarity\(p=1, power=1\)"),
+    ):
+        with pytest.raises(ValueError, match=f"distance: expected CosineSimilarity.*got {came}"):
+            kind(distance=distance)
+    with pytest.raises(ValueError, match="temperature: expected a positive"):
+        kind(temperature=0.0)
+    with pytest.raises(ValueError, match=r"ref_labels: .*labels.clone\(\)"):
+        kind()(x, LABELS, ref_emb=rows(13, 1), ref_labels=LABELS)
+    with pytest.raises(TypeError, match=r"labels: expected int64 .*float32"):
+        kind()(x, LABELS.float())
+    with pytest.raises(ValueError, match="labels: expected integers from"):
+        kind()(x, LABELS + (1 << 62))
+    with pytest.raises(ValueError, match="ref_emb: expected width 4"):
+        kind()(x, LABELS, ref_emb=x[:, :3], ref_labels=LABELS.clone())
+
+
+def test_a_pair_on_both_lists() -> None:
+    pairs = tuple(torch.tensor(indices) for indices in ([0, 1], [1, 0], [0, 2], [1, 3]))
+    with pytest.raises(ValueError, match="to be positive or negative, got 1 as both"):
+        ours.SupConLoss()(rows(4), None, pairs)
