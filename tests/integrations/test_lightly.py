@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.losses.reference import assert_equal
+from megabatch.similarity import set_workspace
+from tests.losses.reference import assert_equal, leaves
+from tests.losses.test_everywhere import Largest
 from tests.similarity.distributed.processes import World, on_processes
 
 lightly = pytest.importorskip("lightly.loss")
@@ -303,7 +305,19 @@ def test_processes_with_other_numbers_of_views_share_one_batch(world: World) -> 
         torch.testing.assert_close(shard.grad / 2, world.shard(x.grad, [5, 2]))
 
 
-# --- dtypes, learnt temperatures, errors ----------------------------------------------------------
+# --- memory, dtypes, learnt temperatures, errors --------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["NTXentLoss", "DCLWLoss", "MACLLoss"])
+def test_no_matrix_is_formed(name: str) -> None:
+    b, d = 512, 8
+    before = set_workspace(64 << 10)
+    try:
+        with Largest() as largest:
+            getattr(ours, name)()(*leaves(*views(b, d))).backward()
+    finally:
+        set_workspace(before)
+    assert largest.elements <= 4 * b * d < b * b / 8
 
 
 def test_half_precision_gives_a_float32_loss() -> None:

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.losses import SincereLoss
+from megabatch.similarity import set_workspace
 from tests.losses.reference import assert_equal, leaves, supcon_of_logits
+from tests.losses.test_everywhere import Largest
 from tests.similarity.distributed.processes import World, on_processes
 
 library = pytest.importorskip("pytorch_metric_learning")
@@ -292,7 +294,21 @@ def test_other_reducers_in_a_group(world: World) -> None:
             getattr(ours, name)(group=None)(local, labels, pairs)
 
 
-# --- dtypes, errors -------------------------------------------------------------------------------
+# --- memory, dtypes, errors -----------------------------------------------------------------------
+
+
+@NAMES
+def test_no_matrix_is_formed(name: str) -> None:
+    b, d = 512, 8
+    before = set_workspace(64 << 10)
+    try:
+        with Largest() as largest:
+            getattr(ours, name)()(
+                torch.randn(b, d, requires_grad=True), torch.arange(b) // 3
+            ).backward()
+    finally:
+        set_workspace(before)
+    assert largest.elements <= 4 * b * d < b * b / 8
 
 
 @NAMES
