@@ -71,7 +71,7 @@ class SupConLoss(losses.SupConLoss):
         """Each anchor's loss, for the reducer; in a group the mean over all processes' anchors."""
         x, y, ids = _operands(self, embeddings, labels, indices_tuple, ref_emb, ref_labels)
         scale = _scale(self, x)
-        if indices_tuple is None:
+        if ids is not None:
             rows, _ = split_logsumexp(x, y, scale, ids=ids, sides="rows", group=self.group)
         else:
             pairs = lmu.convert_to_pairs(indices_tuple, labels, ref_labels)
