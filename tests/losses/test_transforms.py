@@ -23,6 +23,16 @@ CASES: dict[str, tuple[Loss, tuple[tuple[int, ...], ...]]] = {
     "supcon": (lambda x: mb.SupConLoss(0.5)(x, LABELS.to(x.device)), ((6, 4),)),
     "sincere": (lambda x: mb.SincereLoss(0.5)(x, LABELS.to(x.device)), ((6, 4),)),
     "infonce": (mb.InfoNCELoss(0.5), ((6, 4), (6, 4), (9, 4))),
+    "infonce, weighted": (
+        mb.InfoNCELoss(0.5, hardness_mode="all_negatives", hardness_strength=2.0),
+        ((6, 4), (6, 4), (9, 4)),
+    ),
+    "infonce, smoothing": (
+        mb.InfoNCELoss(0.5, label_smoothing=0.1),
+        ((6, 4), (6, 4), (6, 3, 4)),
+    ),
+    "ntxent, debiased": (mb.NTXentLoss(0.5, tau_plus=0.1), ((6, 4), (6, 4))),
+    "dcl, weighted": (mb.DCLLoss(0.5, sigma=0.5), ((6, 4), (6, 4))),
     "matryoshka": (mb.MatryoshkaLoss(mb.ClipLoss(), [2, 4]), ((6, 4), (6, 4), ())),
 }
 cases = pytest.mark.parametrize(("loss", "shapes"), CASES.values(), ids=CASES)

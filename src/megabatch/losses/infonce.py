@@ -220,8 +220,8 @@ class InfoNCELoss(TemperatureLoss):
     def _both_directions(self, rows: Split, back: Split) -> Tensor:
         """Losses of the pairs, (b,); `back`: of the documents against all queries."""
         if self.reverse == "separate":
-            there = minus_log_probability(rows.positive_sum, rows.negative)
-            return (there + minus_log_probability(back.positive_sum, back.negative)) / 2
+            losses = minus_log_probability(rows.positive_sum, rows.negative)
+            return (losses + minus_log_probability(back.positive_sum, back.negative)) / 2
         # The positive is a term of both directions: its exponential is in the sum twice.
         negative = torch.logaddexp(rows.negative, back.negative)
         return minus_log_probability(rows.positive_sum + math.log(2), negative) + math.log(2)

@@ -13,6 +13,7 @@ from megabatch.losses.terms import scale_gradient
 from megabatch.similarity import Split, logsumexp, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.distributed.means import pair_ids, sum_over_ranks
+from megabatch.torch_internals import transforms_active
 
 #: Elements of per-query negatives that are converted at a time.
 CHUNK = 1 << 22
@@ -21,11 +22,11 @@ CHUNK = 1 << 22
 class Logits:
     """Similarities times a scale, and their log-sum-exps.
 
-    With a `strength` a > 0 each negative's exponential is multiplied by e^(a c), c its similarity
-    without gradient. In the forward pass its logit is then (scale + a) c; in the backward pass c
-    has the factor `scale` alone. So the log-sum-exp is computed at scale + a, and the gradient of
-    the features, which would be too large by (scale + a) / scale, is corrected in what comes from
-    above: numbers of one a row, in the accumulator's dtype.
+    With a `strength` a > 0 the exponential of each negative is multiplied by e^(a c), where c is
+    its similarity without gradient. The logit is (scale + a) c in the forward pass, and its
+    derivative with respect to c is `scale`. So the log-sum-exp is computed at scale + a, which
+    makes the features' gradients too large by (scale + a) / scale. The upstream gradients are
+    corrected for that: one number a row, in the accumulator's dtype, and no further rounding.
 
     Args:
         scale: (). limit: (rows,) similarities; negatives above their row's are left out. None: all
@@ -38,13 +39,13 @@ class Logits:
         self.group, self.factor = group, None
         if strength:
             self.factor = (scale / (scale + strength)).detach()
-            # The scale's own gradient is right as it is: undo the factor there.
+            # The scale's own gradient needs no correction: undo the factor there.
             scale = scale_gradient(scale + strength, self.factor.reciprocal())
         self.scale = scale
         self.ceiling = None if limit is None else limit * scale.detach()
 
     def split(self, x: Tensor, y: Tensor | None, **options: Any) -> tuple[Split, Split | None]:
-        """`split_logsumexp`; weighted are the negatives only. `positive` is of no use if so."""
+        """`split_logsumexp` with weighted negatives; `positive` is then not to be used."""
         common: dict[str, Any] = {"sides": "rows", "ceiling": self.ceiling, "group": self.group}
         rows, columns = split_logsumexp(x, y, self.scale, **(common | options))
         return self._weighted(rows), None if columns is None else self._weighted(columns)
@@ -71,7 +72,7 @@ class Logits:
     def _weighted(self, side: Split) -> Split:
         if self.factor is None:
             return side
-        # That factor makes of a logit at scale + a one at `scale`, and of its gradient as well.
+        # The factor turns a logit at scale + a, and its gradient, into those at `scale`.
         positive_sum = side.positive_sum * self.factor
         return side._replace(negative=self._corrected(side.negative), positive_sum=positive_sum)
 
@@ -86,6 +87,8 @@ def no_ids(features: Tensor) -> Tensor:
 
 def own_products(query: Tensor, own: Tensor) -> Tensor:
     """<query_i, own_ik> of (b, d) and (b, k, d), (b, k), in the accumulator's dtype."""
+    if not torch.compiler.is_compiling() and transforms_active():
+        return _products(query, own)  # torch.func does not take checkpoints
     rows = max(1, CHUNK // max(1, own[:1].numel()))
     chunks = [
         # Checkpointed, to keep the logits only and not the converted features.
@@ -104,7 +107,7 @@ def _products(query: Tensor, negatives: Tensor) -> Tensor:
 
 
 class Candidates(NamedTuple):
-    """The candidates of each query: its positive and all negatives, which differ in `own` alone."""
+    """The candidates of the queries' softmax. Queries share them all, except `own`."""
 
     positive: Tensor  #: (b, d)
     shared: Tensor | None  #: (k, d)
@@ -112,7 +115,7 @@ class Candidates(NamedTuple):
     queue: Tensor | None  #: (q, d), which all processes hold alike
 
     def number(self, group: object) -> Tensor:
-        """Of candidates of a query of this process, over all processes, ()."""
+        """The number of candidates of one query of this process, ()."""
         rows = len(self.positive) + (0 if self.shared is None else len(self.shared))
         own = 0 if self.own is None else self.own.shape[1]
         queue = 0 if self.queue is None else len(self.queue)

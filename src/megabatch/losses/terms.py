@@ -47,19 +47,21 @@ def minus_log_probability(positive: Tensor, negative: Tensor) -> Tensor:
 def debiased(
     positive: Tensor, negative: Tensor, scale: Tensor, count: Tensor, tau_plus: float
 ) -> Tensor:
-    """Log-sum-exp over negatives, corrected for those that are false (arXiv 2007.00224), (rows,).
+    """Log-sum-exp over negatives, corrected for false ones (Chuang et al. 2020), (rows,).
 
-    log max((e^negative - N tau_plus e^positive) / (1 - tau_plus), N e^-scale), N the `count`: the
-    second is the least that N negatives of unit length can have.
+    log max((e^negative - N tau_plus e^positive) / (1 - tau_plus), N e^-scale), where N is the
+    `count`. N negatives of unit length cannot have a smaller sum than the second term.
 
     Args:
-        positive, negative: (rows,), a logit and a log-sum-exp. scale, count: ().
+        positive, negative: (rows,), logits and log-sum-exps.
+        scale, count: (), 1 / temperature and the number of negatives.
+        tau_plus: from above 0 to below 1.
     """
     floor = count.log() - scale
-    share = positive - negative + (count * tau_plus).log()  # log of the part of e^negative
+    share = positive - negative + (count * tau_plus).log()  # log of the part subtracted
     none_left = (share >= 0) | (negative == -torch.inf)
     share = share.masked_fill(none_left, -1.0)  # any number: its result is not used
-    # log(1 - e^share), of two expressions the one that does not cancel.
+    # log(1 - e^share) by the expression that does not cancel.
     left = torch.where(share > -0.7, (-share.expm1()).log(), (-share.exp()).log1p())
     rest = (negative + left - math.log1p(-tau_plus)).masked_fill(none_left, -torch.inf)
     return torch.maximum(rest, floor)

@@ -138,7 +138,7 @@ def sum_over_ranks(values: Tensor, group: object) -> Tensor:
 
 
 def log_mean_exp(values: Tensor, group: object) -> Tensor:
-    """log of the mean of e^values over the (m,) of all processes, () on each; no gradient."""
+    """The logarithm of the mean of e^values over all processes' (m,) values, (); no gradient."""
     return _log_mean_exp(values.detach(), group_name(group))
 
 
