@@ -25,7 +25,7 @@ from typing import Any
 import open_clip
 import open_clip.loss
 import torch
-from open_clip_train import main as trainer  # type: ignore[import-untyped]
+from open_clip_train import main as trainer
 from torch import Tensor, nn
 
 import megabatch
