@@ -9,6 +9,7 @@ more in a run of twice the length).
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from megabatch.errors import UsageError
 from megabatch.models.hashing_tokenizer import HashingTokenizer
 from megabatch.models.options import ModelOptions
+from megabatch.models.padding import without_padding
 from megabatch.models.towers import Towers
 from megabatch.models.two_towers import TwoTowers, load
 
@@ -25,6 +27,9 @@ NAME = "glyph-small"
 EMBED_DIM = 256
 IMAGE_SIZE = 32  # pixels per side
 _MEAN, _STD = 0.1, 0.27  # of the glyphs' pixels, black 0 to white 1
+
+#: The tokens that count for `TextFeatureTower`.
+LENGTHS = functools.partial(without_padding, pad=0)
 
 
 def create(weights: Path | None, options: ModelOptions) -> Towers:
@@ -45,7 +50,9 @@ def create(weights: Path | None, options: ModelOptions) -> Towers:
     length = options.force_context_length
     tokenizer = HashingTokenizer(text.buckets.num_embeddings, length or 64)
     transform = GlyphTransform()
-    return Towers(NAME, module, transform, transform, tokenizer, EMBED_DIM)
+    return Towers(
+        NAME, module, transform, transform, tokenizer, EMBED_DIM, lengths={"text": LENGTHS}
+    )
 
 
 class GlyphImageTower(nn.Module):

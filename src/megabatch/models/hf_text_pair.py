@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from megabatch.errors import UsageError
 from megabatch.models import weights as files
 from megabatch.models.hf_folder import FolderTokenizer, read_model, read_tokenizer
-from megabatch.models.layers import lock_layers
+from megabatch.models.layers import Tower, lock_layers
 from megabatch.models.options import ModelOptions, Pooling
+from megabatch.models.padding import Lengths, is_masked_kind, without_padding
 from megabatch.models.towers import Towers, outputs
 
 
@@ -46,7 +48,13 @@ def create(
         files.fill(module, files.load(weights), weights, name)
     first = FirstText(tokenizer)
     width = int(config.hidden_size)
-    return Towers(name, module.train(), first, first, tokenizer, width, first="text")
+    lengths: dict[Tower, Lengths] = {}
+    if is_masked_kind(config):
+        masked = functools.partial(without_padding, pad=tokenizer.pad)
+        lengths = {"image": masked, "text": masked}
+    return Towers(
+        name, module.train(), first, first, tokenizer, width, first="text", lengths=lengths
+    )
 
 
 class TextEncoder(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,13 @@ from megabatch.errors import UsageError, one_line
 from megabatch.models.hf_folder import has_weights, read_model, read_tokenizer
 from megabatch.models.layers import lock_layers
 from megabatch.models.options import ModelOptions
+from megabatch.models.padding import (
+    Lengths,
+    is_masked_kind,
+    up_to_first,
+    up_to_largest,
+    without_padding,
+)
 from megabatch.models.pixels import with_bytes
 from megabatch.models.towers import Towers
 from megabatch.models.two_towers import TwoTowers, load
@@ -59,7 +67,28 @@ def create(
     train, evaluation = with_bytes(
         module.visual, *(_transform(folder, config.vision_config, one) for one in (True, False))
     )
-    return Towers(name, module.train(), train, evaluation, tokenizer, int(width))
+    lengths = _lengths(config, pad)
+    return Towers(
+        name,
+        module.train(),
+        train,
+        evaluation,
+        tokenizer,
+        int(width),
+        lengths={} if lengths is None else {"text": lengths},
+    )
+
+
+def _lengths(config: Any, pad: int | None) -> Lengths | None:
+    """The tokens that count for the text tower; None if it reads its padding, or may do so."""
+    text = config.text_config
+    if pad is not None:
+        return functools.partial(without_padding, pad=pad) if is_masked_kind(text) else None
+    if config.model_type == "siglip":
+        return None
+    if config.model_type == "clip" and text.eos_token_id == 2:  # of old folders, and not the end
+        return up_to_largest
+    return functools.partial(up_to_first, token=text.eos_token_id)
 
 
 class ImageTower(nn.Module):

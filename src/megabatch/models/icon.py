@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError
-from megabatch.models.glyph import TextFeatureTower
+from megabatch.models.glyph import LENGTHS, TextFeatureTower
 from megabatch.models.hashing_tokenizer import HashingTokenizer
 from megabatch.models.options import ModelOptions
 from megabatch.models.towers import Towers
@@ -57,7 +57,9 @@ def create(weights: Path | None, options: ModelOptions) -> Towers:
         load(module, weights, NAME)
     tokenizer = HashingTokenizer(_BUCKETS, options.force_context_length or 64)
     transform = GreyTransform(size)
-    return Towers(NAME, module, transform, transform, tokenizer, EMBED_DIM)
+    return Towers(
+        NAME, module, transform, transform, tokenizer, EMBED_DIM, lengths={"text": LENGTHS}
+    )
 
 
 class VisionTower(nn.Module):

@@ -41,6 +41,8 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     """
     import open_clip
 
+    from megabatch.models.short_texts import accept_short_texts
+
     if options.given("hf_pooling", "hf_share"):
         raise UsageError(f"--hf-pooling, --hf-share: {name} is no 'hf:' model")
     config = _config(name)
@@ -78,7 +80,15 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
             bias, config.get("init_logit_bias", 0.0) if start is None else start
         )
     transforms = with_bytes(module.visual, train_transform, eval_transform)
-    return Towers(name, module.train(), *transforms, tokenizer, config["embed_dim"])
+    lengths = accept_short_texts(module)
+    return Towers(
+        name,
+        module.train(),
+        *transforms,
+        tokenizer,
+        config["embed_dim"],
+        lengths={} if lengths is None else {"text": lengths},
+    )
 
 
 def _config(name: str) -> dict[str, Any]:

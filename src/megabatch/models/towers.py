@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from megabatch.models.layers import Tower
+from megabatch.models.padding import Lengths
 
 
 @dataclass
@@ -25,6 +28,9 @@ class Towers:
     tokenizer: texts to int64 (n, context_length).
     embed_dim: width of the features.
     first: kind of a pair's first element; a model of text pairs also takes it as `image`.
+    lengths: for each tower of texts that takes them without their padding, the function that tells
+        how many tokens a text's features depend on (`megabatch.models.padding`); the others take
+        whole texts only.
     """
 
     name: str
@@ -34,6 +40,7 @@ class Towers:
     tokenizer: Callable[[Any], torch.Tensor]
     embed_dim: int
     first: Literal["image", "text"] = "image"
+    lengths: Mapping[Tower, Lengths] = field(default_factory=dict)
 
 
 def outputs(module: Any, image: Tensor | None, text: Tensor | None) -> dict[str, Tensor | None]:

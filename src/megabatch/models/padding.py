@@ -1,0 +1,51 @@
+"""The number of tokens that a text's features depend on, from its padded tokens.
+
+Each function takes tokens, int64 (n, context_length), and returns int64 (n,), at least 1: with the
+tokens after them cut off, a text tower of that kind gives the same features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Lengths: TypeAlias = Callable[[Tensor], Tensor]
+
+#: transformers' text encoders that mask padding in attention, count positions from the left, and
+#: mix tokens in attention alone. Convolutions (DeBERTa, ConvBERT), Fourier transforms (FNet) and
+#: attention whose pattern depends on the length (BigBird, Nystromformer) would read the padding.
+MASKED_KINDS = frozenset(
+    {
+        *("albert", "bert", "camembert", "distilbert", "electra", "modernbert", "mpnet"),
+        *("roberta", "xlm-roberta"),
+    }
+)
+
+
+def up_to_largest(tokens: Tensor) -> Tensor:
+    """Under a causal mask, with the feature at the largest token, CLIP's end of text."""
+    return tokens.argmax(1) + 1
+
+
+def up_to_first(tokens: Tensor, token: int) -> Tensor:
+    """Under a causal mask, with the feature at the first of these tokens, or at 0 without one."""
+    return (tokens == token).int().argmax(1) + 1
+
+
+def without_padding(tokens: Tensor, pad: int) -> Tensor:
+    """With padding masked in attention and pooling; a text without any token keeps its padding.
+
+    Attention to nothing but masked tokens is an average over all of them.
+    """
+    context = tokens.shape[1]
+    positions = torch.arange(1, context + 1, device=tokens.device)
+    last = torch.where(tokens != pad, positions, 0).amax(1)
+    return torch.where(last == 0, context, last)
+
+
+def is_masked_kind(config: Any) -> bool:
+    """Whether a transformers configuration is of a kind for which `without_padding` is right."""
+    return getattr(config, "model_type", None) in MASKED_KINDS

@@ -1,0 +1,84 @@
+"""open_clip's text towers for texts that are shorter than their context.
+
+open_clip adds all positions to a text, and hands the whole causal mask to attention: with fewer
+tokens both fail. Here they are cut to the text. The classes are open_clip's own otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn.functional as F
+from open_clip.model import CLIP, CustomTextCLIP
+from open_clip.transformer import TextTransformer, text_global_pool
+from torch import Tensor, nn
+
+from megabatch.models.padding import (
+    Lengths,
+    is_masked_kind,
+    up_to_first,
+    up_to_largest,
+    without_padding,
+)
+
+#: Poolers of open_clip's `HFTextEncoder` that leave padding out.
+_POOLERS = ("MeanPooler", "ClsPooler", "ClsLastHiddenStatePooler")
+
+
+def accept_short_texts(module: nn.Module) -> Lengths | None:
+    """Let an open_clip model take short texts; returns the lengths that leave features as they are.
+
+    None: its features may depend on padding, as without a causal mask (SigLIP, some MobileCLIP), or
+    with the feature at the last position (CLIPA), or its tower is of an unknown kind.
+    """
+    model: Any = module
+    if type(module) is CLIP:
+        lengths = _causal_lengths(model.attn_mask, model.text_pool_type, model.text_eos_id)
+        if lengths is not None:
+            model.__class__ = _ShortTextCLIP
+        return lengths
+    text: Any = model.text if type(module) is CustomTextCLIP else None
+    if type(text) is TextTransformer and text.cls_emb is None:
+        lengths = _causal_lengths(text.attn_mask, text.pool_type, text.eos_id)
+        if lengths is not None:
+            text.__class__ = _ShortTextTransformer
+        return lengths
+    return _masked_lengths(text)
+
+
+def _causal_lengths(mask: Tensor | None, pool_type: str, eos: int) -> Lengths | None:
+    if mask is None:
+        return None
+    if pool_type == "argmax":
+        return up_to_largest
+    return functools.partial(up_to_first, token=eos) if pool_type == "eos" else None
+
+
+def _masked_lengths(text: Any) -> Lengths | None:
+    """For open_clip's adapter of a transformers encoder."""
+    config: Any = getattr(text, "config", None)
+    if type(getattr(text, "pooler", None)).__name__ not in _POOLERS or not is_masked_kind(config):
+        return None
+    return functools.partial(without_padding, pad=config.pad_token_id)
+
+
+class _ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        """open_clip's, with positions and mask cut to the text."""
+        length = text.shape[1]
+        dtype = self.transformer.get_cast_dtype()
+        x = self.token_embedding(text).to(dtype) + self.positional_embedding[:length].to(dtype)
+        x = self.ln_final(self.transformer(x, attn_mask=self.attn_mask[:length, :length]))
+        x = text_global_pool(x, text, self.text_pool_type, eos_token_id=self.text_eos_id)
+        if isinstance(self.text_projection, nn.Linear):
+            x = self.text_projection(x)
+        elif self.text_projection is not None:
+            x = x @ self.text_projection
+        return F.normalize(x, dim=-1) if normalize else x
+
+
+class _ShortTextTransformer(TextTransformer):  # type: ignore[misc, unused-ignore]
+    def _embeds(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        x, mask = super()._embeds(text)  # which cuts the positions
+        return x, mask[: x.shape[1], : x.shape[1]]

@@ -1,0 +1,211 @@
+"""Texts without their padding: the same features from every tower that says so, in float64."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from open_clip.model import CLIP, CustomTextCLIP
+from torch import Tensor, nn
+
+from megabatch.models import create
+from megabatch.models.glyph import LENGTHS, TextFeatureTower
+from megabatch.models.hashing_tokenizer import HashingTokenizer
+from megabatch.models.hf_text_pair import TextEncoder
+from megabatch.models.hf_two_towers import KINDS
+from megabatch.models.padding import (
+    MASKED_KINDS,
+    Lengths,
+    up_to_first,
+    up_to_largest,
+    without_padding,
+)
+from megabatch.models.short_texts import accept_short_texts
+from tests.models.tiny import TINY, TINY_UNMASKED
+from tests.models.tiny_bert import save_tiny_bert
+from tests.models.tiny_clip import save_tiny_clip
+
+CONTEXT, END = 16, 40  # END is the largest token
+SIZES = (5, 1, 7, 2, 6)  # of the texts, without the end
+
+
+def texts(pad: int = 0, context: int = CONTEXT, end: int = END) -> Tensor:
+    """Tokens (5, context) below the end, an end, and padding."""
+    torch.manual_seed(2)
+    rows = torch.full((len(SIZES), context), pad)
+    for row, length in zip(rows, SIZES, strict=True):
+        row[:length] = torch.randint(4, end, (length,))
+        row[length] = end
+    return rows
+
+
+def check(module: nn.Module, encode: Callable[[Tensor], Tensor], lengths: Lengths, tokens: Tensor):
+    """Features and gradients without padding are those with it."""
+    module.double().eval()
+    longest = int(lengths(tokens).max())
+    assert longest < tokens.shape[1]
+    gradients = []
+    features = []
+    for width in (tokens.shape[1], longest):
+        module.zero_grad()
+        features.append(encode(tokens[:, :width]))
+        features[-1].square().sum().add(features[-1].sum()).backward()
+        gradients.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(features[1], features[0], atol=1e-12, rtol=1e-12)
+    assert gradients[0]
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-11, rtol=1e-11)
+
+
+def clip(kind: type[nn.Module] = CLIP, **text: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"context_length": CONTEXT, "vocab_size": 41, "width": 16, "heads": 2, "layers": 2}
+    vision = {"image_size": 8, "patch_size": 8, "width": 8, "layers": 1, "head_width": 8}
+    return kind(embed_dim=8, vision_cfg=vision, text_cfg={**sizes, **text})
+
+
+@pytest.mark.parametrize("kind", [CLIP, CustomTextCLIP])
+@pytest.mark.parametrize("pooling", [{}, {"pool_type": "eos", "eos_id": END}])
+@pytest.mark.parametrize(
+    "more", [{}, {"proj_bias": True}, {"proj_type": "none"}, {"qk_norm": True}]
+)
+def test_open_clips_causal_towers(
+    kind: type[nn.Module], pooling: dict[str, Any], more: dict[str, Any]
+) -> None:
+    if "qk_norm" in more:
+        more = {**more, "block_type": "custom"}
+    module = clip(kind, **pooling, **more)
+    before = module.encode_text(texts())
+    lengths = accept_short_texts(module)
+    assert lengths is not None
+    assert lengths(texts()).tolist() == [length + 1 for length in SIZES]
+    assert torch.equal(module.encode_text(texts()), before)
+    check(module, module.encode_text, lengths, texts())
+    assert isinstance(module, kind)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"no_causal_mask": True},
+        {"no_causal_mask": True, "pool_type": "last"},
+        {"pool_type": "last"},
+        {"pool_type": "first"},
+    ],
+)
+def test_open_clips_other_towers_are_left_alone(text: dict[str, Any]) -> None:
+    for kind in (CLIP, CustomTextCLIP):
+        module = clip(kind, **text)
+        assert accept_short_texts(module) is None
+        assert type(module) is kind
+
+
+def test_a_class_token_after_the_padding_is_left_alone() -> None:
+    assert accept_short_texts(clip(CustomTextCLIP, embed_cls=True)) is None
+
+
+def test_a_subclass_of_open_clips_model_is_unknown() -> None:
+    class Other(CLIP):  # type: ignore[misc]
+        pass
+
+    assert accept_short_texts(clip(Other)) is None
+
+
+@pytest.mark.parametrize("pooler", ["mean_pooler", "cls_pooler", "cls_last_hidden_state_pooler"])
+def test_open_clips_adapter_of_transformers(pooler: str) -> None:
+    from open_clip.hf_model import HFTextEncoder
+
+    text = HFTextEncoder("", 8, config=tiny_config("roberta"), pooler_type=pooler, proj_type="mlp")
+    module = clip(CustomTextCLIP)
+    module.text = text
+    lengths = accept_short_texts(module)
+    assert lengths is not None
+    check(text, text, lengths, texts(pad=1))
+    text.pooler = nn.Identity()
+    assert accept_short_texts(module) is None
+
+
+def test_models_by_name_say_how_much_of_a_text_counts() -> None:
+    tokens = create(TINY).tokenizer(["one", "two and three"])
+    assert create(TINY).lengths["text"](tokens).tolist() == [3, 5]
+    assert create(TINY_UNMASKED).lengths == {}
+
+
+def test_our_own_towers() -> None:
+    tower = TextFeatureTower(8, buckets=64, width=8)
+    check(tower, tower, LENGTHS, HashingTokenizer(64, 32)(["one two", "a"]))
+    for name in ("glyph-small", "icon-small"):
+        assert create(name).lengths == {"text": LENGTHS}
+
+
+def tiny_config(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": 32, "vocab_size": END + 1}
+    sizes |= {"embedding_size": 16} if kind in ("albert", "electra") else {}
+    if kind == "distilbert":
+        sizes = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": END + 1}
+    pad = 1 if kind in ("camembert", "mpnet", "roberta", "xlm-roberta") else 0
+    special = {"pad_token_id": pad, "bos_token_id": 2, "eos_token_id": 3}
+    special |= {"cls_token_id": 2, "sep_token_id": 3} if kind == "modernbert" else {}
+    return transformers.AutoConfig.for_model(kind, **sizes, **special)
+
+
+@pytest.mark.parametrize("kind", sorted(MASKED_KINDS))
+def test_transformers_encoders_with_masked_padding(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = tiny_config(kind)
+    torch.manual_seed(1)
+    encoder = transformers.AutoModel.from_config(config)
+    pad = config.pad_token_id
+    lengths = functools.partial(without_padding, pad=pad)
+    assert lengths(texts(pad)).tolist() == [length + 1 for length in SIZES]
+    for pooling in ("mean", "cls", "last"):
+        tower = TextEncoder(encoder, pad=pad, pooling=pooling)  # type: ignore[arg-type]
+        check(tower, tower, lengths, texts(pad))
+
+
+def test_pairs_of_texts_on_both_sides(tmp_path: Path) -> None:
+    towers = create(f"hf:{save_tiny_bert(tmp_path)}")
+    assert towers.lengths.keys() == {"image", "text"}
+    tokens = towers.tokenizer(["a b c", "d"])
+    for lengths in towers.lengths.values():
+        assert lengths(tokens).tolist() == [5, 3]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_transformers_models_of_images_and_texts(tmp_path: Path, kind: str) -> None:
+    towers = create(f"hf:{save_tiny_clip(tmp_path, kind)}")
+    if kind == "siglip":
+        assert not towers.lengths
+        return
+    module: Any = towers.module
+    tokens = towers.tokenizer(["a b c", "d", "e f g h a"])
+    check(module, module.encode_text, towers.lengths["text"], tokens)
+
+
+def test_old_folders_of_clip_end_texts_at_the_largest_token(tmp_path: Path) -> None:
+    folder = save_tiny_clip(tmp_path, "clip")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["eos_token_id"] = 2
+    (folder / "config.json").write_text(json.dumps(config))
+    towers = create(f"hf:{folder}")
+    module: Any = towers.module
+    assert towers.lengths["text"] is up_to_largest
+    check(module, module.encode_text, towers.lengths["text"], texts(context=12, end=11))
+
+
+def test_lengths() -> None:
+    tokens = torch.tensor([[5, 9, 9, 0], [0, 0, 0, 0], [7, 0, 3, 0], [2, 1, 4, 9]])
+    assert up_to_largest(tokens).tolist() == [2, 1, 1, 4]
+    assert up_to_first(tokens, 9).tolist() == [2, 1, 1, 4]
+    # Without any token a text is all padding to attention; padding may be inside and before a text.
+    assert without_padding(tokens, pad=0).tolist() == [3, 4, 3, 4]
+    assert without_padding(tokens.flip(1), pad=0).tolist() == [4, 4, 4, 4]
+    for lengths in (up_to_largest, functools.partial(up_to_first, token=9)):
+        assert lengths(tokens[:0]).shape == (0,)
+    assert without_padding(tokens[:0], pad=0).shape == (0,)
