@@ -7,7 +7,7 @@ from megabatch.lazy import lazy
 if TYPE_CHECKING:
     from megabatch import similarity
     from megabatch.evaluation.retrieval import retrieval_metrics
-    from megabatch.gradient_cache import GradientCache
+    from megabatch.gradient_cache import GradientCache, SortedByLength
     from megabatch.losses import (
         ClipLoss,
         DCLLoss,
@@ -31,6 +31,7 @@ __all__ = [
     "NTXentLoss",
     "SigLipLoss",
     "SincereLoss",
+    "SortedByLength",
     "SupConLoss",
     "retrieval_metrics",
     "similarity",
@@ -47,6 +48,7 @@ __getattr__ = lazy(
     dict.fromkeys(__all__, "megabatch.losses")
     | {
         "GradientCache": "megabatch.gradient_cache",
+        "SortedByLength": "megabatch.gradient_cache",
         "retrieval_metrics": "megabatch.evaluation.retrieval",
     }
     | {name: f"megabatch.{name}" for name in _PACKAGES},

@@ -31,6 +31,32 @@ class Rows(Protocol):
 
 Leaf: TypeAlias = "Tensor | Rows"
 
+
+class CutRows:
+    """A tensor as `Rows` in another order; a slice has as many columns as its first row needs.
+
+    tensor: (rows, columns, ...), or (rows,), of which nothing is cut.
+    """
+
+    def __init__(self, tensor: Tensor, order: Tensor, widths: list[int]) -> None:
+        """Take the tensor's rows in `order`, int64 (rows,).
+
+        `widths`: the number of columns that each row needs, in that order, the largest first.
+        """
+        self.tensor = tensor
+        self._order = order.to(tensor.device)
+        self._widths = widths
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        order = self._order[rows]
+        cut = self.tensor.ndim > 1 and len(order) > 0
+        columns = self.tensor[:, : self._widths[rows.start]] if cut else self.tensor
+        return columns.index_select(0, order)
+
+
 #: With two rows batch normalisation has statistics, and an output with one number per row differs
 #: in shape from a single number.
 PLACEHOLDER_ROWS = 2
@@ -58,8 +84,17 @@ def _makes_rows(value: Any) -> bool:
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """All tensors of a nested batch."""
-    return [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    """All tensors of a nested batch, those of `CutRows` included."""
+    return list(named_tensors(batch, "batch").values())
+
+
+def named_tensors(batch: Any, name: str) -> dict[str, Tensor]:
+    """The same, each with its path for messages."""
+    found = {
+        path: leaf.tensor if isinstance(leaf, CutRows) else leaf
+        for path, leaf in leaves(batch, name)
+    }
+    return {path: leaf for path, leaf in found.items() if isinstance(leaf, Tensor)}
 
 
 def batch_size(batches: Mapping[str, Any]) -> int:
@@ -112,7 +147,7 @@ def placeholder(batch: Any) -> Any:
     return mapped(empty, lambda tensor: tensor.new_ones((PLACEHOLDER_ROWS, *tensor.shape[1:])))
 
 
-def mapped(batch: Any, function: Callable[[Any], Tensor]) -> Any:
+def mapped(batch: Any, function: Callable[[Any], Leaf]) -> Any:
     """Apply `function` to each leaf of the batch, in containers of the same types."""
     if isinstance(batch, Mapping):
         part = {key: mapped(value, function) for key, value in batch.items()}

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache.autograd import reached_from
-from megabatch.gradient_cache.batches import leaves, tensors_in
+from megabatch.gradient_cache.batches import named_tensors, tensors_in
+from megabatch.gradient_cache.by_length import Orders
 from megabatch.gradient_cache.feed import Feed, Parts
 from megabatch.gradient_cache.frozen import FrozenParts
 from megabatch.gradient_cache.offload import allocated
@@ -58,6 +59,7 @@ class Encoding:
         feed: Feed,
         form: OutputForm,
         feature_dtype: torch.dtype | None = None,
+        orders: Orders | None = None,
     ) -> None:
         """Find the encoder's modules, parameters and wrappers; `name` is for messages."""
         self.name = name
@@ -65,6 +67,7 @@ class Encoding:
         self.feed = feed
         self.form = form
         self.feature_dtype = feature_dtype
+        self.orders = orders or Orders(name, {})
         self.micro_batches: list[slice] = []
         self.modules = modules_in(encoder)
         self.wrappers = gradient_wrappers(self.modules)
@@ -110,6 +113,7 @@ class Encoding:
             raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
         for key in pieces[0]:
             self._cache(key, [piece[key] for piece in pieces])
+        self.orders.check(self.per_sample)
 
     def forward_once(self) -> None:
         """Encode the only micro-batch, keeping its graph for `backward_once`.
@@ -128,6 +132,7 @@ class Encoding:
         self._inspect_graph(self.graph)
         for key, output in self.graph.items():
             self._cache(key, [None if output is None else self._to_cache(output)])
+        self.orders.check(self.per_sample)
 
     def take_gradients(self, gradients: Outputs, store: Callable[[Tensor], Tensor]) -> None:
         """Replace the cached outputs by their gradients; `store` moves those per sample."""
@@ -135,7 +140,8 @@ class Encoding:
         self.gradients = gradients
         for key in self.per_sample:
             gradient = gradients[key]
-            gradients[key] = None if gradient is None else store(gradient)
+            if gradient is not None:
+                gradients[key] = store(self.orders.in_own_order(key, gradient))
 
     def has_gradients(self) -> bool:
         """Whether any output got a gradient, so that `backward` has work to do."""
@@ -279,6 +285,8 @@ class Encoding:
         whole, per_sample = assembled(name, pieces, kept, encoded)
         if per_sample:
             self.per_sample.add(key)
+        if per_sample and whole is not None:
+            whole = self.orders.in_batch_order(key, whole)
         if whole is not None:
             differentiable = whole.is_floating_point() or whole.is_complex()
             whole = whole.requires_grad_(self.requires_grad and differentiable)
@@ -303,7 +311,7 @@ class Versions:
             if not sharded or hasattr(parameter, "device_mesh")
         }
         for name, batch in batches.items():
-            named |= {path: leaf for path, leaf in leaves(batch, name) if isinstance(leaf, Tensor)}
+            named |= named_tensors(batch, name)
         self._versions = {
             name: (tensor, version_of(tensor))
             for name, tensor in named.items()

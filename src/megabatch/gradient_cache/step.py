@@ -30,6 +30,7 @@ from torch import Tensor
 from megabatch.gradient_cache.arguments import Settings
 from megabatch.gradient_cache.autograd import attach
 from megabatch.gradient_cache.batches import batch_size
+from megabatch.gradient_cache.by_length import Orders, in_encoders_order
 from megabatch.gradient_cache.checks import DriftCheck, UnusedLoss
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
@@ -177,7 +178,8 @@ class GradientCache:
                 its rows are made in each pass, when they are needed, and must be the same each
                 time. Anything else (None, a string, a flag) is passed unchanged with each
                 micro-batch. A batch may have no row if another rank's has one. Batches must not
-                change until `backward()` is done.
+                change until `backward()` is done. Padded sequences in a `SortedByLength` are
+                encoded with little of their padding.
             **keywords: batches by keyword (`input_names`); the others are passed to the loss, not
                 split.
 
@@ -256,9 +258,11 @@ class GradientCache:
             zip(settings.encoders, batches, strict=True)
         ):
             name = f"encoder {i}" if settings.several else "the model"
+            orders = Orders(name, named)
+            named = in_encoders_order(named)
             feed = Feed(named, keywords, batch_size(named), settings.device)
             form = OutputForm(name, settings.outputs[i])
-            made.append(Encoding(name, encoder, feed, form, settings.feature_dtype))
+            made.append(Encoding(name, encoder, feed, form, settings.feature_dtype, orders))
         return made
 
     def _divide(self, encodings: list[Encoding], training: bool) -> None:

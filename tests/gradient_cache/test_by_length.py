@@ -1,0 +1,226 @@
+"""Sequences sorted by length and cut: the padded batch's loss and gradients, in its own order."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import SortedByLength
+from megabatch.gradient_cache import GradientCache
+from megabatch.losses import ClipLoss
+from tests.gradient_cache.towers import MICRO_BATCH_SIZES, assert_same_gradients, clip_loss
+from tests.gradient_cache.towers import gradients as gradients_of
+from tests.similarity.distributed.processes import World, on_processes
+
+ROWS, COLUMNS, WORDS = 7, 30, 9
+LENGTHS = torch.tensor([3, 30, 9, 1, 17, 9, 8])
+
+
+class Texts(nn.Module):
+    """The mean over tokens, 0 being padding; nothing of the result depends on it."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6)
+        self.positions = nn.Parameter(torch.randn(COLUMNS, 6))
+        self.dropout = nn.Dropout(dropout)
+        self.linear = nn.Linear(6, 4)
+        self.seen = []
+
+    def forward(self, tokens):
+        self.seen.append(tuple(tokens.shape))
+        x = self.dropout((self.words(tokens) + self.positions[: tokens.shape[1]]).tanh())
+        there = (tokens != 0).unsqueeze(2)
+        return F.normalize(self.linear((x * there).sum(1) / there.sum(1)), dim=-1)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(5, 4), Texts()
+        self.scale = nn.Parameter(torch.tensor([1.1]))  # FSDP2 takes no 0-d parameter
+
+    def forward(self, images, texts):
+        return {
+            "image_features": F.normalize(self.image(images), dim=-1),
+            "text_features": self.text(texts),
+            "logit_scale": self.scale.exp(),
+        }
+
+
+def made(kind=Pair, **options):
+    torch.manual_seed(0)
+    return kind(**options).double()
+
+
+def batches(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(len(lengths), 5, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(1, WORDS, (len(lengths), COLUMNS), generator=generator)
+    return images, tokens * (torch.arange(COLUMNS) < lengths[:, None])
+
+
+@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
+def test_an_encoder_for_each_batch(size):
+    images, tokens = batches()
+    whole, model = made(), made()
+    expected = clip_loss(F.normalize(whole.image(images), dim=-1), whole.text(tokens))
+    expected.backward()
+    encoders = (lambda x: F.normalize(model.image(x), dim=-1), model.text)
+    for on_host in (None, True):
+        model.zero_grad()
+        step = GradientCache(encoders, clip_loss, size, gradients_on_host=on_host)
+        loss = step(images, SortedByLength(tokens, LENGTHS))
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+        assert_same_gradients(gradients_of(model)[:-1], gradients_of(whole)[:-1], 1e-12)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("size", [2, 100])
+def test_a_model_of_all_batches(device, size):
+    images, tokens = batches()
+    whole, model = made().to(device), made().to(device)
+    expected = ClipLoss()(**whole(*(batch.to(device) for batch in (images, tokens))))
+    expected.backward()
+    texts = SortedByLength(tokens, LENGTHS, outputs="text_features")
+    step = GradientCache(model, ClipLoss(), size, device=device, input_names=["images", "texts"])
+    loss = step(images=images, texts=texts)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    assert_same_gradients(gradients_of(model), gradients_of(whole), 1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(step(images, texts), expected, rtol=0, atol=1e-12)
+
+
+def test_columns_that_micro_batches_get():
+    tower, (_, tokens) = made(Texts), batches()
+    step = GradientCache((tower,), lambda x: x.sum(), 2)
+    step(SortedByLength(tokens, LENGTHS)).backward()
+    assert tower.seen == [(2, 30), (2, 16), (2, 8), (1, 8)] * 2  # lengths 30 17, 9 9, 8 3, 1
+    tower.seen.clear()
+    with torch.no_grad():
+        step(SortedByLength(tokens, LENGTHS, multiple=1))
+    assert tower.seen == [(2, 30), (2, 9), (2, 8), (1, 1)]
+
+
+def test_nested_batches_are_cut_and_sorted_together():
+    tower = made(Texts)
+    _, tokens = batches()
+    weights = torch.rand(ROWS, dtype=torch.float64)
+    extra = torch.rand(ROWS, COLUMNS, 2, dtype=torch.float64)
+
+    def encode(batch):
+        ids, weight, (more,) = batch["ids"], batch["weight"], batch["more"]
+        assert batch["flag"] == "kept"
+        assert ids.shape == more.shape[:2]
+        return tower(ids) * weight[:, None] + more[:, 0, :1]
+
+    batch = {"ids": tokens, "weight": weights, "more": [extra], "flag": "kept"}
+    found = []
+    step = GradientCache((encode,), lambda x: found.append(x) or x.sum(), 2)
+    step(SortedByLength(batch, LENGTHS))
+    torch.testing.assert_close(found[0], encode(batch))
+
+
+def test_dropout_is_the_same_in_both_passes():
+    tower, (_, tokens) = made(Texts, dropout=0.5), batches()
+    texts = SortedByLength(tokens, LENGTHS)
+    upstream = torch.randn(ROWS, 4, dtype=torch.float64)
+    torch.manual_seed(3)
+    (GradientCache((tower,), lambda x: (x * upstream).sum(), 3)(texts)).backward()
+    # One graph through the same micro-batches, its features in the batch's order.
+    again = made(Texts, dropout=0.5)
+    torch.manual_seed(3)
+    features = torch.cat([again(texts.rows[i : min(i + 3, ROWS)]) for i in range(0, ROWS, 3)])
+    (texts.in_batch_order(features) * upstream).sum().backward()
+    assert_same_gradients(gradients_of(tower), gradients_of(again), 1e-12)
+
+
+def test_a_batch_changed_in_place_is_named():
+    tower, (_, tokens) = made(Texts), batches()
+    loss = GradientCache((tower,), lambda x: x.sum(), 3)(SortedByLength(tokens, LENGTHS))
+    tokens[0, 0] = 1
+    with pytest.raises(RuntimeError, match="batch 0 of encoder 0 was changed in place"):
+        loss.backward()
+
+
+def test_a_frozen_encoder_runs_once():
+    model, (images, tokens) = made(), batches()
+    model.text.requires_grad_(False)
+    step = GradientCache((model.image, model.text), clip_loss, 3)
+    loss = step(images, SortedByLength(tokens, LENGTHS))
+    loss.backward()
+    assert len(model.text.seen) == 3
+    torch.testing.assert_close(loss, clip_loss(model.image(images), model.text(tokens)))
+
+
+def under_fsdp(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return fully_shard(model, mesh=mesh)
+
+
+@on_processes(2)
+def test_several_processes(world: World) -> None:
+    """Shards of other lengths and sizes, one of them empty, on ranks under DDP and FSDP2."""
+    for sizes in ([4, 3], [6, 1], [0, 7]):
+        whole = made()
+        ClipLoss(group="local")(**whole(*batches())).backward()
+        images, tokens, lengths = (
+            batch.split(sizes)[world.rank] for batch in (*batches(), LENGTHS)
+        )
+        texts = SortedByLength(tokens, lengths, outputs=["text_features"])
+        for wrap in (DistributedDataParallel, under_fsdp):
+            model = wrap(made())
+            GradientCache(model, ClipLoss(), 2)(images, texts).backward()
+            for one, two in zip(model.parameters(), whole.parameters(), strict=True):
+                found = one.grad
+                found = found.full_tensor() if hasattr(found, "full_tensor") else found
+                torch.testing.assert_close(found, two.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"lengths": LENGTHS - 1}, ValueError, "lengths: expected 1 to 30.* got 0 to 29"),
+        ({"lengths": LENGTHS + 1}, ValueError, "lengths: expected 1 to 30.* got 2 to 31"),
+        ({"lengths": LENGTHS[:6]}, ValueError, "batch: expected 6 rows, as lengths has"),
+        ({"lengths": LENGTHS.float()}, TypeError, "lengths: expected a tensor of integers"),
+        ({"lengths": [3, 4]}, TypeError, r"lengths: expected .* got \[3, 4\]"),
+        ({"multiple": 0}, ValueError, "multiple: expected an int of at least 1, got 0"),
+        ({"batch": {"x": torch.rand(7)}}, ValueError, "one number of columns, got none"),
+        (
+            {"batch": {"x": torch.rand(7, 30), "y": torch.rand(7, 8)}},
+            ValueError,
+            r"one number of columns, got batch\['x'\] with 30, batch\['y'\] with 8",
+        ),
+        ({"batch": torch.rand(7, 30).requires_grad_()}, ValueError, "batch: it requires a grad"),
+        ({"batch": [b"raw", range(7)]}, TypeError, r"batch\[1\]: expected a tensor, got range"),
+    ],
+)
+def test_wrong_arguments(change, error, message):
+    arguments = {"batch": torch.zeros(ROWS, COLUMNS), "lengths": LENGTHS, **change}
+    with pytest.raises(error, match=message):
+        SortedByLength(**arguments)
+
+
+def test_outputs_that_are_sorted_must_be_known():
+    model, (images, tokens) = made(), batches()
+    step = GradientCache(model, ClipLoss(), 3)
+    with pytest.raises(ValueError, match="the model takes 2, so a SortedByLength must name its"):
+        step(images, SortedByLength(tokens, LENGTHS))
+    for wrong in ("logit_scale", "text"):
+        texts = SortedByLength(tokens, LENGTHS, outputs=wrong)
+        for again in (step, GradientCache(model, ClipLoss(), 100)):
+            message = f"'{wrong}' of a SortedByLength is no per-sample output of the model"
+            with pytest.raises(ValueError, match=message):
+                again(images, texts)
+    partial = functools.partial(model, images)  # one batch: all of its outputs
+    with pytest.raises(ValueError, match="has shape"):
+        GradientCache(partial, ClipLoss(), 3)(SortedByLength(tokens, LENGTHS))
