@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from PIL import Image
@@ -10,6 +13,7 @@ from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.samples import Sample
 from megabatch.models import Towers, create
 from tests.evaluation.material import image_features
+from tests.models.tiny import TINY
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,19 @@ def test_batches_do_not_change_the_features(towers: Towers, small_glyphs: GlyphS
     torch.testing.assert_close(
         texts, Encoder(towers).texts(["digit one", "digit two", "full stop"])
     )
+
+
+def test_texts_are_encoded_without_the_padding_that_all_have() -> None:
+    towers = create(TINY)
+    module: Any = towers.module
+    shapes: list[tuple[int, ...]] = []
+    module.transformer.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape[:2]))
+    texts = ["one", "two", "three and more words than seven, all of them", "four"]
+    trimmed = Encoder(towers, batch_size=2).texts(texts)
+    assert shapes == [(2, 8), (2, 16)]
+    whole = Encoder(replace(towers, lengths={}), batch_size=2).texts(texts)
+    assert shapes[2:] == [(2, 16), (2, 16)]
+    torch.testing.assert_close(trimmed, whole)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -18,6 +18,8 @@ from megabatch.data.pairs import BadSample
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Samples
 from megabatch.models import Towers
+from megabatch.models.layers import Tower
+from megabatch.models.padding import trimmed
 from megabatch.ranks import all_gather_rows, all_gather_values, local_range
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,7 +107,6 @@ class Encoder:
             num_workers=self.workers,
             pin_memory=torch.device(self.device).type == "cuda",
         )
-        encode = cast(Any, self.towers.module).encode_image
         targets: list[Any] = []
         indices: list[int] = []
         skipped: Counter[str] = Counter()
@@ -125,7 +126,7 @@ class Encoder:
                     yield batch.images
 
         started = time.perf_counter()
-        features = self._features(images(), encode)
+        features = self._features(images(), "image")
         self.pace.add(len(features), time.perf_counter() - started)
         parts = all_gather_values([targets, indices, skipped, skipped_first], self.group)
         return Embedded(
@@ -147,13 +148,17 @@ class Encoder:
                 yield self.towers.tokenizer(texts[starts[i] : starts[i] + self.batch_size])
                 self.report(f"{number + 1:,} of {len(mine):,} batches of texts")
 
-        return self._features(batches(), cast(Any, self.towers.module).encode_text)
+        return self._features(batches(), "text")
 
     @torch.no_grad()
-    def _features(self, batches: Iterable[Tensor], encode: Callable[..., Any]) -> Tensor:
-        self.towers.module.eval()
+    def _features(self, batches: Iterable[Tensor], tower: Tower) -> Tensor:
+        module = cast(Any, self.towers.module.eval())
+        encode = module.encode_image if tower == "image" else module.encode_text
+        lengths = self.towers.lengths.get(tower)
         parts = [torch.zeros(0, self.towers.embed_dim, device=self.device)]
         for batch in batches:
+            if lengths is not None:
+                batch = trimmed(batch, lengths)
             with torch.inference_mode(), self._autocast():
                 part = encode(batch.to(self.device, non_blocking=True), normalize=True)
                 parts.append(part.float())

@@ -46,6 +46,16 @@ def without_padding(tokens: Tensor, pad: int) -> Tensor:
     return torch.where(last == 0, context, last)
 
 
+def trimmed(tokens: Tensor, lengths: Lengths) -> Tensor:
+    """Tokens without the columns that are padding in all texts, but for a multiple of 8 columns.
+
+    With multiples there are few different shapes to compile.
+    """
+    if not len(tokens):
+        return tokens
+    return tokens[:, : -(-int(lengths(tokens).max()) // 8) * 8]
+
+
 def is_masked_kind(config: Any) -> bool:
     """Whether a transformers configuration is of a kind for which `without_padding` is right."""
     return getattr(config, "model_type", None) in MASKED_KINDS
