@@ -167,8 +167,17 @@ def test_a_plan_for_compiled_towers_says_that_it_is_a_bound(glyph):
     plain, compiled = (
         make_plan(replace(CONFIG, torchcompile=on), glyph, CPU) for on in (False, True)
     )
-    assert plain.notes == ()
+    assert len(plain.notes) == 1
     assert "at most what compiled ones take" in to_json(compiled)["notes"][0]
+
+
+def test_a_plan_with_trimmed_texts_says_that_it_is_a_bound(glyph):
+    trimmed, whole = (make_plan(replace(CONFIG, trim_texts=on), glyph, CPU) for on in (True, False))
+    assert trimmed.notes == (
+        "texts count with all of their tokens: at most what trimmed ones take",
+    )
+    assert whole.notes == ()
+    assert make_plan(CONFIG, replace(glyph, lengths={}), CPU).notes == ()
 
 
 def test_json_adds_up(glyph):

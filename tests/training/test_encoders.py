@@ -13,7 +13,8 @@ from torch import nn
 from megabatch import ClipLoss
 from megabatch.data import Batch
 from megabatch.losses.objective import create_objective
-from megabatch.models import create
+from megabatch.models import ModelOptions, create
+from megabatch.models.blocks import compile_blocks
 from megabatch.models.layers import Tower
 from megabatch.models.locking import lock, locked_towers, set_modes
 from megabatch.training import TrainConfig
@@ -62,6 +63,85 @@ def test_forward_passes_of_three_micro_batches(
     calls = count_calls(module)
     CachedStep(module, create_objective(TrainConfig()), 2, device=CPU)(batch()).backward()
     assert calls == expected
+
+
+def captions(rows: int, context: int = 16, seed: int = 0) -> torch.Tensor:
+    """Tokens (rows, context) of CLIP's kind: words, the end, padding."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 49_000, (rows, context), generator=generator)
+    ends = torch.randint(1, context, (rows, 1), generator=generator)
+    tokens.scatter_(1, ends, 49_407)
+    return tokens * (torch.arange(context) <= ends)
+
+
+def sequence_shapes(blocks: nn.Module) -> list[tuple[int, ...]]:
+    """Rows and tokens of each forward pass of a transformer."""
+    shapes: list[tuple[int, ...]] = []
+    blocks.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape[:2])))
+    return shapes
+
+
+@pytest.mark.parametrize("locked", [None, "image", "text"])
+def test_texts_without_padding_give_the_same_loss_and_gradients(locked: Tower | None) -> None:
+    towers = create(TINY)
+    lengths = towers.lengths
+    data = batch(22)
+    data.texts = captions(22)
+    losses, gradients, widths = [], [], []
+    for trim in (False, True):
+        module: Any = tiny(*([locked] if locked else [])).double()
+        module.visual.patch_dropout = nn.Identity()
+        shapes = sequence_shapes(module.transformer)
+        objective = create_objective(TrainConfig(duplicates="ignored"))
+        given = lengths if trim else None
+        step = CachedStep(module, objective, 4, device=CPU, lengths=given)
+        images = data.images.double()
+        loss = step(Batch(images, data.texts, data.indices), torch.arange(22) // 2)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([p.grad for p in module.parameters()])
+        widths.append(shapes[:6])
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-12)
+    for one, two in zip(*gradients, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
+    assert widths[0] == [(4, 16)] * 5 + [(2, 16)]
+    assert [rows for rows, _ in widths[1]] == [4] * 5 + [2]
+    assert [columns for _, columns in widths[1]] == sorted(
+        [columns for _, columns in widths[1]], reverse=True
+    )
+    assert {columns for _, columns in widths[1]} == {8, 16}
+
+
+def test_a_compiled_tower_is_not_compiled_again_after_the_first_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(len(inputs))
+        return graph.forward
+
+    def compile_here(module: nn.Module) -> None:
+        module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)  # type: ignore[assignment]
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(nn.Module, "compile", compile_here)
+    towers = create(TINY, options=ModelOptions(force_context_length=40))
+    compile_blocks(towers.module)
+    step = CachedStep(
+        towers.module, create_objective(TrainConfig()), 8, device=CPU, lengths=towers.lengths
+    )
+    counts = []
+    for seed in range(3):
+        data = batch(20)
+        data.texts = captions(20, 40, seed)
+        step(data).backward()
+        counts.append(len(compiled))
+    torch._dynamo.reset()
+    assert 0 < counts[0] <= 8  # torch's limit for one function, after which it runs uncompiled
+    assert counts[1] == counts[2]
 
 
 @pytest.mark.parametrize("locked", ["image", "text"])

@@ -64,6 +64,18 @@ def test_workers_and_how_often_is_saved_and_logged_change_nothing(
     assert checkpoints(config.output) == ["step-00000012"]
 
 
+def test_texts_without_padding_change_a_run_by_rounding(
+    straight: TrainConfig, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    assert straight.trim_texts  # the default; captions have 5 of 16 tokens
+    config = make_config(tmp_path / "run", trim_texts=False)
+    assert train(config) == 0
+    assert not load_config(config.output / "config.toml").trim_texts
+    for one, two in zip(logged(config.output), logged(straight.output), strict=True):
+        for name in ("loss", "grad_norm", "logit_scale"):
+            assert one[name] == pytest.approx(two[name], rel=1e-4)
+
+
 def test_resuming_where_nothing_is_begins_at_the_start(
     straight: TrainConfig,
     make_config: MakeConfig,

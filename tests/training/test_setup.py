@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megabatch.errors import UsageError
 from megabatch.models.locking import locked_towers
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import build_towers, kind_problems, prepare
-from tests.models.tiny import TINY
+from tests.models.tiny import TINY, TINY_UNMASKED
 from tests.training.conftest import MakeConfig
 
 
@@ -46,6 +47,14 @@ def test_no_compiler_for_torch_compile(
     prepare(make_config(tmp_path / "run"))
     monkeypatch.setenv("CXX", f"{sys.executable} --flag")  # any program will do
     prepare(make_config(tmp_path / "run", torchcompile=True))
+
+
+def test_texts_that_keep_their_padding_are_a_note(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", model=TINY_UNMASKED)
+    note = f"texts keep their padding: features of {TINY_UNMASKED} may depend on it"
+    assert prepare(config).notes == [note]
+    assert prepare(replace(config, trim_texts=False)).notes == []
+    assert prepare(make_config(tmp_path / "run")).notes == []
 
 
 def test_a_batch_larger_than_the_data(make_config: MakeConfig, tmp_path: Path) -> None:

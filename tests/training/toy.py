@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from megabatch.data import Batch
 from megabatch.losses.objective import create_objective
+from megabatch.models import layers as models
+from megabatch.models.padding import Lengths
 from megabatch.training import TrainConfig, trainer
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
@@ -83,12 +86,18 @@ def share_of(batch: Batch, sizes: list[int], rank: int) -> Batch:
     return Batch(*parts)
 
 
-def trainer_of(config: TrainConfig, world: World | None = None, steps: int = 10) -> Trainer:
+def trainer_of(
+    config: TrainConfig,
+    world: World | None = None,
+    steps: int = 10,
+    module: nn.Module | None = None,
+    lengths: Mapping[models.Tower, Lengths] | None = None,
+) -> Trainer:
     """A trainer of all ranks or, without a world, of this process alone whatever group it is in."""
     before = trainer.create_objective
     if world is None:
         trainer.create_objective = lambda config: create_objective(config, group="local")
     try:
-        return Trainer(config, toy(), CPU, steps, world)
+        return Trainer(config, toy() if module is None else module, CPU, steps, world, lengths)
     finally:
         trainer.create_objective = before

@@ -209,6 +209,10 @@ class TrainConfig:
     """Recompute the activations inside the towers' blocks in the backward pass: slower, with less
     memory. A tower without repeated blocks (glyph-small) counts as one block, which saves little.
     """
+    trim_texts: Annotated[bool, MAY_CHANGE] = True
+    """Compute little on the padding of texts, where features do not depend on it: a tower gets the
+    texts in order of their lengths, each micro-batch cut to its longest. Features change by
+    rounding. Towers that read their padding (SigLIP) get whole texts all the same."""
     torchcompile: Annotated[bool, MAY_CHANGE] = False
     """Compile the towers' blocks with torch.compile."""
 

@@ -26,6 +26,8 @@ _FILE_OVERHEAD = 500
 _DECODED = 5
 #: The note of a plan with compiled towers.
 COMPILED = "activations are those of towers that are not compiled: at most what compiled ones take"
+#: The note of a plan with trimmed texts.
+TRIMMED = "texts count with all of their tokens: at most what trimmed ones take"
 #: Phases of a step, in order.
 PHASES = ("encode", "loss", "second pass", "update")
 
@@ -156,7 +158,8 @@ class _Planner:
         parts.append(Part("activations", _passes(micro, once=size == rows), kept))
         if on_gpu:
             parts.append(_inputs_on_gpu(size * self.sample.nbytes, once=size == rows))
-        notes = (COMPILED,) if config.torchcompile else ()
+        trimmed = config.trim_texts and bool(self.towers.lengths)
+        notes = (COMPILED,) * config.torchcompile + (TRIMMED,) * trimmed
         plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megabatch.data import Batch
-from megabatch.gradient_cache import GradientCache
+from megabatch.gradient_cache import GradientCache, SortedByLength
+from megabatch.gradient_cache.by_length import Orders, in_encoders_order
 from megabatch.gradient_cache.feed import Feed
 from megabatch.models.layers import Tower
 from megabatch.models.locking import locked_towers
+from megabatch.models.padding import Lengths
 
 
 class CachedStep:
@@ -29,6 +32,8 @@ class CachedStep:
         micro_batch_size: rows that go through a tower at a time.
         device: where micro-batches are copied to, the next one during computation on the current.
         locked: the towers that are locked as a whole, at most one. Default: those of the module.
+        lengths: of `Towers`, for the towers that are to encode texts in order of their lengths and
+            without most of their padding; the others get batches as they are.
         group, feature_dtype: see GradientCache.
     """
 
@@ -40,6 +45,7 @@ class CachedStep:
         *,
         device: torch.device,
         locked: frozenset[Tower] | None = None,
+        lengths: Mapping[Tower, Lengths] | None = None,
         group: Any = None,
         feature_dtype: torch.dtype | None = None,
     ) -> None:
@@ -47,6 +53,7 @@ class CachedStep:
         self.micro_batch_size = micro_batch_size
         self.device = device
         self._objective = objective
+        self._lengths = lengths or {}
         self._images: Any = None
         found = locked_towers(module) if locked is None else locked
         if len(found) > 1:
@@ -76,13 +83,19 @@ class CachedStep:
     def _step(self, batch: Batch, ids: Tensor | None) -> Tensor:
         named = {} if ids is None else {"ids": ids}
         if self.locked is None:
-            return self._cache(batch.images, batch.texts, **named)
-        images_locked = self.locked == "image"
-        frozen, trained = batch.images, batch.texts
-        if not images_locked:
-            frozen, trained = trained, frozen
+            images, texts = self._sorted("image", batch.images), self._sorted("text", batch.texts)
+            return self._cache(images, texts, **named)
+        frozen, trained = batch.images, self._sorted("text", batch.texts)
+        if self.locked == "text":
+            frozen, trained = batch.texts, self._sorted("image", batch.images)
         features = self.locked_features(frozen)
         return self._cache(trained, **{f"{self.locked}_features": features}, **named)
+
+    def _sorted(self, tower: Tower, inputs: Any) -> Any:
+        """A batch of texts for a tower that takes them without padding; others as they are."""
+        if tower not in self._lengths:
+            return inputs
+        return SortedByLength(inputs, self._lengths[tower](inputs), outputs=f"{tower}_features")
 
     def _loss(self, **given: Any) -> Tensor:
         """The objective without the pairs whose image turned out damaged in the first pass."""
@@ -102,9 +115,12 @@ class CachedStep:
         assert self.locked is not None
         tower, size, rows = OneTower(self.module, self.locked), self.micro_batch_size, len(inputs)
         micro_batches = [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
-        feed = Feed({f"{self.locked}s": inputs}, [], rows, self.device)
+        name = f"{self.locked}_features"
+        batches = {name: self._sorted(self.locked, inputs)}
+        feed = Feed(in_encoders_order(batches), [], rows, self.device)
         with contextlib.closing(feed(micro_batches)) as parts:
-            return torch.cat([tower(part)[f"{self.locked}_features"] for part, _ in parts])
+            features = torch.cat([tower(part)[name] for part, _ in parts])
+        return Orders("the locked tower", batches).in_batch_order(name, features)
 
 
 def ids_of(batch: Batch) -> Tensor:

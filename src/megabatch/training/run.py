@@ -33,7 +33,12 @@ class Run:
         self.loader = setup.loader
         self.console = console
         self.trainer = Trainer(
-            setup.config, setup.towers.module, setup.world.device, setup.total_steps, setup.world
+            setup.config,
+            setup.towers.module,
+            setup.world.device,
+            setup.total_steps,
+            setup.world,
+            setup.towers.lengths,
         )
         self.meter = Meter(0.0, 0.0)
         self._saved_step: int | None = None

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass
 class Setup:
-    """Everything a run needs; `notes` has a line for each setting that was changed."""
+    """Everything a run needs; `notes`: lines on settings that were changed or have no effect."""
 
     config: TrainConfig
     world: World
@@ -89,6 +89,8 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
         reasons += batch_norm.problems(config, world)
         reasons += evaluating.problems(config, towers.first)
+        if config.trim_texts and not towers.lengths:
+            notes.append(f"texts keep their padding: features of {config.model} may depend on it")
         if config.decode == "late" and towers.first == "text":
             reasons.append(
                 f"--decode late: {config.model} takes texts, of which nothing is decoded"

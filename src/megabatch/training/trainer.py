@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +19,9 @@ from megabatch.errors import UsageError
 from megabatch.gradient_cache import UnusedParameters
 from megabatch.losses.objective import create_objective
 from megabatch.models.blocks import checkpoint_activations, compile_blocks
+from megabatch.models.layers import Tower
 from megabatch.models.locking import locked_towers, set_modes
+from megabatch.models.padding import Lengths
 from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.ema import Ema
@@ -66,7 +69,12 @@ class Trainer:
         device: torch.device,
         total_steps: int,
         world: World | None = None,
+        lengths: Mapping[Tower, Lengths] | None = None,
     ) -> None:
+        """Prepare the module for the device and the processes.
+
+        `lengths`: of `Towers`; with `trim_texts` texts are encoded without padding.
+        """
         self.config = config
         self.device = device
         self.total_steps = total_steps
@@ -93,6 +101,7 @@ class Trainer:
             self.objective,
             config.micro_batch_size,
             locked=locked_towers(self.module),
+            lengths=lengths if config.trim_texts else None,
             device=device,
             # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
