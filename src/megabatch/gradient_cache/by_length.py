@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megabatch.gradient_cache.batches import CutRows, Leaf, leaves, mapped
+from megabatch.gradient_cache.feed import to_device
 from megabatch.gradient_cache.outputs import Key
 
 
@@ -68,11 +69,11 @@ class SortedByLength:
 
     def in_batch_order(self, output: Tensor) -> Tensor:
         """An encoder's output (rows, ...), in the batch's order."""
-        return output.index_select(0, self._place.to(output.device))
+        return output.index_select(0, to_device(self._place, output.device))
 
     def in_own_order(self, rows: Tensor) -> Tensor:
         """Rows in the batch's order, such as outputs' gradients, in the encoder's order."""
-        return rows.index_select(0, self._order.to(rows.device))
+        return rows.index_select(0, to_device(self._order, rows.device))
 
 
 class Orders:

@@ -87,11 +87,11 @@ class Feed:
         parts = tuple(take(batch, taken) for batch in self.batches)
         if self.device is None:
             return parts
-        move = functools.partial(_to_device, device=self.device)
+        move = functools.partial(to_device, device=self.device)
         return tuple(mapped(part, move) for part in parts)
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Move to the device; from the host asynchronously, through pinned memory."""
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.requires_grad:
         # Unpinned memory would be copied synchronously, at a fraction of the speed.
