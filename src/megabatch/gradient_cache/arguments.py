@@ -39,6 +39,7 @@ class Settings:
         feature_dtype: Any,
         input_names: Any,
         outputs: Any,
+        kept_micro_batches: Any,
         unknown: Mapping[str, Any],
     ) -> Settings:
         """Check the arguments of GradientCache.
@@ -56,10 +57,10 @@ class Settings:
                 raise TypeError(f"encoders: expected callables, got {type(encoder).__name__}")
         if not callable(loss):
             raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
-        sizes = _micro_batch_sizes(micro_batch_size, len(each), several)
+        sizes = _per_encoder("micro_batch_size", micro_batch_size, len(each), several, 1)
         _check_group(group)
         _check_feature_dtype(feature_dtype)
-        return cls(
+        settings = cls(
             encoders=each,
             several=several,
             micro_batch_sizes=sizes,
@@ -68,6 +69,17 @@ class Settings:
             input_names=_input_names(input_names, len(each), several),
             outputs=_outputs(outputs, len(each), several),
         )
+        settings.kept_counts(kept_micro_batches)
+        return settings
+
+    def kept_counts(self, kept_micro_batches: Any) -> tuple[int, ...]:
+        """For each encoder, the number of micro-batches whose graphs may be kept.
+
+        Raises:
+            TypeError, ValueError: it is neither one number nor one per encoder.
+        """
+        count = len(self.encoders)
+        return _per_encoder("kept_micro_batches", kept_micro_batches, count, self.several, 0)
 
     def named_batches(
         self, batches: tuple[Any, ...], keywords: Mapping[str, Any]
@@ -124,19 +136,21 @@ def _check_feature_dtype(feature_dtype: Any) -> None:
         raise ValueError(f"feature_dtype: expected a floating point type, got {feature_dtype}")
 
 
-def _micro_batch_sizes(value: Any, encoders: int, several: bool) -> tuple[int, ...]:
-    sizes = tuple(value) if several and isinstance(value, (tuple, list)) else (value,) * encoders
-    if len(sizes) != encoders:
+def _per_encoder(
+    name: str, value: Any, encoders: int, several: bool, least: int
+) -> tuple[int, ...]:
+    """One number for each encoder, from a value that may be a single one for all."""
+    numbers = tuple(value) if several and isinstance(value, (tuple, list)) else (value,) * encoders
+    if len(numbers) != encoders:
         raise ValueError(
-            f"micro_batch_size: expected one number, or one per encoder, {encoders}, "
-            f"got {len(sizes)}"
+            f"{name}: expected one number, or one per encoder, {encoders}, got {len(numbers)}"
         )
-    for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"micro_batch_size: expected an int, got {type(size).__name__}")
-        if size < 1:
-            raise ValueError(f"micro_batch_size: expected at least 1, got {size}")
-    return sizes
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
+        if number < least:
+            raise ValueError(f"{name}: expected at least {least}, got {number}")
+    return numbers
 
 
 def _input_names(value: Any, encoders: int, several: bool) -> tuple[str, ...]:

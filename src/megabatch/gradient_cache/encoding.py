@@ -44,8 +44,10 @@ class Encoding:
 
     After `forward`, `cached` holds the outputs of the whole batch as leaves of the loss's graph,
     and `per_sample` the keys of those that have a row per sample. After `backward`, `activations`
-    is the largest GPU memory of a micro-batch's graph, in bytes. `graph` holds the outputs of a
-    single micro-batch whose graph was kept.
+    is the largest GPU memory of a micro-batch's graph, in bytes.
+
+    The last `kept` micro-batches are encoded once: `forward` records their graphs, which wait in
+    `graphs`, by their outputs, for `backward_kept`. The graph of `forward_once` waits there, too.
 
     `inputs` are the tensors that get gradients: trainable parameters, and batches that require a
     gradient. `direct`: gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP,
@@ -80,6 +82,7 @@ class Encoding:
             self.devices.add(feed.device)
         self.inputs = [t for t in (*parameters.values(), *tensors) if t.requires_grad]
         self.direct = bool(self.wrappers) or reduces_by_itself(self.modules)
+        self._may_keep = not reduces_by_itself(self.modules)
         self.requires_grad = isinstance(encoder, nn.Module) and any(
             parameter.requires_grad for parameter in parameters.values()
         )
@@ -88,8 +91,10 @@ class Encoding:
         self.cached: Outputs = {}
         self.gradients: Outputs = {}
         self.activations = 0
-        self.graph: Outputs | None = None
+        self.kept = 0
+        self.graphs: list[Outputs] = []
         self._preparation = object()
+        self._hidden_leaves = False
         self.per_sample: set[Any] = set()
 
     @functools.cached_property
@@ -97,8 +102,28 @@ class Encoding:
         """Parts that need not run in the second pass; searched for only if there is one."""
         return FrozenParts(self.modules, self.devices)
 
+    def keep(self, most: int) -> None:
+        """Choose the graphs that wait for the second pass: those of the last `most` micro-batches.
+
+        DDP prepares for a reduction of gradients when a forward pass begins, and expects the next
+        backward pass to be that forward pass's. So with wrappers the micro-batch that synchronises
+        is always encoded again, after all other backward passes. FSDP1 cannot hold back its
+        reduction, and reduces only the gradients of its latest forward pass: it keeps none.
+        """
+        possible = len(self.micro_batches) - bool(self.wrappers) if self._may_keep else 0
+        self.kept = min(most, possible)
+
+    @property
+    def recomputed(self) -> int:
+        """Number of micro-batches, the first ones, that `backward` encodes again."""
+        return len(self.micro_batches) - self.kept
+
+    def release(self) -> None:
+        """Free the graphs that were kept."""
+        self.graphs = []
+
     def forward(self, *, second_pass: bool) -> None:
-        """Encode all micro-batches without a graph.
+        """Encode all micro-batches: with a graph those to be kept, without one the others.
 
         For a `second_pass`, save the random state before each of them.
         """
@@ -106,8 +131,12 @@ class Encoding:
         feed = contextlib.closing(self.feed(self.micro_batches))
         with with_sync(self._no_sync), feed as fed:
             for i, (rows, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
-                forward = self._forward_one if second_pass else self._evaluate_one
-                pieces.append(forward(i, rows, parts))
+                if not second_pass:
+                    pieces.append(self._evaluate_one(rows, parts))
+                elif i < self.recomputed:
+                    pieces.append(self._forward_one(i, rows, parts))
+                else:
+                    pieces.append(self._forward_kept(i, rows, parts))
                 del parts
         if any(piece.keys() != pieces[0].keys() for piece in pieces):
             raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
@@ -127,11 +156,12 @@ class Encoding:
         with contextlib.closing(self.feed([rows])) as fed:
             (parts,) = fed
             with self._statistics_of(rows):
-                self.graph = self._encode(parts)
+                graph = self._encode(parts)
+        self.graphs = [graph]
         self.activations = allocated(self.devices) - before
-        self._inspect_graph(self.graph)
-        for key, output in self.graph.items():
-            self._cache(key, [None if output is None else self._to_cache(output)])
+        self._inspect_graph(graph)
+        for key, output in self._without_graph(graph).items():
+            self._cache(key, [output])
         self.orders.check(self.per_sample)
 
     def take_gradients(self, gradients: Outputs, store: Callable[[Tensor], Tensor]) -> None:
@@ -149,8 +179,7 @@ class Encoding:
 
     def backward_once(self, sums: GradientSums) -> None:
         """Backpropagate through the graph of the only micro-batch, and free it."""
-        graph, self.graph = self.graph, None
-        assert graph is not None
+        graph = self.graphs.pop()
         if not are_prepared(self.wrappers, self._preparation):  # the sum of two losses
             del graph
             self.backward(sums, synchronise=True)
@@ -165,17 +194,27 @@ class Encoding:
             self._backpropagate(graph, self.micro_batches[0], True, sums)
         self.gradients = {}
 
+    def backward_kept(self, sums: GradientSums) -> None:
+        """Backpropagate through the graphs that were kept, and free one after the other."""
+        if not self.has_gradients():
+            self.release()
+        with with_sync(self._no_sync):
+            for rows in self.micro_batches[len(self.micro_batches) - len(self.graphs) :]:
+                last = not self.recomputed and len(self.graphs) == 1
+                self._backpropagate(self.graphs.pop(0), rows, last, sums)
+
     def backward(self, sums: GradientSums, *, synchronise: bool) -> None:
-        """Encode all micro-batches again, with a graph, and backpropagate the cached gradients.
+        """Encode micro-batches again, with a graph, and backpropagate the cached gradients.
 
         With `synchronise`, DDP and FSDP2 do in the last micro-batch what they were set to do when
         the step was called: reduce the gradients over ranks, unless under `no_sync`.
         """
+        micro_batches = self.micro_batches[: self.recomputed]
         prepare(self.wrappers)
-        feed = contextlib.closing(self.feed(self.micro_batches))
+        feed = contextlib.closing(self.feed(micro_batches))
         with keep_running_statistics(self.modules), feed as fed:
-            for i, (rows, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
-                last = i == len(self.micro_batches) - 1
+            for i, (rows, parts) in enumerate(zip(micro_batches, fed, strict=True)):
+                last = i == len(micro_batches) - 1
                 set_random_state(self.random_states[i])
                 with with_sync(self._sync if last and synchronise else self._no_sync):
                     self._backward_one(i, rows, parts, last, sums)
@@ -205,12 +244,30 @@ class Encoding:
             outputs = self._encode(parts)
         if graph:
             self._inspect_graph(outputs)
-        return {key: None if out is None else self._to_cache(out) for key, out in outputs.items()}
+        return self._without_graph(outputs)
 
-    def _evaluate_one(self, i: int, rows: slice, parts: Parts) -> Outputs:
+    def _forward_kept(self, i: int, rows: slice, parts: Parts) -> Outputs:
+        if i == self.recomputed:
+            # Autocast caches casts of weights; those made without a graph pass no gradient on.
+            torch.clear_autocast_cache()
+        before = allocated(self.devices)
+        self.random_states.append(get_random_state(self.devices))
         with self._statistics_of(rows):
             outputs = self._encode(parts)
-        return {key: None if out is None else self._to_cache(out) for key, out in outputs.items()}
+        self.activations = max(self.activations, allocated(self.devices) - before)
+        self._inspect_graph(outputs)
+        # Leaves out of sight are FSDP2's whole parameters. Else their wrapper may be out of sight,
+        # too, which would synchronise in the first of several backward passes only.
+        if self.requires_grad and (self.wrappers or not self._hidden_leaves):
+            self.graphs.append(outputs)
+        else:
+            self.kept = 0
+        return self._without_graph(outputs)
+
+    def _evaluate_one(self, rows: slice, parts: Parts) -> Outputs:
+        with self._statistics_of(rows):
+            outputs = self._encode(parts)
+        return self._without_graph(outputs)
 
     def _inspect_graph(self, outputs: Outputs) -> None:
         """Find out from a graph which leaves the outputs depend on."""
@@ -222,6 +279,7 @@ class Encoding:
         reached = reached_from(tensors, self._graph_inputs())
         hidden = [leaf for key, leaf in reached.leaves.items() if key not in known]
         self.inputs += hidden
+        self._hidden_leaves |= bool(hidden)
         self.direct |= bool(hidden) or reached.reentrant
 
     def _graph_inputs(self) -> list[Tensor]:
@@ -232,6 +290,9 @@ class Encoding:
         """Keep an idle micro-batch's rows, which are no data, out of running statistics."""
         idle = rows.start == rows.stop
         return keep_running_statistics(self.modules) if idle else contextlib.nullcontext()
+
+    def _without_graph(self, outputs: Outputs) -> Outputs:
+        return {key: None if out is None else self._to_cache(out) for key, out in outputs.items()}
 
     def _to_cache(self, output: Tensor) -> Tensor:
         output = output.detach()

@@ -197,6 +197,8 @@ class SecondPass:
             for encoding in self.encodings:
                 encoding.backward_once(sums)
             return
+        for encoding in self.encodings:  # all of them, so that what is encoded again has the memory
+            encoding.backward_kept(sums)
         replayed = [encoding for encoding in self.encodings if encoding.has_gradients()]
         for i, encoding in enumerate(replayed):
             again = any(encoding.encoder is later.encoder for later in replayed[i + 1 :])
@@ -217,6 +219,8 @@ class SecondPass:
 
     def _release(self) -> None:
         """Free batches and graphs, though the caller may keep the loss."""
+        for encoding in self.encodings:  # a traceback may refer to them
+            encoding.release()
         self.encodings, self.inputs, self._loss_leaves = [], [], []
         self._aliases = {}
         self.loss = None

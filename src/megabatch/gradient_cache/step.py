@@ -20,7 +20,6 @@ those of a DistributedDataParallel around the whole training step, see one gradi
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,6 +74,12 @@ class GradientCache:
     **A batch of one micro-batch**, on every rank and for every encoder, is encoded once, as in a
     step without gradient caching: its graph is kept for the backward pass.
 
+    **Kept micro-batches.** With `kept_micro_batches=k` the last k micro-batches of each encoder are
+    encoded with a graph in the first pass, and not again: their activations wait in memory, and go
+    first in the second pass, before others take memory. Gradients are the same to rounding. With
+    DistributedDataParallel and FSDP2 inside, the micro-batch that synchronises is always encoded
+    again. FSDP1 and encoders with parameters that are out of sight keep none.
+
     **Frozen encoders** run once: if no output requires a gradient, there is no second pass. A
     module with trainable parameters is known to need one; for anything else (a locked tower, a
     method, a function) the first pass records a graph until an output requires a gradient. A locked
@@ -117,6 +122,7 @@ class GradientCache:
         gradients_on_host: bool | None = None,
         input_names: Sequence[str] = (),
         outputs: int | str | Sequence[int | str] | None = None,
+        kept_micro_batches: int | Sequence[int] = 0,
         **unknown: Any,
     ) -> None:
         """Check the arguments.
@@ -149,17 +155,22 @@ class GradientCache:
             outputs: for models that return more than the loss needs, the keys (or positions) of
                 the outputs to be cached; the others are dropped. For several encoders, one key for
                 all or one for each.
+            kept_micro_batches: how many micro-batches of each encoder, at most, are encoded once,
+                their activations waiting in memory for the backward pass; or one number per
+                encoder. Ranks use the smallest of their numbers. An attribute of this name may be
+                set between steps.
 
         Raises:
             TypeError: an argument has a wrong type; `scaler` is no longer an argument.
-            ValueError: there is no encoder; micro_batch_size is below 1; feature_dtype is not a
-                floating point type; the number of names, sizes or outputs does not match the
-                encoders.
+            ValueError: there is no encoder; micro_batch_size is below 1; kept_micro_batches is
+                negative; feature_dtype is not a floating point type; the number of names, sizes or
+                outputs does not match the encoders.
         """
         self._settings = Settings.checked(
             encoders, loss, micro_batch_size, group, device, feature_dtype, input_names, outputs,
-            unknown,
+            kept_micro_batches, unknown,
         )  # fmt: skip
+        self.kept_micro_batches = kept_micro_batches
         self.loss = loss
         self.group = group
         self.gradients_on_host = gradients_on_host
@@ -223,16 +234,21 @@ class GradientCache:
             gradients_on_host=self.gradients_on_host,
             announce=lambda: self._begin_backward(unused, call),
         )
-        for encoding in encodings:
-            if once:
-                encoding.forward_once()
-            else:
-                encoding.forward(second_pass=True)
-        # Autocast caches casts of weights; those made without a graph would pass no gradient on.
-        torch.clear_autocast_cache()
-        args, kwargs = self._loss_arguments(encodings)
-        value = second_pass.loss_of(self.loss, args, kwargs, loss_kwargs)
-        del args, kwargs
+        try:
+            for encoding in encodings:
+                if once:
+                    encoding.forward_once()
+                else:
+                    encoding.forward(second_pass=True)
+            # Autocast caches casts of weights; those made without a graph pass no gradient on.
+            torch.clear_autocast_cache()
+            args, kwargs = self._loss_arguments(encodings)
+            value = second_pass.loss_of(self.loss, args, kwargs, loss_kwargs)
+            del args, kwargs
+        except BaseException:
+            for encoding in encodings:  # the traceback refers to them
+                encoding.release()
+            raise
         self._last = unused = UnusedLoss(second_pass.inputs)
         return attach(value, second_pass.inputs, second_pass)
 
@@ -271,8 +287,8 @@ class GradientCache:
             rows = encoding.feed.rows
             starts = range(0, rows, size)
             encoding.micro_batches = [slice(start, min(start + size, rows)) for start in starts]
-        most = self._max_counts([len(encoding.micro_batches) for encoding in encodings], training)
-        for encoding, count in zip(encodings, most, strict=True):
+        counts, kept = self._agreed([len(e.micro_batches) for e in encodings], training)
+        for encoding, count, most in zip(encodings, counts, kept, strict=True):
             rows = encoding.feed.rows
             encoding.micro_batches += [slice(rows, rows)] * (count - len(encoding.micro_batches))
             if not count:
@@ -280,20 +296,27 @@ class GradientCache:
                     f"{' and '.join(encoding.feed.named)}: " if len(encodings) > 1 else "batches: "
                 )
                 raise ValueError(f"{which}expected at least one row over all processes, got 0")
+            encoding.keep(most)
 
-    def _max_counts(self, counts: list[int], training: bool) -> list[int]:
-        """The maximum of each count over ranks; a few steps compare weights along with it."""
+    def _agreed(self, counts: list[int], training: bool) -> tuple[list[int], list[int]]:
+        """The maximum over ranks of each count of micro-batches, the minimum of those to be kept.
+
+        A few steps compare weights along with them.
+        """
         self._steps += training
+        kept = [*self._settings.kept_counts(self.kept_micro_batches if training else 0)]
         ranks = global_ranks(self.group)
         if len(ranks) == 1:
-            return counts
+            return counts, kept
         what = f"step {self._steps}" if training else "evaluation"
         call = f"GradientCache, {what} of {len(counts)} batches"
         weights = self._drift.numbers(self._parameters()) if training else []
-        table = all_gather_numbers(call, [*counts, *weights], self.group)
+        table = all_gather_numbers(call, [*counts, *kept, *weights], self.group)
+        n = len(counts)
         if training:
-            self._drift.compare([row[len(counts) :] for row in table], ranks)
-        return [max(column) for column in itertools.islice(zip(*table, strict=True), len(counts))]
+            self._drift.compare([row[2 * n :] for row in table], ranks)
+        columns = [*zip(*table, strict=True)]
+        return [*map(max, columns[:n])], [*map(min, columns[n : 2 * n])]
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The encoders' parameters, with their names for messages."""
