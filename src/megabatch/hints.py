@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import types
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 Mark = TypeVar("Mark")
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 @dataclass(frozen=True)
@@ -169,3 +172,17 @@ def placeholder(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return placeholder(get_args(hint)[0])
     return {int: "N", float: "X", Path: "PATH"}.get(hint, "TEXT")
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size: "80GiB", "80 GB", "80g" (binary) or a plain number of bytes.
+
+    Raises:
+        ValueError: the text is none of these.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    if match is None:
+        raise ValueError(f"expected a size such as 80GiB, got {text!r}")
+    number, unit, suffix = match.groups()
+    decimal = suffix == "b" or not unit
+    return int(float(number) * (_UNITS[unit] if decimal else _BINARY[unit]))

@@ -10,7 +10,7 @@ from megabatch.data import Batch
 from megabatch.models import create
 from megabatch.models.locking import lock
 from megabatch.planning import Machine, make_plan, to_json
-from megabatch.planning.plan import PHASES
+from megabatch.planning.plan import PHASES, graph_bytes
 from megabatch.planning.state import state_bytes
 from megabatch.training.optimizer import create_optimizer
 from megabatch.training.trainer import Trainer
@@ -53,6 +53,41 @@ def test_the_peak_of_a_real_step(pairs, micro_batch_size, precision, least, most
     there = ("weights", "optimizer state", "raw inputs")
     planned = plan.peak - sum(part(plan, name)["loss"] for name in there)
     assert least < planned / actual < most
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_peak_of_a_real_step_that_keeps_activations(precision):
+    config = replace(CONFIG, precision=precision)
+    towers = create("glyph-small")
+    graph = graph_bytes(config, towers, "cpu")
+    config = replace(config, activation_memory=str(3 * graph))
+    plan = make_plan(config, towers, CPU)
+    waiting = {"encode": 3 * graph, "loss": 3 * graph, "second pass": 2 * graph}
+    assert part(plan, "kept activations") == waiting
+    images, texts = torch.zeros(256, 1, 32, 32, dtype=torch.uint8), torch.ones(256, 64).long()
+    batch = Batch(images, texts, torch.arange(256))
+    trainer = Trainer(config, towers.module, torch.device("cpu"), 10)
+    trainer.kept.choose(graph)
+    trainer.train_step(batch)  # the optimizer's state is there now
+    actual = peak_bytes(lambda: trainer.train_step(batch))
+    there = ("weights", "optimizer state", "raw inputs")
+    planned = plan.peak - sum(part(plan, name)["loss"] for name in there)
+    assert 0.97 < planned / actual < 1.07
+
+
+def test_a_gpu_keeps_what_fits(glyph):
+    config = replace(CONFIG, global_batch_size=1024)
+    none = make_plan(replace(config, activation_memory="0"), glyph, gpus(1, 80))
+    graph = graph_bytes(config, glyph, "cuda")
+    assert part(none, "kept activations") == {}
+    everything = make_plan(config, glyph, gpus(1, 80))
+    assert part(everything, "kept activations")["loss"] == 16 * graph
+    ranks = make_plan(config, glyph, gpus(4, 80))
+    assert part(ranks, "kept activations")["loss"] == 3 * graph  # one synchronises
+    limit = none.peak + 5 * graph
+    tight = make_plan(config, glyph, Machine("cuda", 1, limit))
+    assert tight.fits
+    assert limit - 2 * graph < tight.peak <= limit
 
 
 @pytest.mark.parametrize("opt", ["adamw", "lamb", "lars", "adafactor", "lion", "sgd"])
@@ -146,7 +181,8 @@ def test_a_model_that_is_too_large_for_any_batch(glyph):
 
 
 def test_gradients_of_features_go_to_the_host_before_anything_is_refused(glyph):
-    config = replace(CONFIG, global_batch_size=1 << 20, micro_batch_size=8192)
+    sizes = {"global_batch_size": 1 << 20, "micro_batch_size": 8192}
+    config = replace(CONFIG, **sizes, activation_memory="0")
     roomy = make_plan(config, glyph, gpus(1, 80))
     assert part(roomy, "feature gradients")["second pass"] == 2 * 2 * 256 << 20
     second = roomy.total("second pass")

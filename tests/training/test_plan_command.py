@@ -5,7 +5,8 @@ import json
 import pytest
 
 from megabatch import cli
-from megabatch.planning.machine import other_machine, parse_bytes
+from megabatch.hints import parse_bytes
+from megabatch.planning.machine import other_machine
 from tests.training.synthetic import write_shard
 
 SMALL = ["plan", "--model", "glyph-small", "--global-batch-size", "512", "--micro-batch-size", "64"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megabatch.config.settings import TrainConfig, resolve_device
+from megabatch.config.settings import TrainConfig, activation_bytes, resolve_device
 from megabatch.hints import accepts, describe_type, option, settings_of, with_value
 from megabatch.losses.registry import TRAINABLE, losses_with
 
@@ -42,6 +42,10 @@ def problems(config: TrainConfig) -> list[str]:
         resolve_device(config.device)
     except ValueError as error:
         reasons.append(f"--device {error}")
+    try:
+        activation_bytes(config, "cpu")
+    except ValueError as error:
+        reasons.append(f"--activation-memory {config.activation_memory}: {error}")
     return reasons + [conflict.reason for conflict in conflicts(config)]
 
 

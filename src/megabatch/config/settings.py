@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megabatch.hints import Details, Interval
+from megabatch.hints import Details, Interval, parse_bytes
 from megabatch.losses.registry import LossName, describe_duplicates, describe_losses
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ class TrainConfig:
     micro_batch_size: Annotated[int, AT_LEAST_1] = 512
     """Pairs that go through the towers at a time, per process. It bounds memory and changes no
     gradient, except in models with batch normalisation. Towers run twice per step, or once if a
-    process has no more pairs than this."""
+    process has no more pairs than this, and for pairs whose activations are kept
+    (activation_memory)."""
     epochs: Annotated[int, MAY_CHANGE] = 16
     """Passes over the data."""
     steps: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
@@ -213,6 +214,10 @@ class TrainConfig:
     """Compute little on the padding of texts, where features do not depend on it: a tower gets the
     texts in order of their lengths, each micro-batch cut to its longest. Features change by
     rounding. Towers that read their padding (SigLIP) get whole texts all the same."""
+    activation_memory: Annotated[str | None, MAY_CHANGE] = None
+    """Memory of each device, such as 20GiB, for activations that wait for the backward pass, so
+    that their micro-batches go through the towers once; 0: none. Default: on GPUs all that is free,
+    measured in the first two steps; on the CPU 0."""
     torchcompile: Annotated[bool, MAY_CHANGE] = False
     """Compile the towers' blocks with torch.compile."""
 
@@ -249,6 +254,17 @@ class TrainConfig:
     val_data: Annotated[str | None, MAY_CHANGE] = None
     """Held-out pairs to evaluate on, as for `megabatch eval --val-data`, with the columns of
     train_data. Default, if the training data are the glyphs: glyphs that were held out."""
+
+
+def activation_bytes(config: TrainConfig, device_type: str) -> int | None:
+    """Bytes for activations that wait for the backward pass; None: all that is free on the device.
+
+    Raises:
+        ValueError: the setting is no size.
+    """
+    if config.activation_memory is None:
+        return None if device_type == "cuda" else 0
+    return parse_bytes(config.activation_memory)
 
 
 def resolve_device(name: str) -> torch.device:

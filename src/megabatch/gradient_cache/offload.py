@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,28 @@ SMALL = 64 << 20
 BACKWARD = 2.0
 
 
+@dataclass
+class StepMemory:
+    """GPU memory of the steps so far in bytes, summed over their GPUs; 0 without any GPU.
+
+    Attributes:
+        activations: for each encoder, by name, the largest graph of a micro-batch.
+        peak_before_second_pass: the allocator's peak when the last second pass began, after the
+            first pass, the loss and the loss's backward pass.
+    """
+
+    activations: dict[str, int] = field(default_factory=dict)
+    peak_before_second_pass: int = 0
+
+    def measured(self, encoder: str, activations: int) -> None:
+        """Note the memory of a micro-batch's graph."""
+        self.activations[encoder] = max(activations, self.activations.get(encoder, 0))
+
+    def second_pass_begins(self, devices: Iterable[torch.device]) -> None:
+        """Note the peak so far."""
+        self.peak_before_second_pass = sum(map(torch.cuda.max_memory_allocated, devices))
+
+
 class OffloadPolicy:
     """Decides from the memory that earlier second passes took.
 
@@ -23,23 +46,25 @@ class OffloadPolicy:
     """
 
     def __init__(self) -> None:
-        self.activations: int | None = None
+        self.memory = StepMemory()
 
-    def measured(self, activations: int) -> None:
-        """Note the memory of a micro-batch's graph, in bytes."""
-        self.activations = max(activations, self.activations or 0)
+    def fits(
+        self, gradients: Iterable[Tensor], modules: Iterable[nn.Module], *, graphs: bool
+    ) -> bool:
+        """Whether these gradients can stay on their GPU while the modules run again.
 
-    def fits(self, gradients: Iterable[Tensor], modules: Iterable[nn.Module]) -> bool:
-        """Whether these gradients can stay on their GPU while the modules run again."""
+        graphs: whether graphs of micro-batches are in memory already, which go backward first.
+        """
         sizes: dict[torch.device, int] = {}
         for gradient in gradients:
             sizes[gradient.device] = sizes.get(gradient.device, 0) + gradient.nbytes
         large = {device: n for device, n in sizes.items() if device.type == "cuda" and n >= SMALL}
         if not large:
             return True
-        if self.activations is None:
+        if not self.memory.activations:
             return False
-        need = BACKWARD * self.activations + _missing_gradients(modules)
+        one = max(self.memory.activations.values())
+        need = (BACKWARD - graphs) * one + _missing_gradients(modules)
         return all(free(device) >= need for device in large)
 
 

@@ -187,7 +187,8 @@ class SecondPass:
                 if gradient is not None and key in encoding.per_sample
             ]
             modules = (module for encoding in self.encodings for module in encoding.modules)
-            host = not self._offload.fits(large, modules)
+            graphs = any(encoding.graphs for encoding in self.encodings)
+            host = not self._offload.fits(large, modules, graphs=graphs)
             del large
         for encoding, found in zip(self.encodings, gradients, strict=True):
             encoding.take_gradients(found, to_host if host else lambda gradient: gradient)
@@ -197,13 +198,14 @@ class SecondPass:
             for encoding in self.encodings:
                 encoding.backward_once(sums)
             return
+        self._offload.memory.second_pass_begins(self._devices)
         for encoding in self.encodings:  # all of them, so that what is encoded again has the memory
             encoding.backward_kept(sums)
         replayed = [encoding for encoding in self.encodings if encoding.has_gradients()]
         for i, encoding in enumerate(replayed):
             again = any(encoding.encoder is later.encoder for later in replayed[i + 1 :])
             encoding.backward(sums, synchronise=not again)
-            self._offload.measured(encoding.activations)
+            self._offload.memory.measured(encoding.name, encoding.activations)
 
     def _detached(self, value: Any) -> Any:
         """Replace a tensor that is the result of another graph by a leaf.

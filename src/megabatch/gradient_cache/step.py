@@ -33,7 +33,7 @@ from megabatch.gradient_cache.by_length import Orders, in_encoders_order
 from megabatch.gradient_cache.checks import DriftCheck, UnusedLoss
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
-from megabatch.gradient_cache.offload import OffloadPolicy
+from megabatch.gradient_cache.offload import OffloadPolicy, StepMemory
 from megabatch.gradient_cache.outputs import OutputForm
 from megabatch.gradient_cache.second_pass import SecondPass, checked_loss
 from megabatch.gradient_cache.state import parameters_in
@@ -211,6 +211,11 @@ class GradientCache:
                 changes.
         """
         return _uncompiled_step()(self, batches, keywords)
+
+    @property
+    def memory(self) -> StepMemory:
+        """GPU memory of the steps so far."""
+        return self._offload.memory
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 import psutil
@@ -13,9 +12,6 @@ import torch
 FRAGMENTATION = 0.05
 #: Bytes for CUDA's context, cuBLAS's workspaces and NCCL's buffers, if they cannot be measured.
 CONTEXT = 1 << 30
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 @dataclass(frozen=True)
@@ -55,17 +51,3 @@ def other_machine(count: int, memory: int, name: str = "") -> Machine:
     """A machine with `count` GPUs of `memory` bytes each."""
     limit = int((memory - CONTEXT) * (1 - FRAGMENTATION))
     return Machine("cuda", count, max(0, limit), name=name)
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a size: "80GiB", "80 GB", "80g" (binary) or a plain number of bytes.
-
-    Raises:
-        ValueError: the text is none of these.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
-    if match is None:
-        raise ValueError(f"expected a size such as 80GiB, got {text!r}")
-    number, unit, suffix = match.groups()
-    decimal = suffix == "b" or not unit
-    return int(float(number) * (_UNITS[unit] if decimal else _BINARY[unit]))

@@ -10,11 +10,12 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megabatch.config.settings import TrainConfig
+from megabatch.config.settings import TrainConfig, activation_bytes
 from megabatch.errors import UsageError
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
 from megabatch.models.locking import locked_towers
+from megabatch.planning.kept import kept_at_most, kept_count
 from megabatch.planning.loss import loss_bytes, loss_seconds
 from megabatch.planning.machine import Machine
 from megabatch.planning.state import state_bytes
@@ -113,6 +114,16 @@ def make_plan(
     return plan if plan.fits else replace(plan, problem=planner.advice(plan))
 
 
+def graph_bytes(config: TrainConfig, towers: Towers, device: str) -> int:
+    """Bytes of a micro-batch's graph beside another one, counted as for a plan.
+
+    Raises:
+        NoPlan: the model's memory cannot be estimated.
+    """
+    planner = _Planner(config, towers, Machine(device, 1, 0))
+    return planner.micro_batch(min(config.micro_batch_size, config.global_batch_size)).further
+
+
 @dataclass
 class _Planner:
     config: TrainConfig
@@ -163,7 +174,23 @@ class _Planner:
         plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)
-        return self._with_host(plan, rows)
+        return self._with_kept(self._with_host(plan, rows), micro, -(-rows // size))
+
+    def _with_kept(self, plan: Plan, micro: MicroBatch, micro_batches: int) -> Plan:
+        """Add the activations that wait for the second pass."""
+        machine, graph = plan.machine, micro.further
+        room = None
+        if machine.device == "cuda":  # the second pass has one of the graphs already
+            encode, loss, second = map(plan.total, PHASES[:3])
+            room = machine.limit - max(encode, loss, second - graph)
+        possible = kept_at_most(micro_batches, machine.count)
+        count = kept_count(graph, possible, activation_bytes(plan.config, machine.device), room)
+        if not count:
+            return plan
+        waiting = {"encode": count * graph, "loss": count * graph}
+        note = f"{count} of {micro_batches} micro-batches are encoded once"
+        part = Part("kept activations", {**waiting, "second pass": (count - 1) * graph}, note)
+        return replace(plan, parts=(*plan.parts, part))
 
     def _state(self, machine: Machine) -> list[Part]:
         config = self.config
@@ -334,6 +361,7 @@ def _interpolated(first: MicroBatch, second: MicroBatch, share: float) -> MicroB
         line(first.kept, second.kept),
         line(first.peak, second.peak),
         first.feature_dtype,
+        line(first.further, second.further),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -31,12 +31,14 @@ class MicroBatch:
         kept: in the graph after the forward pass.
         peak: of forward and backward pass.
         feature_dtype: of the features.
+        further: in a further graph beside one, with which it shares autocast's casts of weights.
     """
 
     forward: int
     kept: int
     peak: int
     feature_dtype: torch.dtype
+    further: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def measure(
     except (RuntimeError, AssertionError):  # it uses the device itself, as checkpointing does
         return host
     peak = max(there.peak, there.kept + host.peak - host.kept)
-    return MicroBatch(there.forward, there.kept, peak, there.feature_dtype)
+    return replace(there, peak=peak)
 
 
 def _measure(
@@ -115,18 +117,23 @@ def _measure(
         for weight in weights.values():
             if weight.requires_grad:  # gradients exist in all micro-batches after the first
                 weight.grad = torch.zeros_like(weight)
-        inputs = [torch.empty((size, *shape), dtype=dtype, device=place) for shape, dtype in sample]
         locked = locked_towers(module)
-        live = [
-            None if tower in locked else tensor
-            for tower, tensor in zip(("image", "text"), inputs, strict=True)
-        ]
+
+        def new_inputs() -> list[Tensor]:
+            return [
+                torch.empty((size, *shape), dtype=dtype, device=place) for shape, dtype in sample
+            ]
+
+        def live(inputs: list[Tensor]) -> list[Tensor | None]:
+            towers = zip(("image", "text"), inputs, strict=True)
+            return [None if tower in locked else tensor for tower, tensor in towers]
 
         def encode(*parts: Tensor | None) -> list[Tensor]:
             outputs = functional_call(module, weights, parts)
             return [value for value in outputs.values() if value is not None]
 
         with _autocast(device, precision):
+            inputs = new_inputs()
             before = counter.start()
             with torch.no_grad():
                 features = encode(*inputs)
@@ -135,12 +142,16 @@ def _measure(
             del features
             torch.clear_autocast_cache()
             before = counter.start()
-            outputs = encode(*live)
-            kept = counter.live - before
+            outputs = encode(*live(inputs))
+            kept, peak = counter.live - before, counter.peak
+            another = encode(*live(new_inputs()))  # a graph may keep its inputs
+            further = counter.live - before - kept
+            del another
+            counter.start()
             if backward:
                 wanted = [tensor for tensor in outputs if tensor.requires_grad]
                 torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
-            return MicroBatch(forward, kept, counter.peak - before, dtype)
+            return MicroBatch(forward, kept, max(peak, counter.peak) - before, dtype, further)
 
 
 def _fused_attention(

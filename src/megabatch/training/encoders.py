@@ -14,6 +14,7 @@ from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
 from megabatch.gradient_cache.by_length import Orders, in_encoders_order
 from megabatch.gradient_cache.feed import Feed
+from megabatch.gradient_cache.offload import StepMemory
 from megabatch.models.layers import Tower
 from megabatch.models.locking import locked_towers
 from megabatch.models.padding import Lengths
@@ -79,6 +80,15 @@ class CachedStep:
             return self._step(batch, ids)
         finally:
             self._images = None  # the cache refers to `_loss`, and must not keep images alive
+
+    def keep(self, micro_batches: int) -> None:
+        """Encode this many micro-batches once, see `kept_micro_batches` of GradientCache."""
+        self._cache.kept_micro_batches = micro_batches
+
+    @property
+    def memory(self) -> StepMemory:
+        """GPU memory of the steps so far."""
+        return self._cache.memory
 
     def _step(self, batch: Batch, ids: Tensor | None) -> Tensor:
         named = {} if ids is None else {"ids": ids}

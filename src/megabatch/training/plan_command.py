@@ -12,7 +12,7 @@ from megabatch.config.problems import problems
 from megabatch.config.resolve import resolve
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of
-from megabatch.hints import Interval
+from megabatch.hints import Interval, parse_bytes
 
 if TYPE_CHECKING:
     from megabatch.planning.machine import Machine
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def _machine(options: PlanOptions, config: TrainConfig) -> Machine:
-    from megabatch.planning.machine import other_machine, parse_bytes, this_machine
+    from megabatch.planning.machine import other_machine, this_machine
 
     if options.gpu_memory is None:
         return this_machine(resolve_device(config.device), options.gpus)

@@ -11,8 +11,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megabatch.config.file import save_config
+from megabatch.config.settings import activation_bytes
 from megabatch.data import Batch
 from megabatch.errors import UsageError
+from megabatch.planning.plan import NoPlan, graph_bytes
 from megabatch.training import checkpoint
 from megabatch.training.batch_norm import explanation
 from megabatch.training.checkpoint import Checkpoint, CheckpointError
@@ -32,6 +34,7 @@ class Run:
         self.folder = setup.config.output
         self.loader = setup.loader
         self.console = console
+        graph = self._planned_graph(setup)  # before the trainer wraps the towers
         self.trainer = Trainer(
             setup.config,
             setup.towers.module,
@@ -40,6 +43,8 @@ class Run:
             setup.world,
             setup.towers.lengths,
         )
+        if graph:
+            self.trainer.kept.choose(graph)
         self.meter = Meter(0.0, 0.0)
         self._saved_step: int | None = None
         self._checkpoints = self.folder / "checkpoints"
@@ -82,6 +87,7 @@ class Run:
                 return received
             self.meter.data_came()
             values = trainer.train_step(batch)
+            self._report_kept()
             self.loader.count_damaged(batch.images)
             self._place = self.loader.state_dict()
             self.meter.mark()
@@ -158,6 +164,12 @@ class Run:
                 if self.trainer.step >= self.trainer.total_steps:
                     return
 
+    def _report_kept(self) -> None:
+        """Print what was decided about activations since the last call."""
+        for line in self.trainer.kept.news:
+            self.console.print(line)
+        self.trainer.kept.news.clear()
+
     def _record(self, values: dict[str, float], speed: dict[str, float]) -> dict[str, float]:
         step = self.trainer.step
         return {
@@ -168,6 +180,7 @@ class Run:
             **speed,
             "seconds": self.meter.seconds,
             "memory_bytes": memory_bytes(self.trainer.device),
+            **({"kept_micro_batches": kept} if (kept := self.trainer.kept.count) else {}),
         }
 
     def _save(self, *, last: bool = False) -> None:
@@ -254,8 +267,19 @@ class Run:
             self.console.print(f"  {line}")
         if warning := explanation(trainer.module, config, self.world):
             self.console.print(warning)
+        self._report_kept()
         if trainer.step:
             self.console.print(f"continuing after step {trainer.step}")
+
+    def _planned_graph(self, setup: Setup) -> int:
+        """Bytes of a micro-batch's activations; 0 if none are kept, or if steps measure them."""
+        if self.world.device.type != "cpu" or not activation_bytes(self.config, "cpu"):
+            return 0
+        try:
+            return graph_bytes(self.config, setup.towers, "cpu")
+        except NoPlan as error:
+            self.console.print(f"--activation-memory has no effect: {error}")
+            return 0
 
     def _where(self) -> str:
         device, size = self.trainer.device, self.world.size

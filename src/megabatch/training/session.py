@@ -12,6 +12,7 @@ from megabatch.config.settings import TrainConfig
 from megabatch.data.late import DecodingStopped, mean_bytes
 from megabatch.errors import UsageError
 from megabatch.training import evaluating
+from megabatch.training.activations import OutOfMemory
 from megabatch.training.interrupt import exit_code
 from megabatch.training.run import Run
 from megabatch.training.run_folder import check_folder, locked
@@ -56,7 +57,7 @@ def train(
                 evaluating.evaluate(config, world, console)
                 evaluated = True
         except UsageError as error:
-            if world.main or isinstance(error, (Gone, DecodingStopped)):
+            if world.main or isinstance(error, (Gone, DecodingStopped, OutOfMemory)):
                 raise  # no other rank knows of it
             raise SystemExit(getattr(error, "exit_code", 2)) from error
     if received:

@@ -22,6 +22,7 @@ from megabatch.models.blocks import checkpoint_activations, compile_blocks
 from megabatch.models.layers import Tower
 from megabatch.models.locking import locked_towers, set_modes
 from megabatch.models.padding import Lengths
+from megabatch.training.activations import KeptActivations
 from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.ema import Ema
@@ -60,6 +61,7 @@ class Trainer:
     Attributes:
         step: number of steps done.
         skipped: number of these that were skipped as not finite.
+        kept: chooses how many micro-batches of a step are encoded once.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Trainer:
         enabled = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
         self.objective = create_objective(config)
+        self.kept = KeptActivations(config, self.world)
         self._step = CachedStep(
             self.layout.model,
             self.objective,
@@ -118,18 +121,16 @@ class Trainer:
             TrainingStopped: the loss or the gradient is not finite, and `on_nonfinite` is "stop" or
                 it happened too many times in a row.
         """
-        _seed_everything(self.config.seed, self.step, self.world.rank)
         lr = learning_rate(self.config, self.step, self.total_steps)
         set_learning_rate(self.optimizer, lr)
         statistics = [buffer.clone() for buffer in self._statistics]
-        loss, norm = self._gradients(batch)
+        loss, norm = self._gradients_in_memory(batch, statistics)
         if math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled()):
             self.scaler.step(self.optimizer)  # skips the step itself if fp16 overflowed
             self._skipped_in_a_row = 0
         else:
             self._skip_or_stop(loss, norm)
-            for buffer, before in zip(self._statistics, statistics, strict=True):
-                buffer.copy_(before)
+            self._restore_statistics(statistics)
         self.scaler.update()
         if self.scaler.is_enabled() and self.scaler.get_scale() < _SMALLEST_SCALE:
             raise TrainingStopped(
@@ -140,6 +141,7 @@ class Trainer:
         with torch.no_grad():
             self.logit_scale.clamp_(0, math.log(self.config.max_logit_scale))
         self.step += 1
+        self.kept.after_step(self._step.memory)
         if self.ema is not None and math.isfinite(loss) and math.isfinite(norm):
             self.ema.update(self.step)
         scale = full(self.logit_scale.detach()).exp().item()
@@ -162,6 +164,7 @@ class Trainer:
             "total_steps": self.total_steps,
             "scaler": self.scaler.state_dict(),
             "skipped_steps": self.skipped,
+            "kept_activations": self.kept.state(),
         }
         optimizer = state_tensors(self.module, self.optimizer)
         if self.ema is not None:
@@ -186,11 +189,32 @@ class Trainer:
             self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.step = checkpoint.state["step"]
         self.skipped = checkpoint.state.get("skipped_steps", 0)  # absent in early versions
+        self.kept.load_state(checkpoint.state.get("kept_activations", {}))
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, _AUTOCAST[self.config.precision])
+
+    def _gradients_in_memory(self, batch: Batch, statistics: list[Tensor]) -> tuple[float, float]:
+        """As `_gradients`, again with fewer activations kept if memory runs out."""
+        while True:
+            _seed_everything(self.config.seed, self.step, self.world.rank)
+            self._step.keep(self.kept.count or 0)
+            try:
+                return self._gradients(batch)
+            except torch.OutOfMemoryError:
+                if not self.kept.fewer():
+                    raise
+            # Here, as the exception would keep tensors of the failed step alive.
+            self.optimizer.zero_grad(set_to_none=True)
+            self._restore_statistics(statistics)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _restore_statistics(self, statistics: list[Tensor]) -> None:
+        for buffer, before in zip(self._statistics, statistics, strict=True):
+            buffer.copy_(before)
 
     def _gradients(self, batch: Batch) -> tuple[float, float]:
         """Fill the gradients, unscaled and clipped; returns global loss and norm before clipping.

@@ -1,0 +1,130 @@
+"""How many micro-batches are encoded once, with activations that wait for the second pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megabatch.config.settings import TrainConfig, activation_bytes
+from megabatch.errors import UsageError
+from megabatch.gradient_cache.offload import StepMemory, free
+from megabatch.planning.kept import kept_at_most, kept_count
+from megabatch.planning.machine import FRAGMENTATION
+from megabatch.training.world import World
+
+
+class OutOfMemory(UsageError):
+    """Memory ran out on this rank; earlier checkpoints remain valid."""
+
+    exit_code = 1  # not a mistake in the command
+
+
+class KeptActivations:
+    """Chooses the number of micro-batches whose activations are kept, the same on all ranks.
+
+    On a GPU it follows from measurements. The first two steps keep none: the first one creates the
+    optimizer's state and libraries' workspaces, and the second one's peak shows how much memory is
+    free. On the CPU, whose allocator reports no peak, memory is bounded by the setting alone, and
+    a micro-batch's activations are counted as in a plan.
+
+    Attributes:
+        count: micro-batches kept per step; None before it is known.
+        news: lines for the user about choices since they were last cleared.
+    """
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self._world = world
+        self._device = world.device
+        self._bound = activation_bytes(config, world.device.type)
+        rows = -(-config.global_batch_size // world.size)
+        micro_batches = -(-rows // config.micro_batch_size)
+        self._micro_batches = micro_batches
+        self._possible = kept_at_most(micro_batches, world.size)
+        self._steps = 0
+        self.news: list[str] = []
+        none = self._bound == 0 or not self._possible
+        self.count: int | None = 0 if none else None
+        on_gpu = self._device.type == "cuda"
+        self._conditions = [
+            torch.cuda.get_device_name(self._device) if on_gpu else "cpu",
+            *(world.size, config.activation_memory, config.micro_batch_size),
+            *(config.parallel, config.grad_checkpointing, config.torchcompile),
+        ]
+
+    @property
+    def measures(self) -> bool:
+        """Whether the number follows from steps on a GPU, and is not known yet."""
+        return self.count is None and self._device.type == "cuda"
+
+    def choose(self, graph: int, room: int | None = None) -> None:
+        """Set the number, by agreement of all ranks.
+
+        Args:
+            graph: bytes of a micro-batch's activations.
+            room: bytes that are free for them; None if only the setting bounds them.
+        """
+        own = kept_count(graph, self._possible, self._bound, room)
+        self.count = min(self._world.gather(own))
+        self.news.append(
+            f"the activations of {self.count} of {self._micro_batches} micro-batches "
+            f"({graph / 2**20:,.1f} MiB each) wait for the backward pass; the others are encoded "
+            "twice"
+        )
+
+    def after_step(self, memory: StepMemory) -> None:
+        """Measure, if a number is still to be chosen; all ranks call it after each step."""
+        if not self.measures:
+            return
+        self._steps += 1
+        if self._steps == 1:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        graph = sum(memory.activations.values())
+        self.choose(graph, room_for_graphs(memory, graph, *gpu_memory(self._device)))
+
+    def fewer(self) -> bool:
+        """Halve the number after memory ran out; False if no activations were kept.
+
+        Raises:
+            OutOfMemory: there are other ranks. They may be waiting for this one inside a
+                collective, so it cannot repeat the step.
+        """
+        if not self.count:
+            return False
+        if self._world.size > 1:
+            raise OutOfMemory(
+                f"rank {self._world.rank}: out of memory with the activations of {self.count} "
+                "micro-batches kept; continue with --resume and a smaller --activation-memory "
+                "(0 keeps none)"
+            )
+        before, self.count = self.count, self.count // 2
+        self.news.append(
+            f"out of memory with the activations of {before} micro-batches: the step is repeated "
+            f"with those of {self.count}"
+        )
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """The choice, for a checkpoint."""
+        return {"count": self.count, "conditions": self._conditions}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over the choice of a run in the same conditions; otherwise it is made again."""
+        if state.get("conditions") == self._conditions:
+            self.count = state["count"]
+
+
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that tensors can have in total on a GPU, and the allocator's peak."""
+    usable = free(device) + torch.cuda.memory_allocated(device)
+    return int(usable * (1 - FRAGMENTATION)), torch.cuda.max_memory_allocated(device)
+
+
+def room_for_graphs(memory: StepMemory, graph: int, usable: int, peak: int) -> int:
+    """Bytes that waiting graphs can take, after a step without any.
+
+    They wait during the loss, beside all that the step had until its second pass. They go backward
+    before others are encoded, so the second pass's own graph is one of them.
+    """
+    return usable - max(memory.peak_before_second_pass, peak - graph)
