@@ -110,8 +110,9 @@ class KeptActivations:
         return {"count": self.count, "conditions": self._conditions}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over the choice of a run in the same conditions; otherwise it is made again."""
-        if state.get("conditions") == self._conditions:
+        """Take over the choice of a run in the same conditions on all ranks, or make it again."""
+        same = state.get("conditions") == self._conditions
+        if all(self._world.gather(same)):
             self.count = state["count"]
 
 
