@@ -19,6 +19,7 @@ from megabatch.losses import ClipLoss
 from tests.gradient_cache import test_wrappers as wrapped
 from tests.gradient_cache.test_encoding import live_rows
 from tests.gradient_cache.towers import (
+    DIMS,
     WIDTH,
     Tower,
     TwoTowers,
@@ -244,6 +245,26 @@ def test_parameters_out_of_sight_and_reentrant_checkpoints():
     GradientCache((hidden, checkpointed), clip_loss, 3, kept_micro_batches=1)(*batches).backward()
     assert_same_gradients([*gradients(towers), hidden.seen.weight.grad], expected, 1e-12)
     assert len(towers[0].graph_recorded) == 6  # not kept
+
+
+def test_parameters_out_of_sight_that_only_a_later_micro_batch_uses():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = nn.Linear(WIDTH, WIDTH)
+            self.out_of_sight = [Tower()]
+
+        def forward(self, x):
+            x = self.seen(x)
+            return self.out_of_sight[0](x) if len(x) == 1 else x[:, :DIMS]  # in the last one
+
+    model, batches, found = Sometimes(), pairs(), []
+    for kept in (0, 2):
+        model.zero_grad()
+        model.out_of_sight[0].zero_grad()
+        GradientCache((model, model), clip_loss, 3, kept_micro_batches=kept)(*batches).backward()
+        found.append(gradients(model, model.out_of_sight[0]))
+    assert_same_gradients(found[1], found[0], 1e-12)
 
 
 def test_batch_normalisation_counts_each_micro_batch_once():

@@ -105,10 +105,10 @@ class Encoding:
     def keep(self, most: int) -> None:
         """Choose the graphs that wait for the second pass: those of the last `most` micro-batches.
 
-        DDP prepares for a reduction of gradients when a forward pass begins, and expects the next
-        backward pass to be that forward pass's. So with wrappers the micro-batch that synchronises
-        is always encoded again, after all other backward passes. FSDP1 cannot hold back its
-        reduction, and reduces only the gradients of its latest forward pass: it keeps none.
+        DDP prepares its reduction in a forward pass, for the next gradients that come. So with
+        wrappers the micro-batch that synchronises is always encoded again, after all other backward
+        passes. FSDP1 cannot hold back its reduction, and reduces only the gradients of its latest
+        forward pass: it keeps none.
         """
         possible = len(self.micro_batches) - bool(self.wrappers) if self._may_keep else 0
         self.kept = min(most, possible)
@@ -262,6 +262,7 @@ class Encoding:
             self.graphs.append(outputs)
         else:
             self.kept = 0
+            self.release()
         return self._without_graph(outputs)
 
     def _evaluate_one(self, rows: slice, parts: Parts) -> Outputs:
