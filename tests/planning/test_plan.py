@@ -76,7 +76,7 @@ def test_the_peak_of_a_real_step_that_keeps_activations(precision):
 
 
 def test_a_gpu_keeps_what_fits(glyph):
-    config = replace(CONFIG, global_batch_size=1024)
+    config = replace(CONFIG, global_batch_size=1024, activation_memory="auto")
     none = make_plan(replace(config, activation_memory="0"), glyph, gpus(1, 80))
     graph = graph_bytes(config, glyph, "cuda")
     assert part(none, "kept activations") == {}
@@ -182,7 +182,7 @@ def test_a_model_that_is_too_large_for_any_batch(glyph):
 
 def test_gradients_of_features_go_to_the_host_before_anything_is_refused(glyph):
     sizes = {"global_batch_size": 1 << 20, "micro_batch_size": 8192}
-    config = replace(CONFIG, **sizes, activation_memory="0")
+    config = replace(CONFIG, **sizes)
     roomy = make_plan(config, glyph, gpus(1, 80))
     assert part(roomy, "feature gradients")["second pass"] == 2 * 2 * 256 << 20
     second = roomy.total("second pass")

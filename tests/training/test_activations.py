@@ -54,7 +54,7 @@ def test_as_many_as_the_bytes_allow(graph: int, count: int) -> None:
         torch.testing.assert_close(trainer.module.state_dict()[name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("changes", [{}, {"activation_memory": "0"}, {"micro_batch_size": 9999}])
+@pytest.mark.parametrize("changes", [{}, {"activation_memory": "auto"}, {"micro_batch_size": 9999}])
 def test_none_on_the_cpu_unless_asked_for_and_with_one_micro_batch(changes: dict[str, Any]) -> None:
     if "micro_batch_size" in changes:
         changes = {**changes, "activation_memory": "1GiB"}
@@ -78,9 +78,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("before", "bound", "count"),
     # A graph takes 16 GiB: 30 GiB minus one, and k of them, fit 100 five times; beside 25 four.
-    [(10, None, 5), (25, None, 4), (10, "40GiB", 2), (10, "1TiB", 5)],
+    [(10, "auto", 5), (25, "auto", 4), (10, "40GiB", 2), (10, "1TiB", 5)],
 )
-def test_the_second_step_on_a_gpu_measures(before: int, bound: str | None, count: int) -> None:
+def test_the_second_step_on_a_gpu_measures(before: int, bound: str, count: int) -> None:
     kept = KeptActivations(config_of(activation_memory=bound), World(torch.device("cuda")))
     memory = StepMemory({"the model": 16 * GIB}, before * GIB)
     assert kept.measures

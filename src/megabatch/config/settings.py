@@ -214,10 +214,10 @@ class TrainConfig:
     """Compute little on the padding of texts, where features do not depend on it: a tower gets the
     texts in order of their lengths, each micro-batch cut to its longest. Features change by
     rounding. Towers that read their padding (SigLIP) get whole texts all the same."""
-    activation_memory: Annotated[str | None, MAY_CHANGE] = None
+    activation_memory: Annotated[str, MAY_CHANGE] = "0"
     """Memory of each device, such as 20GiB, for activations that wait for the backward pass, so
-    that their micro-batches go through the towers once; 0: none. Default: on GPUs all that is free,
-    measured in the first two steps; on the CPU 0."""
+    that their micro-batches go through the towers once; 0: none; auto: on GPUs all that is free,
+    measured in the first two steps, on the CPU 0."""
     torchcompile: Annotated[bool, MAY_CHANGE] = False
     """Compile the towers' blocks with torch.compile."""
 
@@ -262,7 +262,7 @@ def activation_bytes(config: TrainConfig, device_type: str) -> int | None:
     Raises:
         ValueError: the setting is no size.
     """
-    if config.activation_memory is None:
+    if config.activation_memory == "auto":
         return None if device_type == "cuda" else 0
     return parse_bytes(config.activation_memory)
 
