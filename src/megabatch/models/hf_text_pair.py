@@ -17,8 +17,9 @@ from megabatch.errors import UsageError
 from megabatch.models import weights as files
 from megabatch.models.hf_folder import FolderTokenizer, read_model, read_tokenizer
 from megabatch.models.layers import Tower, lock_layers
-from megabatch.models.options import ModelOptions, Pooling
+from megabatch.models.options import ModelOptions
 from megabatch.models.padding import Lengths, is_masked_kind, without_padding
+from megabatch.models.pooling import Pooling, pool
 from megabatch.models.towers import Towers, outputs
 
 
@@ -73,14 +74,7 @@ class TextEncoder(nn.Module):
         """Features (n, hidden size), not normalised, of tokens, int64 (n, context_length)."""
         mask = text != self.pad
         states: Tensor = self.encoder(input_ids=text, attention_mask=mask.long()).last_hidden_state
-        if self.pooling == "cls":
-            return states[:, 0]
-        if self.pooling == "last":  # with padding on either side
-            positions = torch.arange(text.shape[1], device=text.device)
-            last = torch.where(mask, positions, 0).amax(dim=1)
-            return states[torch.arange(len(text), device=text.device), last]
-        weight = mask.unsqueeze(-1).to(states.dtype)
-        return (states * weight).sum(1) / weight.sum(1).clamp(min=1)
+        return pool(states, mask, self.pooling)
 
 
 class TextPair(nn.Module):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from megabatch.hints import option
 from megabatch.losses.registry import TRAINABLE
-
-Pooling = Literal["mean", "cls", "last"]
+from megabatch.models.pooling import Pooling
 
 
 @dataclass(frozen=True)

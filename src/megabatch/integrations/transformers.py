@@ -1,0 +1,290 @@
+"""Hugging Face's Trainer with gradient caching and losses that form no similarity matrix.
+
+    from megabatch.integrations.transformers import MegabatchTrainer
+
+    trainer = MegabatchTrainer(clip, arguments, micro_batch_size=64, train_dataset=..., ...)
+
+`FeatureEncoder` and `own_loss` are its two parts, for a loop with Accelerate, or any other. See
+docs/integrations/transformers.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer
+from transformers.utils import is_sagemaker_mp_enabled
+
+from megabatch.gradient_cache import GradientCache
+from megabatch.gradient_cache.state import parameters_in
+from megabatch.losses import ClipLoss, SigLipLoss
+from megabatch.models.pooling import Pooling, pool
+
+#: What models of these types compute with `return_loss=True`.
+OWN_LOSSES: dict[str, type[nn.Module]] = {
+    "altclip": ClipLoss,
+    "chinese_clip": ClipLoss,
+    "clip": ClipLoss,
+    "metaclip_2": ClipLoss,
+    "siglip": SigLipLoss,
+    "vision-text-dual-encoder": ClipLoss,
+}
+_TWO_TOWERS = ("image_embeds", "text_embeds")
+
+
+def own_loss(model: nn.Module) -> nn.Module:
+    """The loss that a model computes with `return_loss=True`, over the batch of all ranks.
+
+    Raises:
+        ValueError: it has none of those that megabatch knows.
+    """
+    core = _core(model)
+    kind = getattr(getattr(core, "config", None), "model_type", None)
+    if kind not in OWN_LOSSES:
+        raise ValueError(
+            f"loss: expected one for {type(core).__name__}, got None; None stands for the model's "
+            f"own loss, for models of type {', '.join(OWN_LOSSES)}"
+        )
+    return OWN_LOSSES[kind]()
+
+
+class FeatureEncoder(nn.Module):
+    """A Hugging Face model as an encoder of `GradientCache`, called with one batch, a mapping.
+
+    A model that returns `image_embeds` and `text_embeds` gives both, followed by exp(logit_scale)
+    and logit_bias if it has them; any other model gives one feature per row, pooled from its
+    `last_hidden_state`. The model may be wrapped, by DistributedDataParallel, `fully_shard`,
+    torch.compile, PEFT or `Accelerator.prepare`: the features are taken from the output of the
+    model inside, so wrappers see nothing that gets no gradient, such as a micro-batch's logits.
+    """
+
+    def __init__(self, model: nn.Module, pooling: Pooling | None = None) -> None:
+        """`pooling`: "mean", "cls" or "last", for models without `image_embeds`."""
+        super().__init__()
+        if pooling not in (None, "mean", "cls", "last"):
+            raise ValueError(f'pooling: expected "mean", "cls", "last" or None, got {pooling!r}')
+        self.model = model
+        self.pooling = pooling
+
+    def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Features of a batch, each (n, d); then scale and bias, in the model's own shapes."""
+        batch = {name: value for name, value in batch.items() if name != "return_loss"}
+        # Before FSDP2's own hook, which may shard the scale.
+        hook = _core(self.model).register_forward_hook(
+            self._features, prepend=True, with_kwargs=True
+        )
+        try:
+            features: tuple[Tensor, ...] = self.model(**batch)
+        finally:
+            hook.remove()
+        return features
+
+    def _features(
+        self, core: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any], output: Any
+    ) -> tuple[Tensor, ...]:
+        if all(getattr(output, name, None) is not None for name in _TWO_TOWERS):
+            return (output.image_embeds, output.text_embeds, *_scale_and_bias(core))
+        states = getattr(output, "last_hidden_state", None)
+        if states is None or self.pooling is None:
+            got = ", ".join(output) if isinstance(output, Mapping) else type(output).__name__
+            raise ValueError(
+                f"model: expected {type(core).__name__} to return image_embeds and text_embeds, or "
+                f'last_hidden_state with pooling="mean", "cls" or "last"; got {got} and '
+                f"pooling={self.pooling!r}"
+            )
+        mask = inputs.get("attention_mask")
+        mask = states.new_ones(states.shape[:2]) if mask is None else mask
+        return (pool(states, mask, self.pooling),)
+
+
+class MegabatchTrainerMixin:
+    """Trains with gradient caching: `class MyTrainer(MegabatchTrainerMixin, MyOwnTrainer)`.
+
+    A batch is what the model takes, or a mapping for each text, such as
+    `{"query": {"input_ids": ...}, "passage": {...}}`, which the model encodes one after the other.
+    The loss is that of the batch of all ranks. Evaluation computes the same loss; predictions, for
+    `compute_metrics`, are the features of both sides, each (n, d).
+    """
+
+    #: The loss is a mean; the Trainer divides it by the accumulated batches.
+    loss_is_scaled_for_ga = False
+
+    def __init__(
+        self,
+        *args: Any,
+        micro_batch_size: int,
+        loss: Callable[..., Tensor] | None = None,
+        pooling: Pooling | None = None,
+        loss_inputs: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        """Make a Trainer.
+
+        Args:
+            *args, **kwargs: the Trainer's own.
+            micro_batch_size: rows that go through the model at once, at least 1.
+            loss: called with what `FeatureEncoder` returns, `loss(image_embeds, text_embeds,
+                logit_scale)` for CLIP, with logit_bias behind them for SigLIP, and with one
+                feature for each text of a pair, `loss(query, passage)`; and with `loss_inputs` by
+                keyword. CLIP-like models normalise their features, pooled ones are not normalised.
+                None: the model's own loss.
+            pooling: for encoders of text, how their last hidden states become features: "mean",
+                "cls" (the first token) or "last".
+            loss_inputs: names of a batch's entries that the loss gets in place of the model, such
+                as "ids".
+
+        Raises:
+            ValueError: an argument, of the Trainer or its TrainingArguments, that would not train
+                what it says; the message says why.
+        """
+        super().__init__(*args, **kwargs)
+        _refuse(self)
+        self.micro_batch_size = micro_batch_size
+        self.pooling = pooling
+        self.loss_inputs = tuple(loss_inputs)
+        self.contrastive_loss = own_loss(self.model) if loss is None else loss
+        _check_no_parameters(self.contrastive_loss, self.model)
+        self._gradient_cache(self.model, 1)  # checks the arguments
+        # A mean over pairs has no number of items to be divided by.
+        self.model_accepts_loss_kwargs = False
+        self.can_return_loss = True
+        self._step: tuple[tuple[nn.Module, int], GradientCache] | None = None
+
+    model: nn.Module
+    accelerator: Any
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The loss of a batch; with `return_outputs` also a dict of it and the features."""
+        batches, for_loss = self._split(inputs)
+        kept: list[Tensor] = []
+        if return_outputs:
+            step = self._gradient_cache(model, len(batches), kept)
+        else:  # one for all steps, which it compares over ranks
+            key = model, len(batches)
+            if self._step is None or self._step[0] != key:
+                self._step = key, self._gradient_cache(*key)
+            step = self._step[1]
+        with self.accelerator.autocast():  # for the loss, which the model computes in its forward
+            loss = step(*batches.values(), **for_loss)
+        if not return_outputs:
+            return loss
+        names = _TWO_TOWERS if len(batches) == 1 else tuple(batches)
+        return loss, {"loss": loss, **dict(zip(names, kept, strict=False))}
+
+    def _split(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The batches of the encoders, one or one per text, and the loss's own inputs."""
+        absent = [name for name in self.loss_inputs if name not in inputs]
+        if absent:
+            raise ValueError(
+                f"loss_inputs: {', '.join(absent)} is not in the batch, which has "
+                f"{', '.join(inputs)} (remove_unused_columns=False keeps what the model does not "
+                "take)"
+            )
+        rest = {name: value for name, value in inputs.items() if name not in self.loss_inputs}
+        for_loss = {name: inputs[name] for name in self.loss_inputs}
+        texts = [value for value in rest.values() if isinstance(value, Mapping)]
+        if not texts:
+            return {"inputs": rest}, for_loss
+        if len(texts) < 2 or len(texts) < len(rest):
+            got = ", ".join(f"{name}: {type(value).__name__}" for name, value in rest.items())
+            raise ValueError(
+                "inputs: expected tensors for one call of the model, or a mapping for each of "
+                f"several calls, got {got}"
+            )
+        return rest, for_loss
+
+    def _gradient_cache(
+        self, model: nn.Module, batches: int, kept: list[Tensor] | None = None
+    ) -> GradientCache:
+        """A step for so many batches; its loss leaves the features that it gets in `kept`."""
+        encoder = FeatureEncoder(model, self.pooling)
+        score = functools.partial(_score, self.contrastive_loss, kept)
+        encoders = encoder if batches == 1 else (encoder,) * batches
+        return GradientCache(encoders, score, self.micro_batch_size)
+
+
+class MegabatchTrainer(MegabatchTrainerMixin, Trainer):  # type: ignore[misc]
+    """Hugging Face's Trainer with gradient caching; see `MegabatchTrainerMixin`."""
+
+
+def _score(
+    loss: Callable[..., Tensor], kept: list[Tensor] | None, *outputs: Tensor, **inputs: Any
+) -> Tensor:
+    """The loss of encoders' outputs, whose features are left in `kept`."""
+    features = [output for output in outputs if output.ndim > 1]
+    if len(features) < 2:
+        raise ValueError(
+            "inputs: expected a mapping for each text of a pair, such as "
+            '{"query": {"input_ids": ...}, "passage": {...}}, got one batch for a model that '
+            "returns one feature per row"
+        )
+    if kept is not None:
+        kept[:] = [feature.detach() for feature in features]
+    return loss(*outputs, **inputs)
+
+
+def _scale_and_bias(core: nn.Module) -> tuple[Tensor, ...]:
+    """exp(logit_scale) and logit_bias, those that a model has."""
+    scale, bias = (getattr(core, name, None) for name in ("logit_scale", "logit_bias"))
+    scalars = (None if scale is None else scale.exp(), bias)
+    return tuple(scalar for scalar in scalars if scalar is not None)
+
+
+def _core(model: nn.Module) -> nn.Module:
+    """The Hugging Face model inside wrappers."""
+    while (inner := getattr(model, "_orig_mod", None)) is not None or isinstance(
+        model, DistributedDataParallel
+    ):
+        model = model.module if inner is None else inner
+    core: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return core
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise an error for settings of a Trainer that would not train what they say."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    sizes = getattr(trainer.accelerator, "parallelism_config", None)
+    shared = [kind for kind in ("tp", "cp", "sp") if getattr(sizes, f"{kind}_size", 1) > 1]
+    refused = {
+        "deepspeed: its engine reduces gradients once per backward pass, and gradient caching "
+        "makes one per micro-batch; use DistributedDataParallel or fsdp with fsdp_version 2":
+            trainer.is_deepspeed_enabled,
+        "fsdp: version 1 reduces gradients in every micro-batch; expected "
+        'fsdp_config={"fsdp_version": 2}':
+            plugin is not None and getattr(plugin, "fsdp_version", 1) != 2,
+        f"parallelism_config: expected data parallelism alone, got {', '.join(shared)}: the loss "
+        "takes each rank's rows for rows of its own": bool(shared),
+        f"args: {trainer.args.n_gpu} GPUs in one process would be DataParallel, whose replicas do "
+        "not share a batch; start one process per GPU (torchrun, accelerate launch)":
+            trainer.args.n_gpu > 1,
+        "SageMaker's model parallelism runs forward and backward passes itself, without "
+        "compute_loss": is_sagemaker_mp_enabled(),
+        "compute_loss_func: expected None; it takes a model's output, with logits of all pairs; "
+        "pass loss=": trainer.compute_loss_func is not None,
+        f"label_smoothing_factor: expected 0, got {trainer.args.label_smoothing_factor}: it is of "
+        "labels, which there are none of; pass loss=ClipLoss(label_smoothing=...)":
+            trainer.args.label_smoothing_factor != 0,
+    }  # fmt: skip
+    for reason, applies in refused.items():
+        if applies:
+            raise ValueError(reason)
+
+
+def _check_no_parameters(loss: Callable[..., Tensor], model: nn.Module) -> None:
+    trained = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in parameters_in(loss).items():
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise ValueError(
+                f"loss: its parameter {name} is none of the model's, so the Trainer's optimizer "
+                "would not train it; make it a parameter of the model too"
+            )
