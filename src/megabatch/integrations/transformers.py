@@ -240,12 +240,10 @@ def _scale_and_bias(core: nn.Module) -> tuple[Tensor, ...]:
     return tuple(scalar for scalar in scalars if scalar is not None)
 
 
-def _core(model: nn.Module) -> nn.Module:
-    """The Hugging Face model inside wrappers."""
-    while (inner := getattr(model, "_orig_mod", None)) is not None or isinstance(
-        model, DistributedDataParallel
-    ):
-        model = model.module if inner is None else inner
+def _core(model: Any) -> nn.Module:
+    """The Hugging Face model inside wrappers of torch.compile, DDP and PEFT."""
+    while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     core: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return core
 
@@ -255,27 +253,45 @@ def _refuse(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     sizes = getattr(trainer.accelerator, "parallelism_config", None)
     shared = [kind for kind in ("tp", "cp", "sp") if getattr(sizes, f"{kind}_size", 1) > 1]
-    refused = {
-        "deepspeed: its engine reduces gradients once per backward pass, and gradient caching "
-        "makes one per micro-batch; use DistributedDataParallel or fsdp with fsdp_version 2":
+    refused = [
+        (
             trainer.is_deepspeed_enabled,
-        "fsdp: version 1 reduces gradients in every micro-batch; expected "
-        'fsdp_config={"fsdp_version": 2}':
+            "deepspeed: it reduces gradients by hooks of its own in every backward pass, which "
+            "cannot be held back until the last micro-batch; use DistributedDataParallel (torchrun "
+            'alone) or fsdp with fsdp_config={"fsdp_version": 2}',
+        ),
+        (
             plugin is not None and getattr(plugin, "fsdp_version", 1) != 2,
-        f"parallelism_config: expected data parallelism alone, got {', '.join(shared)}: the loss "
-        "takes each rank's rows for rows of its own": bool(shared),
-        f"args: {trainer.args.n_gpu} GPUs in one process would be DataParallel, whose replicas do "
-        "not share a batch; start one process per GPU (torchrun, accelerate launch)":
+            "fsdp: version 1 reduces gradients in every micro-batch; expected "
+            'fsdp_config={"fsdp_version": 2}',
+        ),
+        (
+            bool(shared),
+            f"parallelism_config: expected data parallelism alone, got {', '.join(shared)}: the "
+            "ranks of such a group have the same rows, and the loss takes each rank's for rows of "
+            "its own",
+        ),
+        (
             trainer.args.n_gpu > 1,
-        "SageMaker's model parallelism runs forward and backward passes itself, without "
-        "compute_loss": is_sagemaker_mp_enabled(),
-        "compute_loss_func: expected None; it takes a model's output, with logits of all pairs; "
-        "pass loss=": trainer.compute_loss_func is not None,
-        f"label_smoothing_factor: expected 0, got {trainer.args.label_smoothing_factor}: it is of "
-        "labels, which there are none of; pass loss=ClipLoss(label_smoothing=...)":
+            f"args: {trainer.args.n_gpu} GPUs in one process would be DataParallel, whose replicas "
+            "share no batch; start one process per GPU (torchrun, accelerate launch)",
+        ),
+        (
+            is_sagemaker_mp_enabled(),
+            "SageMaker's model parallelism runs both passes itself, without compute_loss",
+        ),
+        (
+            trainer.compute_loss_func is not None,
+            "compute_loss_func: expected None: it takes a model's output, with the logits of all "
+            "pairs; pass loss=",
+        ),
+        (
             trainer.args.label_smoothing_factor != 0,
-    }  # fmt: skip
-    for reason, applies in refused.items():
+            f"label_smoothing_factor: expected 0, got {trainer.args.label_smoothing_factor}: it is "
+            "for labels, of which there are none; pass loss=ClipLoss(label_smoothing=...)",
+        ),
+    ]
+    for applies, reason in refused:
         if applies:
             raise ValueError(reason)
 

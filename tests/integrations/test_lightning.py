@@ -1,0 +1,218 @@
+"""A LightningModule with the mixin trains as without gradient caching, alone and on two ranks."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from megabatch.integrations.lightning import MegabatchMixin
+from megabatch.losses import ClipLoss
+from tests.integrations.two_processes import failures
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.fabric.plugins.environments import TorchElasticEnvironment  # noqa: E402
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+
+WIDTH, DIMS, SAMPLES, BATCH = 5, 4, 32, 4
+
+
+class Pairs(MegabatchMixin, lightning.LightningModule):  # type: ignore[name-defined, misc]
+    micro_batch_size = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.x, self.y = (
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, DIMS)) for _ in range(2)
+        )
+        self.log_scale = nn.Parameter(torch.tensor([1.0]))
+        self.clip = ClipLoss()
+        self.logged: list[Tensor] = []
+
+    def encoders(self) -> tuple[nn.Module, nn.Module]:
+        return self.x, self.y
+
+    def contrastive_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.clip(F.normalize(x), F.normalize(y), self.log_scale.exp())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Uncached(Pairs):
+    def cached_loss(self, *batches: Any, **inputs: Any) -> Tensor:
+        return self.contrastive_loss(self.x(batches[0]), self.y(batches[1]))
+
+
+class Sharded(Pairs):
+    def configure_model(self) -> None:
+        for tower in (self.x, self.y):
+            fully_shard(tower, mesh=self.device_mesh["data_parallel"])
+
+
+def samples() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(2)]
+
+
+def trained(module: Any, folder: Path, **options: Any) -> Any:
+    """The Trainer, after an epoch with accumulation over two batches, clipping, validation."""
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        accumulate_grad_batches=2,
+        num_sanity_val_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        **{"gradient_clip_val": 0.3, "devices": 1, **options},
+    )
+    data = TensorDataset(*samples())
+    # Lightning's own one would shuffle.
+    sampler = DistributedSampler(data, shuffle=False) if dist.is_initialized() else None
+    batches = DataLoader(data, BATCH, sampler=sampler)
+    trainer.fit(module, batches, batches)
+    return trainer
+
+
+def assert_weights_equal(found: nn.Module, expected: nn.Module) -> None:
+    start, other = dict(Pairs().named_parameters()), dict(expected.named_parameters())
+    moved = 0.0
+    for name, parameter in found.named_parameters():
+        value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5, msg=name)
+        moved = max(moved, (value - start[name]).abs().max().item())
+    assert moved > 1e-2
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_trains_as_without_a_cache(precision: Any, tmp_path: Path) -> None:
+    cached, plain = Pairs(), Uncached()
+    logged = [
+        trained(module, tmp_path, precision=precision).callback_metrics
+        for module in (cached, plain)
+    ]
+    assert logged[0].keys() == logged[1].keys() == {"train_loss", "val_loss"}
+    if precision == "32-true":
+        assert_weights_equal(cached, plain)
+        torch.testing.assert_close(logged[0], logged[1], rtol=1e-5, atol=1e-6)
+    else:  # products of several rows are rounded in another order
+        for found, expected in zip(cached.parameters(), plain.parameters(), strict=True):
+            assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_a_single_encoder_takes_a_mapping() -> None:
+    class One(Pairs):
+        def encoders(self) -> Any:
+            return self.both
+
+        def both(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"x": self.x(batch["images"]), "y": self.y(batch["texts"])}
+
+    x, y = samples()
+    one, plain = One(), Uncached()
+    loss = one.training_step({"images": x, "texts": y}, 0)
+    expected = plain.training_step((x, y), 0)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    for found, other in zip(one.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, other.grad)
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy", "tensor_parallel_size"])
+def test_refuses_strategies(name: str) -> None:
+    strategy = type(name, (), {})()
+    if name == "tensor_parallel_size":
+        size = types.SimpleNamespace(size=lambda: 2)
+        strategy._device_mesh = {"tensor_parallel": size}
+    module = Pairs()
+    module._trainer = types.SimpleNamespace(strategy=strategy)
+    with pytest.raises(ValueError, match=name):
+        module.cached_loss(*samples())
+
+
+def test_refuses_what_is_not_defined_and_manual_optimisation() -> None:
+    module = Pairs()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match="automatic_optimization: expected True"):
+        module.training_step(samples(), 0)
+    with pytest.raises(NotImplementedError, match="encoders: MegabatchMixin does not define them"):
+        MegabatchMixin().cached_loss()
+    with pytest.raises(NotImplementedError, match="contrastive_loss: MegabatchMixin does not"):
+        MegabatchMixin().contrastive_loss()
+
+
+def reference(clip: float | None) -> nn.Module:
+    """Plain SGD on the batches of both ranks, of two accumulated batches each."""
+    module, (x, y) = Uncached(), samples()
+    optimizer = module.configure_optimizers()
+    # The sampler deals rows to ranks in turn, so a batch of both is of consecutive rows.
+    for update in range(SAMPLES // (4 * BATCH)):
+        for i in (2 * update, 2 * update + 1):
+            rows = slice(2 * BATCH * i, 2 * BATCH * (i + 1))
+            (dense_loss(module, x[rows], y[rows]) / 2).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return module
+
+
+def dense_loss(module: Pairs, x: Tensor, y: Tensor) -> Tensor:
+    features = (F.normalize(tower(batch)) for tower, batch in ((module.x, x), (module.y, y)))
+    logits = module.log_scale.exp() * torch.matmul(next(features), next(features).T)
+    labels = torch.arange(len(x))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def on_two_under_ddp() -> None:
+    """As one process with the batches of both."""
+    for strategy in ("ddp", "ddp_find_unused_parameters_true"):
+        module = Pairs()
+        trainer = trained(
+            module, Path("unused"), devices=2, strategy=strategy,
+            plugins=[TorchElasticEnvironment()],
+        )  # fmt: skip
+        assert trainer.world_size == 2
+        expected = reference(0.3)
+        assert_weights_equal(module, expected)
+        x, y = samples()
+        batches = zip(x.split(2 * BATCH), y.split(2 * BATCH), strict=True)
+        with torch.no_grad():
+            losses = [dense_loss(expected, *batch) for batch in batches]
+        found = trainer.callback_metrics["val_loss"]
+        torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-4, atol=1e-5)
+
+
+def on_two_sharded() -> None:
+    module = Sharded()
+    trained(
+        module, Path("unused"), devices=2, gradient_clip_val=None,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        plugins=[TorchElasticEnvironment()],
+    )  # fmt: skip
+    for tower in (module.x, module.y):  # which validation left unsharded
+        tower.reshard()
+    assert hasattr(module.x[0].weight, "full_tensor")
+    assert_weights_equal(module, reference(None))
+
+
+@pytest.mark.concurrency
+def test_on_two_processes(tmp_path: Path) -> None:
+    found = failures([on_two_under_ddp, on_two_sharded], ("lightning.pytorch",), tmp_path)
+    assert not found, "\n".join(found)
