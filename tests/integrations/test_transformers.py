@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,7 +140,10 @@ class Cached(MegabatchTrainerMixin, Plain):  # type: ignore[misc]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    whole = {
+        name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()
+    }
+    return {name: weight.detach().clone() for name, weight in whole.items()}
 
 
 def assert_weights_equal(found: nn.Module, expected: nn.Module, before: dict[str, Tensor]) -> None:
@@ -481,7 +485,6 @@ def on_two_a_loop_with_accelerate() -> None:
 
 
 def on_two_a_sharded_siglip_model() -> None:
-    """FSDP2, which Accelerate offers on GPUs alone."""
     model, expected = model_of("siglip"), model_of("siglip")
     for layer in (*model.text_model.encoder.layers, *model.vision_model.encoder.layers, model):
         fully_shard(layer)
@@ -496,6 +499,37 @@ def on_two_a_sharded_siglip_model() -> None:
         )
 
 
+def set_cpu(state: Any) -> None:
+    state.device = torch.device("cpu")
+
+
+def on_two_the_trainers_fsdp2() -> None:
+    """Accelerate offers FSDP2 on GPUs alone: it is told that these CPUs are some."""
+    if not hasattr(accelerate.utils.FullyShardedDataParallelPlugin, "fsdp_version"):
+        return  # before Accelerate 1.6
+    backend = "gloo", accelerate.utils.DistributedType.MULTI_GPU
+    state = accelerate.PartialState
+    with (
+        mock.patch.object(state, "_prepare_backend", return_value=backend),
+        mock.patch.object(state, "set_device", set_cpu),
+    ):
+        layers = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["SiglipEncoderLayer"]}
+        options = arguments(Path("unused"), fsdp=True, fsdp_config=layers)
+        batch, model, expected = images_and_texts(8 * BATCH), model_of("siglip"), model_of("siglip")
+        before, data = weights_of(model), rows_of(batch)
+        trainer = Cached(
+            model, options, data_collator=collate, train_dataset=data,
+            eval_dataset=data[: 2 * BATCH], micro_batch_size=3,
+        )  # fmt: skip
+        trainer.train()
+        assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+        reference(expected, lambda i: expected(**slices(batch, i), return_loss=True).loss, 2)
+        loss = expected(**slices(batch, 0), return_loss=True).loss
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    model.reshard()
+    assert_weights_equal(model, expected, before)
+
+
 @pytest.mark.concurrency
 def test_on_two_processes(tmp_path: Path) -> None:
     checks = [
@@ -503,6 +537,7 @@ def test_on_two_processes(tmp_path: Path) -> None:
         on_two_pairs_of_texts_under_ddp,
         on_two_a_loop_with_accelerate,
         on_two_a_sharded_siglip_model,
+        on_two_the_trainers_fsdp2,
     ]
     found = failures(checks, ("transformers.trainer", "accelerate", "peft"), tmp_path)
     assert not found, "\n".join(found)
