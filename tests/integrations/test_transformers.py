@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -39,6 +40,14 @@ TOWERS = {
 }
 
 Rows = list[dict[str, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _new_accelerator() -> Iterator[None]:
+    """Accelerate keeps a process's first precision; older releases, in environment variables."""
+    with mock.patch.dict(os.environ):
+        yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def model_of(kind: str) -> Any:
@@ -159,6 +168,15 @@ def losses_logged(trainer: Any) -> list[float]:
     return [entry[name] for entry in history for name in ("loss", "eval_loss") if name in entry]
 
 
+@pytest.fixture
+def _float64() -> Iterator[None]:
+    """As default: transformers 4.48 makes a mask in that dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("kind", sorted(OWN_LOSSES))
 def test_loss_and_gradients_are_those_of_the_models_forward(kind: str) -> None:
     model = model_of(kind).double().eval()  # no dropout
@@ -208,7 +226,7 @@ def test_trains_and_evaluates_as_the_trainer(kind: str, towers: str | None, tmp_
         trainers.append(trainer)
     plain, cached = trainers
     assert_weights_equal(cached.model, plain.model, before)
-    assert len(losses_logged(plain)) == 4
+    assert len(losses_logged(plain)) >= 3  # transformers 4.48 leaves out an incomplete update
     assert losses_logged(cached) == pytest.approx(losses_logged(plain), rel=1e-4)
 
 
@@ -340,15 +358,6 @@ def accelerated(cached: bool, batches: int = 4) -> tuple[nn.Module, dict[str, Te
     return accelerator.unwrap_model(model), before
 
 
-@pytest.fixture
-def _new_accelerator() -> Iterator[None]:
-    """Accelerate keeps the precision that a process began with."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.mark.usefixtures("_new_accelerator")
 def test_a_loop_with_accelerate() -> None:
     (plain, before), (cached, _) = accelerated(False), accelerated(True)
     assert_weights_equal(cached, plain, before)
@@ -461,6 +470,20 @@ def on_two_a_clip_model_under_ddp() -> None:
         assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
 
 
+def on_two_a_local_loss_is_as_the_models_own_under_ddp() -> None:
+    """A batch of each rank's rows alone, as `return_loss=True` has it."""
+    data, trained = rows_of(images_and_texts(8 * BATCH)), []
+    local = {"micro_batch_size": 3, "loss": ClipLoss(group="local")}
+    for trainer_class, extra in ((Plain, {}), (Cached, local)):
+        model = model_of("clip")
+        before = weights_of(model)
+        trainer_class(
+            model, arguments(Path("unused")), data_collator=collate, train_dataset=data, **extra
+        ).train()
+        trained.append(model)
+    assert_weights_equal(trained[1], trained[0], before)
+
+
 def on_two_pairs_of_texts_under_ddp() -> None:
     rows = text_pairs(8 * BATCH)
     expected = bert()
@@ -534,6 +557,7 @@ def on_two_the_trainers_fsdp2() -> None:
 def test_on_two_processes(tmp_path: Path) -> None:
     checks = [
         on_two_a_clip_model_under_ddp,
+        on_two_a_local_loss_is_as_the_models_own_under_ddp,
         on_two_pairs_of_texts_under_ddp,
         on_two_a_loop_with_accelerate,
         on_two_a_sharded_siglip_model,
