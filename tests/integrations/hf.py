@@ -1,0 +1,215 @@
+"""Small Hugging Face models, their data and Trainers, with megabatch and without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SequentialSampler
+
+from megabatch.gradient_cache import GradientCache
+from megabatch.losses import InfoNCELoss
+from tests.models.tiny_clip import tiny_model
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+from megabatch.integrations.transformers import (  # noqa: E402
+    FeatureEncoder,
+    MegabatchTrainerMixin,
+    own_loss,
+)
+
+SAMPLES, BATCH, LENGTH = 20, 4, 6
+TOWERS = {
+    "both": ["q_proj", "v_proj"],
+    "text": r".*text_model.*(q_proj|v_proj)",
+}
+
+Rows = list[dict[str, Tensor]]
+
+
+def model_of(kind: str) -> Any:
+    """A model without dropout, whose random weights are far from symmetric."""
+    torch.manual_seed(1)
+    model = tiny_model(kind)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def bert() -> Any:
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(
+        vocab_size=12, intermediate_size=16, max_position_embeddings=8, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, **sizes,
+    )  # fmt: skip
+    return transformers.BertModel(config)
+
+
+def texts(count: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 12, (count, LENGTH), generator=generator)
+    lengths = torch.randint(2, LENGTH, (count, 1), generator=generator)
+    mask = (torch.arange(LENGTH) <= lengths).long()
+    ids = torch.where(torch.arange(LENGTH) == lengths, 3, ids * mask)  # 3 ends a text, 0 pads it
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def images_and_texts(count: int = SAMPLES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {**texts(count, 0), "pixel_values": torch.randn(count, 3, 32, 32, generator=generator)}
+
+
+def rows_of(batch: Mapping[str, Tensor]) -> Rows:
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def collate(rows: Rows) -> dict[str, Any]:
+    batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {**batch, "return_loss": True}
+
+
+def text_pairs(count: int = SAMPLES) -> Rows:
+    """Rows of two texts and an id that some share."""
+    sides = [texts(count, seed) for seed in (3, 4)]
+    named = {f"{n}{i}": value for i, side in enumerate(sides) for n, value in side.items()}
+    return rows_of({**named, "ids": torch.arange(count) // 3})
+
+
+def collate_pairs(rows: Rows) -> dict[str, Any]:
+    def side(i: int) -> dict[str, Tensor]:
+        names = ("input_ids", "attention_mask")
+        return {name: torch.stack([row[f"{name}{i}"] for row in rows]) for name in names}
+
+    return {"query": side(0), "passage": side(1), "ids": torch.stack([row["ids"] for row in rows])}
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.5,
+        "num_train_epochs": 1,
+        "learning_rate": 0.3,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",  # Adam would enlarge rounding errors of gradients that are zero
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
+    return transformers.TrainingArguments(**{**options, **changes})
+
+
+class InOrder:
+    """A Trainer that does not shuffle."""
+
+    train_dataset: Rows
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class Plain(InOrder, transformers.Trainer):  # type: ignore[name-defined, misc]
+    pass
+
+
+class Cached(MegabatchTrainerMixin, Plain):  # type: ignore[misc]
+    """As a user adds the mixin to a Trainer of their own."""
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    whole = {
+        name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()
+    }
+    return {name: weight.detach().clone() for name, weight in whole.items()}
+
+
+def assert_weights_equal(found: nn.Module, expected: nn.Module, before: dict[str, Tensor]) -> None:
+    other, moved = weights_of(expected), 0.0
+    for name, value in weights_of(found).items():
+        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5, msg=name)
+        moved = max(moved, (value - before[name]).abs().max().item())
+    assert moved > 1e-2
+
+
+def with_adapters(model: Any, towers: str | None) -> Any:
+    if towers is None:
+        return model
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=TOWERS[towers], r=2))
+    with torch.no_grad():  # half of LoRA's weights begin at zero
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return adapted
+
+
+def mean_features(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    states, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
+    return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def dense_loss(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
+    """InfoNCE at a temperature of 0.1; other passages of the same id are left out."""
+    others = (ids[:, None] == ids) & ~torch.eye(len(ids), dtype=torch.bool)
+    logits = (10 * x @ y.T).masked_fill(others, -torch.inf)
+    return F.cross_entropy(logits, torch.arange(len(x)))
+
+
+class PlainPairs(Plain):
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any
+    ) -> Any:
+        x, y = (mean_features(model, inputs[side]) for side in ("query", "passage"))
+        loss = dense_loss(x, y, inputs["ids"])
+        return (loss, {"loss": loss, "x": x, "y": y}) if return_outputs else loss
+
+
+def pairs_trainer(cached: bool, folder: Path, data: Rows, **extra: Any) -> Any:
+    if cached:
+        extra |= {
+            "loss": InfoNCELoss(temperature=0.1, normalize=True),
+            "loss_inputs": ("ids",),
+            "pooling": "mean",
+            "micro_batch_size": 3,
+        }
+    return (Cached if cached else PlainPairs)(
+        bert(), arguments(folder, remove_unused_columns=False), data_collator=collate_pairs,
+        train_dataset=data, eval_dataset=data[:10], **extra,
+    )  # fmt: skip
+
+
+def accelerated(cached: bool, batches: int = 4) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A loop of one's own, two batches accumulated for a step; the model that it trained."""
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = model_of("siglip")
+    before = weights_of(model)
+    data = DataLoader(rows_of(images_and_texts(BATCH * batches)), BATCH, collate_fn=collate)
+    model, optimizer, data = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.3), data
+    )
+    step = GradientCache(FeatureEncoder(model), own_loss(model), 3)
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(step(batch) if cached else model(**batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.unwrap_model(model), before
