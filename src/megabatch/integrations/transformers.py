@@ -110,6 +110,8 @@ class MegabatchTrainerMixin:
     `compute_metrics`, are the features of both sides, each (n, d).
     """
 
+    model: nn.Module
+    accelerator: Any
     #: The loss is a mean; the Trainer divides it by the accumulated batches.
     loss_is_scaled_for_ga = False
 
@@ -154,9 +156,6 @@ class MegabatchTrainerMixin:
         self.can_return_loss = True
         self._step: tuple[tuple[nn.Module, int], GradientCache] | None = None
 
-    model: nn.Module
-    accelerator: Any
-
     def compute_loss(
         self,
         model: nn.Module,
@@ -190,7 +189,8 @@ class MegabatchTrainerMixin:
                 f"{', '.join(inputs)} (remove_unused_columns=False keeps what the model does not "
                 "take)"
             )
-        rest = {name: value for name, value in inputs.items() if name not in self.loss_inputs}
+        apart = *self.loss_inputs, "return_loss"
+        rest = {name: value for name, value in inputs.items() if name not in apart}
         for_loss = {name: inputs[name] for name in self.loss_inputs}
         texts = [value for value in rest.values() if isinstance(value, Mapping)]
         if not texts:
