@@ -173,19 +173,25 @@ def infonce(
     label_smoothing: float = 0.0,
     tau_plus: float = 0.0,
     weights: Tensor | None = None,
+    margin_strategy: str = "absolute",
+    guide: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Qwen3-Embedding's Z_i, one query at a time."""
+    """Qwen3-Embedding's Z_i, one query at a time; `guide`: GISTEmbed's, features by name."""
     b = len(query)
     alike = same(torch.full((b,), -1) if ids is None else ids)
-    terms = []
-    for i in range(b):
+    features = {"query": query, "positive": positive, "shared": shared, "own": own}
+    features["queue"] = None if queue is None else queue.detach()
+
+    def similarities(f: dict[str, Tensor | None], i: int) -> tuple[Tensor, ...]:
+        """Of query i: with its positive, in the batch, with its own, others; of the reverse."""
+        query, positive, shared, own = (f.get(n) for n in ("query", "positive", "shared", "own"))
         others = [j for j in range(b) if not alike[i, j]]
         foreign = [j for j in range(b) if j != i]
         in_batch = [positive[others] @ query[i]]
         if shared is not None:
             in_batch.append(shared @ query[i])
-        if queue is not None:
-            in_batch.append(queue.detach() @ query[i])
+        if f.get("queue") is not None:
+            in_batch.append(f["queue"] @ query[i])
         if own is not None and share_negatives:
             in_batch.append(own[foreign].flatten(0, 1) @ query[i])
         hard = [] if own is None else [own[i] @ query[i]]
@@ -196,15 +202,27 @@ def infonce(
             tower.append(positive[others] @ positive[i])
             if own is not None and share_negatives:
                 tower.append(own[foreign].flatten(0, 1) @ positive[i])
-        hit = positive[i] @ query[i]
         back = query[others] @ positive[i]
         if reverse == "joint":  # Σ over all j in either direction, i included
             tower.append(back)
+        hit = positive[i] @ query[i]
+        return (
+            hit,
+            *(torch.cat([*kind, hit.new_empty(0)]) for kind in (in_batch, hard, tower)),
+            back,
+        )
+
+    terms = []
+    for i in range(b):
+        hit, *kinds, back = similarities(features, i)
+        judged_hit, *judged, judged_back = similarities(features if guide is None else guide, i)
+        if margin is not None:
+            share = judged_hit.abs() if margin_strategy == "relative" else 1
+            limit = judged_hit + margin * share
+            kinds = [kind[by <= limit] for kind, by in zip(kinds, judged, strict=True)]
+            back = back[judged_back <= limit]
         logits = [scale * hit[None]] * (2 if reverse == "joint" else 1)
-        for kind, mode in ((in_batch, "in_batch"), (hard, "hard"), (tower, "")):
-            rest = torch.cat([*kind, hit.new_empty(0)])
-            if margin is not None:
-                rest = rest[rest <= hit + margin]
+        for rest, mode in zip(kinds, ("in_batch", "hard", ""), strict=True):
             strength = hardness_strength if hardness_mode in (f"{mode}_negatives", ALL) else 0.0
             strength = strength if mode else 0.0
             logits.append(scale * rest + strength * rest.detach())
@@ -217,8 +235,6 @@ def infonce(
                 torch.cat(logits)[None], torch.tensor([0]), label_smoothing=label_smoothing
             )
         if reverse == "separate":
-            if margin is not None:
-                back = back[back <= hit + margin]
             back = scale * torch.cat([hit[None], back])
             terms[-1] = (terms[-1] + back.logsumexp(0) - back[0]) / 2
     losses = torch.stack(terms)

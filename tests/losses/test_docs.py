@@ -72,8 +72,9 @@ def test_gradient_caching_of_several_modalities_as_shown() -> None:
 
     model = Model()
     names = {"mb": mb, "model": model}
-    distilled, shown = code_of("losses.md")
+    distilled, guided, shown = code_of("losses.md")
     exec(distilled, {})
+    exec(guided, {})
     exec(shown, names)
     batch = {name: torch.randn(6, 4) for name in ("image", "text", "audio")}
     value = names["step"](batch)  # type: ignore[operator]

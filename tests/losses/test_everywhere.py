@@ -28,6 +28,12 @@ def own(x: Tensor) -> Tensor:
     return torch.stack([x.roll(i, 1) for i in (1, 2, 3)], dim=1)
 
 
+def guide(x: Tensor, start: int) -> Tensor:
+    """Features of a guide for so many rows, which autocast does not cast."""
+    made = torch.linspace(0, 9, len(x) * 3, dtype=torch.float64, device="cpu").view(-1, 3)
+    return (made + start).sin().to(torch.promote_types(x.dtype, torch.float32))
+
+
 #: Each of features x, y and a learnable scale.
 LOSSES: dict[str, Loss] = {
     "clip": mb.ClipLoss(),
@@ -52,6 +58,9 @@ LOSSES: dict[str, Loss] = {
         x, y, own(y), queue=x.detach(), weights=WEIGHTS[: len(x)]
     ),
     "ntxent, debiased": lambda x, y, s: mb.NTXentLoss(1 / s, tau_plus=0.01)(x, y),
+    "infonce, guide": lambda x, y, s: mb.InfoNCELoss(1 / s, margin=-0.1, same_tower=("query",))(
+        x, y, guide_query=guide(x, 0), guide_positive=guide(x, 1)
+    ),
     "ntxent": lambda x, y, s: mb.NTXentLoss(1 / s)(x, y),
     "dcl": lambda x, y, s: mb.DCLLoss(1 / s)(x, y, x.roll(1, 1)),
     "dcl, weighted": lambda x, y, s: mb.DCLLoss(1 / s, sigma=5.0)(x, y),

@@ -78,6 +78,8 @@ def test_further_negatives(maker: str, margin: float | None, kind: str) -> None:
     joint=st.booleans(),
     share=st.booleans(),
     queue=st.booleans(),
+    strategy=st.sampled_from(["absolute", "relative"]),
+    guided=st.booleans(),
     maker=st.sampled_from(["random", "learnt", "clustered", "badly_scaled"]),
 )
 def test_any_combination(
@@ -92,6 +94,8 @@ def test_any_combination(
     joint: bool,
     share: bool,
     queue: bool,
+    strategy: Any,
+    guided: bool,
     maker: str,
 ) -> None:
     torch.manual_seed(b * 100 + k)
@@ -106,8 +110,19 @@ def test_any_combination(
         pairs = torch.randint(-1, 5, (b,), generator=torch.Generator().manual_seed(ids))
     if kind == "shared":  # those belong to no query
         mode, share = "all_negatives" if mode == "hard_negatives" else mode, False
+    guide: dict[str, Tensor] = {}
+    if guided and margin is not None:
+        given = {"query": query, "positive": positive, kind: negatives, "queue": memory}
+        for name, like in given.items():
+            if name is not None and like is not None:
+                guide[name] = torch.randn(*like.shape[:-1], 3, dtype=torch.float64)
+    named = {
+        f"guide_{'negatives' if name in ('shared', 'own') else name}": features
+        for name, features in guide.items()
+    }
     options = {
         "margin": margin,
+        "margin_strategy": strategy,
         "same_tower": tuple(towers),
         "reverse": "joint" if joint else None,
         "share_negatives": share,
@@ -116,7 +131,7 @@ def test_any_combination(
     }
     loss = mb.InfoNCELoss(0.1, **options)
     assert_equal(
-        lambda q, p, n: loss(q, p, n if kind else None, queue=memory, ids=pairs),
+        lambda q, p, n: loss(q, p, n if kind else None, queue=memory, ids=pairs, **named),
         lambda q, p, n: infonce(
             q,
             p,
@@ -124,6 +139,7 @@ def test_any_combination(
             **({kind: n} if kind else {}),
             queue=memory,
             ids=pairs,
+            guide=guide or None,
             **options,
         ),
         query,
@@ -238,7 +254,71 @@ def test_a_nan_gives_a_nan(options: Any) -> None:
         bad.view(-1)[3] = kept
 
 
+def gistembed(
+    query: Tensor,
+    positive: Tensor,
+    scale: float,
+    guide_query: Tensor,
+    guide_positive: Tensor,
+    margin: float,
+    relative: bool,
+) -> Tensor:
+    """Solatorio 2024, arXiv 2402.16829, equation 3 and sentence-transformers' two margins."""
+    similarity = torch.cat([query @ positive.T, query @ query.T, positive @ positive.T], 1)
+    guides = guide_query @ guide_positive.T, guide_query @ guide_query.T
+    guided = torch.cat([*guides, guide_positive @ guide_positive.T], 1)
+    hit = guided.diagonal()[:, None]
+    left_out = guided > hit - margin * (hit.abs() if relative else 1)
+    left_out.diagonal()[:] = False
+    logits = scale * similarity.masked_fill(left_out, -torch.inf)
+    return torch.nn.functional.cross_entropy(logits, torch.arange(len(query)))
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_gistembed(relative: bool) -> None:
+    query, positive, *_ = features("clustered")
+    guides = [torch.nn.functional.normalize(t) for t in MAKERS["learnt"](B, B, 4)]
+    strategy = "relative" if relative else "absolute"
+    loss = mb.InfoNCELoss(
+        0.05, margin=-0.1, margin_strategy=strategy, same_tower=("query", "positive")
+    )
+    assert_equal(
+        lambda q, p: loss(q, p, guide_query=guides[0], guide_positive=guides[1]),
+        lambda q, p: gistembed(q, p, 20.0, *guides, 0.1, relative),
+        query,
+        positive,
+    )
+
+
+def test_a_guide_is_normalised_as_the_features_are() -> None:
+    query, positive, guide, *_ = features("random")
+    guides = {"guide_query": 3 * guide[:6], "guide_positive": 5 * guide[1:7]}
+    lengths = torch.arange(1, 7)[:, None]
+    ours = mb.InfoNCELoss(0.1, margin=0.0, normalize=True)
+    truth = mb.InfoNCELoss(0.1, margin=0.0)
+    units = {name: torch.nn.functional.normalize(g, dim=1) for name, g in guides.items()}
+    value = ours(lengths * query[:6], positive[:6], **guides)
+    torch.testing.assert_close(value, truth(query[:6], positive[:6], **units))
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_the_positive_are_kept(dtype: torch.dtype, guided: bool) -> None:
+    """At a margin of 0 they lie on the limit, on either side of it by rounding."""
+    b, d = 200, 384
+    query = torch.nn.functional.normalize(torch.randn(b, d), dim=1).to(dtype)
+    positive = query[:1].expand(b, d)
+    features, guides = (query, positive), {}
+    if guided:
+        features = query[:, :8], query[:, 8:16]
+        guides = {"guide_query": query, "guide_positive": positive}
+    kept = mb.InfoNCELoss(1.0, margin=0.0)(*features, **guides)
+    torch.testing.assert_close(kept, mb.InfoNCELoss(1.0)(*features), rtol=1e-6, atol=0)
+    assert mb.InfoNCELoss(1.0, margin=-1e-5)(*features, **guides) == 0  # all are left out
+
+
 X = torch.randn(6, 4)
+GUIDES = {"guide_query": X, "guide_positive": X}
 HARD: dict[str, Any] = {"hardness_mode": "hard_negatives"}
 
 
@@ -259,12 +339,30 @@ HARD: dict[str, Any] = {"hardness_mode": "hard_negatives"}
         ({"weights": torch.ones(7)}, ValueError, ("weights", "(6,)", "(7,)")),
         ({"temperature": 0.0}, ValueError, ("temperature", "positive", "0.0")),
         ({"temperature": torch.ones(3)}, ValueError, ("temperature", "(3,)")),
+        ({"guide_query": X}, ValueError, ("guide_positive", "guide's features", "None")),
+        ({"guide_positive": X}, ValueError, ("guide_query", "guide's features", "None")),
+        (GUIDES | {"negatives": X}, ValueError, ("guide_negatives", "None")),
+        (GUIDES | {"guide_queue": X}, ValueError, ("guide_queue", "None without queue")),
+        (GUIDES | {"guide_positive": X[:, :3]}, ValueError, ("guide_positive", "width 4", "3")),
+        (GUIDES | {"guide_query": X[1:]}, ValueError, ("guide_query", "(6, d')", "(5, 4)")),
+        (GUIDES | {"guide_query": [1]}, TypeError, ("guide_query", "(6, d')", "list")),
+        (GUIDES | {"guide_positive": X.double()}, TypeError, ("guide_positive", "float64")),
+        (
+            GUIDES | {"negatives": X[:, None], "guide_negatives": X},
+            ValueError,
+            ("guide_negatives", "(6, 1, d')", "(6, 4)"),
+        ),
     ],
 )
 def test_bad_arguments(arguments: Any, error: type, words: tuple[str, ...]) -> None:
     with pytest.raises(error) as caught:
-        mb.InfoNCELoss(0.1)(**({"query": X, "positive": X} | arguments))
+        mb.InfoNCELoss(0.1, margin=0.0)(**({"query": X, "positive": X} | arguments))
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_guide_needs_a_margin() -> None:
+    with pytest.raises(ValueError, match=r"margin: expected a number .* guide, got None"):
+        mb.InfoNCELoss(0.1)(X, X, **GUIDES)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +374,7 @@ def test_bad_arguments(arguments: Any, error: type, words: tuple[str, ...]) -> N
         ({"temperature": torch.tensor(1)}, TypeError, ("temperature", "int64")),
         ({"margin": "0.1"}, TypeError, ("margin", "str")),
         ({"margin": float("nan")}, ValueError, ("margin", "nan")),
+        ({"margin_strategy": "share"}, ValueError, ("margin_strategy", "relative", "'share'")),
         ({"same_tower": "query"}, TypeError, ("same_tower", "'query'")),
         ({"same_tower": ("document",)}, ValueError, ("same_tower", "document", "positive")),
         ({"label_smoothing": 1.0}, ValueError, ("label_smoothing", "below 1", "1.0")),

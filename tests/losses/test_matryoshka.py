@@ -109,3 +109,15 @@ def test_bad_features() -> None:
         loss({"image": torch.randn(3, 20), "text": torch.randn(3, 8)}, 1.0)
     with pytest.raises(ValueError, match=r"features.*none"):
         loss(torch.ones(3), 1.0)
+
+
+def test_a_guide_stays_whole() -> None:
+    query, positive = MAKERS["random"](8, 8, 6)
+    guides = dict(zip(("guide_query", "guide_positive"), MAKERS["random"](8, 8, 2), strict=True))
+    loss = mb.InfoNCELoss(0.1, margin=-0.2)
+    assert_equal(
+        lambda q, p: mb.MatryoshkaLoss(loss, [3, 6], normalize=False)(q, p, **guides),
+        lambda q, p: loss(q[:, :3], p[:, :3], **guides) + loss(q, p, **guides),
+        query,
+        positive,
+    )

@@ -38,6 +38,12 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "infonce, queue": lambda x, y: mb.InfoNCELoss(0.5)(x, x, queue=y),
     "infonce, negatives": lambda x, y: mb.InfoNCELoss(0.5)(x, x, y),
     "infonce, own": lambda x, y: mb.InfoNCELoss(0.5)(x, x, y[:, None]),
+    "infonce, guide": lambda x, y: mb.InfoNCELoss(0.5, margin=-0.1)(
+        x.cos().nan_to_num(), x.cos().nan_to_num(), guide_query=x, guide_positive=y
+    ),
+    "infonce, guide of negatives": lambda x, y: mb.InfoNCELoss(0.5, margin=-9.0)(
+        *[ZEROS[: len(x), None] + 1] * 3, guide_query=x, guide_positive=x, guide_negatives=y
+    ),
     "ntxent": lambda x, y: mb.NTXentLoss(0.5)(x, y),
     "dcl": lambda x, y: mb.DCLLoss(0.5)(x, y),
     "supcon": lambda x, y: mb.SupConLoss(0.5)(torch.cat([x, y]), IDS[: len(x)].repeat(2)),

@@ -265,8 +265,9 @@ def test_errors_name_the_class_that_was_called(kind: Any) -> None:
         (mb.SigLipLoss(group="local"), "SigLipLoss(normalize=False, group='local')"),
         (
             mb.InfoNCELoss(0.05, margin=0.1, same_tower=("query",)),
-            "InfoNCELoss(temperature=0.05, margin=0.1, same_tower=('query',), "
-            "reverse=None, share_negatives=False, hardness_mode=None, hardness_strength=0.0, "
+            "InfoNCELoss(temperature=0.05, margin=0.1, margin_strategy='absolute', "
+            "same_tower=('query',), reverse=None, share_negatives=False, hardness_mode=None, "
+            "hardness_strength=0.0, "
             "label_smoothing=0.0, tau_plus=0.0, normalize=False, group=None)",
         ),
         (

@@ -18,6 +18,7 @@ from megabatch.similarity.arguments import extremes
 
 X, Y = torch.randn(6, 4), torch.randn(5, 4)
 IDS = torch.arange(6), torch.arange(5)
+GUIDED: dict[str, Any] = {"ids": IDS, "ceiling": torch.ones(6)}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,19 @@ def test_features_and_scale(arguments: Any, error: type, words: tuple[str, ...])
         ({"ids": (IDS[0], [1, 2])}, TypeError, ("ids[1]", "list")),
         ({"ids": IDS, "ceiling": torch.ones(5)}, ValueError, ("ceiling", "(6,)", "(5,)")),
         ({"ids": IDS, "ceiling": 0.5}, TypeError, ("ceiling", "float")),
+        ({"ids": IDS, "guide": (X, Y)}, ValueError, ("ceiling", "guide", "None")),
+        (GUIDED | {"guide": X}, TypeError, ("guide", "Tensor")),
+        (GUIDED | {"guide": (X, Y, X)}, TypeError, ("guide", "3 items")),
+        (GUIDED | {"guide": (X, [1])}, TypeError, ("guide[1]", "list")),
+        (GUIDED | {"guide": (X, Y[:, :1])}, ValueError, ("guide[1]", "width", "1")),
+        (GUIDED | {"guide": (Y, X)}, ValueError, ("guide[0]", "6 rows", "x", "5")),
+        (GUIDED | {"guide": (X, X)}, ValueError, ("guide[1]", "5 rows", "y", "6")),
+        (GUIDED | {"guide": (X, Y.double())}, TypeError, ("guide[1]", "float64")),
+        (
+            GUIDED | {"guide": (X.double(), Y.double())},
+            TypeError,
+            ("guide[0]", "no float64", "float32"),
+        ),
         ({"ids": IDS, "sides": "columns"}, ValueError, ("sides", "'columns'", "'rows'")),
         ({"ids": IDS, "group": "world"}, TypeError, ("group", "'world'", "'local'")),
     ],

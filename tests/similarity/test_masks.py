@@ -3,7 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megabatch.similarity.masks import DROPPED, PAIRED, PLAIN, Pairs, SortedMatrix, restore, sort
+from megabatch.similarity.masks import (
+    DROPPED,
+    PAIRED,
+    PLAIN,
+    Guide,
+    Pairs,
+    SortedMatrix,
+    restore,
+    sort,
+)
 
 
 def some(n: int) -> torch.Tensor:
@@ -11,14 +20,10 @@ def some(n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("diagonal", [PLAIN, PAIRED, DROPPED])
-def test_each_row_keeps_its_features_id_and_ceiling(diagonal: str) -> None:
-    x, y, ids, ceiling = (
-        torch.randn(20, 3),
-        torch.randn(20, 3),
-        (some(20), some(20)),
-        torch.rand(20),
-    )
-    matrix = SortedMatrix.of(x, y, Pairs(diagonal, *ids, ceiling))
+def test_each_row_keeps_its_features_id_ceiling_and_guide(diagonal: str) -> None:
+    x, y, u, v = (torch.randn(20, d) for d in (3, 3, 2, 2))
+    ids, ceiling = (some(20), some(20)), torch.rand(20)
+    matrix = SortedMatrix.of(x, y, Pairs(diagonal, *ids, ceiling, Guide(u, v)))
     assert matrix.row_order is not None
     assert matrix.col_order is not None
     assert torch.equal(matrix.x, x[matrix.row_order])
@@ -29,6 +34,9 @@ def test_each_row_keeps_its_features_id_and_ceiling(diagonal: str) -> None:
     assert torch.equal(matrix.pairs.col_ids, ids[1][matrix.col_order])
     assert matrix.pairs.ceiling is not None
     assert torch.equal(matrix.pairs.ceiling, ceiling[matrix.row_order])
+    assert matrix.pairs.guide is not None
+    assert torch.equal(matrix.pairs.guide.rows, u[matrix.row_order])
+    assert torch.equal(matrix.pairs.guide.cols, v[matrix.col_order])
     if diagonal == PLAIN:
         assert torch.equal(matrix.pairs.col_ids, ids[1].sort(stable=True).values)
     else:  # pairs (i, i) stay on the diagonal

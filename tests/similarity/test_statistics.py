@@ -134,6 +134,59 @@ def test_self_similarity_is_exact(maker: str, ids: str, ceiling: bool) -> None:
     compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("ids", ["paired", "some", "all", "paired among some", "against itself"])
+@pytest.mark.parametrize("maker", ["random", "clustered", "badly_scaled"])
+def test_a_guide_in_place_of_the_logits(maker: str, ids: str) -> None:
+    m = n = 90
+    n = 61 if ids in ("some", "all") else n
+    x, y = MAKERS[maker](m, n, 12)
+    u, v = MAKERS["random"](m, n, 5)
+    chosen: dict[str, Any] = {
+        "paired": {"ids": "paired"},
+        "some": {"ids": some_ids(m, n, 20)},
+        "all": {"ids": (torch.zeros(m, dtype=torch.int64), torch.zeros(n, dtype=torch.int64))},
+        "paired among some": {"ids": some_ids(m, m, 15), "positives": "paired"},
+        "against itself": {"ids": some_ids(m, m, 15)},
+    }[ids]
+    if ids == "against itself":
+        mine, theirs = leaves(x, 14.3), leaves(x, 14.3)
+        (a, s), (b, t) = mine, theirs
+        arguments, wanted, guide, v = (a, None, s), (b, None, t), u, u
+    else:
+        mine, theirs = leaves(x, y, 14.3), leaves(x, y, 14.3)
+        arguments, wanted, guide = tuple(mine), tuple(theirs), (u, v)
+    limit = torch.linspace(-1, 1, m, dtype=torch.float64)  # all are left out, none is
+    ours = similarity.split_logsumexp(*arguments, ceiling=limit, guide=guide, **chosen)
+    truth = dense.split_logsumexp(*wanted, ceiling=limit, guide=(u, v), **chosen)
+    compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_guide_has_a_dtype_of_its_own(dtype: torch.dtype) -> None:
+    """Its products are in float32, and autocast does not cast it."""
+    x, y = (t.bfloat16() for t in MAKERS["random"](40, 40, 8))
+    guide = [t.to(dtype) for t in MAKERS["random"](40, 40, 16)]
+    limit = torch.full((40,), 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = similarity.split_logsumexp(x, y, 20.0, ceiling=limit, guide=guide)
+    wide = [t.double() for t in guide]
+    truth = dense.split_logsumexp(
+        x.double(), y.double(), 20.0, ceiling=limit.double(), guide=(wide[0], wide[1])
+    )
+    for mine, theirs in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine.negative.double(), theirs.negative, rtol=1e-5, atol=1e-5)
+
+
+def test_a_guide_gets_no_gradient() -> None:
+    x, y, u, v = (torch.randn(6, 3, requires_grad=True) for _ in range(4))
+    rows, _ = similarity.split_logsumexp(x, y, ceiling=torch.zeros(6), guide=(u, v))
+    rows.negative[rows.negative.isfinite()].sum().backward()
+    assert x.grad is not None
+    assert u.grad is None
+    assert v.grad is None
+
+
 def test_self_similarity_does_half_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     similarity_blocks = []
     original = softmax.forward_tile
@@ -194,9 +247,10 @@ def test_operators_are_registered_in_full() -> None:
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     ids = (torch.arange(6) % 3, torch.arange(5) % 3)
     for arguments in (
-        (x, y, scale, None, None, None, "plain", True, True),
-        (x, y, scale, *ids, None, "plain", False, False),
-        (x, None, scale, None, None, None, "dropped", False, True),
+        (x, y, scale, *[None] * 5, "plain", True, True),
+        (x, y, scale, *ids, *[None] * 3, "plain", False, False),
+        (x, None, scale, *[None] * 5, "dropped", False, True),
+        (x[:5], y, scale, None, None, torch.zeros(5), x[:5, :1], y[:, :1], "paired", True, True),
     ):
         own = [*call_settings.of_call(x)]
         plain = ("logsumexp", "x", "", own)
@@ -306,7 +360,7 @@ def test_kept_logits_spare_the_backward_pass_their_products(
 def test_nothing_is_kept_without_gradients_or_room() -> None:
     x, y = torch.randn(40, 4), torch.randn(30, 4)
     assert softmax.saved_logits(x, y, 256 << 20) == 1200
-    arguments = (x, y, torch.tensor(1.0), None, None, None, "plain", True)
+    arguments = (x, y, torch.tensor(1.0), *[None] * 5, "plain", True)
     plain = (False, "logsumexp", "", "", call_settings.of_call(x))
     assert torch.ops.megabatch.logsumexps(*arguments, *plain)[3].numel() == 0
     assert softmax.saved_logits(torch.randn(3000, 4), torch.randn(3000, 4), 64 << 10) <= 16 << 10

@@ -20,9 +20,17 @@ from megabatch.losses.arguments import (
     own_ids,
 )
 from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
-from megabatch.losses.negatives import Candidates, Logits, no_ids
+from megabatch.losses.negatives import (
+    Candidates,
+    Logits,
+    Rows,
+    check_guides,
+    no_ids,
+    similarity_limit,
+)
+from megabatch.losses.normalization import unit_rows
 from megabatch.losses.terms import debiased, minus_log_probability
-from megabatch.similarity import Split, paired
+from megabatch.similarity import Split
 from megabatch.similarity.arguments import check_dense, check_two
 from megabatch.similarity.distributed.means import global_mean, pair_ids
 
@@ -34,13 +42,17 @@ class InfoNCELoss(TemperatureLoss):
 
     Further negatives join the same softmax: shared ones, each query's own, a queue, the other rows
     of the same tower. With `margin=0.1` and `same_tower=("query", "positive")` this is the loss of
-    Qwen3-Embedding (arXiv 2506.05176).
+    Qwen3-Embedding (arXiv 2506.05176); with `margin=0.0`, the same towers and the features of a
+    guide model, GISTEmbed's (arXiv 2402.16829).
 
     Args:
         temperature: see `TemperatureLoss`.
         margin: negatives more similar to their row than its query is to its positive, by more than
             this, are taken for false ones and left out; in units of <query, positive>, before the
-            temperature. A negative number leaves out close ones too. None: all are kept.
+            temperature. A negative number leaves out close ones too. None: all are kept. A negative
+            that exceeds this limit by rounding alone, as a copy of the positive may, is kept.
+        margin_strategy: "absolute", or "relative": the margin is a share of the absolute similarity
+            of query and positive.
         same_tower: of "query" and "positive": whose other rows become negatives too, queries of a
             query, positives of its positive (Li et al. 2023, arXiv 2308.03281).
         reverse: None, the loss has one direction. "joint": the softmax of a query also has the
@@ -73,6 +85,7 @@ class InfoNCELoss(TemperatureLoss):
     settings = (
         "temperature",
         "margin",
+        "margin_strategy",
         "same_tower",
         "reverse",
         "share_negatives",
@@ -82,12 +95,15 @@ class InfoNCELoss(TemperatureLoss):
         "tau_plus",
         *ContrastiveLoss.settings,
     )
+    #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.
+    whole = ("guide_query", "guide_positive", "guide_negatives", "guide_queue")
 
     def __init__(
         self,
         temperature: float | Tensor,
         *,
         margin: float | None = None,
+        margin_strategy: Literal["absolute", "relative"] = "absolute",
         same_tower: Collection[str] = (),
         reverse: Literal["joint", "separate"] | None = None,
         share_negatives: bool = False,
@@ -102,6 +118,8 @@ class InfoNCELoss(TemperatureLoss):
         if isinstance(same_tower, str):
             raise TypeError(f"same_tower: expected a collection of names, got {same_tower!r}")
         self.margin = None if margin is None else check_number("margin", margin)
+        check_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
+        self.margin_strategy = margin_strategy
         self.same_tower = tuple(same_tower)
         for name in self.same_tower:
             check_choice("same_tower", name, ("query", "positive"))
@@ -134,6 +152,10 @@ class InfoNCELoss(TemperatureLoss):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
         temperature: float | Tensor | None = None,
+        guide_query: Tensor | None = None,
+        guide_positive: Tensor | None = None,
+        guide_negatives: Tensor | None = None,
+        guide_queue: Tensor | None = None,
     ) -> Tensor:
         """The mean loss over queries; 0 for a query without negatives, log 2 if reverse="joint".
 
@@ -148,6 +170,11 @@ class InfoNCELoss(TemperatureLoss):
             weights: (b,) factors of the queries' losses, data, not negative; the loss is their
                 weighted mean, 0 where all weights are 0.
             temperature: this call's, instead of the constructor's.
+            guide_query, guide_positive, guide_negatives, guide_queue: another model's features of
+                the same rows, of any width d', for all that are given or for none. The margin then
+                holds for their similarities instead of the trained ones'. In any floating dtype,
+                float64 exactly if `query` is; autocast does not cast them; no gradient flows into
+                them.
 
         Returns:
             A scalar in float32 (float64 for float64 features).
@@ -163,19 +190,47 @@ class InfoNCELoss(TemperatureLoss):
         if queue is not None:
             check_two(query, queue, ("query", "queue"))
             queue = queue.detach()
-        query, positive, negatives, queue = self._operands(query, positive, negatives, queue)
-        shared = negatives if negatives is not None and negatives.dim() == 2 else None
-        own = negatives if negatives is not None and negatives.dim() == 3 else None
+        guides = guide_query, guide_positive, guide_negatives, guide_queue
+        check_guides((query, positive, negatives, queue), guides, self.margin)
         weights = check_weights(weights, query)
-        scale = self._scale(temperature, query)
-        if ids is not None:
-            ids = own_ids(ids, query, self.group)
+        losses = self._losses(
+            self._rows(query, guide_query),
+            self._rows(positive, guide_positive),
+            None if negatives is None else self._rows(negatives, guide_negatives),
+            None if queue is None else self._rows(queue, guide_queue),
+            self._scale(temperature, query),
+            None if ids is None else own_ids(ids, query, self.group),
+        )
+        for guide in guides:
+            if guide is not None:  # a NaN drops no pair, which would pass for a plausible loss
+                losses = losses + 0 * guide.detach().sum(dtype=losses.dtype)
+        return global_mean(losses, self.group, weights, name="query")
+
+    def _rows(self, features: Tensor, guide: Tensor | None) -> Rows:
+        """As operands; the guide's in their own dtype, normalised if the features are."""
+        if guide is not None:
+            guide = guide.detach()
+            guide = unit_rows(guide, guide.dtype) if self.normalize else guide
+        return Rows(self._operand(features), guide)
+
+    def _losses(
+        self,
+        query: Rows,
+        positive: Rows,
+        negatives: Rows | None,
+        queue: Rows | None,
+        scale: Tensor,
+        ids: Tensor | None,
+    ) -> Tensor:
+        """The loss of each query, (b,)."""
+        each = negatives is not None and negatives.features.dim() == 3
+        shared, own = (None, negatives) if each else (negatives, None)
         plain, in_batch, hard = self._logits(query, positive, scale)
 
         parts = self._same_tower(plain, query, positive, own, ids)
         if own is not None and self.share_negatives and in_batch is hard:
             # All of them count alike: it does not matter whose they are.
-            shared, own = own.flatten(0, 1), None
+            shared, own = own.flat(), None
         apart = shared if ids is not None else None  # from the sweep of the positives
         parts += self._further(in_batch, hard, query, apart, own, queue)
         # The columns of the sweep serve the other direction where nothing differs but the side.
@@ -185,19 +240,18 @@ class InfoNCELoss(TemperatureLoss):
             back, _ = self._in_batch(plain, positive, query, None, ids, False)
         rows = rows._replace(negative=reduce(torch.logaddexp, parts, rows.negative))
         if back is not None:
-            losses = self._both_directions(rows, back)
-        else:
-            candidates = Candidates(positive, shared, own, queue)
-            losses = self._one_direction(rows, scale, query, candidates)
-        return global_mean(losses, self.group, weights, name="query")
+            return self._both_directions(rows, back)
+        others = (None if r is None else r.features for r in (shared, own, queue))
+        candidates = Candidates(positive.features, *others)
+        return self._one_direction(rows, scale, query.features, candidates)
 
-    def _logits(self, query: Tensor, positive: Tensor, scale: Tensor) -> tuple[Logits, ...]:
+    def _logits(self, query: Rows, positive: Rows, scale: Tensor) -> tuple[Logits, ...]:
         """Of negatives that are not weighted, of those in the batch, of each query's own."""
-        limit = None
+        limit, guided = None, query.guide is not None
         if self.margin is not None:
-            limit = paired(query.detach(), positive.detach()) + self.margin
-        plain = Logits(scale, limit, self.group)
-        weighted = Logits(scale, limit, self.group, self.hardness_strength)
+            limit = similarity_limit(query, positive, self.margin, self.margin_strategy)
+        plain = Logits(scale, limit, self.group, guided=guided)
+        weighted = Logits(scale, limit, self.group, self.hardness_strength, guided=guided)
         in_batch = self.hardness_mode in ("in_batch_negatives", "all_negatives")
         own = self.hardness_mode in ("hard_negatives", "all_negatives")
         return plain, weighted if in_batch else plain, weighted if own else plain
@@ -229,9 +283,9 @@ class InfoNCELoss(TemperatureLoss):
     def _in_batch(
         self,
         logits: Logits,
-        query: Tensor,
-        positive: Tensor,
-        shared: Tensor | None,
+        query: Rows,
+        positive: Rows,
+        shared: Rows | None,
         ids: Tensor | None,
         both: bool,
     ) -> tuple[Split, Split | None]:
@@ -245,10 +299,10 @@ class InfoNCELoss(TemperatureLoss):
             return logits.split(query, positive, ids=(ids, ids), positives="paired", sides=sides)
         if shared is None:
             return logits.split(query, positive, sides=sides)
-        b = query.shape[0]
-        ids = pair_ids(b, self.group, device=query.device)
+        b = len(query.features)
+        ids = pair_ids(b, self.group, device=query.features.device)
         candidate_ids = torch.cat([ids, no_ids(shared)])
-        candidates = torch.cat([positive, shared])
+        candidates = positive.followed_by(shared)
         rows, columns = logits.split(query, candidates, ids=(ids, candidate_ids), sides=sides)
         return rows, None if columns is None else Split(*(part[:b] for part in columns))
 
@@ -256,10 +310,10 @@ class InfoNCELoss(TemperatureLoss):
         self,
         in_batch: Logits,
         own_logits: Logits,
-        query: Tensor,
-        shared: Tensor | None,
-        own: Tensor | None,
-        queue: Tensor | None,
+        query: Rows,
+        shared: Rows | None,
+        own: Rows | None,
+        queue: Rows | None,
     ) -> list[Tensor]:
         """Log-sum-exps of the queries over further negatives; a list of them."""
         parts = []
@@ -276,9 +330,9 @@ class InfoNCELoss(TemperatureLoss):
     def _same_tower(
         self,
         logits: Logits,
-        query: Tensor,
-        positive: Tensor,
-        own: Tensor | None,
+        query: Rows,
+        positive: Rows,
+        own: Rows | None,
         ids: Tensor | None,
     ) -> list[Tensor]:
         """Log-sum-exps of the other rows of the same tower; a list of them."""

@@ -64,14 +64,19 @@ class MatryoshkaLoss(nn.Module):
         Raises:
             ValueError: features narrower than the largest of `dims`, or none at all.
         """
-        named = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+        whole = getattr(self.loss, "whole", ())
+        cut = {name: value for name, value in kwargs.items() if name not in whole}
+        named = {**{f"argument {i}": a for i, a in enumerate(args)}, **cut}
         if not any([_check_width(name, value, max(self.dims)) for name, value in named.items()]):
             raise ValueError("features: expected at least one tensor of shape (n, d), got none")
         total: Any = None
         for dim, weight in zip(self.dims, self.weights, strict=True):
             loss = self.loss(
                 *(self._cut(value, dim) for value in args),
-                **{name: self._cut(value, dim) for name, value in kwargs.items()},
+                **{
+                    name: value if name in whole else self._cut(value, dim)
+                    for name, value in kwargs.items()
+                },
             )
             if isinstance(loss, Mapping):
                 before = total or dict.fromkeys(loss, 0.0)

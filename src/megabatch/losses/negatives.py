@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -11,12 +13,37 @@ from torch.utils.checkpoint import checkpoint
 
 from megabatch.losses.terms import scale_gradient
 from megabatch.similarity import Split, logsumexp, split_logsumexp
-from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity.arguments import accumulator_dtype, check_dense, check_guide
 from megabatch.similarity.distributed.means import pair_ids, sum_over_ranks
+from megabatch.similarity.pointwise import row_products
 from megabatch.torch_internals import transforms_active
 
 #: Elements of per-query negatives that are converted at a time.
 CHUNK = 1 << 22
+
+
+class Rows(NamedTuple):
+    """Features, (m, d) or (b, k, d), and a guide model's of the same rows; None without a guide."""
+
+    features: Tensor
+    guide: Tensor | None
+
+    @property
+    def judged(self) -> Tensor:
+        """The features whose similarities a margin is about."""
+        return self.features.detach() if self.guide is None else self.guide
+
+    def flat(self) -> Rows:
+        """(b, k, d) as (b * k, d)."""
+        guide = None if self.guide is None else self.guide.flatten(0, 1)
+        return Rows(self.features.flatten(0, 1), guide)
+
+    def followed_by(self, others: Rows) -> Rows:
+        """These rows, then the others."""
+        guide = None
+        if self.guide is not None and others.guide is not None:
+            guide = torch.cat([self.guide, others.guide])
+        return Rows(torch.cat([self.features, others.features]), guide)
 
 
 class Logits:
@@ -30,11 +57,18 @@ class Logits:
 
     Args:
         scale: (). limit: (rows,) similarities; negatives above their row's are left out. None: all
-            are kept. group: as in `split_logsumexp`. strength: a.
+            are kept. group: as in `split_logsumexp`. strength: a. guided: the limit is about the
+            guide's similarities.
     """
 
     def __init__(
-        self, scale: Tensor, limit: Tensor | None, group: object, strength: float = 0.0
+        self,
+        scale: Tensor,
+        limit: Tensor | None,
+        group: object,
+        strength: float = 0.0,
+        *,
+        guided: bool = False,
     ) -> None:
         self.group, self.factor = group, None
         if strength:
@@ -42,31 +76,38 @@ class Logits:
             # The scale's own gradient needs no correction: undo the factor there.
             scale = scale_gradient(scale + strength, self.factor.reciprocal())
         self.scale = scale
-        self.ceiling = None if limit is None else limit * scale.detach()
+        self.ceiling = limit if limit is None or guided else limit * scale.detach()
 
-    def split(self, x: Tensor, y: Tensor | None, **options: Any) -> tuple[Split, Split | None]:
+    def split(self, x: Rows, y: Rows | None, **options: Any) -> tuple[Split, Split | None]:
         """`split_logsumexp` with weighted negatives; `positive` is then not to be used."""
         common: dict[str, Any] = {"sides": "rows", "ceiling": self.ceiling, "group": self.group}
-        rows, columns = split_logsumexp(x, y, self.scale, **(common | options))
+        if x.guide is not None:
+            common["guide"] = x.guide if y is None else (x.guide, y.guide)
+        columns_of = None if y is None else y.features
+        rows, columns = split_logsumexp(x.features, columns_of, self.scale, **(common | options))
         return self._weighted(rows), None if columns is None else self._weighted(columns)
 
-    def all(self, x: Tensor, y: Tensor, group: object) -> Tensor:
+    def all(self, x: Rows, y: Rows, group: object) -> Tensor:
         """Log-sum-exp of each row of x over all rows of y, (m,)."""
         if self.ceiling is not None:
             return self.split(x, y, ids=(no_ids(x), no_ids(y)), group=group)[0].negative
-        return self._corrected(logsumexp(x, y, self.scale, sides="rows", group=group)[0])
+        found = logsumexp(x.features, y.features, self.scale, sides="rows", group=group)
+        return self._corrected(found[0])
 
-    def others(self, x: Tensor, own: Tensor) -> Tensor:
+    def others(self, x: Rows, own: Rows) -> Tensor:
         """Log-sum-exp of each row i of x over the `own` (m, k, d) of all other rows, (m,)."""
-        pairs = pair_ids(x.shape[0], self.group, device=x.device)
-        owners = pairs.repeat_interleave(own.shape[1])
-        return self.split(x, own.flatten(0, 1), ids=(pairs, owners))[0].negative
+        m, k = own.features.shape[:2]
+        pairs = pair_ids(m, self.group, device=x.features.device)
+        return self.split(x, own.flat(), ids=(pairs, pairs.repeat_interleave(k)))[0].negative
 
-    def own(self, x: Tensor, own: Tensor) -> Tensor:
+    def own(self, x: Rows, own: Rows) -> Tensor:
         """Log-sum-exp of each row i of x over its `own[i]` (k, d), (m,)."""
-        logits = own_products(x, own) * self.scale
+        logits = own_products(x.features, own.features) * self.scale
         if self.ceiling is not None:
-            logits = logits.masked_fill(logits > self.ceiling[:, None], -torch.inf)
+            judged = logits
+            if x.guide is not None and own.guide is not None:
+                judged = own_products(x.guide, own.guide)
+            logits = logits.masked_fill(judged > self.ceiling[:, None], -torch.inf)
         return self._corrected(logits.logsumexp(1))
 
     def _weighted(self, side: Split) -> Split:
@@ -80,9 +121,24 @@ class Logits:
         return lse if self.factor is None else scale_gradient(lse, self.factor)
 
 
-def no_ids(features: Tensor) -> Tensor:
+def similarity_limit(query: Rows, positive: Rows, margin: float, strategy: str) -> Tensor:
+    """(b,): similarities above it are those of false negatives.
+
+    That of query and positive, plus the margin, or with strategy "relative" that share of its
+    absolute value.
+    """
+    x, y = query.judged, positive.judged
+    similarity = row_products(x, y)
+    share = similarity.abs() if strategy == "relative" else 1
+    # A sum of d products is rounded in another order here than in a tile.
+    rounding = torch.finfo(similarity.dtype).eps * math.sqrt(x.shape[1])
+    tie = rounding * row_products(x, x).sqrt() * row_products(y, y).sqrt()
+    return similarity + margin * share + tie
+
+
+def no_ids(rows: Rows) -> Tensor:
     """Ids for rows that are no other row's positive."""
-    return torch.full((features.shape[0],), -1, device=features.device)
+    return torch.full((len(rows.features),), -1, device=rows.features.device)
 
 
 def own_products(query: Tensor, own: Tensor) -> Tensor:
@@ -104,6 +160,35 @@ def _products(query: Tensor, negatives: Tensor) -> Tensor:
     kind = query.device.type  # autocast does not know meta
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         return torch.bmm(negatives.to(dtype), query.to(dtype).unsqueeze(2)).squeeze(2)
+
+
+def check_guides(
+    features: Sequence[Tensor | None], guides: Sequence[Any], margin: float | None
+) -> None:
+    """A guide's features of the query, positives, negatives and queue: of all that are, or none."""
+    if all(guide is None for guide in guides):
+        return
+    if margin is None:
+        raise ValueError("margin: expected a number with the features of a guide, got None")
+    query, names = features[0], ("query", "positive", "negatives", "queue")
+    assert query is not None
+    for name, like, guide in zip(names, features, guides, strict=True):
+        if (guide is None) != (like is None):
+            expected = f"None without {name}" if like is None else "the guide's features too"
+            came = "None" if guide is None else "a guide's features"
+            raise ValueError(f"guide_{name}: expected {expected}, got {came}")
+        if like is None:
+            continue
+        shape = f"({', '.join(map(str, like.shape[:-1]))}, d')"
+        if not isinstance(guide, Tensor):
+            came = type(guide).__name__
+            raise TypeError(f"guide_{name}: expected a tensor of shape {shape}, got {came}")
+        if guide.shape[:-1] != like.shape[:-1]:
+            came = str(tuple(guide.shape))
+            raise ValueError(f"guide_{name}: expected shape {shape}, got {came}")
+        check_dense(f"guide_{name}", guide)
+        both, called = (guides[0], guide.flatten(0, -2)), ("guide_query", f"guide_{name}")
+        check_guide(both, query, like.flatten(0, -2), called, ("query", name))
 
 
 class Candidates(NamedTuple):

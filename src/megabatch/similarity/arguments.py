@@ -74,6 +74,36 @@ def check_same_rows(x: Tensor, y: Tensor, names: tuple[str, str] = ("x", "y")) -
         )
 
 
+def check_guide(
+    guide: Any,
+    x: Tensor,
+    y: Tensor | None,
+    names: tuple[str, str] = ("guide[0]", "guide[1]"),
+    others: tuple[str, str] = ("x", "y"),
+) -> tuple[Tensor, Tensor]:
+    """Another model's features for the rows of x and of y, without a gradient.
+
+    Of any width and dtype, but float64 exactly if x is. y=None: one matrix may serve both.
+    """
+    if isinstance(guide, Tensor) and y is None:
+        guide = guide, guide
+    if not isinstance(guide, (tuple, list)) or len(guide) != 2:
+        came = f"{len(guide)} items" if isinstance(guide, (tuple, list)) else type(guide).__name__
+        raise TypeError(f"guide: expected (guide_x, guide_y), got {came}")
+    check_two(guide[0], guide[1], names, autocast=False)
+    check_same_rows(x, guide[0], (others[0], names[0]))
+    check_same_rows(x if y is None else y, guide[1], (others[0 if y is None else 1], names[1]))
+    for name, features in zip(names, guide, strict=True):
+        if features.device != x.device:
+            raise ValueError(f"{name}: expected device {x.device}, got {features.device}")
+        if (features.dtype == torch.float64) != (x.dtype == torch.float64):
+            expected = "float64" if x.dtype == torch.float64 else "no float64"
+            raise TypeError(
+                f"{name}: expected {expected} since {others[0]} has {x.dtype}, got {features.dtype}"
+            )
+    return guide[0].detach(), guide[1].detach()
+
+
 def as_number(value: Any) -> float | None:
     """A real number as a float, NumPy's scalars and 0-d arrays included; None for all else."""
     if isinstance(value, (int, float)):

@@ -32,6 +32,7 @@ def split_logsumexp(
     ids: str | tuple[Tensor, Tensor] = "paired",
     positives: str = "ids",
     ceiling: Tensor | None = None,
+    guide: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Split, Split]:
     """As `megabatch.similarity.split_logsumexp`, both sides."""
     s = logits(x, x if y is None else y, scale)
@@ -48,7 +49,8 @@ def split_logsumexp(
         equal = torch.eye(m, n, dtype=torch.bool, device=s.device)
         negative = negative & ~equal
     if ceiling is not None:
-        negative = negative & ~(s > ceiling[:, None])
+        judged = s if guide is None else guide[0] @ guide[1].T
+        negative = negative & ~(judged > ceiling[:, None])
     sides = [_side(s, kept & equal, negative, dim) for dim in (1, 0)]
     return sides[0], sides[1]
 

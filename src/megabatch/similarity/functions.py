@@ -12,6 +12,7 @@ from megabatch.similarity import backends, settings
 from megabatch.similarity.arguments import (
     cast_for_autocast,
     check_features,
+    check_guide,
     check_integers,
     check_same_rows,
     check_scalar,
@@ -20,13 +21,14 @@ from megabatch.similarity.arguments import (
 )
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.means import replicated
-from megabatch.similarity.masks import DROPPED, PAIRED, PLAIN, Pairs
+from megabatch.similarity.masks import DROPPED, PAIRED, PLAIN, Guide, Pairs
 from megabatch.similarity.reductions.sigmoid import softplus_sums
 from megabatch.similarity.reductions.soft_targets import against_soft_targets
 from megabatch.similarity.reductions.softmax import logsumexps
 from megabatch.torch_internals import transforms_active
 
 Ids: TypeAlias = "str | Tensor | tuple[Tensor, Tensor]"
+Guides: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
 class Split(NamedTuple):
@@ -82,6 +84,7 @@ def split_logsumexp(
     ids: Ids = "paired",
     positives: str = "ids",
     ceiling: Tensor | None = None,
+    guide: Guides | None = None,
     sides: str = "both",
     group: object = None,
 ) -> tuple[Split, Split | None]:
@@ -98,6 +101,11 @@ def split_logsumexp(
             pairs of equal ids are left out (known false negatives).
         ceiling: (m,) logits; pairs of different ids whose logit exceeds their row's ceiling are
             left out (margin-based false negatives). No gradient flows into it.
+        guide: `(guide_x (m, d'), guide_y (n, d'))`, another model's features of any width; with
+            y=None one matrix serves both. The ceiling then holds for their products <guide_x_i,
+            guide_y_j>, without the scale, instead of the logits. In any floating dtype, float64
+            exactly if x is; autocast does not cast them. Products and sums are in float32; NaN
+            exceeds no ceiling. No gradient flows into them.
         sides: "both", or "rows" where the columns' side is not wanted and costs nothing.
         group: as in `logsumexp`. "paired" means row i and column i of the same process; ids are
             compared over all processes.
@@ -109,9 +117,8 @@ def split_logsumexp(
     Raises:
         TypeError, ValueError, CommunicationError: as `logsumexp`.
     """
-    return split_and_count(
-        x, y, scale, ids=ids, positives=positives, ceiling=ceiling, sides=sides, group=group
-    )[:2]
+    options = {"positives": positives, "ceiling": ceiling, "guide": guide, "sides": sides}
+    return split_and_count(x, y, scale, ids=ids, group=group, **options)[:2]
 
 
 def split_and_count(
@@ -133,6 +140,7 @@ def stacks_and_count(
     ids: Ids = "paired",
     positives: str = "ids",
     ceiling: Tensor | None = None,
+    guide: Guides | None = None,
     sides: str = "both",
     group: object = None,
     terms: str = "",
@@ -160,12 +168,17 @@ def stacks_and_count(
     scale = check_scalar("scale", scale, x)
     if ceiling is not None:
         ceiling = check_vector("ceiling", ceiling, x.shape[0], x)
+    judge = None
+    if guide is not None:
+        if ceiling is None:
+            raise ValueError("ceiling: expected one for the guide's similarities, got None")
+        judge = Guide(*check_guide(guide, x, y))
     diagonal = DROPPED if y is None else PAIRED if paired else PLAIN
     if y is None and (ceiling is not None or row_ids is not col_ids):
         y = x  # these make the matrix asymmetric: the general path, on all tiles
     cols = both and y is not None
     call = f"split_logsumexp, {terms}" if terms else "split_logsumexp"
-    pairs = Pairs(diagonal, row_ids, col_ids, ceiling)
+    pairs = Pairs(diagonal, row_ids, col_ids, ceiling, judge)
     rows, columns, sizes = _reduce(x, y, scale, pairs, cols, group, call)
     batch = None if sizes is None else sizes[0].sum()
     return rows, (columns if cols else rows) if both else None, batch
@@ -337,7 +350,8 @@ def _reduce(
     backends.warn_of_float32(x)
     # Nothing is saved under torch.func, which may hold any number of calls' logits.
     save = bool(wanted) and (torch.compiler.is_compiling() or not transforms_active())
-    tensors = (x, y, scale, pairs.row_ids, pairs.col_ids, pairs.ceiling)
+    guide = (None, None) if pairs.guide is None else pairs.guide
+    tensors = (x, y, scale, pairs.row_ids, pairs.col_ids, pairs.ceiling, *guide)
     plain = (pairs.diagonal, cols, save, call, ", ".join(wanted), name, settings.of_call(x))
     rows, columns, sizes, _ = logsumexps(*tensors, *plain)
     return rows, columns, sizes if name else None

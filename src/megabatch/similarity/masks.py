@@ -17,6 +17,13 @@ from torch import Tensor
 PLAIN, PAIRED, DROPPED = "plain", "paired", "dropped"
 
 
+class Guide(NamedTuple):
+    """Features of another model whose similarities, not the logits, are held against ceilings."""
+
+    rows: Tensor  #: (m, d')
+    cols: Tensor  #: (n, d')
+
+
 @dataclass(frozen=True)
 class Pairs:
     """The kinds of the pairs (i, j) of a block of rows against a block of columns.
@@ -30,6 +37,7 @@ class Pairs:
     row_ids: Tensor | None = None  #: (m,) int64
     col_ids: Tensor | None = None  #: (n,) int64
     ceiling: Tensor | None = None  #: (m,) logits above which a negative pair is dropped
+    guide: Guide | None = None  #: with one, its similarities in place of the logits
     row_start: int = 0  #: index of this block's first row in the whole matrix
     col_start: int = 0
 
@@ -45,6 +53,7 @@ class Pairs:
             None if self.row_ids is None else self.row_ids[rows],
             None if self.col_ids is None else self.col_ids[cols],
             None if self.ceiling is None else self.ceiling[rows],
+            None if self.guide is None else Guide(self.guide.rows[rows], self.guide.cols[cols]),
             self.row_start + rows.start,
             self.col_start + cols.start,
         )
@@ -55,7 +64,10 @@ class Pairs:
         return self.diagonal != PLAIN and first < self.row_start < last
 
     def masks(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(positive, dropped) of an (m, n) block of logits; None: surely no such pair."""
+        """(positive, dropped) of an (m, n) block; None: surely no such pair.
+
+        `logits`: of the block, or with a guide its similarities.
+        """
         m, n = logits.shape
         equal = diagonal = None
         if self.row_ids is not None and self.col_ids is not None:
@@ -101,10 +113,13 @@ class SortedMatrix(NamedTuple):
         alike = pairs.diagonal != PLAIN or pairs.col_ids is pairs.row_ids
         cols = rows if alike else torch.argsort(pairs.col_ids, stable=True)
         ceiling = None if pairs.ceiling is None else pairs.ceiling[rows]
+        guide = None
+        if pairs.guide is not None:
+            guide = Guide(pairs.guide.rows[rows], pairs.guide.cols[cols])
         ids = pairs.row_ids[rows], pairs.col_ids[cols]
         sorted_x = x[rows]
         sorted_y = sorted_x if y is x and alike else y[cols]
-        return cls(sorted_x, sorted_y, Pairs(pairs.diagonal, *ids, ceiling), rows, cols)
+        return cls(sorted_x, sorted_y, Pairs(pairs.diagonal, *ids, ceiling, guide), rows, cols)
 
 
 def sort(values: Tensor, order: Tensor | None, dim: int) -> Tensor:

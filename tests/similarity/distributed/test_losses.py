@@ -85,6 +85,18 @@ def debiased(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return info_nce(x, y, x + y, temperature=1 / scale) + nt_xent(x, y, temperature=1 / scale)
 
 
+def info_nce_guided(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    options = {"margin": -0.1, "margin_strategy": "relative", "same_tower": ("query", "positive")}
+    negatives = own["negatives"]
+    guides = {
+        "guide_query": negatives[:, :4],
+        "guide_positive": negatives[:, 2:].cos(),
+        "guide_negatives": negatives[:, 1:5],
+    }
+    loss = losses.InfoNCELoss(1.0, group=group, **options)
+    return loss(x, y, negatives, ids=own["ids"], temperature=1 / scale, **guides)
+
+
 def nt_xent(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return losses.NTXentLoss(1.0, group=group)(x, y, temperature=1 / scale)
 
@@ -141,6 +153,7 @@ LOSSES: list[Callable[..., Tensor]] = [
     info_nce_both_directions,
     info_nce_smoothed,
     debiased,
+    info_nce_guided,
     nt_xent,
     dcl,
     sup_con,

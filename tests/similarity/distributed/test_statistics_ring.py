@@ -45,6 +45,7 @@ def compare(
     *,
     ids: Any = "paired",
     ceiling: Tensor | None = None,
+    guided: bool = False,
     sides: str = "both",
     needs: tuple[bool, bool, bool] = (True, True, True),
 ) -> None:
@@ -66,15 +67,24 @@ def compare(
         ids = (torch.full((sum(row_sizes),), -1),) * 2
     if ceiling is not None:
         own_ceiling = world.shard(ceiling, row_sizes)
+    guide = own_guide = None
+    if guided:  # of another width
+        guide = [torch.randn(sum(s), 3, dtype=torch.float64) for s in sizes]
+        guide[1] = guide[1] if column_sizes else guide[0]
+        own_guide = [world.shard(t, s) for t, s in zip(guide, sizes, strict=True)]
 
     expected: Sides = dense.split_logsumexp(
-        *(whole if column_sizes else (whole[0], None)), scales[0], ids=ids, ceiling=ceiling
+        *(whole if column_sizes else (whole[0], None)),
+        scales[0],
+        ids=ids,
+        ceiling=ceiling,
+        guide=guide,
     )
     y = local[1] if column_sizes else None
     if own_ids != "paired" and y is None and own_ceiling is None:
         own_ids = own_ids[0]
     results: Sides = similarity.split_logsumexp(
-        local[0], y, scales[1], ids=own_ids, ceiling=own_ceiling, sides=sides
+        local[0], y, scales[1], ids=own_ids, ceiling=own_ceiling, guide=own_guide, sides=sides
     )
     if sides == "rows":
         assert results[1] is None
@@ -144,6 +154,25 @@ def test_a_ceiling_belongs_to_its_row(world: World) -> None:
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
         compare(world, sizes, sizes, ceiling=ceiling)
         compare(world, sizes, sizes, ids=ids, ceiling=ceiling)
+
+
+@on_devices(2, 3)
+def test_a_guides_columns_travel(world: World) -> None:
+    for sizes in shard_sizes(world.size):
+        ceiling = torch.randn(sum(sizes), dtype=torch.float64)
+        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
+        for piece in PIECES:
+            with pieces_of(piece):
+                compare(world, sizes, sizes, ids=ids, ceiling=ceiling, guided=True)
+        compare(world, sizes, sizes, ceiling=ceiling, guided=True, sides="rows")
+        compare(world, sizes, ceiling=ceiling, guided=True)
+
+
+@on_devices(2)
+def test_a_guide_of_one_process_alone_is_an_error_on_every_process(world: World) -> None:
+    x, guide = torch.randn(3, D), torch.randn(3, 2 + world.rank)
+    with pytest.raises(ValueError, match=r"rank 0: .*guide: width 2, float32.*guide: width 3"):
+        similarity.split_logsumexp(x, x, ceiling=torch.zeros(3), guide=(guide, guide))
 
 
 @on_devices(3)

@@ -50,10 +50,23 @@ def logits(x: Tensor, y: Tensor, scale: Tensor, out: Tensor | None = None) -> Te
     float32, in which products of halves are exact.
     """
     if x.dtype == accumulator_dtype(x.dtype):
-        return torch.mm(x * scale, y.T, out=out)
+        return products(x * scale, y, out)
     if x.device.type == "cuda":
-        return torch.mm(x, y.T, out_dtype=torch.float32).mul_(scale)
-    return torch.mm(x.float().mul_(scale), y.float().T, out=out)
+        return products(x, y, out).mul_(scale)
+    return products(x.float().mul_(scale), y.float(), out)
+
+
+@without_autocast
+def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+    """x @ y.T, with products and sums as accurate as the dtype's accumulator.
+
+    In `out` if it is given, but for half precisions on a GPU.
+    """
+    if x.dtype == accumulator_dtype(x.dtype):
+        return torch.mm(x, y.T, out=out)
+    if x.device.type == "cuda":
+        return torch.mm(x, y.T, out_dtype=torch.float32)
+    return torch.mm(x.float(), y.float().T, out=out)
 
 
 @without_autocast

@@ -250,9 +250,9 @@ class SoftTargetTiles(SoftmaxTiles):
                 sides = [(rows[:, i], 1)] if others is None else [(rows[:, i], 1), (others, 0)]
                 before = [states.student_largest(state) for state, _ in sides]
                 students = rows[:6, i], None if others is None else others[:6]
-                softmax.forward_tile(s, self.pairs.view(i, j), *students, scratch)
-                t = self._teacher_logits(i, j)
-                positive, _ = self.pairs.view(i, j).masks(t)
+                masks = self.pairs.view(i, j).masks(s)
+                softmax.forward_tile(s, masks, *students, scratch)
+                t, positive = self._teacher_logits(i, j), masks[0]
                 for (state, dim), old in zip(sides, before, strict=True):
                     _merge_targets(state, old, s, t, positive, dim, scratch)
 

@@ -22,7 +22,7 @@ from megabatch.similarity.distributed import comm, gathered, ranks
 from megabatch.similarity.distributed.ranks import Ranks
 from megabatch.similarity.distributed.schedule import Chunk, Schedule, Shard
 from megabatch.similarity.engine import Side
-from megabatch.similarity.masks import Pairs, SortedMatrix
+from megabatch.similarity.masks import Guide, Pairs, SortedMatrix
 from megabatch.similarity.memory import Run, gradient_bytes
 from megabatch.similarity.ops import Body, reduction_operators
 from megabatch.similarity.reductions import states
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from megabatch.similarity.backends.triton.softmax import SoftmaxKernelTiles
 
 Tiles: TypeAlias = "SoftmaxTiles | SoftmaxKernelTiles"
+#: (positive, dropped) of a block, as `Pairs.masks` gives them.
+Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"
 
 
 # --- the operators --------------------------------------------------------------------------------
@@ -45,6 +47,8 @@ def _forward(
     row_ids: Tensor | None,
     col_ids: Tensor | None,
     ceiling: Tensor | None,
+    guide_x: Tensor | None,
+    guide_y: Tensor | None,
     diagonal: str,
     cols: bool,
     save: bool,
@@ -65,7 +69,7 @@ def _forward(
             inputs that need gradients. group: its name, "" for this process alone.
         settings: of the call, see `settings.Settings`.
     """
-    pairs = Pairs(diagonal, row_ids, col_ids, ceiling)
+    pairs = Pairs(diagonal, row_ids, col_ids, ceiling, _guide(guide_x, guide_y))
     with Holding(settings, x), torch.cuda.device_of(x):
         terms = _terms(x, y, pairs, cols, wanted) if group else ""
         own_sizes = x.shape[0], (x if y is None else y).shape[0]
@@ -82,7 +86,7 @@ def _forward(
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, y, _, row_ids, _, _, diagonal, cols, save, _, _, group, settings = arguments
+    x, y, _, row_ids, _, _, _, _, diagonal, cols, save, _, _, group, settings = arguments
     has_positives = Pairs(diagonal, row_ids).has_positives
     rows = states.new_results(x.shape[0], has_positives, x)
     columns = rows.new_empty(0)
@@ -100,6 +104,8 @@ def _backward(
     row_ids: Tensor | None,
     col_ids: Tensor | None,
     ceiling: Tensor | None,
+    guide_x: Tensor | None,
+    guide_y: Tensor | None,
     rows: Tensor,
     columns: Tensor,
     sizes: Tensor,
@@ -118,7 +124,7 @@ def _backward(
     settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, y and scale, empty if not needed: see `engine.gradients`."""
-    pairs = Pairs(diagonal, row_ids, col_ids, ceiling)
+    pairs = Pairs(diagonal, row_ids, col_ids, ceiling, _guide(guide_x, guide_y))
     if group:  # other ranks count on this one's part, whether or not its own loss used it
         if y is None and row_gradient is None:
             row_gradient = torch.zeros_like(rows)
@@ -133,30 +139,47 @@ def _backward(
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, y, scale = arguments[:3]
-    need_x, need_y = arguments[12:14]
+    need_x, need_y = arguments[14:16]
     dx, dy = engine.new_gradients(x, y, need_x, need_y)
     return dx, dy, torch.empty_like(scale)
 
 
-def _forward_bytes(run: Run, x: Tensor, y: Tensor | None, *_: Any) -> int:
+def _forward_bytes(run: Run, x: Tensor, y: Tensor | None, *rest: Any) -> int:
     block, _rows = run.block(x, y)
-    return (block if run.on_cpu else block // 4) + run.travelling(x, y)
+    block = block if run.on_cpu else block // 4
+    return block + run.travelling(x, y) + _guide_bytes(run, x, *rest)
 
 
-def _backward_bytes(run: Run, x: Tensor, y: Tensor | None, *_: Any) -> int:
-    return gradient_bytes(run, x, y, 5)
+def _backward_bytes(run: Run, x: Tensor, y: Tensor | None, *rest: Any) -> int:
+    return gradient_bytes(run, x, y, 5) + _guide_bytes(run, x, *rest)
+
+
+def _guide_bytes(run: Run, x: Tensor, *rest: Any) -> int:
+    """The guide's columns that travel, and wider copies of halves; its products take no more."""
+    guide: Tensor | None = rest[4]
+    if guide is None:
+        return 0
+    dtype = accumulator_dtype(guide.dtype)
+    copies = 0
+    if run.on_cpu and guide.dtype != dtype:
+        copies = sum(eager.block_shape(x, run.limit)) * guide.shape[1] * dtype.itemsize
+    return copies + run.travelling(guide, guide)
 
 
 logsumexps, logsumexps_backward = reduction_operators(
     "logsumexps",
     Body(_forward, _forward_fake, _forward_bytes),
     Body(_backward, _backward_fake, _backward_bytes),
-    tensors=6,
+    tensors=8,
     differentiable=(3, 2),
 )
 
 
 # --- around the sweep -----------------------------------------------------------------------------
+
+
+def _guide(x: Tensor | None, y: Tensor | None) -> Guide | None:
+    return None if x is None or y is None else Guide(x, y)
 
 
 def _terms(x: Tensor, y: Tensor | None, pairs: Pairs, cols: bool, wanted: str) -> str:
@@ -168,8 +191,15 @@ def _terms(x: Tensor, y: Tensor | None, pairs: Pairs, cols: bool, wanted: str) -
         f"sides: {'both' if cols or y is None else 'rows'}, "
         f"ids: {'given' if pairs.row_ids is not None else 'none'}, diagonal: {pairs.diagonal}, "
         f"ceiling: {'none' if pairs.ceiling is None else 'given'}, "
+        f"guide: {_kind(None if pairs.guide is None else pairs.guide.cols)}, "
         f"{backends.arithmetic(x)}, {ranks.plan(x)}"
     )
+
+
+def _kind(features: Tensor | None) -> str:
+    if features is None:
+        return "none"
+    return f"width {features.shape[1]}, {str(features.dtype).removeprefix('torch.')}"
 
 
 def _new_saved(x: Tensor, y: Tensor | None, n: int, save: bool, settings: Sequence[int]) -> Tensor:
@@ -215,13 +245,17 @@ def _sweep(
         start = schedule.starts[schedule.rank]
         pairs, saved = replace(pairs, row_start=start, col_start=start), saved[:0]
     own = _tiles(matrix.x, matrix.y, pairs, scale, y is None, saved)
+    guide_x, guide_columns = (None, None) if pairs.guide is None else pairs.guide
 
     def against(chunk: Chunk) -> Tiles:
-        features, ids, *_ = chunk.tensors
+        features, ids, guide_y, *_ = chunk.tensors
         assert features is not None
-        return _tiles(own.x, features, replace(pairs, col_ids=ids, col_start=chunk.start), scale)
+        guide = _guide(guide_x, guide_y)
+        theirs = replace(pairs, col_ids=ids, guide=guide, col_start=chunk.start)
+        return _tiles(own.x, features, theirs, scale)
 
-    return matrix, engine.Sweep(schedule, own, [Shard(own.y), Shard(pairs.col_ids)], against)
+    shards = [Shard(own.y), Shard(pairs.col_ids), Shard(guide_columns)]
+    return matrix, engine.Sweep(schedule, own, shards, against)
 
 
 def _tiles(
@@ -233,7 +267,7 @@ def _tiles(
     saved: Tensor | None = None,
 ) -> Tiles:
     """The blocks of x (m, d) against y (n, d); kernels save no logits."""
-    if not backends.uses_kernels(x):
+    if pairs.guide is not None or not backends.uses_kernels(x):
         return SoftmaxTiles(x, y, pairs, scale, symmetric, saved)
     from megabatch.similarity.backends.triton.softmax import SoftmaxKernelTiles
 
@@ -295,7 +329,7 @@ class SoftmaxTiles(EagerTiles):
                 other = rows if mirrored else cols
                 others = None if other is None else other[:, j]
                 s, scratch = self._logits(i, j, save=True)
-                forward_tile(s, self.pairs.view(i, j), rows[:, i], others, scratch)
+                forward_tile(s, self._masks(i, j, s, scratch), rows[:, i], others, scratch)
 
     def merge(self, parts: Tensor) -> Tensor:
         """See `base.StateTiles`."""
@@ -333,11 +367,17 @@ class SoftmaxTiles(EagerTiles):
         s, scratch = self._logits(i, j)
         return gradient_tile(
             s,
-            self.pairs.view(i, j),
+            self._masks(i, j, s, scratch),
             None if rows is None else rows[:, i],
             None if cols is None else cols[:, j],
             (buffer_views(self._scratch, i, j)[0], scratch),
         )
+
+    def _masks(self, i: slice, j: slice, s: Tensor, scratch: Tensor) -> Masks:
+        """Of a block of logits `s`; a guide's products overwrite `scratch`."""
+        pairs = self.pairs.view(i, j)
+        judged = s if pairs.guide is None else eager.products(*pairs.guide, scratch)
+        return pairs.masks(judged)
 
     def _logits(self, i: slice, j: slice, save: bool = False) -> tuple[Tensor, Tensor]:
         """The logits of a block, and a buffer of its size; `save` writes saved ones first."""
@@ -364,10 +404,10 @@ class SoftmaxTiles(EagerTiles):
 
 @without_autocast
 def forward_tile(
-    s: Tensor, pairs: Pairs, rows: Tensor, cols: Tensor | None, scratch: Tensor
+    s: Tensor, masks: Masks, rows: Tensor, cols: Tensor | None, scratch: Tensor
 ) -> None:
     """Merge a block of logits `s` (m, n) into the states `rows` and `cols`, in place."""
-    positive, dropped = pairs.masks(s)
+    positive, dropped = masks
     if positive is None and dropped is None:
         shift = merge_sum(rows[:2], s, 1, scratch)
         if cols is not None and not _merge_shared(cols[:2], scratch, shift):
@@ -387,7 +427,7 @@ def forward_tile(
 
 def gradient_tile(
     s: Tensor,
-    pairs: Pairs,
+    masks: Masks,
     rows: Tensor | None,
     cols: Tensor | None,
     buffers: tuple[Tensor, Tensor],
@@ -396,7 +436,7 @@ def gradient_tile(
 
     `rows` and `cols` are upstreams; both are combined before dS is rounded for the products.
     """
-    positive, dropped = pairs.masks(s)
+    positive, dropped = masks
     if positive is None:
         ds = softmax_grad(s, rows, cols, 0, buffers)
     else:

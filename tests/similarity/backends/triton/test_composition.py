@@ -50,7 +50,7 @@ def test_operators_are_registered_in_full() -> None:
         for sides in ((None, None), (ids, ids)):
             own = [*settings.of_call(x)]
             plain = ("plain", True, True, "logsumexp", "x", "", own)
-            arguments = (x, y, scale, *sides, None, *plain)
+            arguments = (x, y, scale, *sides, None, None, None, *plain)
             torch.library.opcheck(
                 torch.ops.megabatch.logsumexps.default, arguments, test_utils=tests
             )
