@@ -11,8 +11,10 @@ from megabatch.config.settings import TrainConfig
 from megabatch.losses import DistillClipLoss
 from megabatch.losses.objective import create_objective
 from megabatch.planning.loss import loss_bytes, loss_seconds, planned_bytes
-from megabatch.similarity import set_workspace, settings
+from megabatch.similarity import set_workspace, settings, split_logsumexp
 from megabatch.similarity.distributed import gathered
+from megabatch.similarity.memory import Run
+from megabatch.similarity.reductions import softmax
 from tests.planning.allocator import peak_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/single-gpu.json"
@@ -162,3 +164,34 @@ def test_a_locked_tower_and_shards_take_less():
     narrow = replace(TrainConfig(), matryoshka_dims=(64, 128))
     assert loss_bytes(narrow, *sizes, 1) != alone
     assert loss_bytes(replace(TrainConfig(), duplicates="positives"), *sizes, 1) == alone
+
+
+def test_a_guide_takes_no_more_than_a_margin():
+    """Its products take the buffer of a block, its wider copies the place of the features'."""
+    rows, width = 1500, 128
+    x, y, u, v = (torch.randn(rows, width).bfloat16() for _ in range(4))
+    x.requires_grad_()
+    taken, planned = [], []
+    run = Run(settings.workspace(x), on_cpu=True, ranks=1)
+    for guide in (None, (u, v)):
+
+        def step(guide=guide):
+            split = split_logsumexp(x, y, ceiling=torch.zeros(rows), guide=guide, sides="rows")
+            split[0].negative.sum().backward()
+
+        taken.append(peak_bytes(step))
+        x.grad = None
+        arguments = (x, y, torch.ones(()), None, None, torch.zeros(rows), *(guide or (None, None)))
+        planned.append(softmax.logsumexps_backward.workspace(run, *arguments))
+    assert abs(taken[1] - taken[0]) < 0.01 * taken[0]
+    assert planned[0] == planned[1]
+
+
+def test_a_guides_columns_travel():
+    x, guide = (torch.empty(4096, width, dtype=torch.bfloat16) for width in (512, 700))
+    run = Run(settings.workspace(x), on_cpu=False, ranks=4)
+    arguments = x, x, torch.ones(()), None, None, torch.zeros(4096)
+    for operator in (softmax.logsumexps, softmax.logsumexps_backward):
+        more = operator.workspace(run, *arguments, guide, guide)
+        more -= operator.workspace(run, *arguments, None, None)
+        assert more >= 4 * guide.nbytes + 2 * 4096 * 704 * 2  # all ranks', and padded copies

@@ -37,7 +37,7 @@ class Run(NamedTuple):
             n = self.ranks * self._round(x) or min(ring.chunk_rows(x), len(x))
         item = x.element_size()
         rows, cols = block_shape(len(x), n, x.shape[1], item, y is None, self.limit)
-        return item * min(rows, len(x)) * min(cols, n) + _padded(x, y), rows
+        return item * min(rows, len(x)) * min(cols, n) + padded_bytes(x, y), rows
 
     def totals(self, x: Tensor, rows: int) -> int:
         """Accumulators for the gradients of so many rows."""
@@ -83,7 +83,7 @@ def gradient_bytes(run: Run, x: Tensor, y: Tensor | None, numbers: int) -> int:
     return run.totals(x, len(x)) + passing
 
 
-def _padded(x: Tensor, y: Tensor | None) -> int:
+def padded_bytes(x: Tensor, y: Tensor | None) -> int:
     """Copies for the kernels, if rows are no multiple of 16 bytes."""
     width = padded(x.shape[1], x.element_size())
     if width == x.shape[1]:

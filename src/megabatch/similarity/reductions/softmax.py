@@ -23,7 +23,7 @@ from megabatch.similarity.distributed.ranks import Ranks
 from megabatch.similarity.distributed.schedule import Chunk, Schedule, Shard
 from megabatch.similarity.engine import Side
 from megabatch.similarity.masks import Guide, Pairs, SortedMatrix
-from megabatch.similarity.memory import Run, gradient_bytes
+from megabatch.similarity.memory import Run, gradient_bytes, padded_bytes
 from megabatch.similarity.ops import Body, reduction_operators
 from megabatch.similarity.reductions import states
 from megabatch.similarity.reductions.base import handshake, new_sizes, schedule_again, sort_by_id
@@ -147,23 +147,22 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _forward_bytes(run: Run, x: Tensor, y: Tensor | None, *rest: Any) -> int:
     block, _rows = run.block(x, y)
     block = block if run.on_cpu else block // 4
-    return block + run.travelling(x, y) + _guide_bytes(run, x, *rest)
+    return block + run.travelling(x, y) + _guide_bytes(run, *rest)
 
 
 def _backward_bytes(run: Run, x: Tensor, y: Tensor | None, *rest: Any) -> int:
-    return gradient_bytes(run, x, y, 5) + _guide_bytes(run, x, *rest)
+    return gradient_bytes(run, x, y, 5) + _guide_bytes(run, *rest)
 
 
-def _guide_bytes(run: Run, x: Tensor, *rest: Any) -> int:
-    """The guide's columns that travel, and wider copies of halves; its products take no more."""
-    guide: Tensor | None = rest[4]
+def _guide_bytes(run: Run, *rest: Any) -> int:
+    """The guide's columns that travel, and copies for the kernels.
+
+    In torch operations its products and wider copies take the place of those of the logits.
+    """
+    guide, columns = rest[4:6]
     if guide is None:
         return 0
-    dtype = accumulator_dtype(guide.dtype)
-    copies = 0
-    if run.on_cpu and guide.dtype != dtype:
-        copies = sum(eager.block_shape(x, run.limit)) * guide.shape[1] * dtype.itemsize
-    return copies + run.travelling(guide, guide)
+    return run.travelling(guide, guide) + (0 if run.on_cpu else padded_bytes(guide, columns))
 
 
 logsumexps, logsumexps_backward = reduction_operators(
@@ -199,7 +198,8 @@ def _terms(x: Tensor, y: Tensor | None, pairs: Pairs, cols: bool, wanted: str) -
 def _kind(features: Tensor | None) -> str:
     if features is None:
         return "none"
-    return f"width {features.shape[1]}, {str(features.dtype).removeprefix('torch.')}"
+    dtype = str(features.dtype).removeprefix("torch.")
+    return f"width {features.shape[1]}, {dtype}, {backends.arithmetic(features)}"
 
 
 def _new_saved(x: Tensor, y: Tensor | None, n: int, save: bool, settings: Sequence[int]) -> Tensor:
@@ -267,7 +267,7 @@ def _tiles(
     saved: Tensor | None = None,
 ) -> Tiles:
     """The blocks of x (m, d) against y (n, d); kernels save no logits."""
-    if pairs.guide is not None or not backends.uses_kernels(x):
+    if not all(map(backends.uses_kernels, (x, *(pairs.guide or ())))):
         return SoftmaxTiles(x, y, pairs, scale, symmetric, saved)
     from megabatch.similarity.backends.triton.softmax import SoftmaxKernelTiles
 

@@ -23,7 +23,7 @@ from megabatch.similarity.backends.triton import softmax_forward as forward
 
 IDS = ("row_ids", "col_ids", "row_ranges", "col_ranges", "target", "above", "equal", "order")
 FLOATS = (
-    *("scale", "bias", "weight", "factor", "total", "row_scale", "scale_grad_parts"),
+    *("scale", "bias", "ceiling", "weight", "factor", "total", "row_scale", "scale_grad_parts"),
     *("references", "group_references", "row_sums", "col_sums", "row_state", "col_state"),
     *("row_lse_and_grad", "col_lse_and_grad", "partials", "states", "result", "score", "tops"),
     *("teacher_scale", "row_upstream", "col_upstream", "row_extremes", "col_extremes", "own"),
@@ -34,12 +34,16 @@ STACKS = dict.fromkeys(("rows", "cols", "gradient", "drows", "dcols", "out"), "*
 TILE = {"BM": 128, "BN": 128, "BK": 64, "ROW_TILES": 1, "GROUP": 32, "SPLIT": 1, "GRADIENT": True}
 MASKED = {"IDS": True, "WEIGHT": True, "DIAGONAL": 0, "GAIN": 32768.0}
 PLAIN = {"IDS": False, "WEIGHT": False, "DIAGONAL": 0, "GAIN": 1.0}
+MASKED_DS = {"CHUNK": 64, "ALL": False, "ROWS": True, "HAS_POSITIVES": True, "LIMIT": 80.0}
 ABSENT = dict.fromkeys(("weight", "row_ids", "row_ranges", "col_ids", "col_ranges"))
 SIDES = {"IDS": False, "CEILING": False, "COLS": True, "ceiling": None, "DIAGONAL": 2}
 COMBINE = {"GROUP_ROWS": 1024, "P": 64, "B": 128, "PAIRED": False, "HAS_POSITIVES": True}
 COMBINE |= {"IDS": True}
+NO_GUIDE = {"GUIDE": False, "GUIDE_BK": 64} | dict.fromkeys(("guide_x", "guide_y", "guide_d"))
+GUIDE = {"GUIDE": True, "CEILING": True, "IDS": True, "DIAGONAL": 1, "PAIRED": True}
 WHOLE, HALF = {"TRIANGLE": False}, {"TRIANGLE": True}
-CLIP = TILE | ABSENT | SIDES
+CLIP = TILE | ABSENT | SIDES | NO_GUIDE
+GUIDED = TILE | WHOLE | {"GUIDE_BK": 64, "COLS": False, "EVEN_N": True} | GUIDE
 RANKS = {"COL_TILES": ranking.COL_TILES, "GROUP": ranking.GROUP}
 FIND = RANKS | {"FIND": True, "IDS": False} | dict.fromkeys(("above", "equal"))
 COUNT = RANKS | {"FIND": False}
@@ -55,9 +59,18 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "sigmoid, masked": (sigmoid.masked_tiles, "bf16", 16, TILE | MASKED | {"CHUNK": 128, "ALL": 0}),
     "clip": (forward.unmasked_tiles, "bf16", 4, CLIP | WHOLE | {"ROW_TILES": 8, "EVEN_N": True}),
     "clip, half": (forward.unmasked_tiles, "bf16", 4, CLIP | HALF | {"ROW_TILES": 8, "EVEN_N": 0}),
-    "combine, half": (forward.combine_partials, "bf16", 8, TILE | SIDES | COMBINE | HALF),
+    "combine, half": (
+        forward.combine_partials,
+        "bf16",
+        8,
+        TILE | SIDES | NO_GUIDE | COMBINE | HALF,
+    ),
     "clip, ds": (backward.unmasked_tiles, "bf16", 4, CLIP | WHOLE),
     "clip, ds, half": (backward.unmasked_tiles, "fp16", 4, CLIP | HALF),
+    "clip, guided": (forward.unmasked_tiles, "bf16", 4, GUIDED | {"ROW_TILES": 8}),
+    "guided, combine": (forward.combine_partials, "bf16", 8, COMBINE | WHOLE | GUIDED),
+    "clip, guided, ds": (backward.unmasked_tiles, "bf16", 4, GUIDED),
+    "guided, masked ds": (backward.masked_tiles, "bf16", 8, GUIDED | MASKED_DS),
     "find": (ranking.ranks, "bf16", 4, TILE | ABSENT | FIND),
     "count": (ranking.ranks, "bf16", 4, TILE | ABSENT | COUNT | {"IDS": False}),
     "count, ids": (ranking.ranks, "fp16", 8, TILE | COUNT | {"IDS": True}),
@@ -83,7 +96,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     constants = {key: value for key, value in constants.items() if key in names}
     box = f"tensordesc<{dtype}[128, 64]>"
     features = {"ds": f"tensordesc<{dtype}[128, 128]>"}
-    features |= dict.fromkeys(("x", "y", "teacher_x", "teacher_y"), box)
+    features |= dict.fromkeys(("x", "y", "teacher_x", "teacher_y", "guide_x", "guide_y"), box)
     features |= dict.fromkeys(("features", "deferred"), f"*{dtype}")
     features["out"] = "*fp32" if kernel is ranking.scores else f"*{dtype}"
     kinds = features | POINTERS | (STACKS if name.startswith("pairs") else {})
@@ -93,7 +106,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, key in enumerate(names)
-        if signature[key].startswith("*") or key == "d"
+        if signature[key].startswith("*") or key in ("d", "guide_d")
     }
     places = {(names.index(key),): value for key, value in constants.items()}
     made = triton.compile(

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 SIGMOID = ("sigmoid@90", "sigmoid, ids@90", "sigmoid, masked@90", "sigmoid@80")
 SIGMOID += ("defer@90", "write deferred@90")
 SOFTMAX = ("clip@90", "clip, half@90", "clip, ds@90", "clip, ds, half@90", "combine, half@90")
+SOFTMAX += ("clip, guided@90", "clip, guided, ds@90", "guided, combine@90", "guided, masked ds@90")
 SOFTMAX += (
     "merge@90",
     "pairs@90",

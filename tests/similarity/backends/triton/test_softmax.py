@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import similarity
@@ -65,7 +66,7 @@ def check(ours, truth, mine: list[Tensor], theirs: list[Tensor]) -> None:  # typ
     for a, b in zip(mine, theirs, strict=True):
         size = b.grad.norm()
         if b.dim() == 0:  # a sum over all of x that may cancel
-            size = theirs[0].grad.norm() * theirs[0].detach().norm() / b.detach()
+            size = theirs[0].grad.norm() * theirs[0].detach().norm() / b.detach().abs()
         # dS and the gradient are each rounded once; random upstreams let no errors cancel.
         assert (a.grad.double() - b.grad).norm() <= torch.finfo(mine[0].dtype).eps * size + 1e-7
 
@@ -132,6 +133,43 @@ def test_split_logsumexp(maker: str, ids: str, ceiling: bool, dtype: torch.dtype
     ours = similarity.split_logsumexp(*mine, ceiling=limit, **options)
     wide = None if limit is None else limit.double()
     check(ours, dense.split_logsumexp(*theirs, ceiling=wide, **options), mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "case", ["paired", "some", "paired among some", "rows", "float32", "itself"]
+)
+def test_a_guide(case: str, dtype: torch.dtype) -> None:
+    """A guide of another width; the pairs that it leaves out have the largest logits."""
+    m, n, d = (150, 200, 24) if case == "some" else (150, 150, 24)
+    x, y = make("clustered", m, n, d, dtype)
+    y = x if case == "itself" else y
+    ids = tuple(t.to(DEVICE) for t in some_ids(m, n, 20))
+    chosen = "paired" if case in ("paired", "rows", "float32") else ids
+    options = {"ids": chosen, "positives": "paired" if "paired" in case else "ids"}
+    guide_x, guide_y = (F.pad(t[:, :20].float(), (0, 11)) + 0.01 for t in (x, y))
+    if case != "float32":
+        guide_x, guide_y = guide_x.to(dtype), guide_y.to(dtype)
+    # In the largest gap of each row, so that no rounding decides; of two rows all or none.
+    ordered = (guide_x.double() @ guide_y.double().T).sort(1).values
+    gap = ordered.diff()[:, 20:-20].argmax(1, keepdim=True) + 20
+    limit = ((ordered.gather(1, gap) + ordered.gather(1, gap + 1)) / 2)[:, 0].float()
+    limit[:2] = torch.tensor([9.0, -9.0])
+    # Logits far apart: a guess that counted pairs left out would lose the others.
+    scale = -60.0 if case == "float32" else 60.0
+    mine, theirs = leaves(x, y), leaves(x, y, dtype=torch.float64)
+    if case == "itself":
+        mine[1], theirs[1] = None, None
+    mine += leaves(scale, dtype=torch.float32)
+    theirs += leaves(scale, dtype=torch.float64)
+    guide = guide_x, guide_y
+    sides = "rows" if case == "rows" else "both"
+    ours = similarity.split_logsumexp(*mine, ceiling=limit, guide=guide, sides=sides, **options)
+    wide = guide_x.double(), guide_y.double()
+    truth = dense.split_logsumexp(*theirs, ceiling=limit.double(), guide=wide, **options)
+    if case == "rows":
+        ours, truth = ours[:1], truth[:1]
+    check(ours, truth, [t for t in mine if t is not None], [t for t in theirs if t is not None])
 
 
 @pytest.mark.parametrize("ids", ["paired", "some"])

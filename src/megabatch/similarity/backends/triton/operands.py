@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megabatch.similarity.backends.triton import softmax_backward
 from megabatch.similarity.backends.triton.blocking import TILE, cdiv, padded
 from megabatch.similarity.backends.triton.tiles import DROPPED, NO_DIAGONAL, POSITIVE, id_ranges
-from megabatch.similarity.masks import PAIRED, PLAIN, Pairs
+from megabatch.similarity.masks import PAIRED, PLAIN, Guide, Pairs
 
 
 class Side(NamedTuple):
@@ -48,6 +48,24 @@ class Side(NamedTuple):
             return self
         first = part.start // TILE
         return self._replace(numbers=self.numbers[:, part], extremes=self.extremes[:, first:])
+
+
+class GuideOperands(NamedTuple):
+    """A guide's features as the kernels take them; all None without a guide."""
+
+    x: TensorDescriptor | None = None
+    y: TensorDescriptor | None = None
+    cols: Tensor | None = None  #: those of `y`
+    stride: int | None = None  #: of `cols`
+    d: int | None = None
+    bk: int = 0  #: features per step of a product
+
+    @classmethod
+    def of(cls, guide: Guide, bk: int) -> GuideOperands:
+        """Of aligned features."""
+        rows, cols = guide
+        descriptors = new_descriptor(rows, bk), new_descriptor(cols, bk)
+        return cls(*descriptors, cols, cols.stride(0), cols.shape[1], bk)
 
 
 class Ranges(NamedTuple):

@@ -14,9 +14,14 @@ from megabatch.similarity.backends.triton import softmax_backward, softmax_forwa
 from megabatch.similarity.backends.triton.blocking import TILE, cdiv, parts
 from megabatch.similarity.backends.triton.blocks import KernelTiles, diagonal_in
 from megabatch.similarity.backends.triton.configs import backward_config, forward_config
-from megabatch.similarity.backends.triton.operands import Side, new_descriptor
+from megabatch.similarity.backends.triton.operands import (
+    GuideOperands,
+    Side,
+    aligned,
+    new_descriptor,
+)
 from megabatch.similarity.backends.triton.tiles import NO_DIAGONAL
-from megabatch.similarity.masks import PAIRED, Pairs
+from megabatch.similarity.masks import PAIRED, Guide, Pairs
 from megabatch.similarity.reductions import states
 
 #: Largest difference of log2 log-sum-exps that share one exponential's reference.
@@ -37,6 +42,17 @@ class SoftmaxKernelTiles(KernelTiles):
         super().__init__(x, y, pairs, symmetric)
         self.scale = scale
         self._no_side = Side.absent(scale)
+        self._guide = None if pairs.guide is None else Guide(*map(aligned, pairs.guide))
+        self._guides: dict[int, GuideOperands] = {}
+
+    def _guide_operands(self, bk: int) -> GuideOperands:
+        """For products of `bk` features of x a step, in no more shared memory."""
+        if self._guide is None:
+            return GuideOperands()
+        if bk not in self._guides:  # made on demand, as `_descriptors` are
+            guide_bk = max(16, bk * self.x.element_size() // self._guide.cols.element_size())
+            self._guides[bk] = GuideOperands.of(self._guide, guide_bk)
+        return self._guides[bk]
 
     # --- forward ----------------------------------------------------------------------------
 
@@ -120,12 +136,15 @@ class SoftmaxKernelTiles(KernelTiles):
         xd, yd = self._descriptors(config.bk)
         row_ranges, col_ranges = self._id_ranges(i, j)
         ids, ceiling = pairs.row_ids is not None, pairs.ceiling is not None
+        guide, guided = self._guide_operands(config.bk), pairs.guide is not None
         softmax_forward.reference.launch(
             groups * config.rows, x=xd, y=self.y, y_stride=self.y.stride(0), scale=self.scale,
             out=references, row_ids=pairs.row_ids, col_ids=pairs.col_ids, ceiling=pairs.ceiling,
+            guide_x=guide.x, guide_y=guide.cols, guide_stride=guide.stride, guide_d=guide.d,
             row_start=i.start, col_start=j.start, m=m, n=n, d=self.d, diagonal_offset=offset,
             BM=TILE, BN=TILE, BK=config.bk, DIAGONAL=diagonal != NO_DIAGONAL, IDS=ids,
-            CEILING=ceiling, num_warps=config.warps, num_stages=config.stages,
+            CEILING=ceiling, GUIDE=guided, GUIDE_BK=guide.bk,
+            num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         # The last column tile has a launch of its own if it reaches past the end: a mask in all
         # tiles costs 4%.
@@ -137,11 +156,13 @@ class SoftmaxKernelTiles(KernelTiles):
                     group_references=group_references, row_sums=row_sums, col_sums=col_sums,
                     row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
                     col_ranges=col_ranges.values, col_range_stride=col_ranges.stride,
-                    ceiling=pairs.ceiling, row_start=i.start, col_start=j.start,
+                    ceiling=pairs.ceiling, guide_x=guide.x, guide_y=guide.y, guide_d=guide.d,
+                    row_start=i.start, col_start=j.start,
                     m=m, n=n, d=self.d, first_col_tile=first, col_tiles=count,
                     diagonal_offset=offset,
                     BM=TILE, BN=TILE, BK=config.bk, ROW_TILES=config.rows, GROUP=config.group,
                     DIAGONAL=diagonal != NO_DIAGONAL, IDS=ids, CEILING=ceiling,
+                    GUIDE=guided, GUIDE_BK=guide.bk,
                     COLS=triangle or cols is not None, EVEN_N=even, TRIANGLE=triangle,
                     num_warps=config.warps, num_stages=config.stages,
                 )  # fmt: skip
@@ -159,11 +180,12 @@ class SoftmaxKernelTiles(KernelTiles):
             row_ids=pairs.row_ids, row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
             col_ids=pairs.col_ids, col_ranges=col_ranges.values,
             col_range_stride=col_ranges.stride,
-            ceiling=pairs.ceiling, row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
-            diagonal_offset=offset,
+            ceiling=pairs.ceiling, guide_x=guide.x, guide_y=guide.y, guide_d=guide.d,
+            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d, diagonal_offset=offset,
             GROUP_ROWS=group_rows, P=64, B=TILE, BK=config.bk, DIAGONAL=diagonal, IDS=ids,
-            PAIRED=pairs.diagonal == PAIRED, CEILING=ceiling, HAS_POSITIVES=len(row_state) == 6,
-            TRIANGLE=triangle, num_warps=8, num_stages=config.stages,
+            PAIRED=pairs.diagonal == PAIRED, CEILING=ceiling, GUIDE=guided, GUIDE_BK=guide.bk,
+            HAS_POSITIVES=len(row_state) == 6, TRIANGLE=triangle,
+            num_warps=8, num_stages=config.stages,
         )  # fmt: skip
 
     def merge(self, parts: Tensor) -> Tensor:
@@ -223,6 +245,7 @@ class SoftmaxKernelTiles(KernelTiles):
         cols = self._no_side if cols is None else cols.view(j)
         m, n = i.stop - i.start, j.stop - j.start
         pairs, config = self.pairs.view(i, j), backward_config(self.features)
+        guide, guided = self._guide_operands(config.bk), pairs.guide is not None
         ds = self._workspace(i, j)
         tiles, col_tiles = cdiv(m, TILE), cdiv(n, TILE)
         xd, yd = self._descriptors(config.bk)
@@ -237,9 +260,11 @@ class SoftmaxKernelTiles(KernelTiles):
                 cdiv(tiles, row_tiles) * col_tiles, x=xd, y=yd, ds=pieces, scale=self.scale,
                 row_lse_and_grad=rows.numbers, row_stride=rows.stride,
                 col_lse_and_grad=cols.numbers, col_stride=cols.stride,
-                ceiling=pairs.ceiling, row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
+                ceiling=pairs.ceiling, guide_x=guide.x, guide_y=guide.y, guide_d=guide.d,
+                row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
                 BM=TILE, BN=TILE, BK=config.bk, ROW_TILES=row_tiles, GROUP=config.group,
                 SPLIT=config.split, COLS=cols.wanted, CEILING=pairs.ceiling is not None,
+                GUIDE=guided, GUIDE_BK=guide.bk,
                 TRIANGLE=triangle, num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
         chunk = 64 if rows.wanted else 1
@@ -252,13 +277,14 @@ class SoftmaxKernelTiles(KernelTiles):
             row_ids=pairs.row_ids, row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
             col_ids=pairs.col_ids, col_ranges=col_ranges.values,
             col_range_stride=col_ranges.stride,
-            ceiling=pairs.ceiling, row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
+            ceiling=pairs.ceiling, guide_x=guide.x, guide_y=guide.y, guide_d=guide.d,
+            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
             diagonal_offset=pairs.col_start - pairs.row_start,
             BM=TILE, BN=TILE, BK=config.bk, CHUNK=chunk, ALL=not rows.wanted, ROWS=rows.wanted,
             COLS=cols.wanted,
             DIAGONAL=diagonal_in(pairs, i, j),
             IDS=pairs.row_ids is not None, PAIRED=pairs.diagonal == PAIRED,
-            CEILING=pairs.ceiling is not None,
+            CEILING=pairs.ceiling is not None, GUIDE=guided, GUIDE_BK=guide.bk,
             HAS_POSITIVES=rows.has_positives or cols.has_positives,
             LIMIT=SPREAD, num_warps=8, num_stages=config.stages,
         )  # fmt: skip

@@ -22,6 +22,7 @@ import triton.language as tl
 from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.tiles import (
     LOG2E,
+    first_sums,
     logits_tile,
     mask_tile,
     needs_mask,
@@ -88,10 +89,10 @@ def _needs_two_exponentials(
 @kernel
 def unmasked_tiles(
     x, y, ds, scale, row_lse_and_grad, row_stride, col_lse_and_grad, col_stride, ceiling,
-    row_start, col_start, m, n, d,
+    guide_x, guide_y, guide_d, row_start, col_start, m, n, d,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROW_TILES: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, COLS: tl.constexpr, CEILING: tl.constexpr,
-    TRIANGLE: tl.constexpr,
+    GUIDE: tl.constexpr, GUIDE_BK: tl.constexpr, TRIANGLE: tl.constexpr,
 ):  # fmt: skip
     """dS of ROW_TILES row tiles per program, as if no tile needed masks or two exponentials.
 
@@ -112,7 +113,10 @@ def unmasked_tiles(
     for r in tl.range(0, ROW_TILES, flatten=True):
         i0 = (group * ROW_TILES + r) * BM
         i = i0 + tl.arange(0, BM)
-        acc = tl.zeros((BM, BN), tl.float32)
+        acc = first_sums(
+            guide_x, guide_y, ceiling, i, row_start + i0, col_start + j0, m, guide_d,
+            BM, BN, GUIDE_BK, GUIDE,
+        )  # fmt: skip
         for q in tl.range(0, d, BK):
             a = x.load([row_start + i0, q])
             acc = tl.dot(a, y.load([col_start + j0, q]).T, acc, input_precision="tf32")
@@ -125,7 +129,9 @@ def unmasked_tiles(
             e = e * (row_grad[:, None] + (col_grad * tl.exp2(reference - col_lse))[None, :])
         else:
             e = e * row_grad[:, None]
-        if CEILING:
+        if GUIDE:
+            e = tl.where(acc == float("-inf"), 0.0, e)
+        elif CEILING:
             highest = tl.load(ceiling + i, mask=i < m, other=0.0)
             e = tl.where(acc * scale_factor > highest[:, None], 0.0, e)
         e = e.to(ds.dtype)
@@ -151,10 +157,11 @@ def masked_tiles(
     x, y, ds, scale, row_lse_and_grad, row_stride, col_lse_and_grad, col_stride,
     row_extremes, row_tiles, col_extremes, col_tiles,
     row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride, ceiling,
-    row_start, col_start, m, n, d, diagonal_offset,
+    guide_x, guide_y, guide_d, row_start, col_start, m, n, d, diagonal_offset,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr,
-    PAIRED: tl.constexpr, CEILING: tl.constexpr, HAS_POSITIVES: tl.constexpr, LIMIT: tl.constexpr,
+    PAIRED: tl.constexpr, CEILING: tl.constexpr, GUIDE: tl.constexpr, GUIDE_BK: tl.constexpr,
+    HAS_POSITIVES: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """dS of the tiles that need masks or two exponentials, or of ALL.
 
@@ -193,8 +200,13 @@ def masked_tiles(
             i0 = ti * BM
             j0 = tj * BN
             s = logits_tile(x, y, row_start + i0, col_start + j0, d, BM, BN, BK) * k
+            judged = s
+            if GUIDE:
+                judged = logits_tile(
+                    guide_x, guide_y, row_start + i0, col_start + j0, guide_d, BM, BN, GUIDE_BK
+                )  # fmt: skip
             negative, positive = mask_tile(
-                s, i0, j0, m=m, n=n, diagonal_offset=diagonal_offset, row_ids=row_ids,
+                judged, i0, j0, m=m, n=n, diagonal_offset=diagonal_offset, row_ids=row_ids,
                 col_ids=col_ids, ceiling=ceiling, BM=BM, BN=BN, DIAGONAL=DIAGONAL, IDS=IDS,
                 PAIRED=PAIRED, CEILING=CEILING,
             )  # fmt: skip

@@ -24,6 +24,7 @@ from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.tiles import (
     LN2,
     LOG2E,
+    first_sums,
     logits_tile,
     mask_tile,
     needs_mask,
@@ -39,10 +40,10 @@ MERGED_ROWS = 256
 
 @kernel
 def reference(
-    x, y, y_stride, scale, out, row_ids, col_ids, ceiling,
+    x, y, y_stride, scale, out, row_ids, col_ids, ceiling, guide_x, guide_y, guide_stride, guide_d,
     row_start, col_start, m, n, d, diagonal_offset,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DIAGONAL: tl.constexpr,
-    IDS: tl.constexpr, CEILING: tl.constexpr,
+    IDS: tl.constexpr, CEILING: tl.constexpr, GUIDE: tl.constexpr, GUIDE_BK: tl.constexpr,
 ):  # fmt: skip
     """out[i] = row i's largest logit among BN columns spread over the block, in log2, minus 20.
 
@@ -56,13 +57,7 @@ def reference(
     j = tl.arange(0, BN) * tl.maximum(n // BN, 1)
     present = j < n
     cols = y + (col_start + j).to(tl.int64) * y_stride
-    s = tl.zeros((BM, BN), tl.float32)
-    for c in tl.range(0, d, BK):
-        k = c + tl.arange(0, BK)
-        mask = present[:, None] & (k < d)[None, :]
-        b = tl.load(cols[:, None] + k[None, :], mask=mask, other=0.0)
-        s = tl.dot(x.load([row_start + i0, c]), b.T, s, input_precision="tf32")
-    s *= tl.load(scale)
+    s = _spread_logits(x, cols, row_start + i0, present, d, BM, BN, BK) * tl.load(scale)
     if IDS:
         own = tl.load(row_ids + i, mask=i < m, other=-1)
         others = tl.load(col_ids + j, mask=present, other=-2)
@@ -72,20 +67,41 @@ def reference(
     if DIAGONAL:
         present = present & (i[:, None] != (j + diagonal_offset)[None, :])
     if CEILING:
-        present = present & ~(s > tl.load(ceiling + i, mask=i < m, other=0.0)[:, None])
+        judged = s
+        if GUIDE:
+            cols = guide_y + (col_start + j).to(tl.int64) * guide_stride
+            judged = _spread_logits(
+                guide_x, cols, row_start + i0, j < n, guide_d, BM, BN, GUIDE_BK
+            )  # fmt: skip
+        present = present & ~(judged > tl.load(ceiling + i, mask=i < m, other=0.0)[:, None])
     largest = tl.max(tl.where(present, s * LOG2E, float("-inf")), 1)
     largest = tl.where(largest == float("-inf"), 0.0, largest) - 20.0
     tl.store(out + i, tl.where(i < m, largest, float("inf")))
 
 
+@triton.jit
+def _spread_logits(
+    x, cols, i0, present, d, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """x[i0:i0+BM] against the columns at BN addresses, without the scale."""
+    s = tl.zeros((BM, BN), tl.float32)
+    for c in tl.range(0, d, BK):
+        k = c + tl.arange(0, BK)
+        mask = present[:, None] & (k < d)[None, :]
+        b = tl.load(cols[:, None] + k[None, :], mask=mask, other=0.0)
+        s = tl.dot(x.load([i0, c]), b.T, s, input_precision="tf32")
+    return s
+
+
 @kernel
 def unmasked_tiles(
     x, y, scale, references, group_references, row_sums, col_sums,
-    row_ranges, row_range_stride, col_ranges, col_range_stride, ceiling,
+    row_ranges, row_range_stride, col_ranges, col_range_stride, ceiling, guide_x, guide_y, guide_d,
     row_start, col_start, m, n, d, first_col_tile, col_tiles, diagonal_offset,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROW_TILES: tl.constexpr,
     GROUP: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr, CEILING: tl.constexpr,
-    COLS: tl.constexpr, EVEN_N: tl.constexpr, TRIANGLE: tl.constexpr,
+    GUIDE: tl.constexpr, GUIDE_BK: tl.constexpr, COLS: tl.constexpr, EVEN_N: tl.constexpr,
+    TRIANGLE: tl.constexpr,
 ):  # fmt: skip
     """row_sums[column tile, i] and col_sums[row group, j] of 2^(logit - reference).
 
@@ -111,7 +127,10 @@ def unmasked_tiles(
         ti = group * ROW_TILES + r
         i0 = ti * BM
         i = i0 + tl.arange(0, BM)
-        acc = tl.zeros((BM, BN), tl.float32)
+        acc = first_sums(
+            guide_x, guide_y, ceiling, i, row_start + i0, col_start + j0, m, guide_d,
+            BM, BN, GUIDE_BK, GUIDE,
+        )  # fmt: skip
         for c in tl.range(0, d, BK):
             a = x.load([row_start + i0, c])
             acc = tl.dot(a, y.load([col_start + j0, c]).T, acc, input_precision="tf32")
@@ -126,11 +145,11 @@ def unmasked_tiles(
                 diagonal_offset=diagonal_offset, BM=BM, BN=BN, DIAGONAL=DIAGONAL, IDS=IDS,
             )  # fmt: skip
             shift = tl.where(skipped, float("inf"), own)
-        if CEILING:
+        if CEILING and not GUIDE:
             highest = tl.load(ceiling + i, mask=i < m, other=0.0)
             acc = tl.where(acc * factor > highest[:, None], float("-inf"), acc)
         e = tl.exp2(acc * k - shift[:, None])
-        if CEILING:  # a negative scale turns -inf into +inf
+        if CEILING:  # a scale of 0 turns -inf into NaN, a negative one into +inf
             e = tl.where(acc == float("-inf"), 0.0, e)
         if not EVEN_N:
             e = tl.where((j0 + tl.arange(0, BN) < n)[None, :], e, 0.0)
@@ -164,10 +183,11 @@ def combine_partials(
     col_sums, group_references, col_partials, col_state, col_state_stride, col_is_first,
     col_is_last,
     row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride, ceiling,
-    row_start, col_start, m, n, d, diagonal_offset,
+    guide_x, guide_y, guide_d, row_start, col_start, m, n, d, diagonal_offset,
     GROUP_ROWS: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
     DIAGONAL: tl.constexpr, IDS: tl.constexpr, PAIRED: tl.constexpr, CEILING: tl.constexpr,
-    HAS_POSITIVES: tl.constexpr, TRIANGLE: tl.constexpr,
+    GUIDE: tl.constexpr, GUIDE_BK: tl.constexpr, HAS_POSITIVES: tl.constexpr,
+    TRIANGLE: tl.constexpr,
 ):  # fmt: skip
     """Add a block to the running states of both sides, B rows or B columns per program.
 
@@ -200,9 +220,11 @@ def combine_partials(
             state=row_state, stride=row_state_stride, is_first=row_is_first, is_last=row_is_last,
             row_ids=row_ids, row_ranges=row_ranges, row_range_stride=row_range_stride,
             col_ids=col_ids, col_ranges=col_ranges, col_range_stride=col_range_stride,
-            ceiling=ceiling, row_start=row_start, col_start=col_start, m=m, n=n, d=d,
+            ceiling=ceiling, guide_x=guide_x, guide_y=guide_y, guide_d=guide_d,
+            row_start=row_start, col_start=col_start, m=m, n=n, d=d,
             diagonal_offset=diagonal_offset, B=B, BK=BK, DIAGONAL=DIAGONAL, IDS=IDS,
-            PAIRED=PAIRED, CEILING=1 if CEILING else 0, HAS_POSITIVES=HAS_POSITIVES,
+            PAIRED=PAIRED, CEILING=1 if CEILING else 0, GUIDE=GUIDE, GUIDE_BK=GUIDE_BK,
+            HAS_POSITIVES=HAS_POSITIVES,
         )  # fmt: skip
     else:  # the same with rows and columns swapped
         t = t - tiles
@@ -218,9 +240,11 @@ def combine_partials(
             state=col_state, stride=col_state_stride, is_first=col_is_first, is_last=col_is_last,
             row_ids=col_ids, row_ranges=col_ranges, row_range_stride=col_range_stride,
             col_ids=row_ids, col_ranges=row_ranges, col_range_stride=row_range_stride,
-            ceiling=ceiling, row_start=col_start, col_start=row_start, m=n, n=m, d=d,
+            ceiling=ceiling, guide_x=guide_y, guide_y=guide_x, guide_d=guide_d,
+            row_start=col_start, col_start=row_start, m=n, n=m, d=d,
             diagonal_offset=-diagonal_offset, B=B, BK=BK, DIAGONAL=DIAGONAL, IDS=IDS,
-            PAIRED=PAIRED, CEILING=2 if CEILING else 0, HAS_POSITIVES=HAS_POSITIVES,
+            PAIRED=PAIRED, CEILING=2 if CEILING else 0, GUIDE=GUIDE, GUIDE_BK=GUIDE_BK,
+            HAS_POSITIVES=HAS_POSITIVES,
         )  # fmt: skip
 
 
@@ -260,9 +284,10 @@ def _combine_side(
     x, y, scale, ti, block_reference, block_total, above_reference, above_total,
     state, stride, is_first, is_last,
     row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride, ceiling,
-    row_start, col_start, m, n, d, diagonal_offset,
+    guide_x, guide_y, guide_d, row_start, col_start, m, n, d, diagonal_offset,
     B: tl.constexpr, BK: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr,
-    PAIRED: tl.constexpr, CEILING: tl.constexpr, HAS_POSITIVES: tl.constexpr,
+    PAIRED: tl.constexpr, CEILING: tl.constexpr, GUIDE: tl.constexpr, GUIDE_BK: tl.constexpr,
+    HAS_POSITIVES: tl.constexpr,
 ):  # fmt: skip
     """Merge the block's sums of row tile ti and the tiles that need masks into the rows' state.
 
@@ -314,8 +339,14 @@ def _combine_side(
                 BM=B, BN=B, DIAGONAL=DIAGONAL, IDS=IDS,
             ):  # fmt: skip
                 s = logits_tile(x, y, row_start + i0, col_start + tj * B, d, B, B, BK) * k
+                judged = s
+                if GUIDE:
+                    judged = logits_tile(
+                        guide_x, guide_y, row_start + i0, col_start + tj * B, guide_d, B, B,
+                        GUIDE_BK,
+                    )  # fmt: skip
                 negative, positive = mask_tile(
-                    s, i0, tj * B, m=m, n=n, diagonal_offset=diagonal_offset, row_ids=row_ids,
+                    judged, i0, tj * B, m=m, n=n, diagonal_offset=diagonal_offset, row_ids=row_ids,
                     col_ids=col_ids, ceiling=ceiling, BM=B, BN=B, DIAGONAL=DIAGONAL, IDS=IDS,
                     PAIRED=PAIRED, CEILING=CEILING,
                 )  # fmt: skip

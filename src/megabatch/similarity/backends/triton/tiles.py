@@ -31,6 +31,24 @@ def logits_tile(x, y, i0, j0, d, BM: tl.constexpr, BN: tl.constexpr, BK: tl.cons
     return acc
 
 
+@triton.jit
+def first_sums(
+    guide_x, guide_y, ceiling, i, i0, j0, m, guide_d,
+    BM: tl.constexpr, BN: tl.constexpr, GUIDE_BK: tl.constexpr, GUIDE: tl.constexpr,
+):  # fmt: skip
+    """The sums that a tile's logits start from: 0, or -inf where a guide leaves the pair out.
+
+    An accumulator of -inf stays there, so that the guide's decision takes no registers beside the
+    logits. `i`: rows of the ceiling.
+    """
+    if GUIDE:
+        similarity = logits_tile(guide_x, guide_y, i0, j0, guide_d, BM, BN, GUIDE_BK)
+        highest = tl.load(ceiling + i, mask=i < m, other=0.0)
+        return tl.where(similarity > highest[:, None], float("-inf"), 0.0)
+    else:
+        return tl.zeros((BM, BN), tl.float32)
+
+
 @kernel
 def id_ranges(ids, out, size, tiles, B: tl.constexpr):
     """Smallest and largest id of each tile of B rows: out[0], out[1]; negative ids do not count."""
@@ -69,8 +87,9 @@ def mask_tile(
 ):  # fmt: skip
     """(negative, positive) masks of a tile; pairs in neither are dropped, or past the end.
 
-    PAIRED: the positives are the pairs (i, i), other pairs of equal ids are dropped. CEILING: 0 for
-    none, 1 for one per row, 2 for one per column (if the sides are swapped).
+    s: the logits, or with a guide its similarities; only the ceiling is about them. PAIRED: the
+    positives are the pairs (i, i), other pairs of equal ids are dropped. CEILING: 0 for none, 1 for
+    one per row, 2 for one per column (if the sides are swapped).
     """
     i = i0 + tl.arange(0, BM)
     j = j0 + tl.arange(0, BN)
