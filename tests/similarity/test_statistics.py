@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense
+from megabatch.similarity import dense, engine
 from megabatch.similarity import settings as call_settings
 from megabatch.similarity.backends import eager
 from megabatch.similarity.reductions import softmax
@@ -185,6 +185,30 @@ def test_a_guide_gets_no_gradient() -> None:
     assert x.grad is not None
     assert u.grad is None
     assert v.grad is None
+
+
+def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's products take dS in float16, which holds few digits of the smallest ones."""
+
+    def rounded(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
+        total.addmm_(left.half().float(), right.float(), beta=0 if overwrite else 1)
+
+    monkeypatch.setattr(eager, "rounds_left", lambda features: True)
+    monkeypatch.setattr(engine, "add_product", rounded)
+    x, y = (t.half() for t in MAKERS["random"](16, 4000, 8))
+    ids, ceiling = (torch.full((16,), -1), torch.full((4000,), -1)), torch.full((16,), 0.5)
+    gradients = []
+    for module, dtype in ((similarity, torch.float32), (dense, torch.float64)):
+        features = x if dtype == torch.float32 else x.to(dtype)
+        features = features.detach().requires_grad_()
+        guide = x.to(dtype), y.to(dtype)
+        options = {"ids": ids, "ceiling": ceiling, "guide": guide}
+        rows, _ = module.split_logsumexp(features, y.to(features.dtype), 0.5, **options)
+        (rows.negative.sum() / 100).backward()
+        assert features.grad is not None
+        gradients.append(features.grad.double())
+    error = (gradients[0] - gradients[1]).norm(dim=1) / gradients[1].norm(dim=1)
+    assert error.max() < 1e-3
 
 
 def test_self_similarity_does_half_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,11 +69,16 @@ def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(x.float(), y.float().T, out=out)
 
 
+def rounds_left(features: Tensor) -> bool:
+    """Whether `add_product` rounds the left factor to the dtype of these, the right one."""
+    return features.dtype != accumulator_dtype(features.dtype) and features.device.type == "cuda"
+
+
 @without_autocast
 def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
     """total += left @ right in total's dtype; with `overwrite`, total = left @ right."""
     beta = 0 if overwrite else 1
-    if right.dtype != total.dtype and right.device.type == "cuda":
+    if rounds_left(right):
         half = left.to(right.dtype)
         torch.addmm(total, half, right, beta=beta, out_dtype=torch.float32, out=total)
     else:

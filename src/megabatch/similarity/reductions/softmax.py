@@ -353,8 +353,11 @@ class SoftmaxTiles(EagerTiles):
         """See `base.Tiles`."""
         return upstream
 
-    def upstream_size(self, rows: Tensor | None, cols: Tensor | None) -> None:
-        """None: gradients are not rescaled; on the CPU dS stays in float32."""
+    def upstream_size(self, rows: Tensor | None, cols: Tensor | None) -> Tensor | None:
+        """See `base.StateTiles`. On the CPU dS stays in float32; a GPU's products take float16."""
+        if self.x.dtype != torch.float16 or not eager.rounds_left(self.x):
+            return None
+        return states.upstream_size([side for side in (rows, cols) if side is not None])
 
     def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
         """See `base.StateTiles`."""

@@ -15,11 +15,16 @@ the same two over positives, upstream gradient of the sum of positive logits]`, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megabatch.similarity.arguments import accumulator_dtype
+
+#: float16 holds dS from 2^-24 to 2^16: upstream gradients are scaled to this size. At most six of
+#: them add up in one dS, and a probability of 1 / 4M is still a normal number.
+HALF_SIZE = 4096.0
 
 
 def new_state(size: int, has_positives: bool, like: Tensor) -> Tensor:
@@ -83,6 +88,18 @@ def upstream(results: Tensor, gradient: Tensor) -> Tensor:
     if sums == 2:
         out[4] = gradient[2]
     return out
+
+
+def upstream_size(sides: Sequence[Tensor]) -> Tensor | None:
+    """() by which the sides' upstream gradients fit float16's dS when divided; None: no rows."""
+    largest = []
+    for numbers in sides:
+        if numbers.numel():
+            gradient = numbers[1::2].abs().amax()
+            if len(numbers) == 5:
+                gradient = torch.maximum(gradient, numbers[4].abs().amax())
+            largest.append(gradient)
+    return torch.stack(largest).amax() / HALF_SIZE if largest else None
 
 
 def divide_upstream(numbers: Tensor, size: Tensor) -> None:

@@ -108,9 +108,6 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         """See `reductions.base.Tiles`."""
         return None if numbers is None else Side.of(numbers, SPREAD_LSES)
 
-    def _largest_gradient(self, numbers: Tensor) -> Tensor:
-        return numbers[[1, 3, 4]].abs().amax()
-
     def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
         """See `reductions.base.StateTiles`."""
         states.divide_target_upstream(numbers, size)

@@ -26,9 +26,6 @@ from megabatch.similarity.reductions import states
 
 #: Largest difference of log2 log-sum-exps that share one exponential's reference.
 SPREAD = 80.0
-#: float16 holds dS from 2^-24 to 2^16: upstream gradients are scaled to this size. At most six of
-#: them add up in one dS, and a probability of 1 / 4M is still a normal number.
-HALF_SIZE = 4096.0
 #: A side's state, whether this block is its first one, and whether it is its last one.
 State: TypeAlias = tuple[Tensor, bool, bool]
 
@@ -226,14 +223,7 @@ class SoftmaxKernelTiles(KernelTiles):
         """See `reductions.base.StateTiles`."""
         if self.x.dtype != torch.float16:
             return None
-        sides = [side.numbers for side in (rows, cols) if side is not None]
-        largest = [self._largest_gradient(numbers) for numbers in sides if numbers.numel()]
-        return torch.stack(largest).amax() / HALF_SIZE if largest else None
-
-    def _largest_gradient(self, numbers: Tensor) -> Tensor:
-        """The largest absolute upstream gradient among the numbers of a side."""
-        largest = numbers[1::2].abs().amax()
-        return torch.maximum(largest, numbers[4].abs().amax()) if len(numbers) == 5 else largest
+        return states.upstream_size([side.numbers for side in (rows, cols) if side is not None])
 
     def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
         """See `reductions.base.StateTiles`."""
