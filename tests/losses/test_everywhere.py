@@ -73,6 +73,16 @@ LOSSES: dict[str, Loss] = {
         torch.cat([x, y]), torch.cat([IDS, IDS])[: 2 * len(x)]
     ),
     "siglip": lambda x, y, s: mb.SigLipLoss()(x, y, s, -s, ids=IDS[: len(x)]),
+    "siglip, teacher": lambda x, y, s: mb.SigLipLoss()(
+        x,
+        y,
+        s,
+        -s,
+        dist_image_features=guide(x, 0),
+        dist_text_features=guide(x, 1),
+        dist_logit_scale=3.0,
+        dist_logit_bias=-2.0,
+    ),
     "distillation": lambda x, y, s: sum(mb.DistillClipLoss()(x, y, s, y, x.roll(1, 0), 2.0)),
     "matryoshka": mb.MatryoshkaLoss(mb.ClipLoss(), [3, D]),
     "several modalities": lambda x, y, s: mb.MultiModalLoss([("a", "b"), ("b", "c")])(

@@ -27,6 +27,13 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "clip, weights of zero": lambda x, y: mb.ClipLoss()(x, y, 2.0, weights=ZEROS[: len(x)]),
     "siglip": lambda x, y: mb.SigLipLoss()(x, y, 2.0, -1.0),
+    "siglip, teacher": lambda x, y: mb.SigLipLoss()(
+        *[ZEROS[: len(x), None] + 1] * 2,
+        *(2.0, -1.0),
+        dist_image_features=x,
+        dist_text_features=y,
+        dist_logit_scale=2.0,
+    ),
     "siglip, weights of zero": lambda x, y: mb.SigLipLoss()(
         x, y, 2.0, -1.0, weights=ZEROS[: len(x)]
     ),

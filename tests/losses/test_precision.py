@@ -51,6 +51,16 @@ def dense_guided(s: Tensor) -> Tensor:
     return F.cross_entropy(s.masked_fill(left_out, -torch.inf), torch.arange(B))
 
 
+def taught(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    features = zip(("dist_image_features", "dist_text_features"), guides(), strict=True)
+    return mb.SigLipLoss()(x, y, scale, BIAS, dist_logit_scale=3.0, **dict(features))
+
+
+def dense_taught(s: Tensor) -> Tensor:
+    labels = torch.sigmoid(3 * (guides()[0] @ guides()[1].T).to(s.dtype))
+    return F.binary_cross_entropy_with_logits(s + BIAS, labels, reduction="none").sum(1).mean()
+
+
 def self_logits(s: Tensor) -> Tensor:
     return s.masked_fill(torch.eye(len(s), dtype=torch.bool), -torch.inf)
 
@@ -101,6 +111,7 @@ CASES = {
     "siglip": Case(
         lambda x, y, s: mb.SigLipLoss()(x, y, s, BIAS), lambda s: siglip_of_logits(s + BIAS)
     ),
+    "siglip, teacher": Case(taught, dense_taught),
     "infonce": Case(
         lambda x, y, s: mb.InfoNCELoss(1 / s)(x, y, shared_negatives(y)),
         lambda s: F.cross_entropy(s, torch.arange(B)),

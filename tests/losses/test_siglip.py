@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import megabatch as mb
 from tests.losses.reference import assert_equal, leaves, siglip_of_logits
@@ -86,4 +87,41 @@ X = torch.randn(5, 3)
 def test_bad_arguments(arguments: Any, options: Any, error: type, words: tuple[str, ...]) -> None:
     with pytest.raises(error) as caught:
         mb.SigLipLoss()(*arguments, **options)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_teachers_labels() -> None:
+    x, y = MAKERS["random"](10, 10, 6)
+    u, v = MAKERS["clustered"](10, 10, 3)
+    weights = torch.rand(10, dtype=torch.float64)
+    teacher = {"dist_image_features": 3 * u, "dist_text_features": v, "dist_logit_scale": 5.0}
+    loss = mb.SigLipLoss(normalize=True)
+
+    def dense(x: torch.Tensor, y: torch.Tensor, s: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        logits, labels = s * x @ y.T + c, torch.sigmoid(5 * u @ v.T)
+        losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(1)
+        return (weights * losses).sum() / weights.sum()
+
+    assert_equal(
+        lambda x, y, s, c: loss(x, y, s, c, weights=weights, **teacher),
+        lambda x, y, s, c: dense(F.normalize(x), F.normalize(y), s, c),
+        *(x, y, 10.0, -3.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("teacher", "words"),
+    [
+        ({"dist_text_features": None}, ("dist_text_features", "None")),
+        ({"dist_logit_scale": None}, ("dist_logit_scale", "None")),
+        ({"dist_text_features": torch.ones(5, 2)}, ("dist_text_features", "width 3", "2")),
+        ({"dist_image_features": torch.ones(4, 3)}, ("dist_image_features", "5 rows", "4")),
+        ({"ids": torch.arange(5)}, ("ids", "teacher")),
+    ],
+)
+def test_bad_teachers(teacher: dict[str, Any], words: tuple[str, ...]) -> None:
+    x = torch.ones(5, 3)
+    good = {"dist_image_features": x, "dist_text_features": x, "dist_logit_scale": 2.0}
+    with pytest.raises(ValueError, match=words[0]) as caught:
+        mb.SigLipLoss()(x, x, 1.0, 0.0, **(good | teacher))
     assert all(word in str(caught.value) for word in words)

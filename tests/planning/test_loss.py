@@ -14,7 +14,7 @@ from megabatch.planning.loss import loss_bytes, loss_seconds, planned_bytes
 from megabatch.similarity import set_workspace, settings, split_logsumexp
 from megabatch.similarity.distributed import gathered
 from megabatch.similarity.memory import Run
-from megabatch.similarity.reductions import softmax
+from megabatch.similarity.reductions import sigmoid, softmax
 from tests.planning.allocator import peak_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/single-gpu.json"
@@ -195,3 +195,8 @@ def test_a_guides_columns_travel():
         more = operator.workspace(run, *arguments, guide, guide)
         more -= operator.workspace(run, *arguments, None, None)
         assert more >= 4 * guide.nbytes + 2 * 4096 * 704 * 2  # all ranks', and padded copies
+    pair = x, x, *torch.ones(2), None, None, None
+    teacher = guide, guide, *torch.ones(2)
+    more = sigmoid.softplus_sums.workspace(run, *pair, *teacher)
+    more -= sigmoid.softplus_sums.workspace(run, *pair, *[None] * 4)
+    assert more >= 4 * guide.nbytes

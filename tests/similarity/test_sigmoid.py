@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
+from megabatch.similarity import engine
 from megabatch.similarity import settings as call_settings
 from megabatch.similarity.backends import eager
 from tests.similarity.features import MAKERS
@@ -52,6 +53,63 @@ def compare(values: tuple[Any, ...], ids: Any = "paired", weight: Any = None) ->
 @pytest.mark.parametrize("maker", MAKERS)
 def test_is_exact_over_many_blocks(maker: str, scale: float, bias: float) -> None:
     compare((*MAKERS[maker](97, 97, 20), scale, bias))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("scale", "bias"), [(0.01, 0.0), (10.0, -3.0), (200.0, 30.0)])
+@pytest.mark.parametrize("maker", ["random", "clustered", "outliers"])
+def test_a_teachers_labels(maker: str, scale: float, bias: float, weighted: bool) -> None:
+    x, y = MAKERS[maker](97, 61, 20)
+    u, v = MAKERS["clustered"](97, 61, 7)
+    weight = torch.rand(97, dtype=torch.float64) if weighted else None
+    mine, theirs = leaves(x, y, scale, bias), leaves(x, y, scale, bias)
+    ours = similarity.softplus_sum(*mine, weight=weight, teacher=(u, v, 20.0, -9.0))
+    s = theirs[2] * (theirs[0] @ theirs[1].T) + theirs[3]
+    labels = torch.sigmoid(20 * u @ v.T - 9)
+    losses = F.binary_cross_entropy_with_logits(s, labels, reduction="none")
+    truth = (losses if weight is None else weight[:, None] * losses).sum()
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=0)
+    ours.backward()
+    truth.backward()
+    for a, b in zip(mine, theirs, strict=True):
+        size = max(1.0, b.grad.abs().max().item())
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11 * size)
+
+
+def test_a_student_near_its_teacher_keeps_its_gradient() -> None:
+    """Probabilities near 1 on both sides: their difference in float32 would be rounding alone."""
+    b = 8
+    x, y = torch.zeros(b, 2, requires_grad=True), torch.ones(b, 2)
+    teacher = torch.zeros(b, 2), torch.ones(b, 2), 1.0, 19.0
+    similarity.softplus_sum(x, y, 1.0, 18.0, teacher=teacher).backward()
+    exact = torch.tensor(-19.0).double().exp() - torch.tensor(-18.0).double().exp()
+    torch.testing.assert_close(x.grad.double(), exact.expand(b, 2) * b, rtol=1e-6, atol=0)
+
+
+def test_float16_of_torch_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products take dS in float16: small ones must be normal numbers."""
+
+    def rounded(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
+        left = left.half() if right.dtype == torch.float16 else left
+        beta = 0 if overwrite else 1
+        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
+
+    monkeypatch.setattr(eager, "rounds_left", lambda features: True)
+    monkeypatch.setattr(engine, "add_product", rounded)
+    x, y = (t.half() for t in MAKERS["random"](400, 16, 8))
+    weight = torch.linspace(0.5, 4, 400)
+    gradients = []
+    for dtype in (torch.float16, torch.float64):
+        wide = torch.promote_types(dtype, torch.float32)
+        features = [x.to(dtype), y.to(dtype), torch.ones((), dtype=wide)]
+        features = [f.detach().requires_grad_() for f in features]
+        teacher = x.to(wide), y.to(wide), 1.0, -14.0
+        total = similarity.softplus_sum(*features, -13.0, weight=weight, teacher=teacher)
+        (total * 1e4).backward()
+        gradients.append([f.grad.double() for f in features])
+    for mine, exact in zip(*gradients, strict=True):
+        assert (mine - exact).norm() < 1e-3 * exact.norm()
 
 
 @settings(deadline=None, max_examples=50)
@@ -122,9 +180,7 @@ def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
             x,
             x,
             *torch.ones(2),
-            None,
-            None,
-            None,
+            *[None] * 7,
             "paired",
             *[False] * 4,
             "",
@@ -148,10 +204,12 @@ def test_the_operator_is_registered_in_full() -> None:
     scale, bias = leaves(2.0, -1.0)
     ids = (torch.arange(6) % 3, torch.arange(5) % 3)
     weight = torch.rand(6, dtype=torch.float64)
+    teacher = x.detach()[:, :2], y.detach()[:, :2], scale.detach(), bias.detach()
     for arguments in (
-        (x, y, scale, bias, *ids, weight, "plain", True, True, True, True),
-        (x[:5], y, scale, bias, None, None, None, "paired", True, True, True, True),
-        (x.detach(), y, scale, bias.detach(), *ids, None, "plain", False, True, True, False),
+        (x, y, scale, bias, *ids, weight, *[None] * 4, "plain", True, True, True, True),
+        (x[:5], y, scale, bias, *[None] * 7, "paired", True, True, True, True),
+        (x.detach(), y, scale, bias.detach(), *ids, *[None] * 5, "plain", False, True, True, False),
+        (x, y, scale, bias, *[None] * 3, *teacher, "plain", True, True, True, True),
     ):
         plain = ("", [*call_settings.of_call(x)])
         torch.library.opcheck(torch.ops.megabatch.softplus_sum.default, (*arguments, *plain))

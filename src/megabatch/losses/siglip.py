@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from megabatch.losses.arguments import check_pairs, check_weights, own_ids
 from megabatch.losses.base import ContrastiveLoss
+from megabatch.losses.normalization import unit_rows
 from megabatch.similarity import softplus_sum
-from megabatch.similarity.arguments import check_scalar
+from megabatch.similarity.arguments import check_guide, check_scalar
 from megabatch.similarity.distributed.means import share_of_mean
 
 
@@ -15,12 +18,16 @@ class SigLipLoss(ContrastiveLoss):
     """For each image and text alone: do they belong together? Called as OpenCLIP's loss.
 
     The sum over all b² pairs of -log sigmoid(z * logit), z = +1 for a pair's own and -1 for all
-    others, divided by b as published. Loss and gradients come from one sweep.
+    others, divided by b as published. Loss and gradients come from one sweep. With a teacher's
+    features the labels are soft: its probabilities sigmoid(logit) in place of 1 and 0.
 
     Args:
         normalize: scale each row of the features to unit length first, as `F.normalize` does.
         group: processes that share one batch: None, "local" or a process group.
     """
+
+    #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.
+    whole = ("dist_image_features", "dist_text_features")
 
     def __init__(self, *, normalize: bool = False, group: object = None) -> None:
         super().__init__(normalize=normalize, group=group)
@@ -35,6 +42,10 @@ class SigLipLoss(ContrastiveLoss):
         *,
         ids: Tensor | None = None,
         weights: Tensor | None = None,
+        dist_image_features: Tensor | None = None,
+        dist_text_features: Tensor | None = None,
+        dist_logit_scale: float | Tensor | None = None,
+        dist_logit_bias: float | Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """The mean over images of their summed losses with all texts.
 
@@ -48,6 +59,10 @@ class SigLipLoss(ContrastiveLoss):
                 negative id is shared with no other pair.
             weights: (b,) factors, not negative, of each image's sum over texts; data, without a
                 gradient. The loss is the weighted mean, 0 where all weights are 0.
+            dist_image_features, dist_text_features: (b, d'), a teacher's, of any width, for soft
+                labels; without `ids`. In any floating dtype, float64 exactly if the student's are;
+                autocast does not cast them. They get no gradient, and neither do its numbers.
+            dist_logit_scale, dist_logit_bias: the teacher's; None: no bias, as 0.
 
         Returns:
             A scalar in float32 (float64 for float64 features).
@@ -62,6 +77,11 @@ class SigLipLoss(ContrastiveLoss):
         weights = check_weights(weights, x)
         if ids is not None:
             ids = own_ids(ids, x, self.group)
+        teacher = self._teacher(
+            x, y, dist_image_features, dist_text_features, dist_logit_scale, dist_logit_bias
+        )
+        if teacher is not None and ids is not None:
+            raise ValueError("ids: expected None with a teacher's labels, got a tensor")
         total = softplus_sum(
             x,
             y,
@@ -69,8 +89,26 @@ class SigLipLoss(ContrastiveLoss):
             bias,
             ids="paired" if ids is None else (ids, ids),
             weight=weights,
+            teacher=teacher,
             group=self.group,
         )
         rows = x.shape[0]
         loss = share_of_mean(total, rows, self.group, weights, name="image_features")
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def _teacher(
+        self, x: Tensor, y: Tensor, u: Any, v: Any, scale: Any, bias: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """The teacher's features and numbers for `softplus_sum`; None: all are."""
+        given = {"image_features": u, "text_features": v, "logit_scale": scale}
+        if bias is None and all(value is None for value in given.values()):
+            return None
+        for name, value in given.items():
+            if value is None:
+                raise ValueError(f"dist_{name}: expected the teacher's as well, got None")
+        names = "dist_image_features", "dist_text_features"
+        u, v = check_guide((u, v), x, y, names, ("image_features", "text_features"))
+        if self.normalize:
+            u, v = (unit_rows(features, features.dtype) for features in (u, v))
+        scale = check_scalar("dist_logit_scale", scale, x)
+        return u, v, scale, check_scalar("dist_logit_bias", 0.0 if bias is None else bias, x)

@@ -104,6 +104,17 @@ def check_guide(
     return guide[0].detach(), guide[1].detach()
 
 
+def check_teacher(teacher: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Features as of `check_guide`, and a scale and a bias, all without a gradient."""
+    if not isinstance(teacher, (tuple, list)) or len(teacher) != 4:
+        items = isinstance(teacher, (tuple, list))
+        came = f"{len(teacher)} items" if items else type(teacher).__name__
+        raise TypeError(f"teacher: expected (features, features, scale, bias), got {came}")
+    features = check_guide(teacher[:2], x, y, ("teacher[0]", "teacher[1]"))
+    scale, bias = (check_scalar(f"teacher[{k}]", teacher[k], x).detach() for k in (2, 3))
+    return *features, scale, bias
+
+
 def as_number(value: Any) -> float | None:
     """A real number as a float, NumPy's scalars and 0-d arrays included; None for all else."""
     if isinstance(value, (int, float)):

@@ -16,6 +16,7 @@ from megabatch.similarity.arguments import (
     check_integers,
     check_same_rows,
     check_scalar,
+    check_teacher,
     check_two,
     check_vector,
 )
@@ -168,11 +169,9 @@ def stacks_and_count(
     scale = check_scalar("scale", scale, x)
     if ceiling is not None:
         ceiling = check_vector("ceiling", ceiling, x.shape[0], x)
-    judge = None
-    if guide is not None:
-        if ceiling is None:
-            raise ValueError("ceiling: expected one for the guide's similarities, got None")
-        judge = Guide(*check_guide(guide, x, y))
+    if guide is not None and ceiling is None:
+        raise ValueError("ceiling: expected one for the guide's similarities, got None")
+    judge = None if guide is None else Guide(*check_guide(guide, x, y))
     diagonal = DROPPED if y is None else PAIRED if paired else PLAIN
     if y is None and (ceiling is not None or row_ids is not col_ids):
         y = x  # these make the matrix asymmetric: the general path, on all tiles
@@ -192,6 +191,7 @@ def softplus_sum(
     *,
     ids: Ids = "paired",
     weight: Tensor | None = None,
+    teacher: tuple[Tensor, Tensor, float | Tensor, float | Tensor] | None = None,
     group: object = None,
 ) -> Tensor:
     """Sum over all pairs (i, j) of weight_i * softplus(-z_ij * (scale * <x_i, y_j> + bias)).
@@ -207,6 +207,10 @@ def softplus_sum(
         ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers. A
             negative id equals nothing.
         weight: (m,) factors, one for all pairs of a row of x; data, without a gradient.
+        teacher: `(u (m, d'), v (n, d'), scale, bias)`, for soft labels T_ij = sigmoid(scale *
+            <u_i, v_j> + bias) instead of `ids`: a pair's loss is T softplus(-logit) + (1 - T)
+            softplus(logit). Features as those of a guide in `split_logsumexp`. Torch operations
+            compute it, on GPUs too.
         group: the processes that share the matrix, each with its own rows of x and of y; as in
             `logsumexp`. The sum is over this process's rows and all columns. Since the gradients
             are formed before it is known what becomes of the sum, all processes must use it alike:
@@ -223,7 +227,12 @@ def softplus_sum(
     check_two(x, y)
     x, y = cast_for_autocast(x, y)
     row_ids, col_ids = _check_ids(ids, x, y)
-    if row_ids is None:
+    labels: tuple[Tensor | None, ...] = (None,) * 4
+    if teacher is not None:
+        if row_ids is not None:
+            raise ValueError("ids: expected 'paired' with a teacher's labels, got tensors")
+        labels = check_teacher(teacher, x, y)
+    elif row_ids is None:
         check_same_rows(x, y)
     scale, bias = check_scalar("scale", scale, x), check_scalar("bias", bias, x)
     if weight is not None:
@@ -234,12 +243,12 @@ def softplus_sum(
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, y, scale, bias)]
     if not torch.compiler.is_compiling() and transforms_active():
         wanted = [True] * 4  # torch.func.vmap hides what needs a gradient outside of it
-    diagonal = PAIRED if row_ids is None else PLAIN
+    diagonal = PAIRED if row_ids is None and teacher is None else PLAIN
     name = group_name(group)
     if name:
         scale, bias = replicated(scale, group), replicated(bias, group)
     plain = (diagonal, *wanted, name, settings.of_call(x))
-    return softplus_sums(x, y, scale, bias, row_ids, col_ids, weight, *plain)[0]
+    return softplus_sums(x, y, scale, bias, row_ids, col_ids, weight, *labels, *plain)[0]
 
 
 class SoftTargets(NamedTuple):

@@ -30,14 +30,18 @@ class Run(NamedTuple):
         """(bytes of a block with what a backend holds beside it, its rows)."""
         n = len(x if y is None else y)
         if self.on_cpu:
-            rows, cols = eager.block_shape(x, self.limit)
-            rows, cols = min(rows, len(x)), min(cols, n)
-            return eager.block_bytes(rows, cols, x), rows
+            return self.eager_block(x, y)
         if self.ranks > 1 and y is not None:  # columns at once
             n = self.ranks * self._round(x) or min(ring.chunk_rows(x), len(x))
         item = x.element_size()
         rows, cols = block_shape(len(x), n, x.shape[1], item, y is None, self.limit)
         return item * min(rows, len(x)) * min(cols, n) + padded_bytes(x, y), rows
+
+    def eager_block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
+        """As `block`, of torch operations on any device."""
+        rows, cols = eager.block_shape(x, self.limit, self.on_cpu)
+        rows, cols = min(rows, len(x)), min(cols, len(x if y is None else y))
+        return eager.block_bytes(rows, cols, x), rows
 
     def totals(self, x: Tensor, rows: int) -> int:
         """Accumulators for the gradients of so many rows."""

@@ -143,6 +143,17 @@ def sig_lip(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return loss(x, y, scale, bias) + loss(x, y, scale, bias, ids=ids, weights=weights)
 
 
+def sig_lip_taught(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+    loss, negatives = losses.SigLipLoss(group=group), own["negatives"]
+    teacher = {
+        "dist_image_features": negatives[:, :4],
+        "dist_text_features": negatives[:, 2:].cos(),
+        "dist_logit_scale": 2.0,
+        "dist_logit_bias": -1.0,
+    }
+    return loss(x, y, scale, -scale, weights=own["weights"], **teacher)
+
+
 LOSSES: list[Callable[..., Tensor]] = [
     clip,
     clip_smoothed,
@@ -162,6 +173,7 @@ LOSSES: list[Callable[..., Tensor]] = [
     matryoshka,
     several_modalities,
     sig_lip,
+    sig_lip_taught,
 ]
 
 

@@ -129,6 +129,14 @@ def sort_by_id(x: Tensor, y: Tensor | None, pairs: Pairs) -> SortedMatrix:
     return make(x, other, pairs)
 
 
+def kind_of(features: Tensor | None) -> str:
+    """What ranks must agree on of further features, in words."""
+    if features is None:
+        return "none"
+    dtype = str(features.dtype).removeprefix("torch.")
+    return f"width {features.shape[1]}, {dtype}, {backends.arithmetic(features)}"
+
+
 class Handshake(NamedTuple):
     """A schedule, and the numbers of rows and columns of each rank, (2, ranks) int64.
 

@@ -52,8 +52,9 @@ class DeferredGrad(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """The features and the scale that soft targets come from."""
+    """The features and the numbers that soft targets or soft labels come from."""
 
     x: Tensor  #: (m, d')
     y: Tensor  #: (n, d')
     scale: Tensor  #: ()
+    bias: Tensor | None = None  #: () of soft labels

@@ -3,7 +3,8 @@
 The loss is SigLIP's (Zhai et al. 2023, arXiv 2303.15343). A pair's gradient needs no statistic of
 its row or column, so the sweep that adds up the loss forms the gradients too: 6 m n d operations
 for both, where a second sweep would make it 8. The gradients of x and y wait for the backward pass
-(`DeferredGrad`).
+(`DeferredGrad`). Labels may be soft, the sigmoids of a teacher's logits; those torch operations
+compute on all devices.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ from megabatch.similarity.distributed.schedule import Chunk, Schedule, Shard
 from megabatch.similarity.masks import Pairs
 from megabatch.similarity.memory import Run
 from megabatch.similarity.ops import Body, reduction_operators
-from megabatch.similarity.reductions.base import handshake, sort_by_id
-from megabatch.similarity.reductions.operands import DeferredGrad, Need, Terms
+from megabatch.similarity.reductions.base import handshake, kind_of, sort_by_id
+from megabatch.similarity.reductions.operands import DeferredGrad, Need, Teacher, Terms
 from megabatch.similarity.settings import Holding
 
 if TYPE_CHECKING:
     from megabatch.similarity.backends.triton.sigmoid_tiles import SigmoidKernelTiles
 
 Tiles: TypeAlias = "SigmoidTiles | SigmoidKernelTiles"
+#: Factor of float16's dS, at most 1 before, so that small ones are normal numbers.
+GAIN = 2.0**15
 
 
 def _times(deferred: DeferredGrad, like: Tensor, factor: Tensor, divisor: int) -> Tensor:
@@ -76,6 +79,10 @@ def _forward(
     row_ids: Tensor | None,
     col_ids: Tensor | None,
     weight: Tensor | None,
+    teacher_x: Tensor | None,
+    teacher_y: Tensor | None,
+    teacher_scale: Tensor | None,
+    teacher_bias: Tensor | None,
     diagonal: str,
     need_x: bool,
     need_y: bool,
@@ -91,13 +98,16 @@ def _forward(
     """
     need = Need(need_x, need_y, need_scale, need_bias)
     pairs = Pairs(diagonal, row_ids, col_ids)
+    teacher = None
+    if teacher_x is not None and teacher_y is not None and teacher_scale is not None:
+        teacher = Teacher(teacher_x, teacher_y, teacher_scale, teacher_bias)
     with Holding(settings, x), torch.cuda.device_of(x):
-        terms = _terms(x, y, pairs, weight, need) if group else ""
+        terms = _terms(x, y, pairs, weight, teacher_x, need) if group else ""
         schedule, _ = handshake(group, "softplus_sum", terms, len(x), len(y), x)
         matrix = sort_by_id(x, y, pairs)
         own_weight = weight if weight is None else masks.sort(weight, matrix.row_order, 0)
         numbers = Terms(scale, bias, own_weight, _weight_size(x, weight, schedule))
-        sweep = _sweep(matrix, numbers, need, schedule)
+        sweep = _sweep(matrix, numbers, teacher, need, schedule)
         own = sweep.own
         dx, dy = DeferredGrad.like(x, need_x), DeferredGrad.like(y, need_y)
         factor = own.factor(divisor(x))
@@ -126,7 +136,7 @@ def _forward(
 
 
 def _forward_fake(x: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    need_x, need_y = rest[6:8]
+    need_x, need_y = rest[10:12]
     dtype = accumulator_dtype(x.dtype)
     total, dscale, dbias = (x.new_empty((), dtype=dtype) for _ in range(3))
     deferred = *DeferredGrad.like(x, need_x), *DeferredGrad.like(y, need_y)
@@ -141,6 +151,10 @@ def _backward(
     row_ids: Tensor | None,
     col_ids: Tensor | None,
     weight: Tensor | None,
+    teacher_x: Tensor | None,
+    teacher_y: Tensor | None,
+    teacher_scale: Tensor | None,
+    teacher_bias: Tensor | None,
     loss: Tensor,
     dx: Tensor,
     x_row_scale: Tensor,
@@ -181,21 +195,25 @@ def _backward(
 
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(arguments[k]) for k in (8, 10, 12, 13))
+    return tuple(torch.empty_like(arguments[k]) for k in (12, 14, 16, 17))
 
 
-def _forward_bytes(run: Run, x: Tensor, y: Tensor, *_: Any) -> int:
+def _forward_bytes(run: Run, x: Tensor, y: Tensor, *rest: Any) -> int:
     """Accumulators of all columns and a strip of rows; over ranks of all rows."""
-    block, rows = run.block(x, y)
+    teacher = rest[5]
+    block, rows = run.block(x, y) if teacher is None else run.eager_block(x, y)
     totals = len(y) + min(rows, len(x)) if run.ranks == 1 else len(x)
-    return block + run.totals(x, totals) + run.travelling(x, y)
+    travelling = run.travelling(x, y)
+    if teacher is not None:
+        travelling += run.travelling(teacher, teacher)
+    return block + run.totals(x, totals) + travelling
 
 
 softplus_sums, softplus_sums_backward = reduction_operators(
     "softplus_sum",
     Body(_forward, _forward_fake, _forward_bytes),
     Body(_backward, _backward_fake),
-    tensors=7,
+    tensors=11,
     differentiable=(4, 1),
 )
 
@@ -210,7 +228,14 @@ def _same_on_all_ranks(value: Tensor, group: str) -> Tensor:
 # --- around the sweep -----------------------------------------------------------------------------
 
 
-def _terms(x: Tensor, y: Tensor, pairs: Pairs, weight: Tensor | None, need: Need) -> str:
+def _terms(
+    x: Tensor,
+    y: Tensor,
+    pairs: Pairs,
+    weight: Tensor | None,
+    teacher: Tensor | None,
+    need: Need,
+) -> str:
     """What all ranks must do alike, in words."""
     wanted = ", ".join(name for name, wanted in need._asdict().items() if wanted)
     return (
@@ -218,6 +243,7 @@ def _terms(x: Tensor, y: Tensor, pairs: Pairs, weight: Tensor | None, need: Need
         f"{x.device.type}, gradients wanted: {wanted or 'none'}, "
         f"ids: {'given' if pairs.row_ids is not None else pairs.diagonal}, "
         f"weight: {'none' if weight is None else 'given'}, "
+        f"teacher: {kind_of(teacher)}, "
         f"{backends.arithmetic(x)}, {ranks.plan(y)}"
     )
 
@@ -234,26 +260,39 @@ def _weight_size(x: Tensor, weight: Tensor | None, schedule: Schedule) -> Tensor
 
 
 def _sweep(
-    matrix: masks.SortedMatrix, terms: Terms, need: Need, schedule: Schedule
+    matrix: masks.SortedMatrix,
+    terms: Terms,
+    teacher: Teacher | None,
+    need: Need,
+    schedule: Schedule,
 ) -> engine.Sweep[Tiles]:
     pairs = matrix.pairs
     if not schedule.alone:
         # Each shard in an order of its own: pairs (i, i) of one rank stay on the diagonal.
         start = schedule.starts[schedule.rank]
         pairs = replace(pairs, row_start=start, col_start=start)
-    own = _tiles(matrix.x, matrix.y, pairs, terms, need)
+    own = _tiles(matrix.x, matrix.y, pairs, terms, teacher, need)
 
     def against(chunk: Chunk) -> Tiles:
-        features, ids, *_ = chunk.tensors
+        features, ids, teacher_y, *_ = chunk.tensors
         assert features is not None
         cols = replace(pairs, col_ids=ids, col_start=chunk.start)
-        return _tiles(own.x, features, cols, terms, need)
+        theirs = teacher
+        if teacher is not None and teacher_y is not None:
+            theirs = teacher._replace(y=teacher_y)
+        return _tiles(own.x, features, cols, terms, theirs, need)
 
-    return engine.Sweep(schedule, own, [Shard(own.y), Shard(pairs.col_ids)], against)
+    columns = None if teacher is None else teacher.y
+    shards = [Shard(own.y), Shard(pairs.col_ids), Shard(columns)]
+    return engine.Sweep(schedule, own, shards, against)
 
 
-def _tiles(x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need) -> Tiles:
+def _tiles(
+    x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, teacher: Teacher | None, need: Need
+) -> Tiles:
     """The blocks of x (m, d) against y (n, d)."""
+    if teacher is not None:
+        return SoftLabelTiles(x, y, pairs, terms, need, teacher)
     if not backends.uses_kernels(x):
         return SigmoidTiles(x, y, pairs, terms, need)
     from megabatch.similarity.backends.triton.sigmoid_tiles import SigmoidKernelTiles
@@ -271,6 +310,11 @@ class SigmoidTiles(EagerTiles):
         super().__init__(x, y, pairs)
         self.terms, self.need = terms, need
         self._scratch = self._buffers(1)
+        self._gain: Tensor | None = None
+        if x.dtype == torch.float16 and eager.rounds_left(x):
+            # A GPU's products take dS in float16, which loses digits below 2^-14.
+            size = torch.ones_like(terms.scale) if terms.weight_size is None else terms.weight_size
+            self._gain = GAIN / size
         # b² terms: each block's sum is float32's, the sum of the blocks is kept wider.
         self._sums = x.new_zeros(3, dtype=torch.float64)
 
@@ -285,16 +329,22 @@ class SigmoidTiles(EagerTiles):
         (scratch,) = buffer_views(self._scratch, i, j)
         s = eager.logits(self.x[i], self.y[j], self.terms.scale, out=scratch).add_(self.terms.bias)
         weight = None if self.terms.weight is None else self.terms.weight[i]
-        loss, ds = _loss_and_grad(s, self.pairs.view(i, j), weight)
+        loss, ds = self._loss_and_grad(s, i, j, weight)
         self._sums[0] += loss
         if self.need.bias:
             self._sums[1] += ds.sum()
         if self.need.features:
-            return ds
+            return ds if self._gain is None else ds.mul_(self._gain)
         if self.need.scale:
             one = torch.ones_like(self.terms.scale)
             self._sums[2] += (ds * eager.logits(self.x[i], self.y[j], one)).sum()
         return None
+
+    def _loss_and_grad(
+        self, s: Tensor, i: slice, j: slice, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, dS) of one block of logits; destroys `s`."""
+        return _loss_and_grad(s, self.pairs.view(i, j), weight)
 
     def sums(self) -> Tensor:
         """(3,) float64: of losses, of dS, and of dS * products if x and y are frozen."""
@@ -302,7 +352,7 @@ class SigmoidTiles(EagerTiles):
 
     def factor(self, divisor: int) -> Tensor:
         """The factor of the sums of dS times features."""
-        return self.terms.scale / divisor
+        return self.terms.scale / (divisor if self._gain is None else divisor * self._gain)
 
     def defer_grad(
         self,
@@ -320,6 +370,8 @@ class SigmoidTiles(EagerTiles):
         """
         features = (self.x if side == "x" else self.y)[part]
         product = row_dots(features, total, torch.float64) if scale_grad_part else None
+        if product is not None and self._gain is not None:
+            product /= self._gain
         values = total.mul_(factor)
         if len(out.row_scale):
             _, exponent = torch.frexp(values.abs().amax(1).nan_to_num(1, 1))
@@ -328,6 +380,43 @@ class SigmoidTiles(EagerTiles):
             values.div_(power[:, None])
         out.values[rows] = values.to(out.values.dtype)
         return product
+
+
+class SoftLabelTiles(SigmoidTiles):
+    """With labels of a teacher, sigmoid(t) of its logits t, instead of 0 and 1."""
+
+    def __init__(
+        self, x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need, teacher: Teacher
+    ) -> None:
+        super().__init__(x, y, pairs, terms, need)
+        self.teacher = teacher
+        self._teacher_scratch = self._buffers(1)
+
+    def _loss_and_grad(
+        self, s: Tensor, i: slice, j: slice, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        (scratch,) = buffer_views(self._teacher_scratch, i, j)
+        teacher = self.teacher
+        t = eager.logits(teacher.x[i], teacher.y[j], teacher.scale, out=scratch)
+        assert teacher.bias is not None
+        return _soft_loss_and_grad(s, t.add_(teacher.bias), weight)
+
+
+def _soft_loss_and_grad(s: Tensor, t: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(sum of the losses, dS) of one block of logits `s`, labels sigmoid(t); destroys `s`."""
+    losses = F.logsigmoid(s).mul_(t.sigmoid())
+    losses.addcmul_(F.logsigmoid(s.neg()), t.neg().sigmoid_()).neg_()
+    # sigmoid(s) - sigmoid(t), whose difference cancels if both are near 1, as a product: of the
+    # larger's sigmoid, of 1 - the smaller's, and of 1 - e^(smaller - larger).
+    low = torch.minimum(s, t)
+    negative = s < t
+    high = torch.maximum(s, t, out=s)
+    ds = torch.expm1(low - high)
+    ds.mul_(high.sigmoid_()).mul_(low.neg_().sigmoid_())
+    ds = torch.where(negative, ds, ds.neg())
+    if weight is None:
+        return losses.sum(), ds
+    return (losses.sum(1) * weight).sum(), ds.mul_(weight[:, None])
 
 
 def _loss_and_grad(s: Tensor, pairs: Pairs, weight: Tensor | None) -> tuple[Tensor, Tensor]:

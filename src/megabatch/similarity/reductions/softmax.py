@@ -26,7 +26,13 @@ from megabatch.similarity.masks import Guide, Pairs, SortedMatrix
 from megabatch.similarity.memory import Run, gradient_bytes, padded_bytes
 from megabatch.similarity.ops import Body, reduction_operators
 from megabatch.similarity.reductions import states
-from megabatch.similarity.reductions.base import handshake, new_sizes, schedule_again, sort_by_id
+from megabatch.similarity.reductions.base import (
+    handshake,
+    kind_of,
+    new_sizes,
+    schedule_again,
+    sort_by_id,
+)
 from megabatch.similarity.settings import Holding, Settings
 
 if TYPE_CHECKING:
@@ -190,16 +196,9 @@ def _terms(x: Tensor, y: Tensor | None, pairs: Pairs, cols: bool, wanted: str) -
         f"sides: {'both' if cols or y is None else 'rows'}, "
         f"ids: {'given' if pairs.row_ids is not None else 'none'}, diagonal: {pairs.diagonal}, "
         f"ceiling: {'none' if pairs.ceiling is None else 'given'}, "
-        f"guide: {_kind(None if pairs.guide is None else pairs.guide.cols)}, "
+        f"guide: {kind_of(None if pairs.guide is None else pairs.guide.cols)}, "
         f"{backends.arithmetic(x)}, {ranks.plan(x)}"
     )
-
-
-def _kind(features: Tensor | None) -> str:
-    if features is None:
-        return "none"
-    dtype = str(features.dtype).removeprefix("torch.")
-    return f"width {features.shape[1]}, {dtype}, {backends.arithmetic(features)}"
 
 
 def _new_saved(x: Tensor, y: Tensor | None, n: int, save: bool, settings: Sequence[int]) -> Tensor:

@@ -302,7 +302,7 @@ def test_what_stays_until_the_backward_pass() -> None:
         x = torch.randn(140, 16, device=DEVICE, dtype=dtype)
         numbers = [torch.tensor(v, device=DEVICE) for v in (2.0, -1.0)]
         plain = ("paired", *[True] * 4, "", settings.of_call(x))
-        kept = torch.ops.megabatch.softplus_sum(x, x, *numbers, None, None, None, *plain)
+        kept = torch.ops.megabatch.softplus_sum(x, x, *numbers, *[None] * 7, *plain)
         rows = 140 if dtype == torch.float16 else 0
         assert [r.dtype for r in kept[1:5:2]] == [dtype, dtype]
         assert [r.numel() for r in kept] == [1, 140 * 16, rows, 140 * 16, rows, 1, 1]
@@ -344,7 +344,7 @@ def test_the_operator_is_registered_in_full() -> None:
     for sides, diagonal in (((None, None), "paired"), ((ids, ids), "plain")):
         for features in ((x, y), (x.half(), y.half())):
             plain = (diagonal, *[True] * 4, "", [*settings.of_call(x)])
-            arguments = (*features, scale, bias, *sides, None, *plain)
+            arguments = (*features, scale, bias, *sides, *[None] * 5, *plain)
             with torch.no_grad():
                 torch.library.opcheck(
                     torch.ops.megabatch.softplus_sum.default, arguments, test_utils=tests
