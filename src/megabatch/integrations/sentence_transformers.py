@@ -1,0 +1,203 @@
+"""sentence-transformers' ranking losses, without the similarity matrix.
+
+    from megabatch.integrations.sentence_transformers import MegabatchRankingLoss
+
+    loss = MegabatchRankingLoss(model, mini_batch_size=64)  # CachedMultipleNegativesRankingLoss
+
+The classes here inherit from the library's own. Arguments, gradient caching, `MatryoshkaLoss` and
+model cards are the library's, and so is the meaning of everything; the loss of the embeddings and
+its gradient come from `megabatch.similarity`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+)
+from sentence_transformers.util import cos_sim, dot_score
+from torch import Tensor
+
+from megabatch.losses.negatives import Logits, no_ids
+from megabatch.losses.normalization import unit_rows
+from megabatch.losses.terms import minus_log_probability
+from megabatch.similarity import paired
+from megabatch.similarity.arguments import check_scalar, product_dtype
+from megabatch.similarity.distributed.means import global_mean, pair_ids
+
+CITATION = """
+@misc{cheng2024breaking,
+    title={Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive Loss},
+    author={Zesen Cheng and Hang Zhang and Kehan Li and Sicong Leng and Zhiqiang Hu and Fei Wu and Deli Zhao and Xin Li and Lidong Bing},
+    year={2024},
+    eprint={2410.17243},
+    archivePrefix={arXiv},
+    primaryClass={cs.CV}
+}
+"""  # noqa: E501
+
+
+class MegabatchRankingLoss(CachedMultipleNegativesRankingLoss):
+    """`CachedMultipleNegativesRankingLoss` at any batch size.
+
+    Args:
+        *args, **kwargs: those of the installed library's `CachedMultipleNegativesRankingLoss`, with
+            the same meaning and defaults. `similarity_fct` must be `cos_sim` or `dot_score` of
+            `sentence_transformers.util`. `show_progress_bar` shows the progress of the embeddings;
+            the loss itself has no steps to show.
+
+    Raises:
+        ValueError: the library's reasons, or another `similarity_fct`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _is_cosine(self.similarity_fct)
+
+    def calculate_loss(
+        self,
+        reps: list[list[Tensor]],
+        labels: Tensor | None = None,
+        *,
+        with_backward: bool = False,
+    ) -> Tensor:
+        """The loss of a batch's embeddings, one list of mini-batches for each column.
+
+        The library calls it once for each batch and, inside `MatryoshkaLoss`, once for each width.
+
+        Args:
+            reps: embeddings (rows, d). labels: not used.
+            with_backward: backpropagate to the embeddings, and return the loss without a graph.
+        """
+        loss = ranking_loss(self, [torch.cat(column) for column in reps])
+        if with_backward:
+            loss.backward()
+        return loss.detach() if with_backward else loss
+
+    @property
+    def citation(self) -> str:
+        """BibTeX entries for model cards."""
+        return super().citation + CITATION
+
+
+class UncachedMegabatchRankingLoss(MultipleNegativesRankingLoss):
+    """`MultipleNegativesRankingLoss` at any batch size whose activations fit into memory.
+
+    For models that gradient caching cannot serve, such as those of a `StaticEmbedding`.
+
+    Args:
+        *args, **kwargs: those of the installed library's `MultipleNegativesRankingLoss`; see
+            `MegabatchRankingLoss`.
+
+    Raises:
+        ValueError: the library's reasons, or another `similarity_fct`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _is_cosine(self.similarity_fct)
+
+    def compute_loss_from_embeddings(
+        self, embeddings: list[Tensor], labels: Tensor | None = None
+    ) -> Tensor:
+        """The loss of embeddings (rows, d), one tensor for each column; labels are not used."""
+        return ranking_loss(self, embeddings)
+
+    @property
+    def citation(self) -> str:
+        """BibTeX entries for model cards."""
+        return super().citation + CITATION
+
+
+def ranking_loss(settings: Any, embeddings: list[Tensor]) -> Tensor:
+    """The library's ranking loss: the mean over queries of -log softmax at their positives.
+
+    Args:
+        settings: an object with the attributes of `MultipleNegativesRankingLoss`.
+        embeddings: (b, d) each: queries, their positives, and any number of columns of negatives.
+
+    Returns:
+        A scalar in float32 (float64 for float64 embeddings). With `gather_across_devices`, the mean
+        over ranks is the mean over all queries.
+
+    Raises:
+        ValueError: there are fewer than two columns, or `similarity_fct` is not supported.
+    """
+    if len(embeddings) < 2:
+        raise ValueError(
+            f"embeddings: expected queries, positives and any negatives, got {len(embeddings)}"
+        )
+    cosine = _is_cosine(settings.similarity_fct)
+    dtypes = [product_dtype(column) for column in embeddings]
+    queries, *documents = (
+        unit_rows(column, dtype) if cosine else column.to(dtype)
+        for column, dtype in zip(embeddings, dtypes, strict=True)
+    )
+    group = None if settings.gather_across_devices else "local"
+    positive, negatives = _logits(settings, queries, documents, group)
+    if settings.partition_mode == "joint":
+        # The library's document-to-query scores include the positive pair once more.
+        copies = math.log(2 if "doc_to_query" in settings.directions else 1)
+        joint = reduce(torch.logaddexp, negatives)
+        losses = copies + minus_log_probability(positive + copies, joint)
+    else:
+        each = [minus_log_probability(positive, direction) for direction in negatives]
+        losses = torch.stack(each).mean(0)
+    return global_mean(losses, group, name="queries")
+
+
+def _is_cosine(similarity_fct: Callable[..., Tensor]) -> bool:
+    """Whether the similarity is the cosine, and not the dot product."""
+    if similarity_fct not in (cos_sim, dot_score):
+        name = getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
+        raise ValueError(
+            "similarity_fct: expected cos_sim or dot_score of sentence_transformers.util, got "
+            f"{name}: a matrix that is never formed must be a product of the embeddings"
+        )
+    return similarity_fct is cos_sim
+
+
+def _logits(
+    settings: Any, queries: Tensor, documents: list[Tensor], group: object
+) -> tuple[Tensor, list[Tensor]]:
+    """The positives' logits, and of each direction the negatives' log-sum-exp; (b,) each."""
+    directions, mode = settings.directions, settings.hardness_mode
+    positives, *hard = documents
+    candidates = torch.cat(documents)
+    query_ids = pair_ids(len(queries), group, device=queries.device)
+    of_query = query_ids.repeat(len(documents))  # the query that each candidate belongs to
+    scale = check_scalar("scale", settings.scale, queries)
+    plain = Logits(scale, None, group)
+    weighted = Logits(scale, None, group, settings.hardness_strength) if mode else plain
+    in_batch = weighted if mode in ("in_batch_negatives", "all_negatives") else plain
+    own = weighted if mode in ("hard_negatives", "all_negatives") else plain
+    # Weights are for queries only: a sweep without any also serves the documents' direction.
+    sides = "both" if "doc_to_query" in directions and in_batch is plain else "rows"
+
+    if in_batch is own or not hard:
+        ids = "paired" if not hard else (query_ids, torch.cat([query_ids, *map(no_ids, hard)]))
+        rows, columns = in_batch.split(queries, candidates, ids=ids, sides=sides)
+        positive, negatives = rows.positive_sum, [rows.negative]
+    else:
+        rows, columns = in_batch.split(queries, candidates, ids=(query_ids, of_query), sides=sides)
+        own_negatives = own.own(queries, torch.stack(hard, 1))
+        positive = paired(queries, positives, scale)
+        negatives = [torch.logaddexp(rows.negative, own_negatives)]
+    if columns is not None:
+        negatives.append(columns.negative[: len(queries)])
+    elif "doc_to_query" in directions:
+        negatives.append(plain.split(positives, queries)[0].negative)
+    if "query_to_query" in directions:
+        negatives.append(plain.split(queries, None)[0].negative)
+    if "doc_to_doc" in directions and not hard:
+        negatives.append(plain.split(positives, None)[0].negative)
+    elif "doc_to_doc" in directions:
+        ids = query_ids, of_query
+        negatives.append(plain.split(positives, candidates, ids=ids)[0].negative)
+    return positive, negatives

@@ -1,0 +1,311 @@
+"""The ranking losses train as those of sentence-transformers that they replace."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megabatch.training.world import leave
+from tests.gradient_cache.test_trainers import options, pretend_torchrun, weights_of
+from tests.models.tiny_bert import save_tiny_bert
+from tests.similarity.distributed.processes import forked, new_store
+
+library: Any = pytest.importorskip("sentence_transformers", minversion="5.4")
+datasets: Any = pytest.importorskip("datasets")
+pytest.importorskip("accelerate")
+util: Any = library.util
+losses: Any = importlib.import_module("sentence_transformers.sentence_transformer.losses")
+modules: Any = importlib.import_module("sentence_transformers.sentence_transformer.modules")
+
+from megabatch.integrations.sentence_transformers import (  # noqa: E402
+    MegabatchRankingLoss,
+    UncachedMegabatchRankingLoss,
+)
+
+OTHER_DIRECTIONS = ["query_to_query", "doc_to_query", "doc_to_doc"]
+SYMMETRIC = ("query_to_doc", "doc_to_query")
+EVERY_DIRECTION = ("query_to_doc", *OTHER_DIRECTIONS)
+TERMS = [
+    (("query_to_doc", *others), "joint")
+    for count in range(4)
+    for others in combinations(OTHER_DIRECTIONS, count)
+] + [(("query_to_doc",), "per_direction"), (SYMMETRIC, "per_direction")]
+HARDNESS = [None, "in_batch_negatives", "hard_negatives", "all_negatives"]
+SAMPLES, BATCH, WIDTH = 16, 4, 16
+
+
+# --- the loss of embeddings -----------------------------------------------------------------------
+
+
+def loss_and_gradients(loss: Any, columns: list[Tensor]) -> list[Tensor]:
+    embeddings = [column.clone().requires_grad_() for column in columns]
+    value = loss.compute_loss_from_embeddings(embeddings, None)
+    return [value.detach(), *torch.autograd.grad(value, embeddings)]
+
+
+def embeddings(rows: int, columns: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return list(torch.randn(columns, rows, 6, generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("hardness_mode", HARDNESS)
+@pytest.mark.parametrize(("directions", "partition_mode"), TERMS)
+def test_value_and_gradients_are_the_librarys(
+    directions: tuple[str, ...], partition_mode: str, hardness_mode: str | None
+) -> None:
+    settings = {
+        "scale": 7.0,
+        "directions": directions,
+        "partition_mode": partition_mode,
+        "hardness_mode": hardness_mode,
+        "hardness_strength": 3.0,
+    }
+    for similarity_fct, rows, columns in (
+        (util.cos_sim, 5, 4),
+        (util.dot_score, 5, 2),
+        (util.cos_sim, 1, 3),
+    ):
+        batch = embeddings(rows, columns)
+        found, expected = (
+            loss_and_gradients(kind(nn.Module(), similarity_fct=similarity_fct, **settings), batch)
+            for kind in (UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_other_similarities_are_refused(model: Any) -> None:
+    for kind in (MegabatchRankingLoss, UncachedMegabatchRankingLoss):
+        with pytest.raises(ValueError, match="similarity_fct: expected cos_sim or dot_score"):
+            kind(model, similarity_fct=util.euclidean_sim)
+        loss: Any = kind(model)
+        loss.similarity_fct = util.manhattan_sim
+        with pytest.raises(ValueError, match="got manhattan_sim"):
+            loss([model.preprocess(["a b"]), model.preprocess(["c"])], None)
+
+
+def test_wrong_settings_and_columns_are_refused_as_by_the_library(model: Any) -> None:
+    with pytest.raises(ValueError, match="Scale must be a positive value"):
+        MegabatchRankingLoss(model, scale=0)
+    with pytest.raises(TypeError, match="margin"):
+        MegabatchRankingLoss(model, margin=0.1)
+    for kind in (MegabatchRankingLoss, UncachedMegabatchRankingLoss):
+        with pytest.raises(ValueError, match="xpected"):
+            kind(model)([model.preprocess(["a b"])], None)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sentence-transformers")
+    save_tiny_bert(folder / "bert")
+    return folder
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    return bert(folder)
+
+
+def bert(folder: Path) -> Any:
+    """A sentence encoder with dropout."""
+    torch.manual_seed(0)
+    parts = [modules.Transformer(str(folder / "bert")), modules.Pooling(WIDTH)]
+    return library.SentenceTransformer(modules=parts, device="cpu")
+
+
+def static(folder: Path) -> Any:
+    """One of word embeddings alone."""
+    torch.manual_seed(0)
+    tokenizer = bert(folder).tokenizer.backend_tokenizer
+    words = modules.StaticEmbedding(tokenizer, embedding_dim=WIDTH)
+    return library.SentenceTransformer(modules=[words], device="cpu")
+
+
+def texts(columns: int) -> Any:
+    """Samples of an anchor, a positive and any negatives."""
+    letters = "abcdefgh"
+    names = ["anchor", "positive", "negative_1", "negative_2"][:columns]
+    words = [f"{letters[i % 8]} {letters[i // 8]}" for i in range(SAMPLES)]
+    endings = ["", " h h", " a", " c d e"]
+    return datasets.Dataset.from_dict(
+        {
+            name: [words[i - shift] + ending for i in range(SAMPLES)]
+            for name, ending, shift in zip(names, endings, (0, 0, 3, 5), strict=False)
+        }
+    )
+
+
+def train(
+    folder: Path, model: Any, make_loss: Callable[[Any], Any], data: Any, **arguments: Any
+) -> Any:
+    settings = options(folder / "run") | {"optim": "sgd", "learning_rate": 0.5} | arguments
+    trainer = library.SentenceTransformerTrainer(
+        model,
+        library.SentenceTransformerTrainingArguments(**settings),
+        train_dataset=data,
+        eval_dataset=data,
+        loss=make_loss(model),
+    )
+    trainer.train()
+    return trainer
+
+
+def train_both(
+    folder: Path,
+    make_loss: Callable[[Any, Any], Any],
+    data: Any,
+    *,
+    kinds: tuple[Any, Any] = (MegabatchRankingLoss, losses.CachedMultipleNegativesRankingLoss),
+    make_model: Callable[[Path], Any] = bert,
+    **arguments: Any,
+) -> None:
+    """Train with either loss: weights and evaluations are equal, and the weights have moved."""
+    before = weights_of(make_model(folder))
+    weights, evaluations = [], []
+    for kind in kinds:
+        make = functools.partial(make_loss, kind)
+        trainer = train(folder, make_model(folder), make, data, **arguments)
+        weights.append(weights_of(trainer.model))
+        evaluations.append({k: v for k, v in trainer.evaluate().items() if k.endswith("_loss")})
+    found, expected = weights
+    assert max((found[name] - before[name]).abs().max().item() for name in before) > 1e-3
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-4)
+
+
+def ranking_loss(settings: dict[str, Any], kind: Any, model: Any) -> Any:
+    return kind(model, **settings)
+
+
+def test_trains_as_the_library_does(folder: Path) -> None:
+    settings = {
+        "mini_batch_size": 3,
+        "directions": EVERY_DIRECTION,
+        "hardness_mode": "in_batch_negatives",
+        "hardness_strength": 5.0,
+    }
+    train_both(folder, functools.partial(ranking_loss, settings), texts(4))
+
+
+def test_trains_as_the_library_does_inside_matryoshka_loss(folder: Path) -> None:
+    def matryoshka(kind: Any, model: Any) -> Any:
+        loss = kind(model, mini_batch_size=3)
+        return losses.MatryoshkaLoss(model, loss, [WIDTH, 6], [1, 0.5])
+
+    train_both(folder, matryoshka, texts(2))
+
+
+def test_trains_as_the_library_does_on_several_datasets(folder: Path) -> None:
+    def each(kind: Any, model: Any) -> Any:
+        symmetric = {"directions": SYMMETRIC, "partition_mode": "per_direction"}
+        return {"a": kind(model, mini_batch_size=2, **symmetric), "b": kind(model, scale=50)}
+
+    train_both(folder, each, datasets.DatasetDict({"a": texts(2), "b": texts(3)}))
+
+
+def test_trains_as_the_library_does_in_bfloat16_with_checkpointing(folder: Path) -> None:
+    cached = functools.partial(ranking_loss, {"mini_batch_size": 3})
+    train_both(folder, cached, texts(2), bf16=True, gradient_checkpointing=True)
+
+
+def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
+    kinds = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
+
+    def matryoshka(kind: Any, model: Any) -> Any:
+        return losses.MatryoshkaLoss(model, kind(model), [WIDTH, 6])
+
+    train_both(
+        folder, functools.partial(ranking_loss, {}), texts(3), kinds=kinds, make_model=static
+    )
+    train_both(folder, matryoshka, texts(2), kinds=kinds)
+
+
+def test_static_embeddings_are_refused_with_caching(folder: Path) -> None:
+    with pytest.raises(ValueError, match="StaticEmbedding"):
+        MegabatchRankingLoss(static(folder))
+
+
+def test_model_cards_show_the_loss(folder: Path, model: Any) -> None:
+    loss = MegabatchRankingLoss(model, scale=30, directions=SYMMETRIC, mini_batch_size=3)
+    theirs = losses.CachedMultipleNegativesRankingLoss(
+        model, scale=30, directions=SYMMETRIC, mini_batch_size=3
+    )
+    assert loss.get_config_dict() == theirs.get_config_dict()
+    trainer = train(folder, model, lambda _: loss, texts(2))
+    trainer.create_model_card()
+    card = (folder / "run" / "README.md").read_text()
+    for part in (
+        "megabatch.integrations.sentence_transformers.MegabatchRankingLoss",
+        '"scale": 30',
+        '"mini_batch_size": 3',
+        "@misc{gao2021scaling",
+        "@misc{cheng2024breaking",
+    ):
+        assert part in card
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+def train_on_ranks(folder: Path) -> None:
+    """Both losses on the ranks of one DistributedDataParallel model, gathering and not."""
+    for gather_across_devices in (True, False):
+        settings = {
+            "mini_batch_size": 3,
+            "gather_across_devices": gather_across_devices,
+            "directions": EVERY_DIRECTION,
+            "hardness_mode": "in_batch_negatives",
+            "hardness_strength": 5.0,
+        }
+        make = functools.partial(ranking_loss, settings)
+        train_both(folder, make, texts(3))
+
+
+def fork_ranks(folder: Path, port: int) -> None:
+    """Two ranks, forked from a process that has imported the library, which takes seconds."""
+    context: Any = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, folder, port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+def run_rank(rank: int, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    pretend_torchrun(rank, 2)
+    os.environ["MASTER_PORT"] = str(port)
+    failure = ""
+    try:
+        train_on_ranks(folder)
+    except Exception:
+        failure = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(failure))
+    leave()
+
+
+def test_trains_as_the_library_does_on_two_ranks(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "bert").symlink_to(folder / "bert")
+    store = new_store()
+    process = forked(fork_ranks, tmp_path, store.port)
+    process.join(240)
+    process.kill()
+    for rank in range(2):
+        outcome = tmp_path / f"{rank}.json"
+        failure = json.loads(outcome.read_text()) if outcome.exists() else "it did not end"
+        assert not failure, f"rank {rank}: {failure}"
