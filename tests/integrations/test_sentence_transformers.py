@@ -31,6 +31,7 @@ losses: Any = importlib.import_module("sentence_transformers.sentence_transforme
 modules: Any = importlib.import_module("sentence_transformers.sentence_transformer.modules")
 
 from megabatch.integrations.sentence_transformers import (  # noqa: E402
+    MegabatchGISTEmbedLoss,
     MegabatchRankingLoss,
     UncachedMegabatchRankingLoss,
 )
@@ -84,6 +85,33 @@ def test_value_and_gradients_are_the_librarys(
             for kind in (UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss)
         )
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("contrast", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("margin_strategy", "margin"), [("absolute", 0.0), ("absolute", 0.3), ("relative", 0.1)]
+)
+def test_guided_value_and_gradients_are_the_librarys(
+    margin_strategy: str, margin: float, contrast: tuple[bool, bool], model: Any
+) -> None:
+    settings = {
+        "margin_strategy": margin_strategy,
+        "margin": margin,
+        "contrast_anchors": contrast[0],
+        "contrast_positives": contrast[1],
+        "temperature": 0.2,
+    }
+    for rows, columns in ((7, 2), (7, 4)):
+        # The guide finds a query and its documents alike, or it would leave out most negatives.
+        common = 2 * embeddings(rows + 1, 1)[0][:rows]
+        guides = [[common + own] for own in embeddings(rows, columns)]
+        results = []
+        for kind in (MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss):
+            batch = [[column.requires_grad_()] for column in embeddings(rows, columns)]
+            loss = kind(model, model, **settings)
+            value = loss.calculate_loss(batch, guides, with_backward=True)
+            results.append([value, *(column.grad for (column,) in batch)])
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 def test_other_similarities_are_refused(model: Any) -> None:
@@ -153,7 +181,9 @@ def texts(columns: int) -> Any:
 def train(
     folder: Path, model: Any, make_loss: Callable[[Any], Any], data: Any, **arguments: Any
 ) -> Any:
-    settings = options(folder / "run") | {"optim": "sgd", "learning_rate": 0.5} | arguments
+    # No clipping, and steps in proportion to the gradients: a wrong factor would show.
+    plain = {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 1000.0}
+    settings = options(folder / "run") | plain | arguments
     trainer = library.SentenceTransformerTrainer(
         model,
         library.SentenceTransformerTrainingArguments(**settings),
@@ -229,6 +259,19 @@ def test_trains_as_the_library_does_in_bfloat16_with_checkpointing(folder: Path)
     train_both(folder, cached, texts(2), make_model=checkpointed, bf16=True)
 
 
+def guided(guide: Any, kind: Any, model: Any) -> Any:
+    return kind(model, guide, mini_batch_size=3, margin=0.05, gather_across_devices=True)
+
+
+def test_trains_as_the_library_does_with_a_guide(folder: Path) -> None:
+    kinds = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+
+    def matryoshka(kind: Any, model: Any) -> Any:
+        return losses.MatryoshkaLoss(model, guided(bert(folder), kind, model), [WIDTH, 6])
+
+    train_both(folder, matryoshka, texts(3), kinds=kinds)
+
+
 def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
     kinds = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
 
@@ -280,6 +323,9 @@ def train_on_ranks(folder: Path) -> None:
         }
         make = functools.partial(ranking_loss, settings)
         train_both(folder, make, texts(3))
+    kinds = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+    with_guide = functools.partial(guided, bert(folder))
+    train_both(folder, with_guide, texts(3), kinds=kinds)
 
 
 def compare_shards_of_different_sizes(rank: int) -> None:

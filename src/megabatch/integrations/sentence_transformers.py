@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from sentence_transformers.sentence_transformer.losses import (
+    CachedGISTEmbedLoss,
     CachedMultipleNegativesRankingLoss,
     MultipleNegativesRankingLoss,
 )
@@ -27,9 +28,10 @@ from torch import Tensor
 from megabatch.losses.negatives import Logits, no_ids
 from megabatch.losses.normalization import unit_rows
 from megabatch.losses.terms import minus_log_probability
-from megabatch.similarity import paired
-from megabatch.similarity.arguments import check_scalar, product_dtype
+from megabatch.similarity import paired, split_logsumexp
+from megabatch.similarity.arguments import accumulator_dtype, check_scalar, product_dtype
 from megabatch.similarity.distributed.means import global_mean, pair_ids
+from megabatch.similarity.pointwise import row_products
 
 CITATION = """
 @misc{cheng2024breaking,
@@ -115,6 +117,42 @@ class UncachedMegabatchRankingLoss(MultipleNegativesRankingLoss):
         return super().citation + CITATION
 
 
+class MegabatchGISTEmbedLoss(CachedGISTEmbedLoss):
+    """`CachedGISTEmbedLoss` at any batch size: a guide model leaves out false negatives.
+
+    Args:
+        *args, **kwargs: those of the installed library's `CachedGISTEmbedLoss`, with the same
+            meaning and defaults; `show_progress_bar` as in `MegabatchRankingLoss`.
+
+    Raises:
+        ValueError: the library's reasons.
+    """
+
+    def calculate_loss(
+        self,
+        reps: list[list[Tensor]],
+        reps_guided: list[list[Tensor]],
+        *,
+        with_backward: bool = False,
+    ) -> Tensor:
+        """The loss of a batch's embeddings, as in `MegabatchRankingLoss`.
+
+        Args:
+            reps: embeddings (rows, d). reps_guided: the guide's, (rows, d') of any width.
+            with_backward: see there.
+        """
+        columns = [torch.cat(column) for column in reps]
+        loss = guided_loss(self, columns, [torch.cat(column) for column in reps_guided])
+        if with_backward:
+            loss.backward()
+        return loss.detach() if with_backward else loss
+
+    @property
+    def citation(self) -> str:
+        """BibTeX entries for model cards."""
+        return super().citation + CITATION
+
+
 def ranking_loss(settings: Any, embeddings: list[Tensor]) -> Tensor:
     """The library's ranking loss: the mean over queries of -log softmax at their positives.
 
@@ -127,18 +165,9 @@ def ranking_loss(settings: Any, embeddings: list[Tensor]) -> Tensor:
         over ranks is the mean over all queries.
 
     Raises:
-        ValueError: there are fewer than two columns, or `similarity_fct` is not supported.
+        ValueError: there are fewer than two columns; `similarity_fct` is not supported.
     """
-    if len(embeddings) < 2:
-        raise ValueError(
-            f"embeddings: expected queries, positives and any negatives, got {len(embeddings)}"
-        )
-    cosine = _is_cosine(settings.similarity_fct)
-    dtypes = [product_dtype(column) for column in embeddings]
-    queries, *documents = (
-        unit_rows(column, dtype) if cosine else column.to(dtype)
-        for column, dtype in zip(embeddings, dtypes, strict=True)
-    )
+    queries, *documents = _operands(embeddings, _is_cosine(settings.similarity_fct))
     group = None if settings.gather_across_devices else "local"
     positive, negatives = _logits(settings, queries, documents, group)
     if settings.partition_mode == "joint":
@@ -150,6 +179,61 @@ def ranking_loss(settings: Any, embeddings: list[Tensor]) -> Tensor:
         each = [minus_log_probability(positive, direction) for direction in negatives]
         losses = torch.stack(each).mean(0)
     return global_mean(losses, group, name="queries")
+
+
+def guided_loss(settings: Any, embeddings: list[Tensor], guides: list[Tensor]) -> Tensor:
+    """The library's guided loss: InfoNCE with other queries and positives as further negatives.
+
+    Negatives that the guide finds more similar than the query and its positive, less a margin, are
+    left out.
+
+    Args:
+        settings: an object with the attributes of `CachedGISTEmbedLoss`.
+        embeddings: (b, d) each, as for `ranking_loss`. guides: the guide's, (b, d') each.
+
+    Returns:
+        A scalar, as `ranking_loss`.
+
+    Raises:
+        ValueError: there are fewer than two columns.
+    """
+    queries, *documents = _operands(embeddings, cosine=True)
+    dtype = accumulator_dtype(queries.dtype)
+    guide_queries, *guide_documents = (unit_rows(guide.detach(), dtype) for guide in guides)
+    group = None if settings.gather_across_devices else "local"
+    limit = row_products(guide_queries, guide_documents[0])
+    margin = settings.margin * (limit.abs() if settings.margin_strategy == "relative" else 1)
+    # A copy of the positive is on the limit, where rounding must not decide: sums of products are
+    # in another order here than in a tile.
+    limit = limit - margin + torch.finfo(dtype).eps * math.sqrt(guide_queries.shape[1])
+    sweep = partial(split_logsumexp, scale=1 / settings.temperature, ceiling=limit, sides="rows")
+
+    positives, *negatives = documents
+    query_ids = pair_ids(len(queries), group, device=queries.device)
+    candidates = torch.cat(documents), torch.cat(guide_documents)
+    ids = query_ids, torch.cat([query_ids, *map(no_ids, negatives)])
+    guide = guide_queries, candidates[1]
+    rows, _ = sweep(queries, candidates[0], ids=ids, guide=guide, group=group)
+    parts = [rows.negative]
+    if settings.contrast_anchors:  # the library gathers no queries
+        parts.append(sweep(queries, guide=guide_queries, group="local")[0].negative)
+    if settings.contrast_positives:
+        parts.append(sweep(positives, guide=guide_documents[0], group=group)[0].negative)
+    losses = minus_log_probability(rows.positive_sum, reduce(torch.logaddexp, parts))
+    return global_mean(losses, group, name="queries")
+
+
+def _operands(embeddings: list[Tensor], cosine: bool) -> list[Tensor]:
+    """Queries, positives and negatives in the dtype of the products, normalised for the cosine."""
+    if len(embeddings) < 2:
+        raise ValueError(
+            f"embeddings: expected queries, positives and any negatives, got {len(embeddings)}"
+        )
+    dtypes = [product_dtype(column) for column in embeddings]
+    return [
+        unit_rows(column, dtype) if cosine else column.to(dtype)
+        for column, dtype in zip(embeddings, dtypes, strict=True)
+    ]
 
 
 def _is_cosine(similarity_fct: Callable[..., Tensor]) -> bool:
