@@ -44,6 +44,18 @@ CITATION = """
 }
 """  # noqa: E501
 
+#: The library's class without caching has it, the one with caching has none.
+GIST_CITATION = """
+@misc{solatorio2024gistembed,
+    title={GISTEmbed: Guided In-sample Selection of Training Negatives for Text Embedding Fine-tuning},
+    author={Aivin V. Solatorio},
+    year={2024},
+    eprint={2402.16829},
+    archivePrefix={arXiv},
+    primaryClass={cs.LG}
+}
+"""  # noqa: E501
+
 
 class MegabatchRankingLoss(CachedMultipleNegativesRankingLoss):
     """`CachedMultipleNegativesRankingLoss` at any batch size.
@@ -150,7 +162,7 @@ class MegabatchGISTEmbedLoss(CachedGISTEmbedLoss):
     @property
     def citation(self) -> str:
         """BibTeX entries for model cards."""
-        return super().citation + CITATION
+        return GIST_CITATION + CITATION
 
 
 def ranking_loss(settings: Any, embeddings: list[Tensor]) -> Tensor:
