@@ -290,7 +290,7 @@ def test_static_embeddings_are_refused_with_caching(folder: Path) -> None:
 
 
 def test_model_cards_cite_the_papers(folder: Path, model: Any) -> None:
-    papers = {
+    papers: dict[Any, str] = {
         MegabatchRankingLoss(model): "gao2021scaling",
         UncachedMegabatchRankingLoss(model): "oord2019",
         MegabatchGISTEmbedLoss(model, bert(folder)): "solatorio2024gistembed",
