@@ -25,7 +25,7 @@ from sentence_transformers.sentence_transformer.losses import (
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
-from megabatch.losses.negatives import Logits, no_ids
+from megabatch.losses.negatives import Logits, Rows, no_ids
 from megabatch.losses.normalization import unit_rows
 from megabatch.losses.terms import minus_log_probability
 from megabatch.similarity import paired, split_logsumexp
@@ -223,7 +223,8 @@ def guided_loss(settings: Any, embeddings: list[Tensor], guides: list[Tensor]) -
     positives, *negatives = documents
     query_ids = pair_ids(len(queries), group, device=queries.device)
     candidates = torch.cat(documents), torch.cat(guide_documents)
-    ids = query_ids, torch.cat([query_ids, *map(no_ids, negatives)])
+    others = [no_ids(Rows(column, None)) for column in negatives]
+    ids = query_ids, torch.cat([query_ids, *others])
     guide = guide_queries, candidates[1]
     rows, _ = sweep(queries, candidates[0], ids=ids, guide=guide, group=group)
     parts = [rows.negative]
@@ -264,8 +265,9 @@ def _logits(
 ) -> tuple[Tensor, list[Tensor]]:
     """The positives' logits, and of each direction the negatives' log-sum-exp; (b,) each."""
     directions, mode = settings.directions, settings.hardness_mode
-    positives, *hard = documents
-    candidates = torch.cat(documents)
+    hard = documents[1:]
+    query, positives = Rows(queries, None), Rows(documents[0], None)
+    candidates = Rows(torch.cat(documents), None)
     query_ids = pair_ids(len(queries), group, device=queries.device)
     of_query = query_ids.repeat(len(documents))  # the query that each candidate belongs to
     scale = check_scalar("scale", settings.scale, queries)
@@ -277,20 +279,21 @@ def _logits(
     sides = "both" if "doc_to_query" in directions and in_batch is plain else "rows"
 
     if in_batch is own or not hard:
-        ids = "paired" if not hard else (query_ids, torch.cat([query_ids, *map(no_ids, hard)]))
-        rows, columns = in_batch.split(queries, candidates, ids=ids, sides=sides)
+        others = [no_ids(Rows(column, None)) for column in hard]
+        ids = (query_ids, torch.cat([query_ids, *others])) if hard else "paired"
+        rows, columns = in_batch.split(query, candidates, ids=ids, sides=sides)
         positive, negatives = rows.positive_sum, [rows.negative]
     else:
-        rows, columns = in_batch.split(queries, candidates, ids=(query_ids, of_query), sides=sides)
-        own_negatives = own.own(queries, torch.stack(hard, 1))
-        positive = paired(queries, positives, scale)
+        rows, columns = in_batch.split(query, candidates, ids=(query_ids, of_query), sides=sides)
+        own_negatives = own.own(query, Rows(torch.stack(hard, 1), None))
+        positive = paired(queries, documents[0], scale)
         negatives = [torch.logaddexp(rows.negative, own_negatives)]
     if columns is not None:
         negatives.append(columns.negative[: len(queries)])
     elif "doc_to_query" in directions:
-        negatives.append(plain.split(positives, queries)[0].negative)
+        negatives.append(plain.split(positives, query)[0].negative)
     if "query_to_query" in directions:
-        negatives.append(plain.split(queries, None)[0].negative)
+        negatives.append(plain.split(query, None)[0].negative)
     if "doc_to_doc" in directions and not hard:
         negatives.append(plain.split(positives, None)[0].negative)
     elif "doc_to_doc" in directions:
