@@ -167,6 +167,12 @@ def is_compiled(module: nn.Module) -> bool:
     return is_compiled_in_place(module) or hasattr(module, "_orig_mod")
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module inside what torch.compile made of it; any other module itself."""
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """A module's hooks before and after its forward."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]

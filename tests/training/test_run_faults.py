@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,8 @@ def poison(patch: pytest.MonkeyPatch, *steps: int) -> None:
 
     def train_step(self: Trainer, batch: Batch) -> dict[str, float]:
         if self.step in steps:
-            batch.images[:] = torch.nan
+            images = torch.full(batch.images.shape, torch.nan)  # in place of pixels
+            batch = replace(batch, images=images)
         return original(self, batch)
 
     patch.setattr(Trainer, "train_step", train_step)

@@ -23,6 +23,7 @@ from megabatch.gradient_cache import GradientCache
 from megabatch.gradient_cache.state import parameters_in
 from megabatch.losses import ClipLoss, SigLipLoss
 from megabatch.models.pooling import Pooling, pool
+from megabatch.torch_internals import uncompiled
 
 #: What models of these types compute with `return_loss=True`.
 OWN_LOSSES: dict[str, type[nn.Module]] = {
@@ -242,8 +243,11 @@ def _scale_and_bias(core: nn.Module) -> tuple[Tensor, ...]:
 
 def _core(model: Any) -> nn.Module:
     """The Hugging Face model inside wrappers of torch.compile, DDP and PEFT."""
-    while hasattr(model, "_orig_mod") or isinstance(model, DistributedDataParallel):
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    inner: Any = None
+    while inner is not model:
+        inner, model = model, uncompiled(model)
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
     core: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
     return core
 
