@@ -135,3 +135,16 @@ def test_openclip_trainer(tmp_path: Path) -> None:
     assert found["seconds"] > 0 < found["extra_bytes"]
     assert found["first_loss"] != found["last_loss"]
     assert found["loss_difference"] is None  # OpenCLIP's own run was not asked for
+
+
+@pytest.mark.concurrency
+def test_retriever(tmp_path: Path) -> None:
+    output = tmp_path / "r.json"
+    run("retriever.py", "--smallest", f"--output={output}")
+    theirs, ours = json.loads(output.read_text())["records"]
+    assert (theirs["contender"], ours["contender"]) == ("sentence-transformers", "megabatch")
+    assert len(ours["losses"]) == ours["steps"] == 3
+    assert ours["loss_difference"] < 1e-5
+    assert ours["recall_before"] == theirs["recall_before"]
+    assert ours["recall_after"] == pytest.approx(theirs["recall_after"], abs=0.01)
+    assert ours["seconds"] > 0
