@@ -1,6 +1,7 @@
 """The second pass has the step's context, whatever changes before `backward()`."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -159,9 +160,14 @@ def test_a_step_whose_precision_pytorch_cannot_name():
 
 
 def test_after_a_default_device_was_taken_back():
-    """Where PyTorch 2.9 has none to name."""
-    torch.set_default_device("meta")
-    torch.set_default_device(None)
+    """PyTorch 2.9 then has none to name; in a thread of its own, as it stays so."""
     towers = Tower(), Tower()
-    GradientCache(towers, clip_loss, 3)(*pairs()).backward()
+
+    def step():
+        torch.set_default_device("meta")
+        torch.set_default_device(None)
+        GradientCache(towers, clip_loss, 3)(*pairs()).backward()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(step).result()
     assert all(gradient is not None for gradient in gradients(*towers))

@@ -5,12 +5,10 @@ Those of two processes are in test_transformers_on_ranks.py.
 
 from __future__ import annotations
 
-import os
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss, InfoNCELoss
 
 transformers = pytest.importorskip("transformers")
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
 
 from megabatch.integrations.transformers import (  # noqa: E402
     OWN_LOSSES,
@@ -48,14 +46,6 @@ from tests.integrations.hf import (  # noqa: E402
     weights_of,
     with_adapters,
 )
-
-
-@pytest.fixture(autouse=True)
-def _new_accelerator() -> Iterator[None]:
-    """Accelerate keeps a process's first precision; older releases, in environment variables."""
-    with mock.patch.dict(os.environ):
-        yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def losses_logged(trainer: Any) -> list[float]:

@@ -47,6 +47,15 @@ def texts(pad: int = 0, context: int = CONTEXT, end: int = END) -> Tensor:
 def check(module: nn.Module, encode: Callable[[Tensor], Tensor], lengths: Lengths, tokens: Tensor):
     """Features and gradients without padding are those with it."""
     module.double().eval()
+    # Older releases of transformers make masks of the default dtype.
+    torch.set_default_dtype(torch.float64)
+    try:
+        _check(module, encode, lengths, tokens)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _check(module: nn.Module, encode: Callable[[Tensor], Tensor], lengths: Lengths, tokens: Tensor):
     longest = int(lengths(tokens).max())
     assert longest < tokens.shape[1]
     gradients = []

@@ -28,11 +28,6 @@ class Rows(NamedTuple):
     features: Tensor
     guide: Tensor | None
 
-    @property
-    def judged(self) -> Tensor:
-        """The features whose similarities a margin is about."""
-        return self.features.detach() if self.guide is None else self.guide
-
     def flat(self) -> Rows:
         """(b, k, d) as (b * k, d)."""
         guide = None if self.guide is None else self.guide.flatten(0, 1)
@@ -127,7 +122,10 @@ def similarity_limit(query: Rows, positive: Rows, margin: float, strategy: str) 
     That of query and positive, plus the margin, or with strategy "relative" that share of its
     absolute value.
     """
-    x, y = query.judged, positive.judged
+    # Not a property of `Rows`: torch 2.9 cannot compile those of named tuples.
+    x, y = (
+        rows.features.detach() if rows.guide is None else rows.guide for rows in (query, positive)
+    )
     similarity = row_products(x, y)
     share = similarity.abs() if strategy == "relative" else 1
     # A sum of d products is rounded in another order here than in a tile.
