@@ -119,7 +119,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
 def run(
     options: argparse.Namespace, folder: Path, contender: str, processes: int, accum: int
 ) -> dict[str, Any]:
-    """What the first process of one run found: lists of values by name, or why there are none."""
+    """Run once; return the first process's lists of values by name, or the reason for a failure."""
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     name = f"{contender}-{processes}-{accum}"

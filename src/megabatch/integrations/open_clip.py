@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> Any:
         argv: its options, as after `python -m open_clip_train.main`.
 
     Returns:
-        What its `main` returns: None, or -1 if it did not start.
+        The result of its `main`: None, or -1 if it did not start.
 
     Raises:
         UsageError: an option cannot be honoured.

@@ -77,8 +77,8 @@ class SupConLoss(losses.SupConLoss):
             pairs = lmu.convert_to_pairs(indices_tuple, labels, ref_labels)
             rows = _listed_pairs(x, x if y is None else y, scale, pairs, repeats=False).rows
         values = cross_entropy(rows)
-        kinds = torch.stack([(rows.positive_count > 0).sum(), (rows.negative > -torch.inf).sum()])
-        if not sum_over_ranks(kinds, self.group).all():
+        anchors = torch.stack([rows.positive_count > 0, rows.negative > -torch.inf]).sum(1)
+        if not sum_over_ranks(anchors, self.group).all():  # no positive or no negative pair
             return self.zero_losses()
         if not group_name(self.group):
             return _result(values, torch.arange(len(values), device=values.device), "element")
@@ -249,7 +249,7 @@ def _positive_pairs(ids: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
 
 
 class Listed(NamedTuple):
-    """What is known of listed pairs, the positive ones in the order of their rows."""
+    """The rows' sums over listed pairs, and the positive pairs in the order of their rows."""
 
     rows: Split
     anchors: Tensor
@@ -260,7 +260,7 @@ class Listed(NamedTuple):
 def _listed_pairs(
     x: Tensor, y: Tensor, scale: Tensor, pairs: tuple[Tensor, ...], *, repeats: bool
 ) -> Listed:
-    """Of pairs as a miner gives them, in strips of rows whose logits are formed one after another.
+    """Compute `Listed` for a miner's pairs; logits are formed for one strip of rows at a time.
 
     Args:
         pairs: anchors and positives, anchors and negatives. repeats: whether a negative pair that

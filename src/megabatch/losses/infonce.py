@@ -207,7 +207,7 @@ class InfoNCELoss(TemperatureLoss):
         return global_mean(losses, self.group, weights, name="query")
 
     def _rows(self, features: Tensor, guide: Tensor | None) -> Rows:
-        """As operands; the guide's in their own dtype, normalised if the features are."""
+        """Prepare features and the guide's, which keep their dtype; normalise both if asked to."""
         if guide is not None:
             guide = guide.detach()
             guide = unit_rows(guide, guide.dtype) if self.normalize else guide
@@ -246,7 +246,7 @@ class InfoNCELoss(TemperatureLoss):
         return self._one_direction(rows, scale, query.features, candidates)
 
     def _logits(self, query: Rows, positive: Rows, scale: Tensor) -> tuple[Logits, ...]:
-        """Of negatives that are not weighted, of those in the batch, of each query's own."""
+        """Make the logits of unweighted, of in-batch and of each query's own negatives."""
         limit, guided = None, query.guide is not None
         if self.margin is not None:
             limit = similarity_limit(query, positive, self.margin, self.margin_strategy)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megabatch.losses.arguments import check_choice, check_labelled
 from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
-from megabatch.losses.terms import zero_without_positive
+from megabatch.losses.terms import with_nan_of_unpaired, zero_without_positive
 from megabatch.similarity import split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.distributed.means import global_mean
@@ -87,7 +87,5 @@ class SincereLoss(TemperatureLoss):
         losses = zero_without_positive(sums / rows.positive_count.clamp(min=1), rows)
         count = rows.positive_count
         weights = count if self.average == "pairs" else (count > 0).to(count.dtype)
-        if x.shape[0] == 1 or (y is not None and y.shape[0] == 0):
-            # A NaN in an anchor without any pair does not appear in a logit.
-            losses = losses + 0.0 * x.detach().sum(1, dtype=losses.dtype)
+        losses = with_nan_of_unpaired(losses, x, y)
         return global_mean(losses, self.group, weights, name="embeddings")

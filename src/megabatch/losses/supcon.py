@@ -9,7 +9,12 @@ from torch import Tensor
 
 from megabatch.losses.arguments import check_choice, check_labelled
 from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
-from megabatch.losses.terms import cross_entropy, minus_log_probability, zero_without_positive
+from megabatch.losses.terms import (
+    cross_entropy,
+    minus_log_probability,
+    with_nan_of_unpaired,
+    zero_without_positive,
+)
 from megabatch.similarity import Split, split_logsumexp
 from megabatch.similarity.distributed.means import global_mean
 
@@ -78,9 +83,7 @@ class SupConLoss(TemperatureLoss):
         rows, _ = split_logsumexp(x, y, scale, ids=ids, sides="rows", group=self.group)
         losses = cross_entropy(rows) if self.form == "out" else _minus_log_mean(rows)
         some = (rows.positive_count > 0).to(losses.dtype)
-        if x.shape[0] == 1 or (y is not None and y.shape[0] == 0):
-            # A NaN in an anchor without any pair does not appear in a logit.
-            losses = losses + 0.0 * x.detach().sum(1, dtype=losses.dtype)
+        losses = with_nan_of_unpaired(losses, x, y)
         return global_mean(losses, self.group, some, name="embeddings")
 
 

@@ -67,6 +67,16 @@ def debiased(
     return torch.maximum(rest, floor)
 
 
+def with_nan_of_unpaired(losses: Tensor, anchors: Tensor, references: Tensor | None) -> Tensor:
+    """Add NaN to the losses (n,) of anchors (n, d) with a NaN if no anchor is part of a pair.
+
+    Such features appear in no logit. `references` (m, d); None: the anchors themselves.
+    """
+    if anchors.shape[0] == 1 or (references is not None and references.shape[0] == 0):
+        return losses + 0.0 * anchors.detach().sum(1, dtype=losses.dtype)
+    return losses
+
+
 def scale_gradient(tensor: Tensor, factor: float | Tensor) -> Tensor:
     """`tensor` as it is, its gradient multiplied by `factor`.
 

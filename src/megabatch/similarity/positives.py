@@ -6,6 +6,8 @@ other block is computed. On several processes each holds the columns of all of t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -141,7 +143,9 @@ _positive_softplus.register_autograd(_backward, setup_context=_setup_context)
 # --- blocks ---------------------------------------------------------------------------------------
 
 
-def _gaps(matrix: SortedMatrix, scale: Tensor, negative: Tensor):  # type: ignore[no-untyped-def]
+def _gaps(
+    matrix: SortedMatrix, scale: Tensor, negative: Tensor
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """Blocks (i, j) that hold positives, with negative_i - S_ij there and -inf elsewhere."""
     x, y, pairs, *_ = matrix
     assert pairs.row_ids is not None
