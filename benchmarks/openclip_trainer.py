@@ -30,6 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import open_clip
 import torch
 
@@ -44,6 +45,8 @@ CONFIG = {
     "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 64, "head_width": 32, "layers": 2},
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
 }
+#: OpenCLIP's loader wants a shard for each worker.
+SHARDS = 16
 #: First argument of the processes of a run.
 WORKER = "worker"
 #: Tolerance of losses and logit scales in float32.
@@ -111,8 +114,9 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
         glyphs = load_glyphs()
         rows = glyphs.split("train").indices.copy()
         random.Random(0).shuffle(rows)
-        pairs = GlyphPairs(glyphs, rows[: options.batch_size * options.steps])
-        shards = write_glyphs(pairs, folder / "shards", samples_per_shard=-(-len(pairs) // 4))
+        wanted = options.batch_size * options.steps
+        pairs = GlyphPairs(glyphs, np.resize(rows, wanted))  # some again if there are not as many
+        shards = write_glyphs(pairs, folder / "shards", samples_per_shard=-(-len(pairs) // SHARDS))
         options.data = f"{folder}/shards/{{{shards[0].stem}..{shards[-1].stem}}}.tar"
 
 

@@ -90,6 +90,9 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
+        # The kernels' tests run on a GPU where there is one: `make test-gpu` takes them along.
+        if torch.cuda.is_available() and "backends/triton" in item.nodeid:
+            item.add_marker(pytest.mark.gpu)
         if is_concurrent(item):
             item.add_marker(pytest.mark.concurrency)
         if "gpu" in item.keywords and not torch.cuda.is_available():

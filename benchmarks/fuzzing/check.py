@@ -220,7 +220,7 @@ class Limits:
                 # of a temperature is scale² times that of the scale.
                 cancelled = eps * abs(case["upstream"]) * self.length**2 * sum(case["rows"]) ** 0.5
                 least = (floor + cancelled) * (1 + case["scale"])
-            self.gradients[key] = own + 2 * eps * _size(exact) + least
+            self.gradients[key] = own + 4 * eps * _size(exact) + least
 
 
 def _error(a: Tensor, b: Tensor) -> float:

@@ -237,5 +237,5 @@ def test_inputs_on_the_gpu_do_not_grow_with_the_batch():
         torch.cuda.reset_peak_memory_stats()
         GradientCache(towers, clip_loss, 16, device="cuda")(*batches).backward()
         peaks.append(torch.cuda.max_memory_allocated())
-    # A micro-batch of inputs is 4 MiB; the loss's logits of 512 pairs are 1, with one copy of them.
-    assert peaks[1] - peaks[0] < 3 << 20
+    # All inputs are 112 MiB more; the loss of 512 pairs takes three matrices of 1 MiB and vectors.
+    assert peaks[1] - peaks[0] < 8 << 20

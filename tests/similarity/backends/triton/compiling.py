@@ -83,6 +83,8 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "write deferred": (sigmoid.write_deferred_grad, "fp16", 4, ROWS),
     "targets": (soft_targets.unmasked_forward, "bf16", 8, BLOCK),
     "targets, uneven": (soft_targets.unmasked_forward, "bf16", 8, BLOCK | {"EVEN": False}),
+    "targets, float32": (soft_targets.unmasked_forward, "fp32", 8, BLOCK | {"BK": 32}),
+    "targets, small": (soft_targets.unmasked_forward, "bf16", 8, BLOCK | {"BK": 32}),
     "targets, masked": (soft_targets.masked_forward, "bf16", 8, BLOCK),
     "targets, combine": (soft_targets.combine_partials, "bf16", 4, BLOCK),
     "targets, ds": (soft_targets.unmasked_backward, "bf16", 8, BLOCK),
@@ -94,7 +96,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     kernel, dtype, warps, constants = KERNELS[name]
     names = kernel.jitted.arg_names
     constants = {key: value for key, value in constants.items() if key in names}
-    box = f"tensordesc<{dtype}[128, 64]>"
+    box = f"tensordesc<{dtype}[128, {constants.get('BK', 64)}]>"
     features = {"ds": f"tensordesc<{dtype}[128, 128]>"}
     features |= dict.fromkeys(("x", "y", "teacher_x", "teacher_y", "guide_x", "guide_y"), box)
     features |= dict.fromkeys(("features", "deferred"), f"*{dtype}")

@@ -63,3 +63,14 @@ def test_the_softmax_kernels() -> None:
         assert programs * (found[name]["shared"] + BESIDE) <= limit, found
         if name.startswith("clip"):  # bytes of spilled registers; 4 warps on sm_80: 544 to 912
             assert found[name].get("stack", 0) <= (64 if name.endswith("90") else 256), found
+
+
+def test_the_kernels_of_soft_targets() -> None:
+    halves = ("targets@90", "targets, masked@90", "targets, ds@90", "targets, masked ds@90")
+    found = compiled((*halves, "targets, float32@90", "targets, small@80"))
+    for name, taken in found.items():
+        # The smallest of those that kernels are for: 99 KiB, of sm_86 and sm_89.
+        limit = 227 << 10 if name.endswith("90") else 99 << 10
+        assert taken["shared"] <= limit, found
+    assert found["targets@90"].get("stack", 0) <= 256, found
+    assert found["targets, ds@90"].get("stack", 0) <= 128, found

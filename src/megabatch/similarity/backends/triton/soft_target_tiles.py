@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megabatch.similarity.backends import capability
 from megabatch.similarity.backends.triton import soft_targets
 from megabatch.similarity.backends.triton.blocking import TILE, cdiv
 from megabatch.similarity.backends.triton.blocks import diagonal_in
@@ -17,7 +18,12 @@ from megabatch.similarity.reductions import states
 from megabatch.similarity.reductions.operands import Teacher
 
 #: Launch of the kernels: the accumulators of two tiles take the registers of eight warps.
-BK, WARPS, STAGES, BACKWARD_STAGES, GROUP = 64, 8, 3, 4, 32
+WARPS, GROUP = 8, 32
+#: Bytes of each row's features per step of a tile's products, and steps in shared memory at once:
+#: in the forward pass, whose steps are of both products, and in the backward pass.
+BYTES, STAGES, BACKWARD_STAGES = 128, 3, 4
+#: On GPUs other than Hopper's, which may have 99 KiB of shared memory.
+BYTES_ELSEWHERE, STAGES_ELSEWHERE = 64, 2
 #: Numbers of an upstream that are log-sum-exps, whose spread in a tile counts.
 SPREAD_LSES = (0, 2)
 #: Tiles that a program of a masked kernel looks at, and partial sums that are added at once.
@@ -31,6 +37,10 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         super().__init__(x, y, pairs, scale)
         columns = aligned(teacher.y)
         self.teacher = Teacher(aligned(teacher.x), columns, teacher.scale)
+        hopper = x.is_cuda and capability(x.device)[0] == 9
+        self._stages = (STAGES, BACKWARD_STAGES) if hopper else (STAGES_ELSEWHERE,) * 2
+        item = max(x.element_size(), columns.element_size())
+        self._bk = (BYTES if hopper else BYTES_ELSEWHERE) // item
 
     def new_state(self, size: int) -> Tensor:
         """See `reductions.base.StateTiles`."""
@@ -59,7 +69,7 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         own = self._empty(2, m)
         if diagonal != NO_DIAGONAL:
             own.fill_(-torch.inf)
-        xd, yd = self._descriptors(BK)
+        xd, yd = self._descriptors(self._bk)
         teacher_xd, teacher_yd = self._teacher_descriptors()
         soft_targets.unmasked_forward.launch(
             row_tiles * col_tiles, x=xd, y=yd, scale=self.scale,
@@ -67,8 +77,8 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
             row_partials=row_partials, col_partials=col_partials, flags=flags,
             row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
             teacher_d=self.teacher.x.shape[1],
-            BM=TILE, BN=TILE, BK=BK, GROUP=GROUP, EVEN=m % TILE == 0 and n % TILE == 0,
-            num_warps=WARPS, num_stages=STAGES,
+            BM=TILE, BN=TILE, BK=self._bk, GROUP=GROUP, EVEN=m % TILE == 0 and n % TILE == 0,
+            num_warps=WARPS, num_stages=self._stages[0],
         )  # fmt: skip
         soft_targets.masked_forward.launch(
             cdiv(row_tiles * col_tiles, CHUNK), x=xd, y=yd, scale=self.scale,
@@ -76,8 +86,8 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
             row_partials=row_partials, col_partials=col_partials, flags=flags,
             own=own, stride=own.stride(0), row_start=i.start, col_start=j.start, m=m, n=n,
             d=self.d, teacher_d=self.teacher.x.shape[1], diagonal_offset=offset,
-            BM=TILE, BN=TILE, BK=BK, CHUNK=CHUNK, DIAGONAL=diagonal,
-            num_warps=WARPS, num_stages=STAGES,
+            BM=TILE, BN=TILE, BK=self._bk, CHUNK=CHUNK, DIAGONAL=diagonal,
+            num_warps=WARPS, num_stages=self._stages[0],
         )  # fmt: skip
         row_state, row_is_first, row_is_last = rows
         col_state, col_is_first, col_is_last = rows if cols is None else cols
@@ -118,7 +128,7 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         pairs, ds = self.pairs.view(i, j), self._workspace(i, j)
         rows = self._without_gradient(m) if rows is None else rows.view(i)
         cols = self._without_gradient(n) if cols is None else cols.view(j)
-        xd, yd = self._descriptors(BK)
+        xd, yd = self._descriptors(self._bk)
         teacher_xd, teacher_yd = self._teacher_descriptors()
         tiles, out = cdiv(m, TILE) * cdiv(n, TILE), new_descriptor(ds, TILE)
         soft_targets.unmasked_backward.launch(
@@ -128,7 +138,7 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
             col_upstream=cols.numbers, col_stride=cols.stride,
             row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
             teacher_d=self.teacher.x.shape[1],
-            BM=TILE, BN=TILE, BK=BK, GROUP=GROUP, num_warps=WARPS, num_stages=BACKWARD_STAGES,
+            BM=TILE, BN=TILE, BK=self._bk, GROUP=GROUP, num_warps=WARPS, num_stages=self._stages[1],
         )  # fmt: skip
         soft_targets.masked_backward.launch(
             cdiv(tiles, CHUNK), x=xd, y=yd, ds=out, scale=self.scale,
@@ -140,8 +150,8 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
             row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
             teacher_d=self.teacher.x.shape[1],
             diagonal_offset=pairs.col_start - pairs.row_start,
-            BM=TILE, BN=TILE, BK=BK, CHUNK=CHUNK, DIAGONAL=diagonal_in(pairs, i, j), LIMIT=SPREAD,
-            num_warps=WARPS, num_stages=STAGES,
+            BM=TILE, BN=TILE, BK=self._bk, CHUNK=CHUNK, DIAGONAL=diagonal_in(pairs, i, j),
+            LIMIT=SPREAD, num_warps=WARPS, num_stages=self._stages[0],
         )  # fmt: skip
         return ds
 
@@ -156,7 +166,8 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         return Side.of(numbers, SPREAD_LSES)
 
     def _teacher_descriptors(self) -> tuple[TensorDescriptor, TensorDescriptor]:
-        return new_descriptor(self.teacher.x, BK), new_descriptor(self.teacher.y, BK)
+        x, y = self.teacher.x, self.teacher.y
+        return new_descriptor(x, self._bk), new_descriptor(y, self._bk)
 
 
 def _to_base_e(state: Tensor) -> Tensor:

@@ -342,21 +342,39 @@ def _combine(
 
 
 @triton.jit
-def _shared_exponential(
-    logits, rows, row_stride, cols, col_stride, i, j, m, n, LSE: tl.constexpr, GRAD: tl.constexpr
-):
-    """Both sides' gradients of a tile of logits in base 2, from one exponential of each.
+def _load_upstream(upstream, stride, index, size, LSE: tl.constexpr, absent):
+    """A tile's (log-sum-exp in base 2, gradient) of each row or column, as (B, 2).
 
-    LSE, GRAD: which numbers of an upstream hold a side's log-sum-exp and its gradient.
+    LSE: the number of an upstream that is the log-sum-exp; its gradient is the next. `absent`: the
+    log-sum-exp of rows past the end. One load of 256 numbers for both: of a smaller one Triton has
+    each thread load all that it needs, one after the other (140 loads a thread).
     """
-    col_lse = tl.load(cols + LSE * col_stride + j, mask=j < n, other=float("inf")) * LOG2E
-    col_grad = tl.load(cols + GRAD * col_stride + j, mask=j < n, other=0.0)
-    row_lse = tl.load(rows + LSE * row_stride + i, mask=i < m, other=float("-inf")) * LOG2E
-    row_grad = tl.load(rows + GRAD * row_stride + i, mask=i < m, other=0.0)
-    reference = tl.max(row_lse, 0)
-    row_grad = tl.where(i < m, row_grad * tl.exp2(reference - row_lse), 0.0)
-    col_grad = col_grad * tl.exp2(reference - col_lse)
-    return tl.exp2(logits - reference) * (row_grad[:, None] + col_grad[None, :])
+    number = tl.arange(0, 2)[None, :]
+    inside = (index < size)[:, None]
+    numbers = tl.load(upstream + (LSE + number) * stride + index[:, None], mask=inside, other=0.0)
+    return tl.where(number == 0, tl.where(inside, numbers * LOG2E, absent), numbers)
+
+
+@triton.jit
+def _weights(numbers, reference):
+    """gradient * 2^(reference - log-sum-exp), (B,).
+
+    Sums separate the two numbers: after `tl.split` Triton would compute the exponential anew in
+    each thread that needs it.
+    """
+    number = tl.arange(0, 2)[None, :]
+    present = (number == 0) & (numbers > float("-inf"))
+    exponentials = tl.sum(tl.where(present, tl.exp2(reference - numbers), 0.0), 1)
+    return exponentials * tl.sum(tl.where(number == 1, numbers, 0.0), 1)
+
+
+@triton.jit
+def _shared_exponential(logits, rows, cols):
+    """Both sides' gradients of a tile of logits in base 2, from one exponential of each."""
+    is_lse = tl.arange(0, 2)[None, :] == 0
+    reference = tl.max(tl.max(tl.where(is_lse, rows, float("-inf")), 1), 0)
+    weights = _weights(rows, reference)[:, None] + _weights(cols, reference)[None, :]
+    return tl.exp2(logits - reference) * weights
 
 
 @kernel
@@ -373,16 +391,19 @@ def unmasked_backward(
     ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
     i = ti * BM + tl.arange(0, BM)
     j = tj * BN + tl.arange(0, BN)
+    # Loaded before the products, which take longer than the numbers are on their way.
+    rows = _load_upstream(row_upstream, row_stride, i, m, 0, float("-inf"))
+    cols = _load_upstream(col_upstream, col_stride, j, n, 0, float("inf"))
     s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
     s = s * (tl.load(scale) * LOG2E)
-    g = _shared_exponential(s, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 0, 1)
+    g = _shared_exponential(s, rows, cols)
+    rows = _load_upstream(row_upstream, row_stride, i, m, 2, float("-inf"))
+    cols = _load_upstream(col_upstream, col_stride, j, n, 2, float("inf"))
     t = logits_tile(
         teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d, BM, BN, BK
     )
     t = t * (tl.load(teacher_scale) * LOG2E)
-    g -= _shared_exponential(
-        t, row_upstream, row_stride, col_upstream, col_stride, i, j, m, n, 2, 3
-    )
+    g -= _shared_exponential(t, rows, cols)
     ds.store([ti * BM, tj * BN], g.to(ds.dtype))
 
 
