@@ -107,7 +107,8 @@ def unmasked_forward(
         t = tl.where(inside, t, float("-inf"))
     largest = _finite(tl.max(s, 1))
     top = tl.max(largest, 0)
-    e = tl.exp2(s - largest[:, None])
+    s = s - largest[:, None]
+    e = tl.exp2(s)
     row_total = tl.sum(e, 1)
     col_total = tl.sum(e * tl.exp2(largest - top)[:, None], 0)
     if not EVEN:
@@ -116,10 +117,13 @@ def unmasked_forward(
     teacher_top = tl.max(teacher_largest, 0)
     e = tl.exp2(t - teacher_largest[:, None])
     teacher_row_total = tl.sum(e, 1)
-    row_below = tl.sum(e * (largest[:, None] - s), 1)
-    e = e * tl.exp2(teacher_largest - teacher_top)[:, None]
-    teacher_col_total = tl.sum(e, 0)
-    col_below = tl.sum(e * (top - s), 0)
+    below = e * -s
+    row_below = tl.sum(below, 1)
+    # Columns' sums from the rows' terms: with logits kept beside them, registers would spill.
+    weight = tl.exp2(teacher_largest - teacher_top)
+    teacher_col_total = tl.sum(e * weight[:, None], 0)
+    gap = weight * (top - largest)
+    col_below = tl.sum(below * weight[:, None] + e * gap[:, None], 0)
     _store_partials(
         row_partials, col_tiles.to(tl.int64) * m, m, tj, i, i < m,
         largest, row_total, teacher_largest, teacher_row_total, row_below,
