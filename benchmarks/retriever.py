@@ -12,8 +12,6 @@ only shows that it runs.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import random
 import statistics
 import tempfile
 import time
@@ -34,6 +32,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from tokenizers import BertWordPieceTokenizer
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, TrainerCallback
 
+from machinery.definitions import words_and_definitions
 from megabatch.benchmarking import memory, records
 from megabatch.integrations.sentence_transformers import MegabatchRankingLoss
 
@@ -93,7 +92,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 
 def main() -> None:
     options = arguments()
-    pairs = wordnet()
+    pairs = words_and_definitions()
     found: list[Record] = []
     with tempfile.TemporaryDirectory() as folder:
         model = random_bert(options.model, pairs, Path(folder) / "bert")
@@ -101,21 +100,6 @@ def main() -> None:
             found.append(run(name, model, pairs, options, folder, found[:1]))
             print(found[-1], flush=True)
             records.write(options.output, records.command_line(options.output), found)
-
-
-def wordnet() -> list[tuple[str, str]]:
-    """Words and their definitions, in a random order that is the same each time."""
-    timm = importlib.util.find_spec("timm")
-    assert timm is not None
-    assert timm.origin is not None
-    folder = Path(timm.origin).parent / "data" / "_info"
-    words, definitions = (
-        dict(line.split("\t") for line in (folder / name).read_text().splitlines())
-        for name in ("imagenet_synset_to_lemma.txt", "imagenet_synset_to_definition.txt")
-    )
-    pairs = [(word, definitions[key]) for key in words for word in words[key].split(", ")]
-    random.Random(0).shuffle(pairs)
-    return pairs
 
 
 def random_bert(size: str, pairs: list[tuple[str, str]], folder: Path) -> Path:

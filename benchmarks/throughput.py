@@ -1,212 +1,294 @@
-"""Training steps of real towers: this trainer and OpenCLIP's own loop, on one device.
+"""Training steps of real towers: this trainer and OpenCLIP's own loop, on the same pairs.
 
     python benchmarks/throughput.py --output benchmarks/results/throughput.json
+    torchrun --nproc-per-node 4 benchmarks/throughput.py --batch-sizes 65536 \\
+        --contenders megabatch --append --output benchmarks/results/throughput.json
 
-Both train the same open_clip model from the same weights on the same pairs, which are in the host's
-memory as data loaders provide them, with AdamW and bfloat16 autocast, in micro-batches: `megabatch`
-by `Trainer.train_step`, `openclip` by `open_clip_train.train.train_one_epoch` with `accum_freq`,
-its own gradient caching. The first step's loss must agree. `megabatch-on-device` has a
-micro-batch's images on the device already: the difference is the cost of copying them.
+All contenders train the same open_clip model from the same weights with AdamW and bfloat16
+autocast. The pairs are on the host, as loaders leave them there: random images, as bytes for this
+trainer and normalised, in pinned memory, for OpenCLIP's; and WordNet's definitions, which are as
+long as captions. `openclip` is `open_clip_train.train.train_one_epoch`, with `accum_freq` if there
+are several micro-batches, `openclip-compiled` the same after `torch.compile`, `megabatch` is
+`Trainer.train_step`, compiled and with as many activations kept as fit, `megabatch-eager` not
+compiled. First steps on a few micro-batches warm up; a whole step warms up again; then whole steps
+are timed. First losses must agree. `--append` keeps the records of an earlier call but for those of
+the same configuration, so that a long plan can be measured in several calls.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import ast
+import gc
 import json
-import platform
+import statistics
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import open_clip
 import torch
-from open_clip_train.train import train_one_epoch
-from torch import Tensor
 
-from megabatch.data import Batch
-from megabatch.models import create
-from megabatch.training import TrainConfig
-from megabatch.training.trainer import Trainer
+from machinery.definitions import length_statistics
+from machinery.parts import Parts
+from machinery.steps import Megabatch, OpenClip, Pairs, make_pairs
+from megabatch.benchmarking import records
+from megabatch.config.settings import TrainConfig
+from megabatch.training.world import World, joined
 
-LR = 1e-5  # small, so that the cost of a step does not change with the weights
+#: Settings of this trainer's contenders; those of `--set` come on top.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "megabatch": {"torchcompile": True, "activation_memory": "auto"},
+    "megabatch-eager": {"torchcompile": False, "activation_memory": "auto"},
+}
+CONTENDERS = (*SETTINGS, "openclip", "openclip-compiled")
+EAGER = ("megabatch-eager", "openclip")
+#: Relative difference of first losses that bfloat16's rounding explains.
+SAME_LOSS = 2e-3
+
+
+@dataclass(frozen=True)
+class Record:
+    """One contender at one size; null where a figure was not measured."""
+
+    contender: str
+    model: str
+    device: str
+    n_devices: int
+    dtype: str
+    b: int  #: pairs of a step, of all devices
+    micro_batch_size: int  #: rows that go through the towers at a time
+    settings: dict[str, Any]  #: of this trainer, where they are not its defaults
+    status: str = "ok"
+    note: str = ""
+    seconds: float | None = None  #: a step's, the median
+    all_seconds: tuple[float, ...] = ()
+    pairs_a_second: float | None = None
+    warm_up_seconds: float | None = None  #: of all steps before, compilation included
+    kept_micro_batches: int | None = None  #: that are encoded once
+    peak_bytes: int | None = None  #: of whole steps, on the first device
+    reserved_bytes: int | None = None
+    first_loss: float | None = None
+    loss_difference: float | None = None  #: relative to the first contender's
+    parts: dict[str, float] | None = None  #: seconds of each part of one more step
+    tokens: dict[str, float] = field(default_factory=dict)  #: lengths of the texts
+    command: str = ""
+    date: str = ""
+
+    def key(self) -> tuple[Any, ...]:
+        """The configuration: a later record of the same one replaces this one."""
+        names = "contender", "model", "device", "n_devices", "b", "micro_batch_size"
+        return (*(getattr(self, name) for name in names), json.dumps(self.settings, sort_keys=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--model", default="ViT-B-32")
-    parser.add_argument("--model-config", type=Path, help="one that open_clip does not bring")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 4096, 32768])
-    parser.add_argument("--micro-batch-size", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=3, help="that are timed, after one to warm up")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--output", type=Path)
-    chosen = parser.parse_args()
-    if chosen.model_config:
-        open_clip.add_model_config(chosen.model_config)
+    options = arguments()
+    if options.model_config:
+        open_clip.add_model_config(options.model_config)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    device = torch.device(chosen.device)
-    record = {
-        "command": "benchmarks/throughput.py",
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-        "versions": {"torch": torch.__version__, "open_clip": open_clip.__version__},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "model": chosen.model,
-        "micro_batch_size": chosen.micro_batch_size,
-        "precision": "bf16",
-        "records": [],
-    }
-    for size in chosen.batch_sizes:
-        micro = min(size, chosen.micro_batch_size)
-        for name, contender in CONTENDERS.items():
-            found = measure(contender, chosen.model, size, micro, chosen.steps, device)
-            record["records"].append({"contender": name, "b": size, **found})
-            print(record["records"][-1], flush=True)
-            if chosen.output:
-                chosen.output.write_text(json.dumps(record, indent=1) + "\n")
+    torch.backends.cudnn.benchmark = True  # as OpenCLIP's trainer sets it
+    found = earlier(options.output) if options.append else []
+    with joined(TrainConfig(device=options.device)) as world:
+        for model in options.models:
+            for size in options.batch_sizes:
+                for name, micro in plan(options, size // world.size):
+                    record = run(name, model, size, micro, options, world)
+                    record = compared(record, found)
+                    found = [other for other in found if other.key() != record.key()] + [record]
+                    if world.main:
+                        print(shown(record), flush=True)
+                        if options.output:
+                            records.write(options.output, record.command, found)
 
 
-def measure(
-    contender: Callable[..., Iterator[float]],
+def plan(options: argparse.Namespace, share: int) -> list[tuple[str, int | None]]:
+    """Contenders with their micro-batches; None: this trainer's own choice."""
+    sizes = sorted({min(size, share) for size in options.micro_batch_sizes})
+    return [
+        (name, size)
+        for name in options.contenders
+        for size in ([None] if name in SETTINGS and not options.sweep else sizes)
+    ]
+
+
+def run(
+    name: str,
     model: str,
     size: int,
-    micro: int,
-    steps: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Median seconds per step, pairs per second, peak memory, the first step's loss."""
-    on_gpu = device.type == "cuda"
-    torch.manual_seed(0)
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    losses, seconds = [], []
-    began = time.perf_counter()
+    micro: int | None,
+    options: argparse.Namespace,
+    world: World,
+) -> Record:
+    """Measure one contender."""
+    settings = {**SETTINGS[name], **options.set} if name in SETTINGS else {}
+    record = Record(
+        contender=name,
+        model=model,
+        device=torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        n_devices=world.size,
+        dtype="bfloat16",
+        b=size,
+        micro_batch_size=micro or 0,
+        settings=settings,
+        command=records.command_line(options.output or Path()),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    torch._dynamo.reset()
     try:
-        for loss in contender(model, size, micro, steps + 1, device):
-            if on_gpu:
-                torch.cuda.synchronize()
-            now = time.perf_counter()
-            losses.append(loss)
-            seconds.append(now - began)
-            began = now
+        contender: Megabatch | OpenClip
+        if name in SETTINGS:
+            contender = Megabatch(model, size, micro, world, settings)
+        else:
+            assert micro is not None
+            contender = OpenClip(model, micro, world, compiled=name.endswith("compiled"))
+        return measured(contender, size, options, world, record)
     except torch.OutOfMemoryError as error:
-        return {"status": "out of memory", "note": str(error).split(".")[0]}
-    step = sorted(seconds[1:])[len(seconds[1:]) // 2]
-    return {
-        "status": "ok",
-        "seconds": round(step, 4),
-        "all_seconds": [round(value, 4) for value in seconds[1:]],
-        "pairs_a_second": round(size / step, 1),
-        "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if on_gpu else None,
-        "first_loss": losses[0],
-    }
+        record = replace(record, status="out of memory", note=str(error).split(".")[0])
+    finally:
+        contender = None  # type: ignore[assignment]
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return record
 
 
-class Repeated:
-    """A batch's images on the host: `size` rows, the same ones in each micro-batch."""
-
-    def __init__(self, rows: Tensor, size: int) -> None:
-        self.rows, self.size = rows, size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, asked: slice) -> Tensor:
-        start, stop, _ = asked.indices(self.size)
-        return self.rows[: stop - start]
-
-
-def pairs(module: Any, size: int, micro: int) -> tuple[Tensor, Tensor]:
-    """Images (micro, 3, s, s) float32 and tokens (size, context), all texts different."""
-    side = module.visual.image_size
-    shape = tuple(side) if isinstance(side, (tuple, list)) else (side, side)
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(micro, 3, *shape, generator=generator)
-    texts = torch.randint(
-        1, module.vocab_size - 2, (size, module.context_length), generator=generator
+def measured(
+    contender: Megabatch | OpenClip,
+    size: int,
+    options: argparse.Namespace,
+    world: World,
+    record: Record,
+) -> Record:
+    """The record with the contender's figures."""
+    on_gpu = world.device.type == "cuda"
+    pairs = make_pairs(contender.towers, size, world)
+    few = pairs.first(min(len(pairs.tokens), 4 * contender.micro_batch_size))
+    # The trainer measures in its first two steps how many activations it can keep.
+    _, warm_up = timed(contender.prepare(few), 3, on_gpu)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    step = contender.prepare(pairs)
+    losses, whole = timed(step, 1, on_gpu)
+    _, seconds = timed(step, options.steps, on_gpu)
+    middle = statistics.median(seconds)
+    return replace(
+        record,
+        micro_batch_size=contender.micro_batch_size,
+        seconds=middle,
+        all_seconds=tuple(seconds),
+        pairs_a_second=size / middle,
+        warm_up_seconds=sum(warm_up) + sum(whole),
+        kept_micro_batches=contender.kept,
+        peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+        reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
+        first_loss=losses[0],
+        parts=split(contender, step) if options.parts else None,
+        tokens=text_lengths(contender, pairs),
     )
-    texts[:, -1] = module.vocab_size - 1  # the end token, which the text tower looks for
-    return images, texts
 
 
-def megabatch_steps(
-    model: str, size: int, micro: int, steps: int, device: torch.device, *, moved: bool = False
-) -> Iterator[float]:
-    """Losses of the trainer's steps; `moved`: images are on the device from the start."""
-    config = TrainConfig(
-        model=model, global_batch_size=size, micro_batch_size=micro, lr=LR, warmup=0
+def timed(step: Callable[[], float], count: int, on_gpu: bool) -> tuple[list[float], list[float]]:
+    """Losses and seconds of steps, each to its end on the device."""
+    losses, seconds = [], []
+    for _ in range(count):
+        began = time.perf_counter()
+        losses.append(step())
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return losses, seconds
+
+
+def split(contender: Megabatch | OpenClip, step: Callable[[], float]) -> dict[str, float] | None:
+    """The parts of another step, for this trainer."""
+    if not isinstance(contender, Megabatch):
+        return None
+    with Parts(contender.trainer) as parts:
+        step()
+    return parts.seconds()
+
+
+def text_lengths(contender: Megabatch | OpenClip, pairs: Pairs) -> dict[str, float]:
+    """Statistics of the texts' lengths, up to their last token that counts."""
+    lengths = contender.towers.lengths["text"](pairs.tokens)
+    return length_statistics(lengths)
+
+
+def compared(record: Record, found: list[Record]) -> Record:
+    """The record with its first loss compared with that of the first one of model and batch."""
+    of_batch = ("model", "b", "n_devices")
+    mine = [getattr(record, name) for name in of_batch]
+    first = next(
+        (r for r in found if r.first_loss and [getattr(r, name) for name in of_batch] == mine), None
     )
-    module = create(model).module
-    images, texts = pairs(module, size, micro)
-    images = images.to(device) if moved else images
-    trainer = Trainer(config, module, device, steps)
-    batch = Batch(Repeated(images, size), texts, torch.arange(size))  # type: ignore[arg-type]
-    for _ in range(steps):
-        yield trainer.train_step(batch)["loss"]
+    if record.first_loss is None or first is None or first.first_loss is None:
+        return record
+    difference = abs(record.first_loss / first.first_loss - 1)
+    record = replace(record, loss_difference=difference)
+    if difference < SAME_LOSS:
+        return record
+    return replace(record, status="wrong", note=f"another loss than {first.contender}'s")
 
 
-def openclip_steps(
-    model: str, size: int, micro: int, steps: int, device: torch.device
-) -> Iterator[float]:
-    """Losses of OpenCLIP's epochs, of one step each."""
-    if size % micro:
-        raise SystemExit(f"--batch-sizes: {size} is no multiple of the micro-batch, {micro}")
-    module = create(model).module.to(device)
-    images, texts = pairs(module, size, micro)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
-    batches = [(images, part) for part in texts.split(micro)]
-    loss = Kept(open_clip.ClipLoss(cache_labels=True))
-    args = Namespace(
-        device=str(device), precision="amp_bf16", accum_freq=len(batches), distill=False,
-        skip_scheduler=True, grad_clip_norm=None, horovod=False, batch_size=micro, world_size=1,
-        rank=0, log_every_n_steps=1 << 30, wandb=False,
-    )  # fmt: skip
-    for step in range(steps):
-        loader = Loader(batches, size)
-        data = {"train": SimpleNamespace(set_epoch=lambda _: None, dataloader=loader)}
-        train_one_epoch(module, data, loss, step, optimizer, None, None, None, args)
-        yield loss.first()
+def shown(record: Record) -> str:
+    """A record in one line."""
+    head = (
+        f"{record.model}, {record.b:,} pairs, {record.n_devices} x {record.device}: "
+        f"{record.contender}, {record.micro_batch_size} at a time"
+    )
+    if record.pairs_a_second is None:
+        return f"{head}: {record.status}"
+    peak = "" if record.peak_bytes is None else f", {record.peak_bytes / 2**30:.1f} GiB"
+    return (
+        f"{head}: {record.pairs_a_second:,.0f} pairs/s{peak}, {record.kept_micro_batches} kept, "
+        f"first loss {record.first_loss:.4f}, {record.status} "
+        f"(warm-up {record.warm_up_seconds:.0f} s)"
+    )
 
 
-CONTENDERS: dict[str, Callable[..., Iterator[float]]] = {
-    "megabatch": megabatch_steps,
-    "megabatch-on-device": functools.partial(megabatch_steps, moved=True),
-    "openclip": openclip_steps,
-}
+def earlier(output: Path | None) -> list[Record]:
+    """The records of an earlier call."""
+    if output is None or not output.exists():
+        return []
+    return [Record(**made) for made in json.loads(output.read_text())["records"]]
 
 
-class Loader(list[Any]):
-    """Micro-batches with the attributes of OpenCLIP's loaders."""
+def setting(text: str) -> tuple[str, Any]:
+    """`name=value`, the value a Python literal or else a string."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
-    def __init__(self, batches: list[Any], samples: int) -> None:
-        super().__init__(batches)
-        self.num_batches, self.num_samples = len(batches), samples
 
-
-class Kept(torch.nn.Module):
-    """A loss that records its values in a step."""
-
-    def __init__(self, loss: torch.nn.Module) -> None:
-        super().__init__()
-        self.loss = loss
-        self.values: list[Tensor] = []
-
-    def forward(self, **given: Any) -> Any:
-        found = self.loss(**given)
-        self.values.append(found["contrastive_loss"].detach())
-        return found
-
-    def first(self) -> float:
-        """The step's loss, which each micro-batch computes for the whole batch."""
-        values, self.values = self.values, []
-        return values[0].item()
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--models", nargs="+", default=["ViT-B-32"])
+    parser.add_argument("--model-config", type=Path, help="one that open_clip does not bring")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4096, 32768])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS,
+                        default=list(CONTENDERS if gpu else EAGER))  # fmt: skip
+    parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[512],
+                        help="rows at a time in OpenCLIP's loop")  # fmt: skip
+    parser.add_argument("--sweep", action="store_true",
+                        help="micro-batch sizes for this trainer, too")  # fmt: skip
+    parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE",
+                        help="settings of this trainer: activation_memory=0")  # fmt: skip
+    parser.add_argument("--parts", action="store_true", help="split a step of this trainer")
+    parser.add_argument("--steps", type=int, default=3, help="that are timed")
+    parser.add_argument("--device", default="cuda" if gpu else "cpu")
+    parser.add_argument("--append", action="store_true")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    options.set = dict(options.set)
+    return options
 
 
 if __name__ == "__main__":

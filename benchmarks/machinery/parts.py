@@ -1,0 +1,98 @@
+"""The time of a step of the trainer, split into its parts.
+
+Marks are set where a part begins or ends: around the towers' `encode_image` and `encode_text`, the
+objective, the gradients of its features and the optimizer's step. The time from a mark to the next
+one belongs to the part that the first one begins, so the parts add up to the step. On a GPU marks
+are CUDA events in the trainer's stream: they wait for nothing, and the parts are those of the GPU,
+idle time included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.training.trainer import Trainer
+
+WAITING = "between micro-batches"  #: of the first pass: inputs that are not there yet, sorting
+BACKWARD = "backward pass"
+
+
+class Parts:
+    """Splits the steps of a trainer while it is entered; afterwards `seconds()` has them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._on_gpu = trainer.device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._second = False  # whether the loss's gradient is known
+
+    def __enter__(self) -> Parts:
+        module, objective = self._trainer.module, self._trainer.objective
+        for tower in ("image", "text"):
+            self._wrap(module, f"encode_{tower}", self._around_tower(tower))
+        self._wrap(objective, "forward", self._around_loss)
+        optimizer = self._trainer.optimizer
+        for handle in (
+            optimizer.register_step_pre_hook(lambda *_: self._mark("optimizer")),
+            optimizer.register_step_post_hook(lambda *_: self._mark("rest")),
+        ):
+            self._undo.append(handle.remove)
+        self._mark(WAITING)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mark("end")
+        for undo in self._undo:
+            undo()
+
+    def seconds(self) -> dict[str, float]:
+        """The time of each part."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        found: dict[str, float] = {}
+        for (name, begin), (_, end) in itertools.pairwise(self._marks):
+            took = begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
+            found[name] = found.get(name, 0.0) + took
+        return found
+
+    def _wrap(self, module: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace a method on the instance until the end."""
+        own = getattr(module, name)
+        setattr(module, name, lambda *args, **kwargs: around(own, *args, **kwargs))
+        self._undo.append(lambda: delattr(module, name))
+
+    def _around_tower(self, tower: str) -> Callable[..., Tensor]:
+        def call(encode: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            which = "second" if self._second else "first"
+            self._mark(f"{tower}s, {which} pass")
+            features = encode(*args, **kwargs)
+            self._mark(BACKWARD if self._second else WAITING)
+            return features
+
+        return call
+
+    def _around_loss(self, objective: Callable[..., Tensor], **given: Any) -> Tensor:
+        self._mark("loss")
+        for features in (given["image_features"], given["text_features"]):
+            if features.requires_grad:
+                features.register_hook(self._end_of_loss)
+        return objective(**given)
+
+    def _end_of_loss(self, _: Tensor) -> None:
+        self._second = True
+        self._mark(BACKWARD)
+
+    def _mark(self, name: str) -> None:
+        if not self._on_gpu:
+            self._marks.append((name, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((name, event))
