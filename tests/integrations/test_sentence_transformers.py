@@ -35,6 +35,7 @@ from megabatch.integrations.sentence_transformers import (  # noqa: E402
     MegabatchGISTEmbedLoss,
     MegabatchRankingLoss,
     UncachedMegabatchRankingLoss,
+    _sorted_by_length,
 )
 
 OTHER_DIRECTIONS = ["query_to_query", "doc_to_query", "doc_to_doc"]
@@ -325,6 +326,103 @@ def test_model_cards_show_the_loss(folder: Path, model: Any) -> None:
         "@misc{cheng2024breaking",
     ):
         assert part in card
+
+
+# --- texts in order of their lengths --------------------------------------------------------------
+
+
+def different_lengths(model: Any) -> list[dict[str, Any]]:
+    """Three columns of seven texts of one to nine words, in no order."""
+    counts = [[1, 9, 2, 8, 3, 1, 5], [4, 1, 7, 2, 2, 6, 9], [1, 1, 2, 3, 1, 8, 1]]
+    letters = 3 * "abcdefgh"
+    texts = [[" ".join(letters[i : i + n]) for i, n in enumerate(column)] for column in counts]
+    return [model.preprocess(column) for column in texts]
+
+
+def step(loss: Any, model: Any, columns: list[dict[str, Any]]) -> list[Tensor]:
+    """The loss, gradients of all weights, and the loss without gradients."""
+    model.zero_grad()
+    value = loss([dict(column) for column in columns], None)
+    value.backward()
+    gradients = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
+    with torch.no_grad():
+        evaluated = loss([dict(column) for column in columns], None)
+    return [value.detach(), evaluated, *(gradient.clone() for gradient in gradients)]
+
+
+@pytest.mark.parametrize("settings", [{"mini_batch_size": 2}, {"mini_batch_num_tokens": 12}])
+def test_sorted_texts_give_the_librarys_loss_and_gradients(
+    model: Any, folder: Path, settings: dict[str, int]
+) -> None:
+    if "mini_batch_num_tokens" in settings and library.__version__ < "6":
+        pytest.skip("the library counts no tokens before 6.0")
+    model.double().eval()
+    guide = bert(folder).double().eval()
+    columns = different_lengths(model)
+    encoded: list[Tensor] = []
+    model[0].register_forward_pre_hook(lambda _, args: encoded.append(args[0]["attention_mask"]))
+    for mine, theirs, arguments in (
+        (MegabatchRankingLoss, losses.CachedMultipleNegativesRankingLoss, (model,)),
+        (MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss, (model, guide)),
+    ):
+        expected = step(theirs(*arguments, **settings), model, columns)
+        encoded.clear()
+        unsorted = step(mine(*arguments, **settings, sort_by_length=False), model, columns)
+        tokens = sum(mask.numel() for mask in encoded)
+        encoded.clear()
+        found = step(mine(*arguments, **settings), model, columns)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(unsorted, expected, rtol=1e-10, atol=1e-12)
+        lengths = encoded[0].sum(1).tolist()
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] == max(columns[0]["attention_mask"].sum(1))
+        # Releases from 6.0 on cut mini-batches to their longest text.
+        if library.__version__ >= "6" and "mini_batch_size" in settings:
+            assert sum(mask.numel() for mask in encoded) < 0.9 * tokens
+
+
+def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -> None:
+    words = ["a b c d e f g", "b", "c d", "a c e g b d f h", "f", "e f g", "g h", "h"]
+    data = datasets.Dataset.from_dict(
+        {"anchor": words * 2, "positive": words[3:] + words + ["a"] * 3}
+    )
+
+    def without_dropout(folder: Path) -> Any:
+        model = bert(folder)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_probs_dropout_prob"):
+                module.attention_probs_dropout_prob = 0.0
+        return model
+
+    def matryoshka(kind: Any, model: Any) -> Any:
+        loss = kind(model, mini_batch_size=3)
+        return losses.MatryoshkaLoss(model, loss, [WIDTH, 6], [1, 0.5])
+
+    train_both(folder, matryoshka, data, make_model=without_dropout)
+
+
+def test_texts_are_sorted_where_padding_is_masked(model: Any, folder: Path) -> None:
+    assert MegabatchRankingLoss(model).sort_by_length
+    assert MegabatchGISTEmbedLoss(model, bert(folder)).sort_by_length
+    assert not MegabatchRankingLoss(model, sort_by_length=False).sort_by_length
+    convolution = library.SentenceTransformer(
+        modules=[model[0], modules.CNN(WIDTH, WIDTH), modules.Pooling(WIDTH)], device="cpu"
+    )
+    assert not MegabatchRankingLoss(convolution).sort_by_length
+    model[0].auto_model.config.model_type = "fnet"
+    assert not MegabatchRankingLoss(model).sort_by_length
+    assert MegabatchRankingLoss(model, sort_by_length=True).sort_by_length
+
+
+def test_other_inputs_than_rows_of_tokens_are_not_sorted(model: Any) -> None:
+    texts = model.preprocess(["a b c", "d"])
+    flat = {key: value.reshape(1, -1) for key, value in texts.items() if isinstance(value, Tensor)}
+    del flat["attention_mask"]
+    pictures = {**texts, "pixel_values": torch.zeros(2, 3, 4, 4)}
+    for features in (flat, pictures):
+        assert _sorted_by_length(features) == (features, None)
 
 
 # --- two ranks ------------------------------------------------------------------------------------

@@ -6,13 +6,14 @@
 
 The classes here inherit from the library's own. Arguments, gradient caching, `MatryoshkaLoss` and
 model cards are the library's, and so is the meaning of everything; the loss of the embeddings and
-its gradient come from `megabatch.similarity`.
+its gradient come from `megabatch.similarity`. Texts are encoded in order of their lengths, so that
+the library's mini-batches have little padding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from megabatch.losses.negatives import Logits, Rows, no_ids
 from megabatch.losses.normalization import unit_rows
 from megabatch.losses.terms import minus_log_probability
+from megabatch.models.padding import is_masked_kind
 from megabatch.similarity import paired, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype, check_scalar, product_dtype
 from megabatch.similarity.distributed.means import global_mean, pair_ids
@@ -57,7 +59,72 @@ GIST_CITATION = """
 """  # noqa: E501
 
 
-class MegabatchRankingLoss(CachedMultipleNegativesRankingLoss):
+#: Modules of sentence-transformers whose result for a text does not depend on its padding, after
+#: a transformer that masks padding.
+_ROW_BY_ROW = frozenset(
+    {"Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize", "WeightedLayerPooling"}
+)
+
+
+class _SortsTexts:
+    """For the library's cached losses: each column of texts is encoded in order of their lengths.
+
+    The library cuts a batch into mini-batches in the batch's order, and each of them to its longest
+    text (from release 6.0 on). In a large batch nearly every mini-batch has a long text; sorted,
+    most have short ones alone. The longest come first, so the first mini-batch needs the most
+    memory. The loss gets the embeddings in the batch's own order.
+    """
+
+    sort_by_length: bool
+    _places: tuple[Tensor | None, ...] = ()  # of the batch's rows among the sorted ones, by column
+
+    def forward(
+        self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
+    ) -> Tensor:
+        """The loss of tokenized texts, one dictionary for each column; labels are not used."""
+        columns = list(sentence_features)
+        places: list[Tensor | None] = [None] * len(columns)
+        if self.sort_by_length:
+            columns, places = map(list, zip(*map(_sorted_by_length, columns), strict=True))
+        self._places = tuple(places)
+        try:
+            loss: Tensor = super().forward(columns, labels)  # type: ignore[misc]
+        finally:
+            self._places = ()
+        return loss
+
+    def _in_batch_order(self, reps: list[list[Tensor]]) -> list[Tensor]:
+        """Embeddings (rows, d) of whole columns, from lists of their mini-batches."""
+        columns = [torch.cat(column) for column in reps]
+        places = self._places or (None,) * len(columns)
+        return [
+            column if place is None else column.index_select(0, place)
+            for column, place in zip(columns, places, strict=True)
+        ]
+
+
+def _sorted_by_length(features: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    """A column's tensors with the longest texts first, and each text's place among them.
+
+    Inputs that are not one row of tokens for each text stay as they are: flattened ones, images.
+    """
+    mask = features.get("attention_mask")
+    tensors = [value for value in features.values() if isinstance(value, Tensor)]
+    if mask is None or any(t.ndim not in (1, 2) or len(t) != len(mask) for t in tensors):
+        return features, None
+    order = mask.sum(1).argsort(descending=True, stable=True)
+    rows = {k: v[order] if isinstance(v, Tensor) else v for k, v in features.items()}
+    return rows, order.argsort()
+
+
+def _masks_padding(model: Any) -> bool:
+    """Whether embeddings of a sentence encoder are known not to depend on padding."""
+    modules = list(model) if isinstance(model, torch.nn.Sequential) else []
+    config = getattr(getattr(modules[0], "auto_model", None), "config", None) if modules else None
+    return is_masked_kind(config) and all(type(m).__name__ in _ROW_BY_ROW for m in modules)
+
+
+class MegabatchRankingLoss(_SortsTexts, CachedMultipleNegativesRankingLoss):
     """`CachedMultipleNegativesRankingLoss` at any batch size.
 
     Args:
@@ -65,14 +132,20 @@ class MegabatchRankingLoss(CachedMultipleNegativesRankingLoss):
             the same meaning and defaults. `similarity_fct` must be `cos_sim` or `dot_score` of
             `sentence_transformers.util`. `show_progress_bar` shows the progress of the embeddings;
             the loss itself has no steps to show.
+        sort_by_length: encode the texts of each column in order of their lengths, so that
+            mini-batches have little padding. Embeddings change by rounding, and dropout draws other
+            numbers for a text. None: for encoders that mask padding (BERT, RoBERTa, MPNet,
+            ModernBERT and their like).
 
     Raises:
         ValueError: the library's reasons, or another `similarity_fct`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sort_by_length: bool | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _is_cosine(self.similarity_fct)
+        masked = _masks_padding(self.model)
+        self.sort_by_length = masked if sort_by_length is None else sort_by_length
 
     def calculate_loss(
         self,
@@ -89,7 +162,7 @@ class MegabatchRankingLoss(CachedMultipleNegativesRankingLoss):
             reps: embeddings (rows, d). labels: not used.
             with_backward: backpropagate to the embeddings, and return the loss without a graph.
         """
-        loss = ranking_loss(self, [torch.cat(column) for column in reps])
+        loss = ranking_loss(self, self._in_batch_order(reps))
         if with_backward:
             loss.backward()
         return loss.detach() if with_backward else loss
@@ -129,16 +202,22 @@ class UncachedMegabatchRankingLoss(MultipleNegativesRankingLoss):
         return super().citation + CITATION
 
 
-class MegabatchGISTEmbedLoss(CachedGISTEmbedLoss):
+class MegabatchGISTEmbedLoss(_SortsTexts, CachedGISTEmbedLoss):
     """`CachedGISTEmbedLoss` at any batch size: a guide model leaves out false negatives.
 
     Args:
         *args, **kwargs: those of the installed library's `CachedGISTEmbedLoss`, with the same
             meaning and defaults; `show_progress_bar` as in `MegabatchRankingLoss`.
+        sort_by_length: see there. None: if both encoders mask padding.
 
     Raises:
         ValueError: the library's reasons.
     """
+
+    def __init__(self, *args: Any, sort_by_length: bool | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        masked = _masks_padding(self.model) and _masks_padding(self.guide)
+        self.sort_by_length = masked if sort_by_length is None else sort_by_length
 
     def calculate_loss(
         self,
@@ -153,8 +232,8 @@ class MegabatchGISTEmbedLoss(CachedGISTEmbedLoss):
             reps: embeddings (rows, d). reps_guided: the guide's, (rows, d') of any width.
             with_backward: see there.
         """
-        columns = [torch.cat(column) for column in reps]
-        loss = guided_loss(self, columns, [torch.cat(column) for column in reps_guided])
+        guides = self._in_batch_order(reps_guided)
+        loss = guided_loss(self, self._in_batch_order(reps), guides)
         if with_backward:
             loss.backward()
         return loss.detach() if with_backward else loss
