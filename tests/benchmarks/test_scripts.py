@@ -146,6 +146,14 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
     ]
     assert records[3]["settings"] == {**first[0]["settings"], "trim_texts": False}
 
+    shown = run("speed_tables.py", str(output), "--micro-batch-size=8")
+    best = max(r["pairs_a_second"] for r in records if r["b"] == 24 and r["parts"])
+    best = max(best, records[3]["pairs_a_second"])
+    times = best / records[4]["pairs_a_second"]
+    assert f"| tiny-clip, 24, eager | {best:,.0f} (8) |" in shown
+    assert f"| {times:.2f} |" in shown
+    assert "| part | megabatch-eager, tiny-clip, 8 | megabatch-eager, tiny-clip, 24 |" in shown
+
 
 def test_towers_alone(tmp_path: Path) -> None:
     output = tmp_path / "t.json"
@@ -155,6 +163,9 @@ def test_towers_alone(tmp_path: Path) -> None:
     assert (twice["contender"], once["contender"]) == ("twice", "once")
     assert (once["b"], once["tokens"], once["compiled"]) == (4, 16, False)
     assert min(twice["pairs_a_second"], once["pairs_a_second"]) > 0
+    rate = f"{once['pairs_a_second']:,.0f}"
+    shown = run("speed_tables.py", str(output))
+    assert f"| tiny-clip, 4 rows, texts of 16, once | {rate} |  |" in shown
 
 
 @pytest.mark.concurrency
@@ -179,4 +190,6 @@ def test_retriever(tmp_path: Path) -> None:
     assert ours["loss_difference"] < 1e-5
     assert ours["recall_before"] == theirs["recall_before"]
     assert ours["recall_after"] == pytest.approx(theirs["recall_after"], abs=0.01)
-    assert ours["seconds"] > 0
+    assert 0 < ours["seconds"] < ours["loop_seconds"]
+    shown = run("speed_tables.py", str(output))
+    assert "| tiny, 256 pairs | seconds a step |" in shown
