@@ -10,9 +10,9 @@ trainer and normalised, in pinned memory, for OpenCLIP's; and WordNet's definiti
 long as captions. `openclip` is `open_clip_train.train.train_one_epoch`, with `accum_freq` if there
 are several micro-batches, `openclip-compiled` the same after `torch.compile`, `megabatch` is
 `Trainer.train_step`, compiled and with as many activations kept as fit, `megabatch-eager` not
-compiled. First steps on a few micro-batches warm up; a whole step warms up again; then whole steps
-are timed. First losses must agree. `--append` keeps the records of an earlier call but for those of
-the same configuration, so that a long plan can be measured in several calls.
+compiled. Three steps warm up, of OpenCLIP two on a few micro-batches and a whole one; then whole
+steps are timed. First losses must agree. `--append` keeps the records of an earlier call but for
+those of the same configuration, so that a long plan can be measured in several calls.
 """
 
 from __future__ import annotations
@@ -165,13 +165,18 @@ def measured(
     """The record with the contender's figures."""
     on_gpu = world.device.type == "cuda"
     pairs = make_pairs(contender.towers, size, world)
-    few = pairs.first(min(len(pairs.tokens), 4 * contender.micro_batch_size))
-    # The trainer measures in its first two steps how many activations it can keep.
-    _, warm_up = timed(contender.prepare(few), 3, on_gpu)
+    step = contender.prepare(pairs)
+    if isinstance(contender, Megabatch):
+        # Before the first step it may look for a micro-batch size, and in the first two it measures
+        # how many activations it can keep.
+        losses, warm_up = timed(step, 3, on_gpu)
+    else:
+        few = contender.prepare(pairs.first(min(len(pairs.tokens), 4 * contender.micro_batch_size)))
+        _, warm_up = timed(few, 2, on_gpu)
+        losses, whole = timed(step, 1, on_gpu)
+        warm_up += whole
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    step = contender.prepare(pairs)
-    losses, whole = timed(step, 1, on_gpu)
     _, seconds = timed(step, options.steps, on_gpu)
     middle = statistics.median(seconds)
     return replace(
@@ -180,7 +185,7 @@ def measured(
         seconds=middle,
         all_seconds=tuple(seconds),
         pairs_a_second=size / middle,
-        warm_up_seconds=sum(warm_up) + sum(whole),
+        warm_up_seconds=sum(warm_up),
         kept_micro_batches=contender.kept,
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megabatch.benchmarking import clock, records
 from megabatch.models import create
-from megabatch.models.blocks import compile_blocks
+from megabatch.models.blocks import blocks
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ def main() -> None:
     found: list[Record] = []
     for model, compiled in itertools.product(options.models, options.compiled):
         module = create(model).module.to(options.device)
-        if compiled:
-            compile_blocks(module)
+        for block in blocks(module) if compiled else ():
+            block.compile(dynamic=False)
         for rows, tokens in itertools.product(options.micro_batch_sizes, options.lengths):
+            torch._dynamo.reset()
             inputs = micro_batch(module, rows, tokens, options.device)
             for name in ("twice", "once"):
                 call = passes(module, *inputs, twice=name == "twice")
@@ -62,7 +63,6 @@ def main() -> None:
                 print(found[-1], flush=True)
                 if options.output:
                     records.write(options.output, records.command_line(options.output), found)
-        torch._dynamo.reset()
 
 
 def micro_batch(module: nn.Module, rows: int, tokens: int, device: str) -> tuple[Tensor, Tensor]:
