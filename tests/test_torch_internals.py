@@ -7,10 +7,12 @@ import inspect
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +161,63 @@ def compiled_as_a_whole() -> None:
     assert not torch_internals.is_compiled(module)
 
 
+def compiled_inside() -> None:
+    module = torch.nn.Linear(2, 2)
+    before = module(torch.ones(2))
+    module.register_forward_hook(lambda m, args, output: output + 1)
+    torch_internals.mark_compiled_in_place(module)
+    assert torch_internals.is_compiled_in_place(module)
+    assert torch.equal(module(torch.ones(2)), before + 1)
+
+
+def recompiles() -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        torch_internals.allow_recompiles(3)
+        torch_internals.allow_recompiles(1)
+        twice = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
+        for size in range(2, 7):
+            twice(torch.ones(size))
+    torch._dynamo.reset()
+    assert len(compiled) == 3
+
+
+def compile_time() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        return torch._dynamo.backends.common.aot_autograd(fw_compiler=asleep)(graph, inputs)
+
+    def asleep(graph: Any, inputs: Any) -> Any:
+        time.sleep(0.05)
+        return graph
+
+    before = torch_internals.compile_seconds()
+    x = torch.ones(2, requires_grad=True)
+    y = torch.compile(lambda x: x * x, backend=backend)(x)
+    between = torch_internals.compile_seconds()
+    y.sum().backward()
+    after = torch_internals.compile_seconds()
+    torch._dynamo.reset()
+    assert between - before >= 0.05
+    assert after - between >= 0.05
+
+
+def compile_errors() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError
+
+    with pytest.raises(RuntimeError) as error:
+        torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
+    torch._dynamo.reset()
+    assert torch_internals.is_compile_error(error.value)
+    assert not torch_internals.is_compile_error(RuntimeError("compile"))
+
+
 def hooks() -> None:
     module = torch.nn.Linear(2, 2)
     assert torch_internals.forward_hooks(module) == []
@@ -228,6 +287,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "distributed.ProcessGroup._device_types": cpu_backend,
     "distributed.ProcessGroup._get_backend": backend,
     "nn.Module._compiled_call_impl": compiled_in_place,
+    "nn.Module._call_impl": compiled_inside,
+    "_dynamo.config.recompile_limit": recompiles,
+    "_dynamo.utils.cumulative_time_spent_ns": compile_time,
+    "_dynamo.exc.TorchDynamoException": compile_errors,
     "nn.Module._forward_pre_hooks": hooks,
     "nn.Module._forward_hooks": hooks,
     "_dynamo.OptimizedModule._orig_mod": compiled_as_a_whole,

@@ -32,6 +32,10 @@ PURPOSES = {
     "distributed.ProcessGroup._get_backend": "to exchange a few bytes by a group's CPU backend, "
     "and for its timeout",
     "nn.Module._compiled_call_impl": "to know whether a module was compiled in place",
+    "nn.Module._call_impl": "to mark a module whose forward is compiled",
+    "_dynamo.config.recompile_limit": "to let blocks with constants of their own be compiled, too",
+    "_dynamo.utils.cumulative_time_spent_ns": "to tell how long compilation took",
+    "_dynamo.exc.TorchDynamoException": "to train a model uncompiled that cannot be compiled",
     "nn.Module._forward_pre_hooks": "to call a module's hooks where its forward does not run",
     "nn.Module._forward_hooks": "to call a module's hooks where its forward does not run",
     "_dynamo.OptimizedModule._orig_mod": "to know whether a module was compiled as a whole",
@@ -100,6 +104,24 @@ def constant_in_graphs(function: F) -> F:
     return function
 
 
+def allow_recompiles(count: int) -> None:
+    """Let a function be compiled this many times, at least, before it runs uncompiled."""
+    private("_dynamo.config.recompile_limit")
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, count)
+
+
+def compile_seconds() -> float:
+    """How long torch.compile took in this process so far, backward passes included."""
+    spent = private("_dynamo.utils.cumulative_time_spent_ns")
+    return sum(spent.get(f"entire_{part}_compile", 0) for part in ("frame", "backward")) / 1e9
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Whether torch.compile or its backend failed."""
+    return isinstance(error, private("_dynamo.exc.TorchDynamoException"))
+
+
 # --- processes ------------------------------------------------------------------------------------
 
 
@@ -160,6 +182,14 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` was called; its `COMPILED_CALL` then runs instead of `forward`."""
     private("nn.Module._compiled_call_impl")
     return getattr(module, COMPILED_CALL) is not None
+
+
+def mark_compiled_in_place(module: nn.Module) -> None:
+    """Make `is_compiled_in_place` true of a module whose `forward` is compiled, without its hooks.
+
+    The module is called as before.
+    """
+    vars(module)[COMPILED_CALL] = private("nn.Module._call_impl").__get__(module)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from megabatch.models import create
-from megabatch.models.blocks import blocks, checkpoint_activations, compile_blocks
+from megabatch.models.blocks import CompiledBlocks, blocks, checkpoint_activations
 from tests.models.tiny import TINY
-from tests.training.toy import Block, toy
+from tests.training.toy import WIDTH, Block, toy
 
 
 def test_blocks_are_the_repeated_modules() -> None:
@@ -29,11 +31,7 @@ def test_blocks_of_real_models() -> None:
     assert blocks(glyph) == [glyph.visual, glyph.text]
 
 
-def test_blocks_are_computed_again_and_compiled_under_their_own_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compiled = functools.partialmethod(nn.Module.compile, backend="eager")
-    monkeypatch.setattr(nn.Module, "compile", compiled)
+def test_blocks_are_computed_again_and_compiled_under_their_own_names() -> None:
     images, texts = torch.randn(3, 3, 32, 32), torch.randint(1, 49_000, (3, 16))
     model = create(TINY).module.eval()
     expected = model(images, texts)["image_features"]
@@ -48,6 +46,92 @@ def test_blocks_are_computed_again_and_compiled_under_their_own_names(
     assert len(passes) == 2 * len(blocks(model))  # forward, and again in the backward pass
     for hook in hooks:
         hook.remove()
-    compile_blocks(model)
+    CompiledBlocks(model, backend="eager")
     torch.testing.assert_close(model(images, texts)["image_features"], expected)
     assert list(model.state_dict()) == names
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[Any]]:
+    """The inputs of each graph that the backend `counting(graphs)` got."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):  # torch's own, which a model may raise
+        yield []
+    torch._dynamo.reset()
+
+
+def features(rows: int) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, dtype=torch.float64)
+
+
+def counting(graphs: list[Any]) -> Any:
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        graphs.append(inputs)
+        return graph.forward
+
+    return backend
+
+
+def test_blocks_share_a_graph_per_tower_and_number_of_rows(graphs: list[Any]) -> None:
+    model = toy()
+    CompiledBlocks(model, ["text"], backend=counting(graphs))
+    for rows in (5, 3, 4, 5):
+        model(features(rows), features(rows))
+    assert len(graphs) == 3 + 1  # each number of rows of images; texts once
+
+
+def test_blocks_with_constants_of_their_own_are_all_compiled(graphs: list[Any]) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.rate, self.linear = rate, nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.rate * self.linear(x)
+
+    model = nn.Module()
+    model.visual = nn.Sequential(*(Scaled(i / 10) for i in range(10)))
+    CompiledBlocks(model, backend=counting(graphs))
+    model.visual(torch.ones(3, 2))
+    assert len(graphs) == 10
+
+
+def test_blocks_that_cannot_be_compiled_run_uncompiled() -> None:
+    def failing(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no\nkernel for that")
+
+    model, images, texts = toy(), features(5), features(5)
+    expected = model(images, texts)
+    compiled = CompiledBlocks(model, backend=failing)
+    for _ in range(2):
+        assert all(torch.equal(v, expected[k]) for k, v in model(images, texts).items())
+    assert [line.split(":")[0] for line in compiled.news] == [
+        "torch.compile fails for visual.blocks, which run uncompiled",
+        "torch.compile fails for text.blocks, which run uncompiled",
+    ]
+    assert "no kernel for that" in compiled.news[0]
+
+
+def test_an_error_of_a_block_itself_is_raised() -> None:
+    model = toy()
+    compiled = CompiledBlocks(model, backend="eager")
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        model.visual.blocks[0](features(5)[:, 1:])
+    assert compiled.news == []
+
+
+def test_the_time_of_compilation_is_told_once() -> None:
+    def slow(graph: Any, inputs: Any) -> Any:
+        time.sleep(1.1)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = toy()
+    compiled = CompiledBlocks(model, backend=slow)
+    for step in (1, 2):
+        model.visual(features(5))
+        compiled.tell_time(step)
+    torch._dynamo.reset()
+    (line,) = compiled.news
+    assert line.startswith("step 1: torch.compile took ")
+    assert int(line.split()[-2]) >= 1

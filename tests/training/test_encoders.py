@@ -14,7 +14,7 @@ from megabatch import ClipLoss
 from megabatch.data import Batch
 from megabatch.losses.objective import create_objective
 from megabatch.models import ModelOptions, create
-from megabatch.models.blocks import compile_blocks
+from megabatch.models.blocks import CompiledBlocks
 from megabatch.models.layers import Tower
 from megabatch.models.locking import lock, locked_towers, set_modes
 from megabatch.training import TrainConfig
@@ -114,34 +114,45 @@ def test_texts_without_padding_give_the_same_loss_and_gradients(locked: Tower | 
     assert {columns for _, columns in widths[1]} == {8, 16}
 
 
-def test_a_compiled_tower_is_not_compiled_again_after_the_first_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_texts_of_all_lengths_take_the_graphs_of_the_first_step() -> None:
     compiled = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         compiled.append(len(inputs))
         return graph.forward
 
-    def compile_here(module: nn.Module) -> None:
-        module._compiled_call_impl = torch.compile(module._call_impl, backend=backend)  # type: ignore[assignment]
-
     torch._dynamo.reset()
-    monkeypatch.setattr(nn.Module, "compile", compile_here)
-    towers = create(TINY, options=ModelOptions(force_context_length=40))
-    compile_blocks(towers.module)
-    step = CachedStep(
-        towers.module, create_objective(TrainConfig()), 8, device=CPU, lengths=towers.lengths
-    )
-    counts = []
-    for seed in range(3):
-        data = batch(20)
-        data.texts = captions(20, 40, seed)
-        step(data).backward()
+    towers, same = (create(TINY, options=ModelOptions(force_context_length=77)) for _ in range(2))
+    same.module.load_state_dict(towers.module.state_dict())
+    CompiledBlocks(towers.module, towers.lengths, backend=backend)
+    widths = sequence_shapes(towers.module.transformer)
+    steps = [
+        CachedStep(
+            each.module.double().eval(),
+            create_objective(TrainConfig()),
+            6,
+            device=CPU,
+            lengths=each.lengths,
+        )
+        for each in (towers, same)
+    ]
+    data, counts = batch(16), []
+    data.images = data.images.double()
+    for longest in (40, 77, *range(8, 80, 8)):  # the last micro-batch has four rows
+        data.texts = captions(16, 77, longest).clamp(max=49_406)
+        data.texts[:, longest:] = 0
+        data.texts[::2, 7] = 49_407
+        data.texts[1::2, min(longest, 77) - 1] = 49_407
+        for step in steps:
+            step.module.zero_grad()
+            step(data).backward()
+        for one, two in zip(towers.module.parameters(), same.module.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=1e-12)
         counts.append(len(compiled))
     torch._dynamo.reset()
-    assert 0 < counts[0] <= 8  # torch's limit for one function, after which it runs uncompiled
-    assert counts[1] == counts[2]
+    assert {columns for _, columns in widths} == {*range(8, 77, 8), 77}
+    # With and without gradients: the text tower's, and the image tower's for two numbers of rows.
+    assert counts == [6] * len(counts)
 
 
 @pytest.mark.parametrize("locked", ["image", "text"])

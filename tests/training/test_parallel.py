@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megabatch.errors import UsageError
+from megabatch.models.blocks import CompiledBlocks
 from megabatch.models.glyph import LENGTHS, TextFeatureTower
 from megabatch.training.parallel import ReplicasDiffer, check_replicas
 from megabatch.training.trainer import Trainer, TrainingStopped
@@ -150,14 +151,12 @@ def test_other_optimizers(processes: Processes) -> None:
 
 @on_processes(2)
 def test_activations_computed_again_and_compiled_blocks(processes: Processes) -> None:
-    original = nn.Module.compile
-    nn.Module.compile = functools.partialmethod(original, backend="eager")  # type: ignore[assignment, method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        eager = functools.partial(CompiledBlocks, backend="eager")
+        patch.setattr("megabatch.training.trainer.CompiledBlocks", eager)
         for layout in LAYOUTS:
             options = {"grad_checkpointing": True, "torchcompile": True}
             compare(processes, {"parallel": layout, **options})
-    finally:
-        nn.Module.compile = original  # type: ignore[method-assign]
 
 
 @on_processes(2)

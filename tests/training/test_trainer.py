@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TorchDynamoException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabatch import ClipLoss
 from megabatch.data import Batch
 from megabatch.models import create
+from megabatch.models.blocks import CompiledBlocks
 from megabatch.training import TrainConfig
 from megabatch.training.trainer import Trainer, TrainingStopped
 from tests.models.tiny import TINY
@@ -85,10 +91,12 @@ def test_the_logit_scale_is_clamped(make_config: MakeConfig, tmp_path: Path) -> 
     trainer = trainer_of(make_config(tmp_path, max_logit_scale=20.0))
     with torch.no_grad():
         trainer.logit_scale.fill_(5.0)
-    assert trainer.train_step(batch())["logit_scale"] == pytest.approx(20)
+    trainer.train_step(batch())
+    assert trainer.scale_values() == {"logit_scale": pytest.approx(20)}
     with torch.no_grad():
         trainer.logit_scale.fill_(-3.0)
-    assert trainer.train_step(batch())["logit_scale"] == pytest.approx(1)
+    trainer.train_step(batch())
+    assert trainer.scale_values() == {"logit_scale": pytest.approx(1)}
 
 
 def test_clipping_bounds_what_the_optimizer_sees(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -146,6 +154,82 @@ def test_a_restored_trainer_goes_on_as_the_first_one(config: TrainConfig) -> Non
         torch.equal(value, second.module.state_dict()[name])
         for name, value in first.module.state_dict().items()
     )
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations for which the host waits for a GPU, inside ATen and in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class DenseLoss(nn.Module):
+    """Without tiles, whose torch operations on the CPU are chosen by values."""
+
+    takes_ids = False
+
+    def forward(self, image_features: Any, text_features: Any, logit_scale: Any) -> Any:
+        logits = logit_scale * image_features @ text_features.T
+        return nn.functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_step_waits_for_the_device_at_its_end(
+    precision: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"grad_clip_norm": 1.0, "ema_decay": 0.9, "activation_memory": "1GiB"}
+    monkeypatch.setattr("megabatch.training.trainer.create_objective", lambda _: DenseLoss())
+    trainer = trainer_of(make_config(tmp_path, precision=precision, micro_batch_size=2, **more))
+    trainer.scaler = torch.amp.GradScaler("cpu", 1.0, enabled=precision == "fp16")
+    trainer.train_step(batch())
+    trainer.kept.count = 1
+    waits = Waits()
+    read = torch.Tensor.tolist
+
+    def tolist(tensor: torch.Tensor) -> Any:  # no operation of its own on the CPU
+        waits.seen.append("tolist")
+        return read(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    with waits:
+        trainer.train_step(batch(1))
+    # GradientCache compares the scales of several micro-batches, between its two passes.
+    assert waits.seen == ["_local_scalar_dense", "tolist"]
+    with waits:
+        trainer.scale_values()
+    assert len(waits.seen) == 3
+
+
+def test_a_backward_pass_that_cannot_be_compiled_runs_uncompiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(graph: Any, inputs: Any) -> Any:
+        raise TorchDynamoException("no such kernel")  # as Inductor's errors are
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        lowered = aot_autograd(fw_compiler=lambda g, _: g, bw_compiler=failing)
+        return lowered(graph, inputs)
+
+    compiled = functools.partial(CompiledBlocks, backend=backend)
+    monkeypatch.setattr("megabatch.training.trainer.CompiledBlocks", compiled)
+    losses = []
+    for on in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        trainer = toy_trainer(config_of(torchcompile=on))
+        losses.append([trainer.train_step(toy_batch(step))["loss"] for step in range(3)])
+    torch._dynamo.reset()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    (line,) = trainer.take_news()
+    assert line.startswith("torch.compile fails for the model's blocks, which run uncompiled: ")
+    assert trainer.take_news() == []
 
 
 def test_fp16_that_overflows_at_every_scale_is_given_up() -> None:

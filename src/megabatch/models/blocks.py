@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from megabatch.errors import one_line
+from megabatch.models.layers import Tower, tower_of
+from megabatch.torch_internals import (
+    allow_recompiles,
+    compile_seconds,
+    mark_compiled_in_place,
+)
+
+_WORTH_TELLING = 1.0  # seconds of compilation in a step
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -14,8 +26,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
     Blocks are composite modules of one class that a list or sequence repeats.
     """
-    found = list(_blocks(module))
-    return found or [child for child in module.children() if _is_composite(child)]
+    return [block for members in _lists_of_blocks(module).values() for block in members]
 
 
 def checkpoint_activations(module: nn.Module) -> None:
@@ -25,25 +36,108 @@ def checkpoint_activations(module: nn.Module) -> None:
         block.forward = functools.partial(checkpoint, forward, use_reentrant=False)
 
 
-def compile_blocks(module: nn.Module) -> None:
-    """Compile each block in place with torch.compile; parameters keep their names.
+class CompiledBlocks:
+    """A model's blocks, compiled in place with torch.compile; parameters keep their names.
 
-    Identical blocks share one compiled graph, and FSDP2's hooks stay outside of it.
+    The blocks of one list share their graphs: one with and one without gradients, for each shape of
+    the input or, where the length of texts varies, for all shapes. Hooks, such as FSDP2's, stay
+    outside. If a list's blocks cannot be compiled, they run as they are.
+
+    Attributes:
+        news: lines for the user since they were last cleared.
     """
-    for block in blocks(module):
-        block.compile()
+
+    def __init__(
+        self, module: nn.Module, varying: Collection[Tower] = (), *, backend: str | Any = "inductor"
+    ) -> None:
+        """Replace the forward of each block; nothing is compiled before it is called.
+
+        Args:
+            module: the model, with the interface of `Towers.module`.
+            varying: the towers that get texts of varying lengths. Their graphs take all shapes.
+                Others are compiled for each shape, which makes faster kernels.
+            backend: see torch.compile.
+        """
+        self.news: list[str] = []
+        self._seconds = compile_seconds()
+        lists = _lists_of_blocks(module)
+        self._compiled = set(lists)  # all but the lists that cannot be
+        # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
+        allow_recompiles(8 * max(map(len, lists.values()), default=1))
+        for name, members in lists.items():
+            forward = _forward_of_its_own()
+            dynamic = tower_of(name) in varying
+            compiled = torch.compile(forward, backend=backend, dynamic=dynamic)
+            for block in members:
+                block.forward = functools.partial(self._run, name, compiled, block.forward)
+                mark_compiled_in_place(block)
+
+    def tell_time(self, step: int) -> None:
+        """Add the seconds that compilation took since the last call to `news`, if it took any."""
+        before, self._seconds = self._seconds, compile_seconds()
+        if self._seconds - before >= _WORTH_TELLING:
+            self.news.append(f"step {step}: torch.compile took {self._seconds - before:.0f} s")
+
+    def give_up(self, error: Exception) -> None:
+        """Run all blocks uncompiled from now on: a backward pass could not be compiled."""
+        self._compiled.clear()
+        self._tell_failure("the model's blocks", error)
+
+    def _run(
+        self,
+        name: str,
+        compiled: Callable[..., Any],
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if name not in self._compiled:
+            return forward(*args, **kwargs)
+        try:
+            return compiled(forward, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any type, depending on the compiler's part that failed
+            result = forward(*args, **kwargs)  # raises the block's own errors
+            self._compiled.discard(name)
+            self._tell_failure(name, error)
+            return result
+
+    def _tell_failure(self, what: str, error: Exception) -> None:
+        reason = one_line(error, 200)
+        self.news.append(f"torch.compile fails for {what}, which run uncompiled: {reason}")
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
+def _forward_of_its_own() -> Callable[..., Any]:
+    """A function that calls the one that it is given; each has a code object of its own.
+
+    torch.compile keeps graphs by code object, counts them against a limit, and takes a size that
+    changed between two of its calls for dynamic. The blocks of both towers are often of one class.
+    """
+
+    def run_block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    run_block.__code__ = run_block.__code__.replace()
+    return run_block
+
+
+def _lists_of_blocks(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """The blocks by the name of the list that repeats them, or the towers by their names."""
+    towers = {name: [child] for name, child in module.named_children() if _is_composite(child)}
+    return dict(_repeated(module, "")) or towers
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, list[nn.Module]]]:
+    for name, child in module.named_children():
         members = list(child.children())
         alike = len({type(member) for member in members}) == 1
         listed = isinstance(child, nn.ModuleList)
         repeated = isinstance(child, nn.Sequential) and len(members) > 1
         if alike and (listed or repeated) and all(map(_is_composite, members)):
-            yield from members
+            yield prefix + name, members
         else:
-            yield from _blocks(child)
+            yield from _repeated(child, f"{prefix}{name}.")
 
 
 def _is_composite(module: nn.Module) -> bool:

@@ -29,6 +29,11 @@ def tower_parameters(module: nn.Module) -> dict[Tower, dict[str, nn.Parameter]]:
     return {"image": image, "text": text or image}
 
 
+def tower_of(name: str) -> Tower:
+    """The tower that a submodule belongs to, by its name in the model."""
+    return "image" if f"{name}.".startswith(FIRST) else "text"
+
+
 def layer_ids(module: nn.Module) -> dict[str, tuple[int, int]]:
     """The layer of each parameter of a tower, and the tower's last layer.
 

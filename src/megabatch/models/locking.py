@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from megabatch.errors import UsageError
-from megabatch.models.layers import FIRST, Tower, tower_parameters
+from megabatch.models.layers import Tower, tower_of, tower_parameters
 
 
 def lock(
@@ -60,7 +60,7 @@ def set_modes(module: nn.Module) -> nn.Module:
     module.train()
     locked = locked_towers(module)
     for name, child in module.named_children():
-        tower: Tower = "image" if f"{name}.".startswith(FIRST) else "text"
+        tower = tower_of(name)
         if tower in locked:
             child.eval()
     return module

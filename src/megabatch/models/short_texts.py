@@ -69,7 +69,7 @@ class _ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
         length = text.shape[1]
         dtype = self.transformer.get_cast_dtype()
         x = self.token_embedding(text).to(dtype) + self.positional_embedding[:length].to(dtype)
-        x = self.ln_final(self.transformer(x, attn_mask=self.attn_mask[:length, :length]))
+        x = self.ln_final(self.transformer(x, attn_mask=_cut(self.attn_mask, length)))
         x = text_global_pool(x, text, self.text_pool_type, eos_token_id=self.text_eos_id)
         if isinstance(self.text_projection, nn.Linear):
             x = self.text_projection(x)
@@ -81,4 +81,9 @@ class _ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
 class _ShortTextTransformer(TextTransformer):  # type: ignore[misc, unused-ignore]
     def _embeds(self, text: Tensor) -> tuple[Tensor, Tensor]:
         x, mask = super()._embeds(text)  # which cuts the positions
-        return x, mask[: x.shape[1], : x.shape[1]]
+        return x, _cut(mask, x.shape[1])
+
+
+def _cut(mask: Tensor, length: int) -> Tensor:
+    """The mask of shorter texts, contiguous as that of whole ones, so that one graph takes both."""
+    return mask[:length, :length].contiguous()

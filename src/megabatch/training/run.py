@@ -87,18 +87,20 @@ class Run:
                 return received
             self.meter.data_came()
             values = trainer.train_step(batch)
-            self._report_kept()
+            self._report_news()
             self.loader.count_damaged(batch.images)
             self._place = self.loader.state_dict()
             self.meter.mark()
             last = trainer.step == trainer.total_steps
-            if log is not None and (last or trainer.step % config.log_every == 0):
+            if last or trainer.step % config.log_every == 0:
+                values |= trainer.scale_values()
                 pairs = (trainer.step - since) * config.global_batch_size
-                record = self._record(values, self.meter.lap(pairs))
                 since = trainer.step
-                if trouble := log.write(record):
-                    self.console.print(f"{trouble}; going on")
-                display.update(trainer.step, record)
+                record = self._record(values, self.meter.lap(pairs))
+                if log is not None:
+                    if trouble := log.write(record):
+                        self.console.print(f"{trouble}; going on")
+                    display.update(trainer.step, record)
             if config.check_replicas_every and trainer.step % config.check_replicas_every == 0:
                 check_replicas(trainer.module, self.world)
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
@@ -164,11 +166,10 @@ class Run:
                 if self.trainer.step >= self.trainer.total_steps:
                     return
 
-    def _report_kept(self) -> None:
-        """Print what was decided about activations since the last call."""
-        for line in self.trainer.kept.news:
+    def _report_news(self) -> None:
+        """Print what was decided since the last call."""
+        for line in self.trainer.take_news():
             self.console.print(line)
-        self.trainer.kept.news.clear()
 
     def _record(self, values: dict[str, float], speed: dict[str, float]) -> dict[str, float]:
         step = self.trainer.step
@@ -267,7 +268,7 @@ class Run:
             self.console.print(f"  {line}")
         if warning := explanation(trainer.module, config, self.world):
             self.console.print(warning)
-        self._report_kept()
+        self._report_news()
         if trainer.step:
             self.console.print(f"continuing after step {trainer.step}")
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
 from megabatch.losses.objective import create_objective
-from megabatch.models.blocks import checkpoint_activations, compile_blocks
+from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
 from megabatch.models.layers import Tower
 from megabatch.models.locking import locked_towers, set_modes
 from megabatch.models.padding import Lengths
+from megabatch.torch_internals import is_compile_error
 from megabatch.training.activations import KeptActivations
 from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
@@ -89,8 +90,8 @@ class Trainer:
             self.module = synchronise(self.module, self.world)
         if config.grad_checkpointing:
             checkpoint_activations(self.module)
-        if config.torchcompile:
-            compile_blocks(self.module)
+        trimmed = (lengths or {}) if config.trim_texts else {}
+        self._compiled = CompiledBlocks(self.module, trimmed) if config.torchcompile else None
         self._statistics = running_statistics(self.module)
         self.layout = lay_out(self.module, config.parallel, self.world)
         self.optimizer = create_optimizer(self.module, config)
@@ -104,7 +105,7 @@ class Trainer:
             self.objective,
             config.micro_batch_size,
             locked=locked_towers(self.module),
-            lengths=lengths if config.trim_texts else None,
+            lengths=trimmed,
             device=device,
             # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
@@ -115,6 +116,10 @@ class Trainer:
 
         A step whose loss or gradient is not finite changes no weight. With fp16 an overflow of the
         gradient is normal: the scaler lowers its scale.
+
+        After the backward pass the host waits for the device, to learn whether both are finite (and
+        GradientCache compares the scales of several micro-batches before it). The optimizer's step
+        runs while the host prepares the next batch.
 
         Raises:
             UsageError: a parameter gets no gradient, for which DDP would wait.
@@ -132,23 +137,32 @@ class Trainer:
             self._skip_or_stop(loss, norm)
             self._restore_statistics(statistics)
         self.scaler.update()
-        if self.scaler.is_enabled() and self.scaler.get_scale() < _SMALLEST_SCALE:
-            raise TrainingStopped(
-                f"step {self.step + 1}: the gradient overflows fp16 even unscaled "
-                "(--precision bf16 or fp32 helps)"
-            )
+        if not math.isfinite(norm):  # only an overflow lowers the scale
+            self._check_loss_scale()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             self.logit_scale.clamp_(0, math.log(self.config.max_logit_scale))
         self.step += 1
         self.kept.after_step(self._step.memory)
+        if self._compiled is not None:
+            self._compiled.tell_time(self.step)
         if self.ema is not None and math.isfinite(loss) and math.isfinite(norm):
             self.ema.update(self.step)
-        scale = full(self.logit_scale.detach()).exp().item()
-        values = {"loss": loss, "lr": lr, "logit_scale": scale, "grad_norm": norm}
-        # JSON has no NaN or infinity.
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        return {**finite, "skipped_steps": self.skipped} if self.skipped else finite
+        values = _finite({"loss": loss, "lr": lr, "grad_norm": norm})
+        return {**values, "skipped_steps": self.skipped} if self.skipped else values
+
+    def scale_values(self) -> dict[str, float]:
+        """Figures for the log of the scale; all ranks call it. It waits for the device."""
+        return _finite({"logit_scale": full(self.logit_scale.detach()).exp().item()})
+
+    def take_news(self) -> list[str]:
+        """Lines for the user about choices and compilation since the last call."""
+        news = list(self.kept.news)
+        self.kept.news.clear()
+        if self._compiled is not None:
+            news += self._compiled.news
+            self._compiled.news.clear()
+        return news
 
     @property
     def logit_scale(self) -> nn.Parameter:
@@ -197,7 +211,10 @@ class Trainer:
         return torch.autocast(self.device.type, _AUTOCAST[self.config.precision])
 
     def _gradients_in_memory(self, batch: Batch, statistics: list[Tensor]) -> tuple[float, float]:
-        """As `_gradients`, again with fewer activations kept if memory runs out."""
+        """As `_gradients`, repeated with fewer activations kept if memory runs out.
+
+        It is repeated uncompiled, too, if a backward pass cannot be compiled.
+        """
         while True:
             _seed_everything(self.config.seed, self.step, self.world.rank)
             self._step.keep(self.kept.count or 0)
@@ -206,11 +223,32 @@ class Trainer:
             except torch.OutOfMemoryError:
                 if not self.kept.fewer():
                     raise
+            except RuntimeError as error:
+                self._go_on_uncompiled(error)
             # Here, as the exception would keep tensors of the failed step alive.
             self.optimizer.zero_grad(set_to_none=True)
             self._restore_statistics(statistics)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _go_on_uncompiled(self, error: RuntimeError) -> None:
+        """Run all blocks uncompiled if this is an error of their compilation; raise others."""
+        if self._compiled is None or not is_compile_error(error):
+            raise error
+        if self.world.size > 1:
+            # Other ranks may be waiting inside a collective, so this one cannot repeat the step.
+            raise TrainingStopped(
+                f"rank {self.world.rank}: torch.compile fails for a backward pass "
+                f"(--no-torchcompile trains without it): {one_line(error, 200)}"
+            ) from error
+        self._compiled.give_up(error)
+
+    def _check_loss_scale(self) -> None:
+        if self.scaler.is_enabled() and self.scaler.get_scale() < _SMALLEST_SCALE:
+            raise TrainingStopped(
+                f"step {self.step + 1}: the gradient overflows fp16 even unscaled "
+                "(--precision bf16 or fp32 helps)"
+            )
 
     def _restore_statistics(self, statistics: list[Tensor]) -> None:
         for buffer, before in zip(self._statistics, statistics, strict=True):
@@ -239,8 +277,10 @@ class Trainer:
             if self.config.grad_clip_norm is not None:
                 limit = self.config.grad_clip_norm
                 torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            both = (figure.detach().to(self.device, torch.float64) for figure in (loss, norm))
+            own, total = torch.stack(tuple(both)).tolist()
             # The mean over ranks of their losses is the mean over all rows.
-            return self.world.mean(loss.item()), norm.item()
+            return self.world.mean(own), total
 
     def _skip_or_stop(self, loss: float, norm: float) -> None:
         """Count a step that is not finite, or stop; the same on every rank."""
@@ -256,6 +296,11 @@ class Trainer:
             "taken (a lower --lr, a longer --warmup, --grad-clip-norm or --precision fp32 help; "
             "--on-nonfinite skip goes on)"
         )
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    """The values that are: JSON has no NaN or infinity."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def _seed_everything(seed: int, step: int, rank: int) -> None:
