@@ -55,6 +55,21 @@ def test_an_open_clip_models_groups_are_open_clips() -> None:
     assert {"positional_embedding", "transformer.resblocks.0.mlp.c_fc.weight"} <= matrices.keys()
 
 
+@pytest.mark.parametrize("opt", ["adamw", "sgd"])
+def test_fused_updates_are_those_of_one_tensor_at_a_time(opt: str) -> None:
+    fused, plain = small().double(), small().double()
+    optimizers = [create_optimizer(m, TrainConfig(opt=opt, lr=0.1)) for m in (fused, plain)]
+    assert all(group["fused"] for group in optimizers[0].param_groups)
+    for group in optimizers[1].param_groups:
+        group["fused"] = group["foreach"] = False
+    for step in range(4):
+        for module, optimizer in zip((fused, plain), optimizers, strict=True):
+            give_gradients(module, step)
+            optimizer.step()
+    for one, two in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
 def test_names_decide_even_for_matrices_and_frozen_parameters_are_left_out() -> None:
     module = nn.Module()
     for name in ("weight", "bn_table", "ln_table", "bias_table", "frozen", "gain"):

@@ -41,10 +41,12 @@ def state_bytes(module: nn.Module, config: TrainConfig, ranks: int) -> State:
     buffers = _sum(module.buffers())
     optimizer = sum(_optimizer_bytes(config, parameter) for parameter in trained)
     average = 0 if config.ema_decay is None else sum(4 * p.numel() for p in trained)
-    # AdamW is one fused kernel, SGD updates all parameters at once, the others one at a time.
-    largest = max((p.nbytes for p in trained), default=0)
-    update = {"adamw": 0, "sgd": gradients}.get(config.opt, 2 * largest)
     sharded = config.parallel == "fsdp" and ranks > 1
+    # AdamW is one fused kernel, and so is SGD but for shards, which it updates all at once; the
+    # others take one parameter at a time.
+    largest = max((p.nbytes for p in trained), default=0)
+    fused = {"adamw": 0, "sgd": gradients if sharded else 0}
+    update = fused.get(config.opt, 2 * largest)
     n = ranks if sharded else 1
     return State(
         weights=-(-weights // n) + buffers,

@@ -25,19 +25,26 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
     Each group has "lr_scale", a factor of the learning rate (see `set_learning_rate`).
 
     "adamw" (Loshchilov and Hutter 2019, arXiv 1711.05101) is torch's, fused; "sgd" is torch's, with
-    Nesterov momentum. The others are timm's: "lamb" (You et al. 2020, arXiv 1904.00962), with its
-    internal gradient clipping off, so that only `grad_clip_norm` clips; "lars" (You et al. 2017,
-    arXiv 1708.03888); "adafactor" (Shazeer and Stern 2018, arXiv 1804.04235) as in Big Vision (Zhai
-    et al. 2022, arXiv 2106.04560), with a first moment in bfloat16 unless beta1 is 0; "lion" (Chen
-    et al. 2023, arXiv 2302.06675).
+    Nesterov momentum, fused but for DTensors. The others are timm's, which update several tensors
+    at once where its release can: "lamb" (You et al. 2020, arXiv 1904.00962), with its internal
+    gradient clipping off, so that only `grad_clip_norm` clips; "lars" (You et al. 2017, arXiv
+    1708.03888); "adafactor" (Shazeer and Stern 2018, arXiv 1804.04235) as in Big Vision (Zhai et
+    al. 2022, arXiv 2106.04560), one tensor at a time, with a first moment in bfloat16 unless beta1
+    is 0; "lion" (Chen et al. 2023, arXiv 2302.06675).
     """
     groups = parameter_groups(module, config)
     lr, betas = config.lr, (config.beta1, config.beta2)
     if config.opt == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
     if config.opt == "sgd":
-        nesterov = config.momentum > 0
-        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=nesterov)
+        return torch.optim.SGD(
+            groups,
+            lr=lr,
+            momentum=config.momentum,
+            nesterov=config.momentum > 0,
+            # DTensors have no fused SGD; with None they take the form of several tensors at once.
+            fused=None if any(isinstance(p, DTensor) for p in module.parameters()) else True,
+        )
     from timm import optim  # imports torchvision, which the others do not need
 
     if config.opt == "lamb":
