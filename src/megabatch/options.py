@@ -213,7 +213,7 @@ def _add(group: Any, setting: Setting, text: str) -> None:
     more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if positional := setting.mark(Positional):
         group.add_argument(name, nargs="?", metavar=positional.metavar, **more)
-    elif hint is bool:
+    elif hint in (bool, bool | None):
         group.add_argument(option(name), option(f"no_{name}"), dest=name, action=_Flag, **more)
     else:
         if get_origin(hint) is tuple:

@@ -200,11 +200,15 @@ def test_a_host_that_cannot_hold_the_batch(glyph):
 
 
 def test_a_plan_for_compiled_towers_says_that_it_is_a_bound(glyph):
-    plain, compiled = (
-        make_plan(replace(CONFIG, torchcompile=on), glyph, CPU) for on in (False, True)
-    )
-    assert len(plain.notes) == 1
-    assert "at most what compiled ones take" in to_json(compiled)["notes"][0]
+    def notes(torchcompile, machine):
+        plan = make_plan(replace(CONFIG, torchcompile=torchcompile), glyph, machine)
+        return [note for note in to_json(plan)["notes"] if "at most what compiled ones" in note]
+
+    assert len(notes(True, CPU)) == len(notes(True, gpus(1, 80))) == 1
+    assert not notes(False, CPU)
+    assert not notes(False, gpus(1, 80))
+    assert not notes(None, CPU)
+    assert len(notes(None, gpus(1, 80))) == 1
 
 
 def test_a_plan_with_trimmed_texts_says_that_it_is_a_bound(glyph):

@@ -25,6 +25,7 @@ CONFIG = TrainConfig(
     steps=8,
     plan="off",
     precision="fp32",
+    torchcompile=False,  # by default whole runs on a GPU are compiled, which takes a while
 )
 LOSSES = 6  # steps of a short run
 

@@ -255,6 +255,31 @@ def test_a_whole_run_stopped_by_sigterm_continues(
 
 
 @pytest.mark.parametrize("device", GPU)
+def test_a_run_is_compiled_by_default(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
+    from megabatch.training import load_config, train
+
+    data = str(write_shard(tmp_path / "pairs.tar", 160))
+    eager = replace(CONFIG, device=device, train_data=data, output=tmp_path / "eager")
+    compiled = replace(eager, output=tmp_path / "compiled", torchcompile=None)
+    assert train(eager) == 0
+    capsys.readouterr()
+    assert train(compiled) == 0
+    told = capsys.readouterr().out
+    assert "the towers are compiled in the first steps" in told
+    assert "step 1: torch.compile took" in told
+    assert "run uncompiled" not in told
+    assert load_config(compiled.output / "config.toml").torchcompile is True
+    losses = [
+        [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").open()]
+        for run in (eager, compiled)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("device", GPU)
 def test_late_decoding_is_early_decoding(device: str, tmp_path: Path) -> None:
     pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
     from megabatch.training import train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from dataclasses import replace
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megabatch.errors import UsageError
 from megabatch.models.locking import locked_towers
 from megabatch.training import TrainConfig, save_config, train
-from megabatch.training.setup import build_towers, kind_problems, prepare
+from megabatch.training.setup import build_towers, choose_compilation, kind_problems, prepare
 from tests.models.tiny import TINY, TINY_UNMASKED
 from tests.training.conftest import MakeConfig
 
@@ -47,6 +49,41 @@ def test_no_compiler_for_torch_compile(
     prepare(make_config(tmp_path / "run"))
     monkeypatch.setenv("CXX", f"{sys.executable} --flag")  # any program will do
     prepare(make_config(tmp_path / "run", torchcompile=True))
+
+
+def test_compilation_is_the_default_on_gpus_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    def default(device: str) -> tuple[bool | None, str]:
+        config, notes = choose_compilation(TrainConfig(), torch.device(device))
+        return config.torchcompile, "; ".join(notes)
+
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: tuple(capability))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    triton = importlib.util.spec_from_loader("triton", None)
+    assert triton is not None
+    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(triton))
+    monkeypatch.setenv("CC", f"{sys.executable} --flag")  # any program will do
+    on, note = default("cuda")
+    assert on
+    assert note.startswith("the towers are compiled in the first steps (--no-torchcompile")
+    assert default("cpu") == (False, "")
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    on, note = default("cuda")
+    assert not on
+    assert note.startswith("the towers are not compiled: ")
+    assert "no /nowhere/cc (CC names another one)" in note
+    capability[:] = [6, 1]
+    assert "7.0, and Some GPU has less" in default("cuda")[1]
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Triton" in default("cuda")[1]
+
+
+def test_the_default_of_compilation_is_written_as_what_it_means(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run")
+    assert config.torchcompile is None
+    assert prepare(config).config.torchcompile is False
 
 
 def test_texts_that_keep_their_padding_are_a_note(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -218,8 +218,10 @@ class TrainConfig:
     """Memory of each device, such as 20GiB, for activations that wait for the backward pass, so
     that their micro-batches go through the towers once; 0: none; auto: on GPUs all that is free,
     measured in the first two steps, on the CPU 0."""
-    torchcompile: Annotated[bool, MAY_CHANGE] = False
-    """Compile the towers' blocks with torch.compile."""
+    torchcompile: Annotated[bool | None, MAY_CHANGE] = None
+    """Compile the towers' blocks with torch.compile: a minute at the start for faster steps. A
+    model that cannot be compiled runs as it is. Default: compile on GPUs if there are Triton and a
+    C compiler (gcc, clang, or the one that CC names), and not on the CPU."""
 
     plan: Annotated[Literal["refuse", "warn", "off"] | None, MAY_CHANGE] = None
     """Print the memory that a step needs before the first one and, if it cannot fit, refuse or

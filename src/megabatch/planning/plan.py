@@ -170,7 +170,8 @@ class _Planner:
         if on_gpu:
             parts.append(_inputs_on_gpu(size * self.sample.nbytes, once=size == rows))
         trimmed = config.trim_texts and bool(self.towers.lengths)
-        notes = (COMPILED,) * config.torchcompile + (TRIMMED,) * trimmed
+        compiled = on_gpu if config.torchcompile is None else config.torchcompile
+        notes = (COMPILED,) * compiled + (TRIMMED,) * trimmed
         plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -31,6 +32,8 @@ from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
 
 T = TypeVar("T")
+
+_OLDEST_COMPILED = (7, 0)  # compute capability that Inductor's kernels need
 
 
 @dataclass
@@ -70,6 +73,9 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     types_right = not wrong_types(config)
     if types_right:
         config, notes = resolve(config, given)
+        if config.torchcompile is None:
+            config, more = choose_compilation(config, world.device)
+            notes += more
     reasons = problems(config) + compiler_problems(config, world.device)
     if not reasons and world.main:
         reasons += folder_problems(config)
@@ -127,19 +133,39 @@ def unnamed(config: TrainConfig, *names: str) -> str:
     )
 
 
+def choose_compilation(config: TrainConfig, device: torch.device) -> tuple[TrainConfig, list[str]]:
+    """Set `torchcompile` to its default on this device, with a line on it for a GPU."""
+    if device.type != "cuda":
+        return replace(config, torchcompile=False), []
+    if lack := _lack_for_compilation(device):
+        return replace(config, torchcompile=False), [f"the towers are not compiled: {lack}"]
+    return replace(config, torchcompile=True), [
+        "the towers are compiled in the first steps (--no-torchcompile runs them as they are)"
+    ]
+
+
 def compiler_problems(config: TrainConfig, device: torch.device) -> list[str]:
     """Reasons why torch.compile, if requested, would fail at the first step."""
-    if not config.torchcompile:
-        return []
+    lack = _lack_for_compilation(device) if config.torchcompile else ""
+    return [f"--torchcompile: {lack}"] if lack else []
+
+
+def _lack_for_compilation(device: torch.device) -> str:
+    """The reason why torch.compile cannot work for this device; "" if there is none."""
     on_gpu = device.type == "cuda"
+    if on_gpu and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs Triton on a GPU, and it is not installed"
+    if on_gpu and torch.cuda.get_device_capability(device) < _OLDEST_COMPILED:
+        name = torch.cuda.get_device_name(device)
+        return f"torch.compile needs a GPU of compute capability 7.0, and {name} has less"
     variable, usual = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
     wanted = tuple(shlex.split(os.environ.get(variable, ""))[:1]) or usual
     if any(map(shutil.which, wanted)):
-        return []
-    return [
-        f"--torchcompile: torch.compile needs a compiler, and there is no {' or '.join(wanted)}"
-        f" ({variable} names another one)"
-    ]
+        return ""
+    return (
+        f"torch.compile needs a compiler, and there is no {' or '.join(wanted)} "
+        f"({variable} names another one)"
+    )
 
 
 def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
