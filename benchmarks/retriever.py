@@ -7,13 +7,15 @@ random weights, with a tokenizer of these texts. Both contenders start from the 
 the same batches, ours in order of the texts' lengths, and are evaluated before and after by the
 library's own evaluator on pairs that were never seen. Losses are compared step by step. Mini-batch
 sizes are `--mini-batch-size` texts or, for both, `--mini-batch-tokens` tokens without the padding.
-`--smallest` runs a tiny model on the CPU, which only shows that it runs.
+By torchrun each process takes its share of a batch, with `gather_across_devices`. `--smallest` runs
+a tiny model on the CPU, which only shows that it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import tempfile
 import time
@@ -32,6 +34,7 @@ from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from tokenizers import BertWordPieceTokenizer
+from torch import Tensor
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, TrainerCallback
 
 from machinery.definitions import words_and_definitions
@@ -39,6 +42,8 @@ from megabatch.benchmarking import memory, records
 from megabatch.integrations.sentence_transformers import MegabatchRankingLoss
 
 HELD_OUT = 500
+#: As torchrun has them.
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 #: (layers, width, heads) by name.
 SIZES = {"tiny": (1, 64, 4), "minilm": (6, 384, 12), "bert-base": (12, 768, 12)}
 CONTENDERS = {
@@ -67,6 +72,8 @@ class Record:
     extra_bytes: int  #: peak above what was in use before training
     losses: tuple[float, ...]
     loss_difference: float | None  #: largest of all steps, relative to the first contender's
+    #: distance of the last weights from the first contender's, by how far these moved
+    weight_difference: float | None
     recall_before: float  #: at 1, of 500 words among as many definitions
     recall_after: float
 
@@ -100,13 +107,15 @@ class Clock(TrainerCallback):  # type: ignore[misc]
 def main() -> None:
     options = arguments()
     pairs = words_and_definitions()
-    found: list[Record] = []
+    found: list[tuple[Record, Tensor]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = random_bert(options.model, pairs, Path(folder) / "bert")
         for name in options.contenders:
             found.append(run(name, model, pairs, options, folder, found[:1]))
-            print(found[-1], flush=True)
-            records.write(options.output, records.command_line(options.output), found)
+            if RANK == 0:
+                print(found[-1][0], flush=True)
+                made = [record for record, _ in found]
+                records.write(options.output, records.command_line(options.output), made)
 
 
 def random_bert(size: str, pairs: list[tuple[str, str]], folder: Path) -> Path:
@@ -142,9 +151,9 @@ def run(
     pairs: list[tuple[str, str]],
     options: argparse.Namespace,
     output: str,
-    first: list[Record],
-) -> Record:
-    """Train one contender from the weights in a folder."""
+    first: list[tuple[Record, Tensor]],
+) -> tuple[Record, Tensor]:
+    """Train one contender from the weights in a folder; its record and last weights."""
     width = SIZES[options.model][1]
     model = SentenceTransformer(
         modules=[Transformer(str(folder)), Pooling(width)], device=options.device
@@ -153,14 +162,14 @@ def run(
     ids = [str(i) for i in range(len(held_out))]
     queries, corpus = (dict(zip(ids, side, strict=True)) for side in zip(*held_out, strict=True))
     evaluator = InformationRetrievalEvaluator(queries, corpus, {i: {i} for i in ids})
-    before = evaluator(model)["cosine_recall@1"]
+    before, start = evaluator(model)["cosine_recall@1"], weights(model)
     clock = Clock(options.device)
     trainer = SentenceTransformerTrainer(
         model,
         SentenceTransformerTrainingArguments(
             output_dir=output,
             max_steps=options.steps,
-            per_device_train_batch_size=options.batch_size,
+            per_device_train_batch_size=options.batch_size // RANKS,
             learning_rate=options.lr,
             warmup_steps=max(1, options.steps // 10),
             logging_steps=1,
@@ -168,6 +177,7 @@ def run(
             report_to="none",
             disable_tqdm=True,
             use_cpu=options.device == "cpu",
+            ddp_backend={"cpu": "gloo", "cuda": "nccl"}[options.device] if RANKS > 1 else None,
             bf16=options.device == "cuda",
         ),
         train_dataset=Dataset.from_dict(
@@ -180,12 +190,15 @@ def run(
     seconds = statistics.median(clock.seconds[2:] or clock.seconds)
     loops = [end - before for before, end in itertools.pairwise(clock.ends)]
     values = clock.losses
-    theirs = first[0].losses if first else values
+    theirs = first[0][0].losses if first else values
     difference = max(abs(a - b) / abs(b) for a, b in zip(values, theirs, strict=True))
-    return Record(
+    last = weights(model)
+    their_last = first[0][1] if first else last
+    moved = float((last - their_last).norm() / (their_last - start).norm())
+    record = Record(
         contender=name,
         device=options.device,
-        n_devices=1,
+        n_devices=RANKS,
         dtype="bfloat16" if options.device == "cuda" else "float32",
         b=options.batch_size,
         d=width,
@@ -199,14 +212,23 @@ def run(
         extra_bytes=extra,
         losses=tuple(values),
         loss_difference=difference if first else None,
+        weight_difference=moved if first else None,
         recall_before=before,
         recall_after=evaluator(model)["cosine_recall@1"],
     )
+    return record, last
 
 
-def mini_batches(options: argparse.Namespace) -> dict[str, int]:
-    """The losses' arguments that divide a batch."""
-    given = {"mini_batch_size": options.mini_batch_size}
+def weights(model: SentenceTransformer) -> Tensor:
+    """All parameters in one vector, float64, on the CPU."""
+    return torch.cat([p.detach().double().cpu().flatten() for p in model.parameters()])
+
+
+def mini_batches(options: argparse.Namespace) -> dict[str, Any]:
+    """The losses' arguments that divide a batch, and join those of several processes."""
+    given: dict[str, Any] = {"mini_batch_size": options.mini_batch_size}
+    if RANKS > 1:
+        given["gather_across_devices"] = True
     if options.mini_batch_tokens is None:
         return given
     return {**given, "mini_batch_num_tokens": options.mini_batch_tokens}

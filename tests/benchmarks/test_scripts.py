@@ -188,6 +188,7 @@ def test_retriever(tmp_path: Path) -> None:
     assert (theirs["contender"], ours["contender"]) == ("sentence-transformers", "megabatch")
     assert len(ours["losses"]) == ours["steps"] == 3
     assert ours["loss_difference"] < 1e-5
+    assert ours["weight_difference"] < 1e-2  # AdamW's first steps divide gradients by themselves
     assert ours["recall_before"] == theirs["recall_before"]
     assert ours["recall_after"] == pytest.approx(theirs["recall_after"], abs=0.01)
     assert 0 < ours["seconds"] < ours["loop_seconds"]
