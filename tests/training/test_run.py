@@ -28,7 +28,7 @@ from tests.training.runs import (
 
 def test_a_run_leaves_what_it_promises(straight: TrainConfig) -> None:
     run = straight.output
-    assert load_config(run / "config.toml") == straight
+    assert load_config(run / "config.toml") == replace(straight, torchcompile=False)
     assert checkpoints(run) == ["step-00000009", "step-00000012"]
     assert list((run / "tensorboard").glob("events.*"))
     records = logged(run)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megabatch.config.command_line import parse
 from megabatch.errors import UsageError
 from megabatch.models.locking import locked_towers
 from megabatch.training import TrainConfig, save_config, train
@@ -84,6 +85,8 @@ def test_the_default_of_compilation_is_written_as_what_it_means(
     config = make_config(tmp_path / "run")
     assert config.torchcompile is None
     assert prepare(config).config.torchcompile is False
+    given = [parse([word])[0].torchcompile for word in ("--torchcompile", "--no-torchcompile")]
+    assert given == [True, False]
 
 
 def test_texts_that_keep_their_padding_are_a_note(make_config: MakeConfig, tmp_path: Path) -> None:
