@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import megabatch
 from megabatch import torch_internals
@@ -188,6 +189,24 @@ def recompiles() -> None:
     assert len(compiled) == 3
 
 
+def whole_in_ddp() -> None:
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=True), group_of_one():
+        torch_internals.compile_for_ddp_in_one_piece()
+        model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+        model.forward = torch.compile(model.forward, backend=backend)
+        small = 0.001  # MiB: a bucket for each layer
+        DistributedDataParallel(model, bucket_cap_mb=small)(torch.ones(2, 32))
+    torch._dynamo.reset()
+    assert len(compiled) == 1
+
+
 def compile_time() -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         return torch._dynamo.backends.common.aot_autograd(fw_compiler=asleep)(graph, inputs)
@@ -289,6 +308,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "nn.Module._compiled_call_impl": compiled_in_place,
     "nn.Module._call_impl": compiled_inside,
     "_dynamo.config.recompile_limit": recompiles,
+    "_dynamo.config.optimize_ddp": whole_in_ddp,
     "_dynamo.utils.cumulative_time_spent_ns": compile_time,
     "_dynamo.exc.TorchDynamoException": compile_errors,
     "nn.Module._forward_pre_hooks": hooks,

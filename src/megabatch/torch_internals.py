@@ -34,6 +34,7 @@ PURPOSES = {
     "nn.Module._compiled_call_impl": "to know whether a module was compiled in place",
     "nn.Module._call_impl": "to mark a module whose forward is compiled",
     "_dynamo.config.recompile_limit": "to let blocks with constants of their own be compiled, too",
+    "_dynamo.config.optimize_ddp": "to compile a block of a model in DDP as one graph",
     "_dynamo.utils.cumulative_time_spent_ns": "to tell how long compilation took",
     "_dynamo.exc.TorchDynamoException": "to train a model uncompiled that cannot be compiled",
     "nn.Module._forward_pre_hooks": "to call a module's hooks where its forward does not run",
@@ -109,6 +110,16 @@ def allow_recompiles(count: int) -> None:
     private("_dynamo.config.recompile_limit")
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, count)
+
+
+def compile_for_ddp_in_one_piece() -> None:
+    """Compile what runs inside DistributedDataParallel as elsewhere.
+
+    torch would split it at the limits of DDP's buckets, so that a whole model's gradients leave in
+    several transfers. Blocks that are compiled one by one give their gradients one by one.
+    """
+    private("_dynamo.config.optimize_ddp")
+    torch._dynamo.config.optimize_ddp = False
 
 
 def compile_seconds() -> float:

@@ -138,7 +138,7 @@ def test_texts_of_all_lengths_take_the_graphs_of_the_first_step() -> None:
     ]
     data, counts = batch(16), []
     data.images = data.images.double()
-    for longest in (40, 77, *range(8, 80, 8)):  # the last micro-batch has four rows
+    for longest in (40, 77, 8, 16, 24, 48, 72):  # the last micro-batch has four rows
         data.texts = captions(16, 77, longest).clamp(max=49_406)
         data.texts[:, longest:] = 0
         data.texts[::2, 7] = 49_407
@@ -150,7 +150,7 @@ def test_texts_of_all_lengths_take_the_graphs_of_the_first_step() -> None:
             torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=1e-12)
         counts.append(len(compiled))
     torch._dynamo.reset()
-    assert {columns for _, columns in widths} == {*range(8, 77, 8), 77}
+    assert {columns for _, columns in widths} == {8, 16, 24, 40, 48, 72, 77}
     # With and without gradients: the text tower's, and the image tower's for two numbers of rows.
     assert counts == [6] * len(counts)
 

@@ -14,6 +14,7 @@ from megabatch.errors import one_line
 from megabatch.models.layers import Tower, tower_of
 from megabatch.torch_internals import (
     allow_recompiles,
+    compile_for_ddp_in_one_piece,
     compile_seconds,
     mark_compiled_in_place,
 )
@@ -64,6 +65,7 @@ class CompiledBlocks:
         self._compiled = set(lists)  # all but the lists that cannot be
         # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
         allow_recompiles(8 * max(map(len, lists.values()), default=1))
+        compile_for_ddp_in_one_piece()
         for name, members in lists.items():
             forward = _forward_of_its_own()
             dynamic = tower_of(name) in varying
