@@ -1,4 +1,4 @@
-"""Settings that a program may change between a loss's forward and its backward pass."""
+"""Settings that a program may change between the forward and the backward pass of a loss."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _default_device(device: str | None) -> None:
     torch.set_default_device(device)
 
 
-#: By name, a context within which a setting differs from what it is at the start.
+#: Name -> a context within which that setting differs from its value at the start.
 CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "workspace, smaller": lambda: _setter(similarity.set_workspace, 64 << 10),
     "workspace, larger": lambda: _setter(similarity.set_workspace, 1 << 30),
@@ -58,30 +58,32 @@ CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     ),
     "threads": lambda: _pair(torch.get_num_threads, torch.set_num_threads, 2),
 }
-#: Those that torch itself refuses within a compiled program's backward pass.
+#: Changes that torch itself refuses in the backward pass of a compiled program.
 EAGER_ONLY = {"deterministic"}
 
 
 def softmax(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Both sides, positives among them."""
+    """Sum of the log-sum-exps of rows and columns over negatives and over positives."""
     rows, columns = similarity.split_logsumexp(x, y, scale, **options)
     assert columns is not None
     parts = [(side.negative, side.positive, side.positive_sum) for side in (rows, columns)]
     return sum(part.sum() for side in parts for part in side)  # type: ignore[return-value]
 
 
-def mirrored(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, **options: Any) -> torch.Tensor:
-    """x against itself."""
+def self_similarity(
+    x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Sum of the log-sum-exps of x against itself."""
     rows, _ = similarity.split_logsumexp(x, None, scale, ids=torch.arange(len(x)) // 2, **options)
     return rows.negative.sum() + rows.positive.sum() + (scale * y).sum()
 
 
 def sigmoid(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The sigmoid loss's sum."""
+    """Sum of the sigmoid loss over all pairs."""
     return similarity.softplus_sum(x, y, scale, scale.detach() - 4.0, **options)
 
 
-LOSSES = {"softmax": softmax, "mirrored": mirrored, "sigmoid": sigmoid}
+LOSSES = {"softmax": softmax, "self-similarity": self_similarity, "sigmoid": sigmoid}
 
 
 def gradients(
@@ -89,7 +91,7 @@ def gradients(
     leaves: list[torch.Tensor],
     between: AbstractContextManager[Any],
 ) -> list[torch.Tensor]:
-    """Of the loss, whose backward pass runs within `between`."""
+    """The loss and its gradients; the backward pass runs within the context `between`."""
     value = loss(*leaves)
     upstream = torch.ones_like(value)
     with between:
@@ -98,7 +100,7 @@ def gradients(
 
 
 def leaves(dtype: torch.dtype, rows: int = 300, seed: int = 0) -> list[torch.Tensor]:
-    """x, y and scale; several blocks of them in the smallest workspace."""
+    """x, y and scale, large enough for several blocks in the smallest workspace."""
     made = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(rows, 16, generator=made).to(dtype).requires_grad_() for _ in range(2))
     return [x, y, torch.tensor(2.0, dtype=dtype, requires_grad=True)]

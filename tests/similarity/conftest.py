@@ -7,7 +7,7 @@ from megabatch import similarity
 
 @pytest.fixture
 def small_blocks() -> Iterator[None]:
-    """The smallest workspace, so that a hundred rows already take many blocks."""
+    """Set the smallest workspace, so that a hundred rows take many blocks."""
     before = similarity.set_workspace(64 << 10)
     yield
     similarity.set_workspace(before)

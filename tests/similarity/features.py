@@ -1,4 +1,4 @@
-"""Feature matrices on which a log-sum-exp goes wrong in different ways; rows of unit length."""
+"""Feature matrices that are hard for a log-sum-exp, each in another way; most have unit rows."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ def random(m: int, n: int, d: int) -> tuple[Tensor, Tensor]:
 
 
 def duplicated(m: int, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """Few distinct rows, each many times, on both sides."""
+    """Three distinct rows, each repeated many times on both sides."""
     base = _unit(3, d)
     return base[torch.arange(m) % 3], base[torch.arange(n) % 3]
 
 
 def antipodal(m: int, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """Every row of x close to the opposite of every row of y: all logits near -scale."""
+    """Every row of x is close to the opposite of every row of y: all logits are near -scale."""
     axis = _unit(1, d)
     return F.normalize(axis + 0.01 * _unit(m, d)), F.normalize(-axis + 0.01 * _unit(n, d))
 
 
 def badly_scaled(m: int, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """Lengths from 0.001 to 3: some rows' logits lie far above, others' far below."""
+    """Rows have lengths from 0.001 to 3, so that the sizes of their logits differ widely."""
     return _unit(m, d) * _lengths(m), _unit(n, d) * _lengths(n)
 
 
 def learnt(m: int, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """Row i of x close to row i of y, as after training: probabilities close to 1."""
+    """Row i of x is close to row i of y, as after training: probabilities are close to 1."""
     shared = _unit(max(m, n), d)
     noise = 0.7
     return F.normalize(shared[:m] + noise * _unit(m, d)), F.normalize(
@@ -40,14 +40,14 @@ def learnt(m: int, n: int, d: int) -> tuple[Tensor, Tensor]:
 
 
 def clustered(m: int, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """Hard negatives: rows of both sides around a handful of centres."""
+    """Rows of both sides lie around five centres, which gives hard negatives."""
     centres = _unit(5, d)
     x = centres[torch.arange(m) % 5] + 0.3 * _unit(m, d)
     return F.normalize(x), F.normalize(centres[torch.arange(n) % 5] + 0.3 * _unit(n, d))
 
 
 def outliers(m: int, n: int, d: int) -> tuple[Tensor, Tensor]:
-    """One row aligned with all columns, one opposed to all: far above and far below its block."""
+    """One row is aligned with all columns, one opposed to all: outliers of their block's logits."""
     axis = _unit(1, d)
     x, y = _unit(m, d), F.normalize(axis + 0.1 * _unit(n, d))
     x[0] = axis

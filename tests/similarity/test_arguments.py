@@ -1,4 +1,4 @@
-"""Wrong arguments: each error names the argument, what came and what was expected."""
+"""Errors of wrong arguments name the argument, the value that came and the expected one."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def calls(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
 )
-def test_two_dtypes_under_autocast_as_a_product_takes_them(dtypes: Any) -> None:
+def test_autocast_casts_two_dtypes_as_it_does_for_a_product(dtypes: Any) -> None:
     x, y = Y.to(dtypes[0]).requires_grad_(), Y.roll(1, 0).to(dtypes[1]).requires_grad_()
     cast = [t.detach().bfloat16().requires_grad_() for t in (x, y)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -188,7 +188,7 @@ def test_two_dtypes_under_autocast_as_a_product_takes_them(dtypes: Any) -> None:
         assert torch.equal(ours.grad, theirs.grad.to(ours.dtype))
 
 
-def test_two_dtypes_that_a_product_would_not_take() -> None:
+def test_two_dtypes_that_a_product_refuses_are_refused() -> None:
     with pytest.raises(TypeError, match=r"y: expected torch.bfloat16 as x has, got torch.float32"):
         similarity.logsumexp(Y.bfloat16(), Y)
     with (
@@ -206,7 +206,7 @@ def test_ranking_does_not_cast() -> None:
                 call()
 
 
-def test_values_are_read_only_where_that_is_free() -> None:
+def test_values_are_read_on_the_cpu_only_and_never_while_tracing() -> None:
     values = torch.tensor([3.0, -1.0, 2.0])
     assert extremes(values) == (-1.0, 3.0)
     assert extremes(values.requires_grad_()) == (-1.0, 3.0)

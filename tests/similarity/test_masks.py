@@ -15,14 +15,14 @@ from megabatch.similarity.masks import (
 )
 
 
-def some(n: int) -> torch.Tensor:
+def random_ids(n: int) -> torch.Tensor:
     return torch.randint(-1, 5, (n,))
 
 
 @pytest.mark.parametrize("diagonal", [PLAIN, PAIRED, DROPPED])
-def test_each_row_keeps_its_features_id_ceiling_and_guide(diagonal: str) -> None:
+def test_features_ids_ceilings_and_guides_are_sorted_alike(diagonal: str) -> None:
     x, y, u, v = (torch.randn(20, d) for d in (3, 3, 2, 2))
-    ids, ceiling = (some(20), some(20)), torch.rand(20)
+    ids, ceiling = (random_ids(20), random_ids(20)), torch.rand(20)
     matrix = SortedMatrix.of(x, y, Pairs(diagonal, *ids, ceiling, Guide(u, v)))
     assert matrix.row_order is not None
     assert matrix.col_order is not None
@@ -39,12 +39,12 @@ def test_each_row_keeps_its_features_id_ceiling_and_guide(diagonal: str) -> None
     assert torch.equal(matrix.pairs.guide.cols, v[matrix.col_order])
     if diagonal == PLAIN:
         assert torch.equal(matrix.pairs.col_ids, ids[1].sort(stable=True).values)
-    else:  # pairs (i, i) stay on the diagonal
+    else:  # one order for both sides keeps pairs (i, i) on the diagonal
         assert torch.equal(matrix.row_order, matrix.col_order)
 
 
-def test_against_itself_one_copy_serves_both_sides() -> None:
-    x, ids = torch.randn(9, 2), some(9)
+def test_self_similarity_sorts_one_copy_for_both_sides() -> None:
+    x, ids = torch.randn(9, 2), random_ids(9)
     matrix = SortedMatrix.of(x, x, Pairs(DROPPED, ids, ids))
     assert matrix.y is matrix.x
 

@@ -1,7 +1,7 @@
-"""Low precision: per-row errors against float64, held against the dense expression's own.
+"""Errors in low precision, row by row, are no larger than those of a careful dense implementation.
 
-The criterion of a careful dense implementation: products in the features' dtype, logits and
-softmax in float32, dS rounded to the features' dtype once, float32 accumulation.
+Both errors are against float64. The dense implementation takes products in the features' dtype,
+logits and softmax in float32, rounds dS to the features' dtype once and accumulates in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megabatch import similarity
 from megabatch.similarity import dense
 from tests.similarity.features import MAKERS
 
-#: Room over the dense expression's own error.
+#: Factor by which an error may exceed that of the dense implementation.
 FACTOR = 1.5
 
 
@@ -39,11 +39,11 @@ def truth(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, ...]:
 
 
 def float32_noise(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What rounding logits and log-sum-exps to float32 once may do to dx, dy, each row, and dscale.
+    """Errors of the rows of dx and dy and of dscale if logits and log-sum-exps are in float32.
 
-    Both logit and log-sum-exp may be off by eps times their size, and their difference is the
-    exponent: dS is off by that factor. A row adds up |dS| times
-    the lengths.
+    Logits and log-sum-exps each have a relative error of up to eps, and their difference is an
+    exponent, so dS has that relative error. A row of a gradient sums |dS| times the features'
+    lengths.
     """
     x, y = x.double(), y.double()
     logits = (scale * (x @ y.T)).requires_grad_()
@@ -58,7 +58,7 @@ def float32_noise(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, T
 
 
 def careful_dense(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """The same from float32 logits with dS rounded once."""
+    """As `truth`, but from float32 logits and with dS rounded once to the features' dtype."""
     logits = (scale * _product(x, y.T)).requires_grad_()
     eye = torch.eye(len(x), dtype=torch.bool, device=x.device)
     rows = logits.masked_fill(eye, -torch.inf).logsumexp(1)
@@ -71,7 +71,7 @@ def careful_dense(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, ...]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """In float32, by the device's own products: a tensor core adds less exactly than float32."""
+    """Product in float32 on the device's units: a tensor core adds less exactly than float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
@@ -95,16 +95,15 @@ def test_per_row_error_is_no_larger_than_the_dense_expressions(
     rows, columns = similarity.split_logsumexp(a, b, s)
     mb.ClipLoss()(a, b, s).backward()
     assert columns is not None
-    unit = torch.finfo(torch.float32).eps
+    eps = torch.finfo(torch.float32).eps
     for mine, i in ((rows.negative, 0), (columns.negative, 1)):
-        limit = FACTOR * (peer[i] - exact[i]).abs().max() + 4 * unit * exact[i].abs()
+        limit = FACTOR * (peer[i] - exact[i]).abs().max() + 4 * eps * exact[i].abs()
         assert ((mine - exact[i]).abs() <= limit).all()
-    # A row's error may reach the dense expression's for that row or the median row; beside it
-    # stand one rounding of the result and, since two float32 computations differ by it either
-    # way, one rounding of the exponents.
+    # A row's error may be that of the dense implementation, in this row or the median row, plus
+    # one rounding of the result and one of the exponents: two float32 computations differ by it.
     half = torch.finfo(dtype).eps / 2
-    # Below the smallest normal number, or a probability of e^-47 (what a block may lose that
-    # takes one exponential for both sides), anything is nothing.
+    # Errors below the smallest normal number do not count, nor below a probability of e^-47,
+    # which a block that takes one exponential for both sides may lose.
     tiny = max(torch.finfo(dtype).smallest_normal, 4e-21 * scale / len(x))
     noises = float32_noise(x, y, scale)
     for mine, i in ((a.grad, 2), (b.grad, 3)):
@@ -119,7 +118,7 @@ def test_per_row_error_is_no_larger_than_the_dense_expressions(
 
 
 def test_a_learnt_pair_keeps_its_gradient_in_bfloat16() -> None:
-    """p close to 1 at scale 100: the gradient is no difference of two rounded terms."""
+    """p is close to 1 at scale 100, where a difference of two rounded terms would cancel."""
     x, y = (t.bfloat16() for t in MAKERS["learnt"](512, 512, 128))
     exact = truth(x, y, 100.0)
     a = x.clone().requires_grad_()

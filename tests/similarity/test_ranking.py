@@ -22,7 +22,7 @@ from tests.similarity.features import MAKERS
 def test_ranks_equal_the_dense_counts(
     m: int, n: int, block: tuple[int, int], maker: str, with_ids: bool
 ) -> None:
-    # Small integers: every product is exact, so that ties are ties in any order of summation.
+    # Products of small integers are exact, so that ties are ties in any order of summation.
     x, y = ((4 * t).round() for t in MAKERS[maker](m, n, 5))
     target = torch.randint(0, n, (m,))
     ids = (torch.randint(-1, 4, (m,)), torch.randint(-1, 4, (n,))) if with_ids else None

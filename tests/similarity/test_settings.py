@@ -1,4 +1,4 @@
-"""What a call means is fixed when it is made: no setting changes it before its backward pass."""
+"""The backward pass runs with the settings of its forward pass, whatever changes in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def close(ours: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
-    """Equal but for the order in which threads and blocks add up."""
+    """Assert equality up to the order in which threads and blocks add."""
     for a, b in zip(ours, truth, strict=True):
         relative = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[b.dtype]
         assert (a - b).abs().max() <= relative * b.abs().max()
@@ -43,7 +43,7 @@ def test_a_setting_changed_before_a_compiled_backward_pass(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_compiled_function_follows_settings(loss: str) -> None:
-    """Each of its calls, with its backward pass, has the workspace that was set when it began."""
+    """Each call and its backward pass use the workspace that was set when the call began."""
     truth = gradients(LOSSES[loss], leaves(torch.float64), nullcontext())
     compiled = torch.compile(LOSSES[loss], backend="aot_eager", fullgraph=True)
     for size in (64 << 10, 1 << 20, None, 128 << 10):
@@ -56,18 +56,18 @@ def test_a_compiled_function_follows_settings(loss: str) -> None:
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     is_cuda, device = True, torch.device("cuda", 0)  # type: ignore[assignment]
 
 
-def test_float32_features_that_miss_the_kernels_are_told_of_once(
+def test_one_warning_of_float32_features_that_the_kernels_do_not_take(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(backends, "_warned", False)
     features = torch.zeros(1, 1).as_subclass(OnGpu)
     monkeypatch.setattr(backends, "_kernels_on", lambda device: False)
-    backends.warn_of_float32(features)  # where there are no kernels
+    backends.warn_of_float32(features)  # a GPU without kernels
     monkeypatch.setattr(backends, "_kernels_on", lambda device: True)
     for dtype in (torch.bfloat16, torch.float64):
         backends.warn_of_float32(features.to(dtype))
@@ -83,9 +83,9 @@ def test_float32_features_that_miss_the_kernels_are_told_of_once(
     assert "float32 features on a GPU" in str(warning.message)
 
 
-def test_every_function_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[torch.Tensor] = []
-    monkeypatch.setattr(backends, "warn_of_float32", told.append)
+def test_every_function_warns_of_float32_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[torch.Tensor] = []
+    monkeypatch.setattr(backends, "warn_of_float32", warned.append)
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     for number, call in enumerate(
         (
@@ -97,7 +97,7 @@ def test_every_function_tells_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         )
     ):
         call()
-        assert len(told) == number + 1
+        assert len(warned) == number + 1
 
 
 @pytest.mark.parametrize(("first", "then"), [("highest", "medium"), ("medium", "highest")])
@@ -108,11 +108,11 @@ def test_products_are_as_precise_as_in_the_forward_pass(
     for name in ("logits", "add_product"):
         original = getattr(eager, name)
 
-        def noting(*a: Any, original: Any = original, **k: Any) -> Any:
+        def recording(*a: Any, original: Any = original, **k: Any) -> Any:
             seen.add(settings.PRECISIONS[settings.precision("cpu")])
             return original(*a, **k)
 
-        monkeypatch.setattr(eager, name, noting)
+        monkeypatch.setattr(eager, name, recording)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(first)
@@ -126,8 +126,8 @@ def test_products_are_as_precise_as_in_the_forward_pass(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_all_of_it_with_deterministic_algorithms(loss: str) -> None:
-    """torch then fills new memory with NaN, of which nothing may reach a result."""
+def test_deterministic_algorithms(loss: str) -> None:
+    """torch then fills new memory with NaN, which must not reach a result."""
     truth = gradients(LOSSES[loss], leaves(torch.float32), nullcontext())
     with CHANGES["deterministic"]():
         close(gradients(LOSSES[loss], leaves(torch.float32), nullcontext()), truth)
@@ -160,7 +160,7 @@ def test_twice_backward_through_one_forward(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_without_gradients(loss: str) -> None:
-    """In inference mode, without grad mode, of detached inputs: the same value, nothing kept."""
+    """Inference mode, no_grad and detached inputs all give the same value."""
     mine = leaves(torch.float64)
     truth = LOSSES[loss](*mine).detach()
     plain = [leaf.detach() for leaf in mine]
@@ -172,8 +172,8 @@ def test_without_gradients(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_one_tensor_twice(loss: str) -> None:
-    """As x and, without a gradient or with one, as y."""
+def test_one_tensor_as_both_x_and_y(loss: str) -> None:
+    """With a gradient through x, through y, and through both."""
     mine = leaves(torch.float64)
     copies = [leaf.detach().clone().requires_grad_() for leaf in (mine[0], mine[0], mine[2])]
     dx, dy, _ = torch.autograd.grad(LOSSES[loss](*copies), copies)

@@ -78,7 +78,7 @@ def test_a_teachers_labels(maker: str, scale: float, bias: float, weighted: bool
 
 
 def test_a_student_near_its_teacher_keeps_its_gradient() -> None:
-    """Probabilities near 1 on both sides: their difference in float32 would be rounding alone."""
+    """Both probabilities are near 1: their difference in float32 would be rounding error alone."""
     b = 8
     x, y = torch.zeros(b, 2, requires_grad=True), torch.ones(b, 2)
     teacher = torch.zeros(b, 2), torch.ones(b, 2), 1.0, 19.0
@@ -88,7 +88,7 @@ def test_a_student_near_its_teacher_keeps_its_gradient() -> None:
 
 
 def test_float16_of_torch_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products take dS in float16: small ones must be normal numbers."""
+    """Products take dS in float16, so its small entries must be scaled into the normal range."""
 
     def rounded(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
         left = left.half() if right.dtype == torch.float16 else left
@@ -119,15 +119,15 @@ def test_float16_of_torch_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     d=st.integers(1, 9),
     scale=st.floats(-2, 100),
     bias=st.floats(-20, 20),
-    kinds=st.integers(0, 12),
+    classes=st.integers(0, 12),
     weighted=st.booleans(),
     block=st.tuples(st.integers(1, 40), st.integers(1, 40)),
 )
 def test_any_shape_and_ids(
-    m: int, n: int, d: int, scale: float, bias: float, kinds: int, weighted: bool, block: Any
+    m: int, n: int, d: int, scale: float, bias: float, classes: int, weighted: bool, block: Any
 ) -> None:
     torch.manual_seed(m * 61 + n)
-    ids = torch.randint(-2, kinds + 1, (m,)), torch.randint(-2, kinds + 2, (n,))
+    ids = torch.randint(-2, classes + 1, (m,)), torch.randint(-2, classes + 2, (n,))
     weight = torch.rand(m, dtype=torch.float64) if weighted else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "block_shape", lambda like, *_: block)
@@ -158,7 +158,7 @@ def test_gradients_of_some_inputs_alone(needed: tuple[int, ...], weight: Any) ->
             assert some[i].grad is None
 
 
-def test_one_sweep_serves_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradients_compute_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = []
     original = eager.logits
 
@@ -173,7 +173,7 @@ def test_one_sweep_serves_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) ->
     assert len(blocks) == 16
 
 
-def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
+def test_no_gradients_are_stored_if_none_is_needed() -> None:
     x = torch.randn(40, 4, requires_grad=True)
     with torch.no_grad():
         results = torch.ops.megabatch.softplus_sum(
@@ -199,7 +199,7 @@ def test_gradcheck() -> None:
     )
 
 
-def test_the_operator_is_registered_in_full() -> None:
+def test_opcheck() -> None:
     x, y = (t.requires_grad_() for t in MAKERS["random"](6, 5, 3))
     scale, bias = leaves(2.0, -1.0)
     ids = (torch.arange(6) % 3, torch.arange(5) % 3)
@@ -230,22 +230,22 @@ def test_large_sums_do_not_overflow_half_precision(dtype: torch.dtype) -> None:
     total = similarity.softplus_sum(x, x.detach(), scale, 0.0)
     assert total.dtype == torch.float32
     (total / 1024**2).backward()
-    # 1,023 of 1,024 pairs are negatives of probability 1, each with gradient scale * y.
+    # 1,023 of a row's 1,024 pairs are negatives of probability 1, with gradient scale * y each.
     torch.testing.assert_close(
         x.grad.float(), torch.full((1024, 4), 100 * 1023 / 1024**2), rtol=0.01, atol=0
     )
     torch.testing.assert_close(scale.grad.item(), 4 * 1023 / 1024)
 
 
-def test_small_losses_are_not_cut() -> None:
+def test_small_losses_are_not_truncated_to_zero() -> None:
     x = torch.eye(4, dtype=torch.float64)
     total = similarity.softplus_sum(x, x, 80.0, -40.0)
     torch.testing.assert_close(total.item(), 16 * torch.tensor(-40.0).double().exp().item())
 
 
 @pytest.mark.parametrize("weight", [None, torch.rand(10)])
-def test_autocast_takes_features_as_a_product_would(weight: Any) -> None:
-    """Those alone: no product inside the operator is rounded, in the gradients neither."""
+def test_autocast_casts_features_as_it_does_for_a_product(weight: Any) -> None:
+    """Autocast casts the features alone; products inside the operator are not rounded."""
     results = []
     for dtype, autocast in ((torch.float32, True), (torch.bfloat16, False)):
         generator = torch.Generator().manual_seed(3)
@@ -260,7 +260,7 @@ def test_autocast_takes_features_as_a_product_would(weight: Any) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_no_pairs_and_bad_numbers() -> None:
+def test_no_pairs_and_non_finite_features() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     ids = torch.arange(3), torch.zeros(0).long()
     total = similarity.softplus_sum(x, torch.randn(0, 4), 1.0, 0.0, ids=ids)

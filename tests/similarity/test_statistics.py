@@ -21,14 +21,14 @@ SCALES = (0.01, 1.0, 14.3, 100.0, 200.0)
 
 
 def assert_same(ours: Tensor, truth: Tensor, tolerance: float = 1e-11) -> None:
-    """Equal to `tolerance`, relative to the largest finite entry where that is above 1."""
+    """Assert equality to `tolerance`, relative to the largest finite entry if that exceeds 1."""
     finite = truth.detach()[truth.isfinite()]
     size = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
     torch.testing.assert_close(ours, truth, rtol=0, atol=tolerance * size)
 
 
 def weighted_sum(parts: list[Tensor], seed: int = 1) -> Tensor:
-    """A scalar that gives each entry of each part an upstream gradient of its own."""
+    """A scalar that gives each entry of each part a different upstream gradient."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:
@@ -65,11 +65,11 @@ def test_logsumexp_is_exact(maker: str, m: int, n: int, d: int, scale: float) ->
     compare(list(ours), list(truth), mine, theirs)
 
 
-def some_ids(m: int, n: int, kinds: int) -> tuple[Tensor, Tensor]:
-    """Ids that recur; some negative, which equal nothing; some on one side alone."""
+def some_ids(m: int, n: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Ids that recur; some are negative, which equal no other, and some occur on one side alone."""
     generator = torch.Generator().manual_seed(2)
-    rows = torch.randint(-2, kinds, (m,), generator=generator)
-    return rows, torch.randint(-2, kinds + 3, (n,), generator=generator)
+    rows = torch.randint(-2, classes, (m,), generator=generator)
+    return rows, torch.randint(-2, classes + 3, (n,), generator=generator)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -90,7 +90,7 @@ def test_split_logsumexp_is_exact(maker: str, scale: float, ids: str, ceiling: b
     else:
         chosen = some_ids(m, n, 20)
     limit = None
-    if ceiling:  # the median logit of each row, put halfway to the next so that no tie decides
+    if ceiling:  # halfway between each row's two middle logits, so that rounding does not decide
         ordered = (scale * x @ y.T).sort(1).values
         limit = (ordered[:, n // 2] + ordered[:, n // 2 + 1]) / 2
         if maker == "duplicated":  # few distinct logits: halfway between two distinct ones
@@ -104,7 +104,7 @@ def test_split_logsumexp_is_exact(maker: str, scale: float, ids: str, ceiling: b
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("ceiling", [False, True])
 @pytest.mark.parametrize("maker", MAKERS)
-def test_paired_positives_with_other_equal_ids_left_out(maker: str, ceiling: bool) -> None:
+def test_paired_positives_drop_other_pairs_of_equal_ids(maker: str, ceiling: bool) -> None:
     m = 101
     x, y = MAKERS[maker](m, m, 12)
     ids = some_ids(m, m, 15)
@@ -137,7 +137,7 @@ def test_self_similarity_is_exact(maker: str, ids: str, ceiling: bool) -> None:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("ids", ["paired", "some", "all", "paired among some", "against itself"])
 @pytest.mark.parametrize("maker", ["random", "clustered", "badly_scaled"])
-def test_a_guide_in_place_of_the_logits(maker: str, ids: str) -> None:
+def test_a_guides_similarities_decide_the_ceiling(maker: str, ids: str) -> None:
     m = n = 90
     n = 61 if ids in ("some", "all") else n
     x, y = MAKERS[maker](m, n, 12)
@@ -156,7 +156,7 @@ def test_a_guide_in_place_of_the_logits(maker: str, ids: str) -> None:
     else:
         mine, theirs = leaves(x, y, 14.3), leaves(x, y, 14.3)
         arguments, wanted, guide = tuple(mine), tuple(theirs), (u, v)
-    limit = torch.linspace(-1, 1, m, dtype=torch.float64)  # all are left out, none is
+    limit = torch.linspace(-1, 1, m, dtype=torch.float64)  # from every negative left out to none
     ours = similarity.split_logsumexp(*arguments, ceiling=limit, guide=guide, **chosen)
     truth = dense.split_logsumexp(*wanted, ceiling=limit, guide=(u, v), **chosen)
     compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
@@ -164,7 +164,7 @@ def test_a_guide_in_place_of_the_logits(maker: str, ids: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_guide_has_a_dtype_of_its_own(dtype: torch.dtype) -> None:
-    """Its products are in float32, and autocast does not cast it."""
+    """A guide's products are in float32, and autocast does not cast it."""
     x, y = (t.bfloat16() for t in MAKERS["random"](40, 40, 8))
     guide = [t.to(dtype) for t in MAKERS["random"](40, 40, 16)]
     limit = torch.full((40,), 0.1)
@@ -188,7 +188,7 @@ def test_a_guide_gets_no_gradient() -> None:
 
 
 def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's products take dS in float16, which holds few digits of the smallest ones."""
+    """A GPU's products take dS in float16, where the smallest numbers are subnormal."""
 
     def rounded(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
         total.addmm_(left.half().float(), right.float(), beta=0 if overwrite else 1)
@@ -212,20 +212,20 @@ def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPa
 
 
 def test_self_similarity_does_half_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    similarity_blocks = []
+    computed = []
     original = softmax.forward_tile
 
     def counting(logits: Tensor, *rest: Any) -> None:
-        similarity_blocks.append(logits.numel())
+        computed.append(logits.numel())
         original(logits, *rest)
 
     monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
     monkeypatch.setattr(softmax, "forward_tile", counting)
     similarity.split_logsumexp(torch.randn(100, 4))
-    assert sum(similarity_blocks) == 100 * (100 + 10) // 2
+    assert sum(computed) == 100 * (100 + 10) // 2
 
 
-def test_rows_alone_equal_rows_of_both() -> None:
+def test_rows_only_equal_the_rows_of_both_sides() -> None:
     x, y = (t.float() for t in MAKERS["random"](50, 30, 8))
     rows, columns = similarity.logsumexp(x, y, 20.0, sides="rows")
     assert columns is None
@@ -266,7 +266,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(split, mine)
 
 
-def test_operators_are_registered_in_full() -> None:
+def test_opcheck() -> None:
     x, y = (t.requires_grad_() for t in MAKERS["random"](6, 5, 3))
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     ids = (torch.arange(6) % 3, torch.arange(5) % 3)
@@ -290,15 +290,15 @@ def test_operators_are_registered_in_full() -> None:
     log_scale=st.floats(-4.6, 5.3),
     maker=st.sampled_from(sorted(MAKERS)),
     block=st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    kinds=st.integers(0, 12),
+    classes=st.integers(0, 12),
 )
 def test_any_shape_scale_and_block(
-    m: int, n: int, d: int, log_scale: float, maker: str, block: tuple[int, int], kinds: int
+    m: int, n: int, d: int, log_scale: float, maker: str, block: tuple[int, int], classes: int
 ) -> None:
     torch.manual_seed(m * 71 + n)
     x, y = MAKERS[maker](m, n, d)
     scale = float(torch.tensor(log_scale).exp())
-    ids = some_ids(m, n, kinds)
+    ids = some_ids(m, n, classes)
     mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "block_shape", lambda like, *_: block)
@@ -321,7 +321,7 @@ def test_no_pairs_at_all() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_bad_numbers_are_seen(value: float) -> None:
+def test_non_finite_features_give_non_finite_results(value: float) -> None:
     x, y = torch.randn(20, 4), torch.randn(20, 4)
     x[7, 2] = value
     rows, columns = similarity.logsumexp(x, y, 10.0)
@@ -331,7 +331,7 @@ def test_bad_numbers_are_seen(value: float) -> None:
     assert not columns.isfinite().all()
 
 
-def test_autocast_takes_features_as_a_product_would() -> None:
+def test_autocast_casts_features_as_it_does_for_a_product() -> None:
     x, y = torch.randn(10, 8, requires_grad=True), torch.randn(10, 8)
     narrow = x.detach().bfloat16().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -355,10 +355,10 @@ def test_strided_features() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_kept_logits_spare_the_backward_pass_their_products(
+def test_saved_logits_are_not_recomputed_in_the_backward_pass(
     monkeypatch: pytest.MonkeyPatch, symmetric: bool
 ) -> None:
-    """As many as the workspace leaves room for; the same gradients, twice over."""
+    """The gradients are the same however many blocks are saved, also of a second backward pass."""
     products = []
     original = eager.logits
     monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
@@ -366,14 +366,14 @@ def test_kept_logits_spare_the_backward_pass_their_products(
     x, y = MAKERS["clustered"](100, 100, 6)
     blocks = 55 if symmetric else 100
     results = []
-    for kept in (0, 30, blocks):
-        monkeypatch.setattr(softmax, "saved_logits", lambda x, y, limit, kept=kept: 100 * kept)
+    for saved in (0, 30, blocks):
+        monkeypatch.setattr(softmax, "saved_logits", lambda x, y, limit, saved=saved: 100 * saved)
         mine = leaves(x, 30.0) if symmetric else leaves(x, y, 30.0)
         ours = similarity.split_logsumexp(*((mine[0], None, mine[1]) if symmetric else mine))
         products.clear()
         total = weighted_sum([part for side in ours for part in side])
         total.backward(retain_graph=True)
-        assert len(products) == blocks - kept
+        assert len(products) == blocks - saved
         total.backward()
         results.append([leaf.grad for leaf in mine])
     for result in results[1:]:
@@ -381,7 +381,7 @@ def test_kept_logits_spare_the_backward_pass_their_products(
             assert torch.equal(a, b)
 
 
-def test_nothing_is_kept_without_gradients_or_room() -> None:
+def test_no_logits_are_saved_without_gradients_or_room() -> None:
     x, y = torch.randn(40, 4), torch.randn(30, 4)
     assert softmax.saved_logits(x, y, 256 << 20) == 1200
     arguments = (x, y, torch.tensor(1.0), *[None] * 5, "plain", True)

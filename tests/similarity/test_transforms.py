@@ -1,4 +1,4 @@
-"""Under torch.func: what can be right is, the rest is refused in words; tensors without data."""
+"""torch.func's transforms, of which some are refused with an error, and tensors without data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def split(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     return rows.negative + rows.positive + columns.positive_sum - 2 * columns.negative
 
 
-def mirrored(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+def self_similarity(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     rows, _ = similarity.split_logsumexp(x, None, scale, ids=IDS)
     return rows.negative + (y * 3).sum(1)
 
@@ -45,7 +45,7 @@ def paired(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     return similarity.paired(x, y, scale)
 
 
-FUNCTIONS = [logsumexp, split, mirrored, softplus_sum, paired]
+FUNCTIONS = [logsumexp, split, self_similarity, softplus_sum, paired]
 functions = pytest.mark.parametrize("function", FUNCTIONS)
 
 
@@ -68,8 +68,8 @@ def test_gradients(function: Callable[..., Tensor]) -> None:
     arguments, loss = inputs(), summed(function)
     truth = by_autograd(loss, arguments)
     torch.testing.assert_close(grad(loss, argnums=(0, 1, 2))(*arguments), truth)
-    value, pull = vjp(loss, *arguments)
-    torch.testing.assert_close(pull(torch.ones_like(value)), truth)
+    value, pullback = vjp(loss, *arguments)
+    torch.testing.assert_close(pullback(torch.ones_like(value)), truth)
     torch.testing.assert_close(jacrev(loss, argnums=(0, 1, 2))(*arguments), truth)
 
 
@@ -91,7 +91,7 @@ def entries(arguments: tuple[Tensor, ...], dims: tuple[int | None, ...]) -> list
 @functions
 @pytest.mark.parametrize("dims", list(itertools.product([0, None], repeat=3))[:-1])
 def test_vmap_is_a_loop(function: Callable[..., Tensor], dims: tuple[int | None, ...]) -> None:
-    """Over any of the inputs: values, and gradients within and around it."""
+    """Values, gradients inside vmap and gradients through it, over any of the inputs."""
     choices = zip(inputs(3), inputs(), dims, strict=True)
     arguments = tuple(many if dim == 0 else one for many, one, dim in choices)
     over, numbers = vmap(function, in_dims=dims), (0, 1, 2)
@@ -99,16 +99,16 @@ def test_vmap_is_a_loop(function: Callable[..., Tensor], dims: tuple[int | None,
     torch.testing.assert_close(over(*arguments), torch.stack(looped))
 
     loss = summed(function)
-    within = vmap(grad(loss, argnums=numbers), in_dims=dims)(*arguments)
+    inside = vmap(grad(loss, argnums=numbers), in_dims=dims)(*arguments)
     each = [by_autograd(loss, each) for each in entries(arguments, dims)]
-    torch.testing.assert_close(within, tuple(map(torch.stack, zip(*each, strict=True))))
+    torch.testing.assert_close(inside, tuple(map(torch.stack, zip(*each, strict=True))))
 
-    around = grad(lambda *a: (over(*a) ** 2).sum(), argnums=numbers)(*arguments)
+    through = grad(lambda *a: (over(*a) ** 2).sum(), argnums=numbers)(*arguments)
     truth = by_autograd(
         lambda *a: torch.stack([(function(*each) ** 2).sum() for each in entries(a, dims)]).sum(),
         arguments,
     )
-    torch.testing.assert_close(around, truth)
+    torch.testing.assert_close(through, truth)
 
 
 def test_vmap_over_another_dimension_and_twice() -> None:
@@ -120,8 +120,7 @@ def test_vmap_over_another_dimension_and_twice() -> None:
     torch.testing.assert_close(turned[1], logsumexp(x[0, 1], y[0, 0], scale[0, 0]))
 
 
-def test_vmap_over_plain_gradients() -> None:
-    """What requires a gradient outside of it gets one."""
+def test_backward_through_vmap() -> None:
     x, y, scale = (a.requires_grad_() for a in inputs(3))
     vmap(softplus_sum)(x, y, scale).sum().backward()
     for k in range(3):
@@ -131,7 +130,7 @@ def test_vmap_over_plain_gradients() -> None:
             torch.testing.assert_close(leaf.grad[k], expected)
 
 
-def test_nothing_to_go_over() -> None:
+def test_vmap_over_an_empty_dimension() -> None:
     with pytest.raises(ValueError, match="at least one entry"):
         vmap(logsumexp)(*(a[:0] for a in inputs(1)))
 
@@ -176,11 +175,15 @@ def test_forward_mode_is_refused(function: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("function", "leaf"),
-    # Without those in which the test's own functions are plain products, that torch derives.
-    [p for p in itertools.product(FUNCTIONS, range(3)) if p not in ((paired, 2), (mirrored, 1))],
+    # Not where the function is a plain product of that argument, which torch derives by itself.
+    [
+        p
+        for p in itertools.product(FUNCTIONS, range(3))
+        if p not in ((paired, 2), (self_similarity, 1))
+    ],
 )
 def test_second_derivatives_are_refused(function: Callable[..., Tensor], leaf: int) -> None:
-    """Also of a loss whose first ones have a graph by what came from above alone."""
+    """Also of a loss whose first derivatives have a graph through the upstream gradient alone."""
     arguments = list(inputs())
     arguments[leaf].requires_grad_()
     loss = summed(function)
@@ -204,7 +207,7 @@ def test_rankings_refuse_vmap(call: str) -> None:
 
 @on_processes(2)
 def test_over_several_processes(world: World) -> None:
-    """Gradients as ever; vmap is refused before anything travels."""
+    """`grad` gives autograd's gradients; vmap is refused before any transfer."""
     torch.manual_seed(world.rank)
     arguments = inputs()
     for function in (logsumexp, split, softplus_sum):

@@ -1,4 +1,4 @@
-"""Imported by the server that the tests' processes are forked from: what most of them import."""
+"""Modules that most of the tests' processes need; the server that forks them imports this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for name in (
 
 interpreter.mend()
 
-# It stays: to look through all of it takes each process a quarter of a second a time.
+# Exempt these objects from collection, which would take each process a quarter of a second.
 gc.collect()
 gc.freeze()
-atexit.register(gc.unfreeze)  # libraries remark on what outlives the interpreter
+atexit.register(gc.unfreeze)  # libraries warn of objects that outlive the interpreter

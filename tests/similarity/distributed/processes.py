@@ -1,15 +1,14 @@
-"""Checks that several processes run together, as pytest tests.
+"""Tests that several processes run together.
 
     @on_processes(2, 3)
     def test_something(world):  # runs on each process of a group of two, then of three
         assert ...
 
-They meet by Gloo, on the CPU. Those `on_devices` run there as well, and with `-m gpu` once more on
-as many GPUs by NCCL, where new tensors are made on the GPU by default.
+`on_processes` uses Gloo on the CPU. `on_devices` does too, and with `-m gpu` runs the check once
+more over NCCL with a GPU for each rank, where new tensors are on the GPU by default.
 
-Starting processes takes seconds, so one group of each size serves all checks of a session, one by
-one. A check that fails, hangs or kills a process ends its group, and with it nothing else: the next
-check gets a new group.
+Starting processes takes seconds, so one group of each size runs all checks of a session in turn. If
+a check fails, hangs or kills a process, its group ends and the next check gets a new one.
 """
 
 from __future__ import annotations
@@ -41,26 +40,25 @@ from megabatch.training.world import leave
 
 Check = Callable[["World"], None]
 
-#: Seconds that a check may take: on GPUs its kernels are compiled first. (pytest gives it 300.)
+#: Seconds that a check may take; on GPUs it compiles kernels first. (pytest's limit is 300.)
 LIMITS = {"cpu": 120.0, "cuda": 250.0}
-#: Seconds until a group has started.
+#: Seconds that starting a group may take.
 START = 150.0
-#: Seconds more than its limit until a check whose process did not end itself is given up.
+#: Seconds after its limit until a check is given up whose process did not end itself.
 SPARE = 30.0
-#: Seconds that the other ranks have to tell what they saw once a check has failed on one.
+#: Seconds that other ranks have to report after a check has failed on one.
 GRACE = 10.0
 
-#: What processes start with, whatever a test has changed in the meantime.
+#: Environment variables that processes start with, unaffected by changes of a test.
 ENVIRONMENT = dict(os.environ)
 
-
-#: What the server that they come from imports.
+#: Modules that the server imports before it forks processes.
 PRELOADED = ["tests.similarity.distributed.preloaded"]
 
 
 @dataclass(frozen=True)
 class World:
-    """What a check knows of its process."""
+    """The process that a check runs in."""
 
     rank: int
     size: int
@@ -68,22 +66,22 @@ class World:
     device: str = "cpu"
 
     def shard(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """This process's rows of what all processes hold together."""
+        """This rank's rows of a tensor of all ranks' rows."""
         return tensor.split(sizes)[self.rank]
 
 
 def on_processes(*sizes: int) -> Callable[[Check], Callable[..., None]]:
-    """Make a check a test that runs on groups of these sizes."""
+    """Make a check a test over Gloo, for each of these numbers of processes."""
     return functools.partial(_as_test, [(size, "cpu") for size in sizes])
 
 
 def on_gpus(*sizes: int) -> Callable[[Check], Callable[..., None]]:
-    """Make a check a test that runs on so many GPUs."""
+    """Make a check a test over NCCL, for each of these numbers of GPUs."""
     return functools.partial(_as_test, [(size, "cuda") for size in sizes])
 
 
 def on_devices(*sizes: int) -> Callable[[Check], Callable[..., None]]:
-    """As `on_processes`, and on as many GPUs where these are several."""
+    """As `on_processes`, and as `on_gpus` for the sizes above 1."""
     worlds = [(size, "cpu") for size in sizes] + [(size, "cuda") for size in sizes if size > 1]
     return functools.partial(_as_test, worlds)
 
@@ -117,15 +115,15 @@ def shard_sizes(n: int) -> Iterator[list[int]]:
 
 
 class Groups:
-    """A group of each size and kind of device, started when a check first asks for it."""
+    """One group for each size and kind of device, started when a check first needs it."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder  #: where groups note what their processes did last
+        self._folder = folder  #: for the stack traces of processes that end
         self._groups: dict[tuple[int, str], Group] = {}
         self._started = 0
 
     def failures(self, check: Check, size: int, device: str, folder: Path) -> list[str]:
-        """What failed when this check ran on a group: nothing, or the first failure first."""
+        """Run a check on a group; return its failures, the first one first."""
         group = self._groups.pop((size, device), None)
         if group is None:
             self._started += 1
@@ -145,10 +143,10 @@ class Groups:
 
 
 class Group:
-    """Processes that run one check after the other, up to the first that fails."""
+    """Processes that run checks in turn, until one fails."""
 
     def __init__(self, size: int, device: str, folder: Path, limit: float | None = None) -> None:
-        """`limit`: seconds that a check may take; None: as `LIMITS` says."""
+        """`limit`: seconds that a check may take; by default from `LIMITS`."""
         self._limit = LIMITS[device] if limit is None else limit
         self._traces = [folder / f"rank-{rank}.txt" for rank in range(size)]
         pipes = [multiprocessing.Pipe() for _ in range(size)]
@@ -162,14 +160,16 @@ class Group:
         self._ready = False
 
     def failures(self, check: Check, folder: Path) -> list[str]:
-        """What failed, the first failure first. The group has ended if anything did."""
+        """Run a check; return its failures, the first one first. A failure ends the group."""
         name = f"{check.__module__}.{check.__name__}"
         try:
             failures = [] if self._ready else self._answers("its start", START)
             self._ready = True
             if not failures:
                 for connection in self._connections:
-                    with contextlib.suppress(OSError):  # of a process that is gone: found below
+                    with contextlib.suppress(
+                        OSError
+                    ):  # the process has ended, which is found below
                         connection.send((check.__module__, check.__name__, folder))
                 failures = self._answers(name, self._limit + SPARE)
         except BaseException:
@@ -181,7 +181,7 @@ class Group:
         return failures
 
     def end(self) -> None:
-        """Let the processes end by themselves; one that does not is killed."""
+        """Ask the processes to end; kill those that do not."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(None)
@@ -190,7 +190,7 @@ class Group:
         self._kill()
 
     def _answers(self, name: str, seconds: float) -> list[str]:
-        """Every process's failure, by time; one that ended comes first, as others miss it."""
+        """All processes' failures by time, but first those that ended, for which others wait."""
         failures: list[tuple[float, str]] = []
         waiting = dict(enumerate(self._connections))
         deadline = time.monotonic() + seconds
@@ -200,7 +200,9 @@ class Group:
             for rank, connection in list(waiting.items()):
                 if not ready:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(self.processes[rank].pid, signal.SIGABRT)  # it leaves where it was
+                        os.kill(
+                            self.processes[rank].pid, signal.SIGABRT
+                        )  # makes it write its stack trace
                     when, failure = math.inf, self._ended(rank, name)
                 elif connection in ready or self.processes[rank].sentinel in ready:
                     when, failure = self._answer(rank, name)
@@ -213,7 +215,7 @@ class Group:
         return [failure for _, failure in sorted(failures)]
 
     def _answer(self, rank: int, name: str) -> tuple[float, str]:
-        """When it failed and how, "" if it did not; what a process said counts though it ended."""
+        """Time and text of a rank's failure, "" for none; its answer counts though it has ended."""
         connection = self._connections[rank]
         with contextlib.suppress(EOFError, OSError):
             if connection.poll():
@@ -239,7 +241,7 @@ def start(
 ) -> list[Any]:
     """Start `target(rank, size, port, *arguments)` on `size` processes.
 
-    A store listens at that port, on this side, where `join` finds it.
+    This process holds the store at that port, to which `join` connects.
     """
     store = new_store()
     ranks = [(rank, size, store.port, *arguments) for rank in range(size)]
@@ -257,9 +259,9 @@ def start(
 
 
 def forked(target: Callable[..., None], *arguments: Any) -> Any:
-    """Start a process of a server that has imported torch once, but used no thread of it.
+    """Fork a process from a server that has imported torch but started none of its threads.
 
-    With Triton's interpreter, also where there are GPUs.
+    Kernels run in Triton's interpreter, also on a machine with GPUs.
     """
     context: Any = start_server()
     process = context.Process(target=target, args=arguments)
@@ -268,7 +270,7 @@ def forked(target: Callable[..., None], *arguments: Any) -> Any:
 
 
 def start_server() -> Any:
-    """Start that server, if it does not run; returns the context of processes that it forks."""
+    """Start that server unless it runs; return the context whose processes it forks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, ENVIRONMENT | {"TRITON_INTERPRET": "1"}, clear=True):
@@ -277,20 +279,20 @@ def start_server() -> Any:
 
 
 def new_store() -> dist.TCPStore:
-    """A store at a port that is free, which it keeps as long as anyone holds it."""
+    """A store at a free port, which it occupies as long as it is referenced."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def torchrun_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun tells its processes, which find its store at a port; see `new_store`."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-    told |= {"MASTER_PORT": port}
-    told |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    return {name: str(value) for name, value in told.items()}
+    """The variables that torchrun sets for a process, with a store at this port (`new_store`)."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": port}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def join(rank: int, size: int, port: int, seconds: float = 60, device: str = "cpu") -> None:
-    """Make this process one of the group."""
+    """Initialise the default process group in this process."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -316,42 +318,42 @@ def _run_checks(
     connection = connections[rank]
     with open(traces[rank], "w") as trace:
         faulthandler.enable(trace)
-        _tell(connection, _failure(join, rank, size, port, device=device))
+        _report(connection, _failure(join, rank, size, port, device=device))
         if device != "cpu":
             torch.set_default_device(device)
-        while (told := _next(connection)) is not None:
-            module, name, folder = told
+        while (request := _next(connection)) is not None:
+            module, name, folder = request
             test = getattr(importlib.import_module(module), name)
-            # One that hangs ends itself, and leaves where.
+            # A check that hangs ends its process, which writes its stack trace.
             faulthandler.dump_traceback_later(limit, exit=True, file=trace)
             torch.manual_seed(0)
             world = World(rank, size, folder, device)
             failure = _failure(getattr(test, "check", test), world)
             faulthandler.cancel_dump_traceback_later()
-            _tell(connection, failure)
+            _report(connection, failure)
         faulthandler.dump_traceback_later(GRACE, exit=True, file=trace)
         leave()
-        os._exit(0)  # no library's clean-up may hang
+        os._exit(0)  # no library's clean-up can hang
 
 
 def _next(connection: Connection) -> tuple[str, str, Path] | None:
-    """The next check; None: there is none, or nobody is left to ask for it."""
+    """The next check to run; None if there is none or the test program has ended."""
     try:
-        told: tuple[str, str, Path] | None = connection.recv()
+        request: tuple[str, str, Path] | None = connection.recv()
     except EOFError:
         return None
-    return told
+    return request
 
 
-def _tell(connection: Connection, failure: str) -> None:
+def _report(connection: Connection, failure: str) -> None:
     connection.send((time.monotonic(), failure))
     if failure:
-        os._exit(1)  # the others, who may wait for this rank, find its connections closed
+        os._exit(1)  # closes its connections, for which other ranks may be waiting
 
 
 def _failure(function: Callable[..., None], *arguments: Any, **options: Any) -> str:
     try:
         function(*arguments, **options)
-    except BaseException:  # also those with which pytest and programs end
+    except BaseException:  # also pytest's outcomes and SystemExit
         return traceback.format_exc()
     return ""

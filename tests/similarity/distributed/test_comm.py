@@ -17,17 +17,17 @@ from megabatch.similarity.distributed.comm import P2PExchange, group_name
 from tests.similarity.distributed.processes import World, on_processes
 
 
-def test_alone_there_is_no_group() -> None:
+def test_one_process_has_no_group() -> None:
     assert group_name(None) == group_name("local") == ""
 
 
 @pytest.mark.parametrize("group", ["world", 3, ["local"]])
-def test_what_is_no_group(group: object) -> None:
+def test_a_group_of_a_wrong_type(group: object) -> None:
     with pytest.raises(TypeError, match="group: expected None, 'local' or a process group"):
         similarity.logsumexp(torch.ones(2, 3), torch.ones(2, 3), group=group)
 
 
-def test_a_group_of_others() -> None:
+def test_a_group_without_this_process() -> None:
     with pytest.raises(ValueError, match="member"):
         group_name(dist.GroupMember.NON_GROUP_MEMBER)
 
@@ -45,7 +45,7 @@ def x(d: int = 4, **options: Any) -> Tensor:
     return torch.ones(3, d, **options)
 
 
-#: what the first process and the others call, and what each finds in the error
+#: name -> calls of rank 0 and of the others, and a word of the error for each
 DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, str]]] = {
     "width": (
         lambda: ClipLoss()(x(4), x(4), 1.0),
@@ -96,10 +96,10 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, 
 
 
 @on_processes(2, 3)
-def test_processes_that_disagree_are_told_before_any_transfer(world: World) -> None:
+def test_ranks_that_disagree_raise_before_any_transfer(world: World) -> None:
     for first, others, words in DISAGREEMENTS.values():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(P2PExchange, "start", lambda self: pytest.fail("features travelled"))
+            patch.setattr(P2PExchange, "start", lambda self: pytest.fail("features were sent"))
             with pytest.raises(ValueError, match="same call on all ranks") as caught:
                 (others if world.rank else first)()
         who = "rank 1: " if world.size == 2 else "ranks 1, 2: "
@@ -109,5 +109,5 @@ def test_processes_that_disagree_are_told_before_any_transfer(world: World) -> N
         assert words[0] in before
         assert words[1] in after
         assert words[1] not in before
-    # and the group is as usable as before
+    # The group is still usable.
     similarity.logsumexp(x(), x())

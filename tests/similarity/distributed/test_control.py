@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def group_like(store: dist.Store, device: str = "cuda") -> Any:
-    """Looks like a new NCCL group of all processes."""
+    """A stand-in for a new NCCL group of all processes."""
     whole = dist.group.WORLD
 
     class Group:
@@ -37,7 +37,7 @@ def new_store(name: str) -> dist.Store:
     return dist.PrefixStore(name, torch_internals.group_store(dist.group.WORLD))
 
 
-def line_of(group: Any) -> control.Channel:
+def channel_of(group: Any) -> control.Channel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_internals, "group_store", lambda group: group.store)
         made = control.channel(group, torch.device("cuda"))
@@ -50,87 +50,87 @@ def words(rank: int, turn: int) -> bytes:
 
 
 @on_processes(2, 3, 4)
-def test_everyone_hears_everyone(world: World) -> None:
+def test_every_rank_receives_every_message(world: World) -> None:
     group = group_like(new_store("all"))
-    line = line_of(group)
-    assert isinstance(line, control.SocketChannel)
+    channel = channel_of(group)
+    assert isinstance(channel, control.SocketChannel)
     for turn in range(50):
         if turn % 7 == world.rank:
-            time.sleep(0.002)  # ranks come at different times
+            time.sleep(0.002)  # ranks arrive at different times
         expected = [words(rank, turn) for rank in range(world.size)]
-        assert line.gather(words(world.rank, turn)) == expected
+        assert channel.gather(words(world.rank, turn)) == expected
     seconds = dist.group.WORLD._get_backend(CPU).options._timeout.total_seconds()
-    assert line.seconds == seconds
+    assert channel.seconds == seconds
 
 
 @on_processes(2, 3)
 def test_a_store_that_outlives_a_group(world: World) -> None:
-    store = new_store("kept")
+    store = new_store("reused")
     for turn in range(3):
-        line = control.sockets(store, world.rank, world.size, timedelta(seconds=20))
-        assert isinstance(line, control.SocketChannel)
-        assert line.gather(words(world.rank, turn))[-1] == words(world.size - 1, turn)
+        channel = control.sockets(store, world.rank, world.size, timedelta(seconds=20))
+        assert isinstance(channel, control.SocketChannel)
+        assert channel.gather(words(world.rank, turn))[-1] == words(world.size - 1, turn)
         if world.rank == 0:
-            line.end()
+            channel.end()
 
 
 @on_processes(3)
-def test_gloo_serves_where_one_rank_reaches_another_machine(world: World) -> None:
-    class Elsewhere(socket.socket):
+def test_gloo_is_used_if_a_rank_cannot_connect(world: World) -> None:
+    class Unreachable(socket.socket):
         def connect(self, address: Any) -> None:
             raise ConnectionRefusedError
 
-    group = group_like(new_store("apart"))
+    group = group_like(new_store("unreachable"))
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(control.socket, "socket", Elsewhere)
-        line = line_of(group)
-    assert isinstance(line, control.GlooChannel)
+            patch.setattr(control.socket, "socket", Unreachable)
+        channel = channel_of(group)
+    assert isinstance(channel, control.GlooChannel)
     for turn in range(3):
         expected = [words(rank, turn) for rank in range(3)]
-        assert line.gather(words(world.rank, turn)) == expected
+        assert channel.gather(words(world.rank, turn)) == expected
 
 
 @on_processes(2)
-def test_other_systems_have_gloo(world: World) -> None:
+def test_gloo_is_used_on_other_systems(world: World) -> None:
     group = group_like(new_store("other"), "cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control.sys, "platform", "darwin")
-        line = line_of(group)
-    assert isinstance(line, control.GlooChannel)
-    assert line.backend is dist.group.WORLD._get_backend(CPU)
-    assert line.gather(b"ab")[world.rank] == b"ab"
+        channel = channel_of(group)
+    assert isinstance(channel, control.GlooChannel)
+    assert channel.backend is dist.group.WORLD._get_backend(CPU)
+    assert channel.gather(b"ab")[world.rank] == b"ab"
 
 
 @on_processes(3)
-def test_a_rank_that_is_gone_is_named_and_the_line_is_of_no_more_use(world: World) -> None:
-    line = control.sockets(new_store("gone"), world.rank, 3, timedelta(seconds=20))
-    assert line is not None
+def test_a_lost_rank_is_named_and_breaks_the_channel(world: World) -> None:
+    channel = control.sockets(new_store("gone"), world.rank, 3, timedelta(seconds=20))
+    assert channel is not None
     dist.barrier()
     if world.rank == 1:
-        for peer in filter(None, line.peers):
+        for peer in filter(None, channel.peers):
             peer.close()  # as the system does for a process that dies
         return
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 of the group is gone"):
-        line.gather(b"x" * 1088)
+        channel.gather(b"x" * 1088)
     assert time.monotonic() - began < 5
     with pytest.raises(RuntimeError, match="broken off"):
-        line.gather(b"x" * 1088)
+        channel.gather(b"x" * 1088)
 
 
 @on_processes(2)
-def test_a_rank_that_says_nothing_is_named(world: World) -> None:
-    line = control.sockets(new_store("silent"), world.rank, 2, timedelta(seconds=0.3))
-    assert line is not None
+def test_a_silent_rank_is_named(world: World) -> None:
+    channel = control.sockets(new_store("silent"), world.rank, 2, timedelta(seconds=0.3))
+    assert channel is not None
     if world.rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 of the group said nothing for 0\.3 s"):
-            line.gather(b"x")
+            channel.gather(b"x")
     dist.barrier()
 
 
 def interrupted_worker(rank: int, size: int, port: int, folder: Path) -> None:
-    """Rank 0 is interrupted while it waits, and goes on; nothing is taken for another answer."""
+    """Rank 0 is interrupted while it waits and calls again; no answer must be taken for another."""
     join(rank, size, port, seconds=20)
     x = torch.randn(4, 3)
     similarity.logsumexp(x, x)

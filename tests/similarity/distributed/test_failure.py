@@ -1,4 +1,4 @@
-"""A process that dies or raises mid-ring: the others end in time, with an error that says where."""
+"""If a process dies or raises during a call, the others soon raise an error that says where."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from megabatch.similarity import settings
 from megabatch.similarity.reductions.softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import join, start
 
-#: seconds until the group gives up on a process that does not come; of one that died the others
-#: know at once, and do not wait so long
+#: the group's timeout in seconds; a process that died is noticed at once
 TIMEOUTS = {"killed": 20, "raised and stays": 3}
 
 
 class Clock(threading.Thread):
-    """Seconds as this process is given them: where others have its core, they are longer."""
+    """Counts the seconds of this process: they are longer if other processes use its core."""
 
     TICK = 0.01
 
@@ -41,7 +40,7 @@ class Clock(threading.Thread):
 
 
 def group_of(rank: int, size: int, port: int, seconds: float) -> dist.ProcessGroup:
-    """A group of all processes, once they are all here, that gives up after so many seconds."""
+    """A group of all processes with this timeout, once all have started."""
     join(rank, size, port)
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=seconds))
@@ -55,33 +54,31 @@ def fail(how: str) -> None:
     raise KeyError("an error of its own")
 
 
-def worker(
-    rank: int, size: int, port: int, folder: Path, how: str, where: str, around: bool
-) -> None:
-    """Rank 1 fails at its second visit; the others write down what they got, and when.
+def worker(rank: int, size: int, port: int, folder: Path, how: str, where: str, ring: bool) -> None:
+    """Rank 1 fails at the second chunk of the ring; the others write their error and its time.
 
-    Where shards are gathered and do not go around the ring, there is one visit only.
+    If shards are gathered there is one chunk only, at which it fails.
     """
     group = group_of(rank, size, port, TIMEOUTS[how])
-    if around:
+    if ring:
         settings.set_gather(0)
     x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
-    similarity.logsumexp(x, y, group=group)[0].sum().backward()  # all connections are made
+    similarity.logsumexp(x, y, group=group)[0].sum().backward()  # opens all connections
     dist.barrier()
-    visits = 0
+    chunks = 0
     holder, name = (
         (SoftmaxTiles, "forward") if where == "forward" else (SoftmaxTiles, "gradient_block")
     )
     original = getattr(holder, name)
 
-    def visit(self, *arguments):  # type: ignore[no-untyped-def]
-        nonlocal visits
-        visits += 1
-        if rank == 1 and visits == (2 if around else 1):
+    def count(self, *arguments):  # type: ignore[no-untyped-def]
+        nonlocal chunks
+        chunks += 1
+        if rank == 1 and chunks == (2 if ring else 1):
             fail(how)
         return original(self, *arguments)
 
-    setattr(holder, name, visit)
+    setattr(holder, name, count)
     clock = Clock()
     try:
         similarity.logsumexp(x, y, group=group)[0].sum().backward()
@@ -89,7 +86,7 @@ def worker(
         cause = type(error.__cause__).__name__
         (folder / str(rank)).write_text(f"{clock.seconds}\n{cause}\n{error}")
     except KeyError:
-        if how == "raised and stays":  # no connection is closed until the others are done
+        if how == "raised and stays":  # keeps its connections open until the others are done
             until = time.monotonic() + 60
             while len(list(folder.iterdir())) < size - 1 and time.monotonic() < until:
                 time.sleep(0.1)
@@ -97,7 +94,7 @@ def worker(
 
 
 @pytest.mark.parametrize(
-    ("how", "where", "around"),
+    ("how", "where", "ring"),
     [
         ("killed", "forward", True),
         ("killed", "backward", True),
@@ -106,9 +103,9 @@ def worker(
         ("killed", "backward", False),
     ],
 )
-def test_the_others_end_in_time(tmp_path: Path, how: str, where: str, around: bool) -> None:
+def test_the_others_raise_in_time(tmp_path: Path, how: str, where: str, ring: bool) -> None:
     size = 4
-    processes = start(size, worker, tmp_path, how, where, around)
+    processes = start(size, worker, tmp_path, how, where, ring)
     for process in processes:
         process.join(120)
         assert not process.is_alive()
@@ -117,35 +114,35 @@ def test_the_others_end_in_time(tmp_path: Path, how: str, where: str, around: bo
         seconds, cause, message = (tmp_path / str(rank)).read_text().split("\n", 2)
         assert cause.endswith("Error")
         assert float(seconds) < (2 if how == "killed" else TIMEOUTS[how] + 2)
-        if not around:
-            what = "exchanging" if where == "forward" else "adding up"
-            assert message.startswith(f"{call}: {what} what all ranks found, rank {rank}: ")
+        if not ring:
+            doing = "exchanging" if where == "forward" else "adding up"
+            assert message.startswith(f"{call}: {doing} what all ranks found, rank {rank}: ")
             continue
         left, right = (rank - 1) % size, (rank + 1) % size
         assert message.startswith(f"{call}: ring step ")
         assert f"of {size}, rank {rank} (to rank {right}, from rank {left})" in message
-    # A neighbour knows which of its peers it was.
-    assert not around or "receiving from rank 1: " in (tmp_path / "2").read_text()
+    # A neighbour names the peer that failed.
+    assert not ring or "receiving from rank 1: " in (tmp_path / "2").read_text()
 
 
 def absent_worker(rank: int, size: int, port: int, folder: Path) -> None:
-    """Rank 1 does not come at all."""
+    """Rank 1 makes no call."""
     group = group_of(rank, size, port, 2)
     if rank == 1:
         while not (folder / "0").exists():
             time.sleep(0.1)
         os._exit(0)
     x = torch.randn(4, 3)
-    told = "nothing"
+    message = "no error"
     try:
         similarity.logsumexp(x, x, group=group)
     except CommunicationError as error:
-        told = str(error)
-    (folder / "0").write_text(told)
+        message = str(error)
+    (folder / "0").write_text(message)
     os._exit(0)
 
 
-def test_a_process_that_does_not_come(tmp_path: Path) -> None:
+def test_a_process_that_makes_no_call(tmp_path: Path) -> None:
     for process in start(2, absent_worker, tmp_path):
         process.join(120)
     message = (tmp_path / "0").read_text()

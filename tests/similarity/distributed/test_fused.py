@@ -1,4 +1,4 @@
-"""The fused kernels around the ring, in Triton's interpreter, against the same on one process."""
+"""The fused kernels over several processes against one process, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megabatch.similarity import backends
 from megabatch.similarity.distributed import gathered
 from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.test_statistics_ring import leaf
-from tests.similarity.distributed.travel import pieces_of
+from tests.similarity.distributed.transfers import ring_in_pieces_of
 
 pytest.importorskip("triton")
 
-ROWS = 120  # of all ranks, in one tile: the interpreter takes its time
-D = 20  # no multiple of 8: what travels is padded
+ROWS = 120  # of all ranks, in one tile, since the interpreter is slow
+D = 20  # no multiple of 8, so that features are padded before transfers
 
 
 def value(sides: tuple[similarity.Split, similarity.Split | None], weights: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def value(sides: tuple[similarity.Split, similarity.Split | None], weights: Tens
 
 @on_devices(2)
 def test_fused_kernels(world: World) -> None:
-    """Sums of different units must not meet, nor float16 gradients of different ranges."""
+    """Ranks agree on the base of their sums and on the scaling of float16 gradients."""
     x, y = (F.normalize(torch.randn(ROWS, D), dim=1).half() for _ in range(2))
     x[:40] *= 4
     ids = torch.randint(-1, 20, (ROWS,))
@@ -52,7 +52,7 @@ def test_fused_kernels(world: World) -> None:
             shard = world.shard(numbers, sizes)
             pairs = numbers if self_similar else (numbers, numbers)
             own = shard if self_similar else (shard, shard)
-        with pytest.MonkeyPatch.context() as patch, pieces_of(piece):
+        with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(piece):
             patch.setattr(backends, "uses_kernels", lambda x: True)
             patch.setattr(gathered, "LARGE", own_first)
             truth = similarity.split_logsumexp(
@@ -77,7 +77,7 @@ def test_fused_kernels(world: World) -> None:
 
 @on_devices(2)
 def test_the_sigmoid_loss(world: World) -> None:
-    """Parts of dS from several ranks, each with weights of its own, in one range of float16."""
+    """Ranks agree on the scaling of float16 gradients though their weights differ."""
     x, y = (F.normalize(torch.randn(ROWS, D), dim=1).half() for _ in range(2))
     ids = torch.randint(-1, 40, (ROWS,))
     weights = torch.rand(ROWS)
@@ -95,7 +95,7 @@ def test_the_sigmoid_loss(world: World) -> None:
         pairs = "paired" if numbers is None else (numbers, numbers)
         own = pairs if numbers is None else (world.shard(numbers, sizes),) * 2
         own_weight = None if weight is None else world.shard(weight, sizes)
-        with pytest.MonkeyPatch.context() as patch, pieces_of(piece):
+        with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(piece):
             patch.setattr(backends, "uses_kernels", lambda x: True)
             truth = similarity.softplus_sum(*whole, ids=pairs, weight=weight, group="local")
             mine = similarity.softplus_sum(*local, ids=own, weight=own_weight)
@@ -110,7 +110,7 @@ def test_the_sigmoid_loss(world: World) -> None:
             assert (error <= 2e-3 * wanted.norm(dim=1) + 1e-7).all()
         for a, b in zip(local[2:], whole[2:], strict=True):
             torch.testing.assert_close(a.grad, b.grad / world.size, rtol=2e-3, atol=1e-6)
-    # No gradient of x, and no rows of y on the first rank: its part of scale's gradient is 0.
+    # x needs no gradient and rank 0 has no rows of y: its part of the scale's gradient is 0.
     sides = (torch.arange(ROWS), torch.arange(ROWS))
     scales = [leaf(torch.tensor(10.0)) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:

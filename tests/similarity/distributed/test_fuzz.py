@@ -1,4 +1,4 @@
-"""Some of benchmarks/fuzz.py's random cases on two and on three ranks."""
+"""Random cases of benchmarks/fuzz.py on two and on three ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks with shards of one size do together, when, and what of it is in memory."""
+"""Collectives of the gathered schedule: which, in what order, and how much is in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from megabatch.similarity.distributed.comm import P2PExchange, Pending
 from megabatch.similarity.reductions.sigmoid import SigmoidTiles
 from megabatch.similarity.reductions.softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import World, on_processes
-from tests.similarity.distributed.travel import by_copies, in_rounds, noting, recorded_transfers
+from tests.similarity.distributed.transfers import (
+    gathered_in_rounds,
+    recorded,
+    recorded_transfers,
+    transfer_copies,
+)
 
 
 @on_processes(3)
@@ -39,24 +44,24 @@ def test_small_shards_of_one_size_are_gathered(world: World) -> None:
 
 
 @on_processes(2)
-def test_what_was_gathered_serves_the_backward_pass_too(world: World) -> None:
+def test_the_backward_pass_uses_the_gathered_features(world: World) -> None:
     x, y = (torch.randn(7, 12, requires_grad=True) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         done = recorded_transfers(patch)
         rows, columns = similarity.logsumexp(x, y)
         (rows.sum() + columns.sum()).backward()
-        # Gathered again: the upstream of the columns alone.
+        # The backward pass gathers the upstream of the columns alone.
         assert done == ["all_gather", "all_to_all", "all_gather", "reduce_scatter"]
 
 
 @on_processes(2)
-def test_what_was_gathered_does_not_serve_smaller_rounds(world: World) -> None:
-    """The bound may change in between."""
+def test_a_smaller_bound_before_the_backward_pass(world: World) -> None:
+    """Features that the forward pass gathered at once are then gathered again, in rounds."""
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     found = []
     for bound in (settings.DEFAULT_GATHER, 2 * 2 * 12 * 4, 0):
         rows, columns = similarity.logsumexp(x, y)
-        with in_rounds(bound):
+        with gathered_in_rounds(bound):
             found.append(torch.autograd.grad(rows.sum() + columns.sum(), (x, y)))
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
@@ -64,19 +69,19 @@ def test_what_was_gathered_does_not_serve_smaller_rounds(world: World) -> None:
 
 
 @on_processes(2)
-def test_transfers_of_rounds_run_beside_other_rounds_computation(world: World) -> None:
+def test_transfers_of_a_round_overlap_the_computation_of_others(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     for overlap in (True, False):
         switched = settings.set_overlap(overlap)
-        with in_rounds(2 * 2 * 12 * 4) as patch:  # three
+        with gathered_in_rounds(2 * 2 * 12 * 4) as patch:  # three
             rows, columns = similarity.logsumexp(x, y)
             done = recorded_transfers(patch)
-            patch.setattr(engine, "add_strip", noting(done, "compute", engine.add_strip))
+            patch.setattr(engine, "add_strip", recorded(done, "compute", engine.add_strip))
             (rows.sum() + columns.sum()).backward()
         settings.set_overlap(switched)
         steps = [step for i, step in enumerate(done) if i == 0 or step != done[i - 1]]
-        alone = ["all_gather", "compute", "reduce_scatter"]
-        assert steps == ([*alone, *alone, *alone[1:]] if overlap else alone * 3)
+        round_ = ["all_gather", "compute", "reduce_scatter"]
+        assert steps == ([*round_, *round_, *round_[1:]] if overlap else round_ * 3)
 
 
 @on_processes(2)
@@ -86,8 +91,10 @@ def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gathered, "LARGE", own_first)
             events: list[str] = []
-            patch.setattr(SoftmaxTiles, "forward", noting(events, "compute", SoftmaxTiles.forward))
-            patch.setattr(Pending, "wait", noting(events, "wait", Pending.wait))
+            patch.setattr(
+                SoftmaxTiles, "forward", recorded(events, "compute", SoftmaxTiles.forward)
+            )
+            patch.setattr(Pending, "wait", recorded(events, "wait", Pending.wait))
             switched = settings.set_overlap(overlap)
             similarity.logsumexp(x, y)
             settings.set_overlap(switched)
@@ -96,12 +103,12 @@ def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
 
 
 @on_processes(2)
-def test_what_stays_is_completed_while_gradients_come_home(world: World) -> None:
-    """The deferred product is computed before the next chunk, the last once its transfer began."""
+def test_deferred_product_runs_while_gradients_are_transferred(world: World) -> None:
+    """Each is computed before the next chunk, the last one during the last transfer."""
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     add_strip, write_grad = engine.add_strip, SoftmaxTiles.write_grad
 
-    def noting_deferred(done: list[str]) -> Callable[..., None]:
+    def recording_deferred(done: list[str]) -> Callable[..., None]:
         def compute(*arguments):  # type: ignore[no-untyped-def]
             deferred = arguments[-1]
             assert deferred == []
@@ -112,7 +119,7 @@ def test_what_stays_is_completed_while_gradients_come_home(world: World) -> None
 
         return compute
 
-    def noting_side(done: list[str]) -> Callable[..., Any]:
+    def recording_side(done: list[str]) -> Callable[..., Any]:
         def write(self, total, side, *others):  # type: ignore[no-untyped-def]
             done.append(side)
             return write_grad(self, total, side, *others)
@@ -125,17 +132,31 @@ def test_what_stays_is_completed_while_gradients_come_home(world: World) -> None
         (settings.DEFAULT_GATHER, 6, [*once, "let begin", *end]),
         (settings.DEFAULT_GATHER, 7, [*once, *end]),
         (2 * 2 * 12 * 4, 7, None),  # three rounds
-        (0, 7, ["swap", "compute", "wait", "swap", "deferred", "compute", "wait", "swap", *end]),
+        (
+            0,
+            7,
+            [
+                "exchange",
+                "compute",
+                "wait",
+                "exchange",
+                "deferred",
+                "compute",
+                "wait",
+                "exchange",
+                *end,
+            ],
+        ),
     ):
-        with in_rounds(bound) as patch:
+        with gathered_in_rounds(bound) as patch:
             patch.setattr(gathered, "LARGE", large)
             rows, columns = similarity.logsumexp(x, y)
             done = recorded_transfers(patch)
-            patch.setattr(P2PExchange, "wait", noting(done, "wait", P2PExchange.wait))
-            patch.setattr(Pending, "wait", noting(done, "wait", Pending.wait))
+            patch.setattr(P2PExchange, "wait", recorded(done, "wait", P2PExchange.wait))
+            patch.setattr(Pending, "wait", recorded(done, "wait", Pending.wait))
             patch.setattr(gathered, "let_begin", lambda like, done=done: done.append("let begin"))
-            patch.setattr(engine, "add_strip", noting_deferred(done))
-            patch.setattr(SoftmaxTiles, "write_grad", noting_side(done))
+            patch.setattr(engine, "add_strip", recording_deferred(done))
+            patch.setattr(SoftmaxTiles, "write_grad", recording_side(done))
             (rows.sum() + columns.sum()).backward()
         if expected is None:
             work = [step for step in done if step in ("compute", "deferred")]
@@ -146,14 +167,14 @@ def test_what_stays_is_completed_while_gradients_come_home(world: World) -> None
 
 
 class Alive:
-    """The tensors of so many numbers that a function returned, as far as they are in memory."""
+    """Counts the tensors of a given size that a function returned and that are still in memory."""
 
     def __init__(self, patch: pytest.MonkeyPatch, holder: object, name: str, numbers: int) -> None:
-        self.at_each: list[int] = []  #: how many there were when one more was made
+        self.at_each: list[int] = []  #: their number whenever one more was made
         self._storages: list[StorageWeakRef] = []
         make = getattr(holder, name)
 
-        def noting_storage(*arguments: Any) -> Any:
+        def recording_storage(*arguments: Any) -> Any:
             made = make(*arguments)
             tensor = made[0] if isinstance(made, tuple) else made
             if tensor.numel() == numbers:
@@ -161,23 +182,23 @@ class Alive:
                 self._storages.append(StorageWeakRef(tensor.untyped_storage()))
             return made
 
-        patch.setattr(holder, name, noting_storage)
+        patch.setattr(holder, name, recording_storage)
 
     def now(self) -> int:
         return sum(not storage.expired() for storage in self._storages)
 
 
 @on_processes(2)
-def test_features_of_three_rounds_and_gradients_of_two_are_in_memory(world: World) -> None:
-    """As planning.loss counts them."""
+def test_memory_holds_features_of_three_rounds_and_gradients_of_two(world: World) -> None:
+    """planning.loss counts on it."""
     x, y = (torch.randn(12, 12, requires_grad=True) for _ in range(2))
     one = torch.tensor(1.0)
     for tiles, sweeps, loss in (
         (SoftmaxTiles, 2, lambda: sum(map(torch.sum, similarity.logsumexp(x, y)))),
         (SigmoidTiles, 1, lambda: similarity.softplus_sum(x, y, one, one)),
     ):
-        with in_rounds(2 * 2 * 12 * 4) as patch:  # six
-            by_copies(patch)
+        with gathered_in_rounds(2 * 2 * 12 * 4) as patch:  # six
+            transfer_copies(patch)
             features = Alive(patch, gathered, "all_gather", 4 * 12)
             gradients = Alive(patch, tiles, "new_total", 4 * 12)
             loss().backward()
@@ -186,12 +207,12 @@ def test_features_of_three_rounds_and_gradients_of_two_are_in_memory(world: Worl
 
 
 @on_processes(2)
-def test_one_round_is_in_memory_when_the_gradient_of_x_is_completed(world: World) -> None:
-    """As planning.loss counts it."""
+def test_memory_holds_one_round_when_the_gradient_of_x_is_written(world: World) -> None:
+    """planning.loss counts on it."""
     x, y = (torch.randn(12, 12, requires_grad=True) for _ in range(2))
     write_grad, found = SoftmaxTiles.write_grad, []
-    with in_rounds(2 * 2 * 12 * 4) as patch:  # six
-        by_copies(patch)
+    with gathered_in_rounds(2 * 2 * 12 * 4) as patch:  # six
+        transfer_copies(patch)
         features = Alive(patch, gathered, "all_gather", 4 * 12)
         gradients = Alive(patch, SoftmaxTiles, "new_total", 4 * 12)
 

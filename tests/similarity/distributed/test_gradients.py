@@ -50,7 +50,7 @@ class Loss:
         return weighted + self.clip(x, y, scale) / 2 + self.nt_xent(x, y, temperature=1 / scale)
 
 
-def fresh_model(frozen: bool) -> Model:
+def new_model(frozen: bool) -> Model:
     torch.manual_seed(0)
     model = Model().double()
     model.text.requires_grad_(not frozen)
@@ -69,7 +69,7 @@ def under_fsdp(model: Model) -> nn.Module:
 
 
 def under_ddp_but_for_the_scale(model: Model) -> nn.Module:
-    """Both towers in DDP, the scale a parameter that nobody averages."""
+    """Both towers are in DDP; the scale is a parameter whose gradient nothing averages."""
     model.image = DistributedDataParallel(model.image)  # type: ignore[assignment]
     if any(p.requires_grad for p in model.text.parameters()):
         model.text = DistributedDataParallel(model.text)  # type: ignore[assignment]
@@ -79,7 +79,9 @@ def under_ddp_but_for_the_scale(model: Model) -> nn.Module:
 WRAPPERS = (under_ddp, under_fsdp, under_ddp_but_for_the_scale)
 
 
-def plainly(model: nn.Module, loss: Loss, images: Tensor, texts: Tensor, weights: Tensor) -> Tensor:
+def uncached(
+    model: nn.Module, loss: Loss, images: Tensor, texts: Tensor, weights: Tensor
+) -> Tensor:
     value = loss(*model(images, texts), weights)
     value.backward()
     return value.detach()
@@ -112,10 +114,10 @@ def compare(
     n = sum(sizes)
     batch = [torch.randn(n, WIDTH).double() for _ in range(2)]
     batch.append(torch.rand(n).double())
-    truth = fresh_model(frozen)
-    expected = plainly(truth, Loss("local"), *batch)
+    truth = new_model(frozen)
+    expected = uncached(truth, Loss("local"), *batch)
 
-    model = wrap(fresh_model(frozen))
+    model = wrap(new_model(frozen))
     value = step(model, Loss(None), *(world.shard(t, sizes) for t in batch))
     dist.all_reduce(value)
     torch.testing.assert_close(value / world.size, expected, rtol=0, atol=1e-9)
@@ -134,7 +136,7 @@ def without_empty(sizes: Iterable[list[int]]) -> list[list[int]]:
 def test_one_graph(world: World) -> None:
     for wrap in WRAPPERS:
         for sizes in shard_sizes(world.size):
-            compare(world, wrap, plainly, sizes)
+            compare(world, wrap, uncached, sizes)
 
 
 @on_devices(1, 2, 3, 4)
@@ -147,6 +149,6 @@ def test_gradient_caching(world: World) -> None:
 @on_devices(2, 3)
 def test_a_frozen_tower(world: World) -> None:
     for sizes in shard_sizes(world.size):
-        compare(world, under_ddp, plainly, sizes, frozen=True)
-        compare(world, under_ddp_but_for_the_scale, plainly, sizes, frozen=True)
+        compare(world, under_ddp, uncached, sizes, frozen=True)
+        compare(world, under_ddp_but_for_the_scale, uncached, sizes, frozen=True)
     compare(world, under_ddp, cached, [3] * world.size, frozen=True)

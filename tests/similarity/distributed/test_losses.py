@@ -1,4 +1,4 @@
-"""Every loss over several processes against one process with the whole batch, in float64."""
+"""Each loss on several processes against one process with the whole batch, in float64."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def sig_lip(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     return loss(x, y, scale, bias) + loss(x, y, scale, bias, ids=ids, weights=weights)
 
 
-def sig_lip_taught(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+def sig_lip_soft_labels(group, x, y, scale, own):  # type: ignore[no-untyped-def]
     loss, negatives = losses.SigLipLoss(group=group), own["negatives"]
     teacher = {
         "dist_image_features": negatives[:, :4],
@@ -173,7 +173,7 @@ LOSSES: list[Callable[..., Tensor]] = [
     matryoshka,
     several_modalities,
     sig_lip,
-    sig_lip_taught,
+    sig_lip_soft_labels,
 ]
 
 
@@ -192,7 +192,7 @@ def compare(world: World, sizes: list[int], loss: Callable[..., Any]) -> None:
     whole = [t.clone().requires_grad_() for t in features]
     local = [world.shard(t, sizes).clone().requires_grad_() for t in features]
     mine = {name: world.shard(t, sizes) for name, t in own.items()}
-    # Of shape (1,), as FSDP2 asks for, and used outside the engine as well.
+    # Of shape (1,), which FSDP2 requires; losses use them outside the engine as well.
     scales = [torch.tensor([5.0], dtype=torch.float64, requires_grad=True) for _ in range(2)]
 
     truth = loss("local", *whole, scales[0], own)
@@ -218,7 +218,7 @@ def test_every_loss(world: World) -> None:
 
 
 @on_devices(2, 3)
-def test_a_loss_of_ones_own_that_uses_its_scale_elsewhere(world: World) -> None:
+def test_a_custom_loss_that_uses_its_scale_elsewhere(world: World) -> None:
     from megabatch.similarity import logsumexp, paired
     from megabatch.similarity.distributed.means import global_mean
 
@@ -232,8 +232,8 @@ def test_a_loss_of_ones_own_that_uses_its_scale_elsewhere(world: World) -> None:
 
 
 @on_processes(2)
-def test_wherever_new_tensors_are_made_by_default(world: World) -> None:
-    """`torch.set_default_device`: what tells the ranks' hosts apart stays on the host."""
+def test_another_default_device(world: World) -> None:
+    """Tensors of the handshake stay on the CPU, whatever the default device."""
     features, own = batch(6)
     local = [world.shard(t, [3, 3]).requires_grad_() for t in (*features, own["weights"])]
     scale = torch.tensor(5.0, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Losses of all that an OpenCLIP model returns, its unused bias included, under DDP."""
+"""Losses under DDP, called with all outputs of an OpenCLIP model, its unused bias included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Features = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Model(nn.Module):
-    """Three towers, a scale, and a bias that a softmax does not feel."""
+    """Three towers, a scale, and a bias that cancels in a softmax."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One process's part of what several do; the distributed part is tested where it is built."""
+"""Global means, ids and shared parameters on one process; `test_means` tests several."""
 
 from __future__ import annotations
 

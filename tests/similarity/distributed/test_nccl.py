@@ -1,4 +1,4 @@
-"""What only GPUs have: large shards, CUDA graphs, and ranks that die while NCCL waits."""
+"""Tests on GPUs only: large shards, CUDA graphs, and ranks that die while NCCL waits."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TIMEOUT = 100
 
 
 @on_gpus(2, 3, 4)
-def test_large_shards_by_all_ways(world: World) -> None:
-    """Own columns first and x's gradient last, in one round; in rounds; around the ring."""
+def test_large_shards_by_each_schedule(world: World) -> None:
+    """Gathered at once, with own columns first and x's gradient last; in rounds; the ring."""
     rows, d = gathered.LARGE, 64
     sizes = [rows] * world.size
     x, y = (F.normalize(torch.randn(sum(sizes), d), dim=1).bfloat16() for _ in range(2))
@@ -58,7 +58,7 @@ def test_large_shards_by_all_ways(world: World) -> None:
 
 @on_gpus(2, 3, 4)
 def test_as_cuda_graphs(world: World) -> None:
-    """By torch's own function; the host meets the other ranks when they are captured, not later."""
+    """The handshake takes place when graphs are captured, and not when they are replayed."""
     loss = ClipLoss()
 
     def batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -71,7 +71,8 @@ def test_as_cuda_graphs(world: World) -> None:
         theirs = tuple(map(leaf, mine))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "megabatch.similarity.distributed.comm.agree", lambda *words: pytest.fail("asked")
+                "megabatch.similarity.distributed.comm.agree",
+                lambda *words: pytest.fail("handshake"),
             )
             value = graphed(*mine)
             value.backward()
@@ -81,11 +82,11 @@ def test_as_cuda_graphs(world: World) -> None:
         for a, b in zip(mine, theirs, strict=True):
             assert torch.equal(a.grad, b.grad)
     del graphed, value
-    gc.collect()  # NCCL does not end while there are graphs with its transfers
+    gc.collect()  # NCCL cannot end while graphs hold its transfers
 
 
 def dying(rank: int, size: int, port: int, folder: Path, within: bool) -> None:
-    """Rank 1 dies between two losses, or within the second; rank 0 writes down what it got."""
+    """Rank 1 dies between two losses, or within the second; rank 0 writes its error."""
     os.dup2(os.open(folder / f"stderr {rank}", os.O_WRONLY | os.O_CREAT), 2)
     join(rank, size, port, seconds=TIMEOUT, device="cuda")
     set_abort_on_lost_rank(True)
@@ -112,7 +113,7 @@ def dying(rank: int, size: int, port: int, folder: Path, within: bool) -> None:
 
 
 def after(processes: list[Any], limit: float) -> tuple[float, list[int | None]]:
-    """Seconds until all have ended, at most the limit, and with what."""
+    """Seconds until all have ended, at most the limit, and their exit codes."""
     begin = time.monotonic()
     for process in processes:
         process.join(max(0.0, begin + limit - time.monotonic()))
@@ -138,9 +139,9 @@ def test_a_rank_that_died_is_noticed_by_the_next_loss(tmp_path: Path) -> None:
 
 @two_gpus
 def test_a_gpu_that_waits_for_a_rank_that_died(tmp_path: Path) -> None:
-    """Long before the group's timeout."""
+    """The process ends long before the group's timeout."""
     taken, codes = after(start(2, dying, tmp_path, True, device="cuda"), 60)
     assert codes == [1, -signal.SIGKILL], taken
-    told = (tmp_path / "stderr 0").read_text()
+    written = (tmp_path / "stderr 0").read_text()
     reason = "gathering, rank 0: this GPU waits for rank 1 of the group, which is gone"
-    assert f"CommunicationError: split_logsumexp: {reason}; the process ends" in told
+    assert f"CommunicationError: split_logsumexp: {reason}; the process ends" in written

@@ -1,4 +1,4 @@
-"""Checks of several processes: one that fails is one failure, however it does."""
+"""A check that fails on several processes is one failure, in whichever way it fails."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def is_stopped(world: World) -> None:
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
-    """Those of the session are used to checks that pass."""
+    """Groups of this module alone, so that its failures do not end those of the session."""
     made = Groups(tmp_path_factory.mktemp("groups"))
     yield made
     made.end()
@@ -81,7 +81,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
 
 @pytest.fixture
 def pids(groups: Groups, tmp_path: Path) -> Callable[[], list[str]]:
-    """Runs a check that passes; who ran it."""
+    """Run a check that passes; return the ids of its processes."""
 
     def find() -> list[str]:
         assert groups.failures(passes, 2, "cpu", tmp_path) == []
@@ -95,7 +95,7 @@ def test_one_group_serves_many_checks(pids: Callable[[], list[str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("check", "rank", "told"),
+    ("check", "rank", "reported"),
     [
         (raises, 1, ["KeyError: 'an error of its own'", "in raises"]),
         (does_not_hold, None, ["assert world.size == 7"]),
@@ -111,14 +111,14 @@ def test_one_failure_is_one_failure(
     tmp_path: Path,
     check: Check,
     rank: int | None,
-    told: list[str],
+    reported: list[str],
 ) -> None:
     before = pids()
     begun = time.monotonic()
     failures = groups.failures(check, 2, "cpu", tmp_path)
-    assert time.monotonic() - begun < 60  # the other rank waits for this one, but not for long
+    assert time.monotonic() - begun < 60  # the other rank does not wait for long
     assert rank is None or failures[0].startswith(f"rank {rank}: ")
-    assert all(words in failures[0] for words in told), failures[0]
+    assert all(words in failures[0] for words in reported), failures[0]
     after = pids()
     assert not set(before) & set(after)
 
@@ -133,7 +133,7 @@ def test_a_check_that_hangs_is_ended_and_says_where(tmp_path: Path) -> None:
     assert not any(process.is_alive() for process in group.processes)
 
 
-def test_a_process_that_answers_nothing_is_killed(
+def test_a_process_that_does_not_answer_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Group(2, "cpu", tmp_path, limit=2)
@@ -145,7 +145,7 @@ def test_a_process_that_answers_nothing_is_killed(
     assert not any(process.is_alive() for process in group.processes)
 
 
-def test_a_process_that_ends_after_its_check_is_told_with_the_next(tmp_path: Path) -> None:
+def test_a_process_that_ends_after_its_check_fails_the_next(tmp_path: Path) -> None:
     group = Group(2, "cpu", tmp_path)
     assert group.failures(nothing, tmp_path) == []
     group.processes[1].kill()
@@ -158,7 +158,7 @@ def test_a_process_that_ends_after_its_check_is_told_with_the_next(tmp_path: Pat
 def test_an_interrupted_wait_ends_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by Ctrl-C, or when pytest's own time is up."""
+    """Ctrl-C or pytest's own limit interrupts it."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -170,7 +170,7 @@ def test_an_interrupted_wait_ends_the_group(
     assert not any(process.is_alive() for process in group.processes)
 
 
-def test_processes_end_with_whoever_asked_them(tmp_path: Path) -> None:
+def test_processes_end_with_the_test_program(tmp_path: Path) -> None:
     group = Group(2, "cpu", tmp_path)
     assert group.failures(passes, tmp_path) == []
     for connection in group._connections:
@@ -181,13 +181,13 @@ def test_processes_end_with_whoever_asked_them(tmp_path: Path) -> None:
 
 
 @on_processes(2)
-def test_a_check_is_a_test_of_its_own_folder(world: World) -> None:
+def test_a_check_has_a_folder_of_its_own(world: World) -> None:
     (world.folder / str(world.rank)).touch()
     dist.barrier()
     assert sorted(path.name for path in world.folder.iterdir()) == ["0", "1"]
 
 
-def test_what_a_check_finds_is_what_its_test_says(groups: Groups, tmp_path: Path) -> None:
+def test_a_tests_error_is_that_of_its_check(groups: Groups, tmp_path: Path) -> None:
     test = on_processes(2)(does_not_hold)
     with pytest.raises(AssertionError, match=r"rank [01]: (.|\n)*assert world.size == 7"):
         test(2, "cpu", groups, tmp_path)

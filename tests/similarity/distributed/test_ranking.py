@@ -1,4 +1,4 @@
-"""Ranks and best columns over several processes against one process with all columns."""
+"""`ranks` and `topk` on several processes against one process with all columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megabatch.similarity.backends import eager
 from megabatch.similarity.distributed import gathered
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.test_statistics_ring import PIECES
-from tests.similarity.distributed.travel import pieces_of
+from tests.similarity.distributed.transfers import ring_in_pieces_of
 
 D = 5
 
@@ -19,14 +19,14 @@ D = 5
 def test_ranks_and_topk_equal_those_of_one_process(world: World) -> None:
     for sizes in shard_sizes(world.size):
         n = sum(sizes)
-        # Few distinct rows: ties on the same and on other processes.
+        # Few rows are distinct, so that there are ties on the same and on other processes.
         x, y = (torch.randint(-1, 2, (n, D)).double() for _ in range(2))
         target, ids = torch.randint(0, n, (n,)), (torch.randint(-1, 4, (n,)),) * 2
         for piece in PIECES:
             for i in (None, ids):
                 own = None if i is None else tuple(world.shard(t, sizes) for t in i)
                 local = [world.shard(t, sizes) for t in (x, y)]
-                with pieces_of(piece), pytest.MonkeyPatch.context() as patch:
+                with ring_in_pieces_of(piece), pytest.MonkeyPatch.context() as patch:
                     patch.setattr(eager, "block_shape", lambda like, *_: (3, 2))
                     patch.setattr(gathered, "LARGE", 1 if i is None else n)
                     mine = similarity.ranks(*local, world.shard(target, sizes), ids=own)

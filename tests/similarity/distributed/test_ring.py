@@ -1,4 +1,4 @@
-"""The itinerary of the pieces, what travels, and when."""
+"""The ring's schedule: which blocks each rank computes, what it sends, and when."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from megabatch.similarity.distributed.comm import P2PExchange
 from megabatch.similarity.distributed.ranks import Ranks
 from megabatch.similarity.reductions.softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import World, on_processes
-from tests.similarity.distributed.travel import bytes_sent, noting, pieces_of
+from tests.similarity.distributed.transfers import bytes_sent, recorded, ring_in_pieces_of
 
 
 @pytest.mark.parametrize("n", range(1, 10))
-def test_each_pair_of_ranks_meets_once(n: int) -> None:
-    met: dict[str, list[tuple[int, int]]] = {"full": [], "rows": [], "symmetric": []}
+def test_each_pair_of_ranks_is_computed_once(n: int) -> None:
+    blocks: dict[str, list[tuple[int, int]]] = {"full": [], "rows": [], "symmetric": []}
     for rank in range(n):
         for name, route in (("full", schedule.full(n)), ("rows", schedule.rows_only(n))):
-            met[name] += [(rank, (rank - step) % n) for step in range(route.steps)]
+            blocks[name] += [(rank, (rank - step) % n) for step in range(route.steps)]
         route = schedule.symmetric(n)
         for step in range(route.steps):
             owner = (rank - step) % n
-            met["symmetric"].append((rank, owner))
-            if step in route.carried:  # the mirrored block comes with it
-                met["symmetric"].append((owner, rank))
-    everyone = [(i, j) for i in range(n) for j in range(n)]
-    assert all(sorted(pairs) == everyone for pairs in met.values())
+            blocks["symmetric"].append((rank, owner))
+            if step in route.carried:  # it yields the transposed block too
+                blocks["symmetric"].append((owner, rank))
+    all_pairs = [(i, j) for i in range(n) for j in range(n)]
+    assert all(sorted(pairs) == all_pairs for pairs in blocks.values())
     assert schedule.full(n).carried == range(n)
     assert not schedule.rows_only(n).carried
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_piece_of_nothing(size: int) -> None:
+def test_a_piece_of_no_bytes(size: int) -> None:
     with pytest.raises(ValueError, match=f"size: expected at least 1 byte, got {size}"):
         settings.set_piece(size)
 
 
 @pytest.mark.parametrize("size", ["big", 1.5, True])
-def test_a_piece_of_no_size(size: object) -> None:
+def test_a_piece_of_a_wrong_type(size: object) -> None:
     with pytest.raises(TypeError, match="size: expected a number of bytes"):
         settings.set_piece(size)  # type: ignore[arg-type]
 
@@ -49,25 +49,25 @@ def test_rows_of_a_piece() -> None:
     assert ring.chunk_rows(torch.empty(0, 768, dtype=torch.bfloat16)) == 32768
     assert ring.chunk_rows(torch.empty(0, 1024, dtype=torch.bfloat16)) == 16384
     assert ring.chunk_rows(torch.empty(0, 1024, dtype=torch.float64)) == 6144
-    with pieces_of(1):
+    with ring_in_pieces_of(1):
         assert ring.chunk_rows(torch.empty(0, 768)) == 1
 
 
 @on_processes(3)
-def test_what_travels(world: World) -> None:
-    """Features 2 d bytes a row; states 8 or 24, pulls 8 or 20, gradients 4 d."""
+def test_bytes_sent(world: World) -> None:
+    """Bytes per row: features 2 d, states 8 or 24, upstream 8 or 20, gradients 4 d."""
     rows, d = 7, 10
     features, gradient, ids = rows * d * 2, rows * d * 4, rows * 8
     x, y = (torch.randn(rows, d).bfloat16().requires_grad_() for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch, pieces_of(1 << 20):
+    with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(1 << 20):
         sent = bytes_sent(patch)
         a, b = similarity.logsumexp(x, y)
         state = rows * 8
         assert sent == [features, features + state, state, state]
         sent.clear()
         (a.sum() + b.sum()).backward()
-        pull = rows * 8
-        assert sent == [features + pull, features + pull + gradient, gradient, gradient]
+        upstream = rows * 8
+        assert sent == [features + upstream, features + upstream + gradient, gradient, gradient]
         sent.clear()
         numbers = torch.arange(rows)
         r, c = similarity.split_logsumexp(x, y, ids=(numbers, numbers))
@@ -75,29 +75,29 @@ def test_what_travels(world: World) -> None:
         assert sent == [features + ids, features + ids + state, state, state]
         sent.clear()
         (r.negative.sum() + c.positive.sum()).backward()
-        pull = ids + rows * 20
-        assert sent == [features + pull, features + pull + gradient, gradient, gradient]
+        upstream = ids + rows * 20
+        assert sent == [features + upstream, features + upstream + gradient, gradient, gradient]
         sent.clear()
         similarity.logsumexp(x, y, sides="rows")[0].sum().backward()
         assert sent == [features] * 2 + [features, features + gradient, gradient, gradient]
         sent.clear()
         similarity.split_logsumexp(x)[0].negative.sum().backward()
         state = rows * 8
-        assert sent == [features, state, features + pull - ids - rows * 12, gradient]
+        assert sent == [features, state, features + upstream - ids - rows * 12, gradient]
 
 
 @on_processes(2)
-def test_transfers_begin_before_the_computation_and_are_waited_for_after_it(world: World) -> None:
+def test_transfers_overlap_the_computation(world: World) -> None:
     x = torch.randn(3, 4)
     for overlap in (True, False):
         events: list[str] = []
-        with pytest.MonkeyPatch.context() as patch, pieces_of(1 << 20):
+        with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(1 << 20):
             for owner, name in (
                 (P2PExchange, "start"),
                 (P2PExchange, "wait"),
                 (SoftmaxTiles, "forward"),
             ):
-                patch.setattr(owner, name, noting(events, name, getattr(owner, name)))
+                patch.setattr(owner, name, recorded(events, name, getattr(owner, name)))
             before = settings.set_overlap(overlap)
             similarity.logsumexp(x, x, sides="rows")
             settings.set_overlap(before)
@@ -106,7 +106,7 @@ def test_transfers_begin_before_the_computation_and_are_waited_for_after_it(worl
 
 
 @pytest.mark.parametrize("size", [0, 5, None])
-def test_what_is_gathered_is_bounded(size: int | None) -> None:
+def test_the_bound_of_gathering(size: int | None) -> None:
     before = settings.set_gather(size)
     assert settings.set_gather(before) == (settings.DEFAULT_GATHER if size is None else size)
     for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
@@ -142,7 +142,7 @@ def test_rounds_are_even() -> None:
 
 
 @on_processes(2)
-def test_every_transfer_that_a_gpu_waits_for_is_told_to_its_watch(world: World) -> None:
+def test_the_watchdog_is_told_of_every_transfer(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     scale = torch.tensor(2.0, requires_grad=True)
     other, me = 1 - world.rank, f"rank {world.rank}"
@@ -173,17 +173,19 @@ def test_every_transfer_that_a_gpu_waits_for_is_told_to_its_watch(world: World) 
             ],
         ),
     ):
-        told: list[str] = []
+        noted: list[str] = []
         before = settings.set_gather(bound)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(control, "note", lambda group, like, what, told=told: told.append(what))
+            patch.setattr(
+                control, "note", lambda group, like, what, noted=noted: noted.append(what)
+            )
             sum(map(torch.sum, similarity.logsumexp(x, y, scale))).backward()
         settings.set_gather(before)
-        assert told == expected
+        assert noted == expected
 
 
 @on_processes(3)
-def test_large_unequal_and_symmetric_shards_go_around_the_ring(world: World) -> None:
+def test_large_unequal_and_symmetric_shards_use_the_ring(world: World) -> None:
     x = torch.randn(7, 10)
     uneven = torch.randn(6 + (world.rank > 0), 10)
     before = settings.set_gather(3 * x.nbytes - 1)
@@ -199,7 +201,7 @@ def test_large_unequal_and_symmetric_shards_go_around_the_ring(world: World) -> 
 
 
 @on_processes(2)
-def test_the_same_bound_on_all_ranks(world: World) -> None:
+def test_ranks_whose_bounds_differ(world: World) -> None:
     x = torch.randn(3, 4)
     before = settings.set_gather(100 + world.rank)
     with pytest.raises(ValueError, match=r"gathered up to 100 bytes.*gathered up to 101 bytes"):
@@ -208,7 +210,7 @@ def test_the_same_bound_on_all_ranks(world: World) -> None:
 
 
 @on_processes(2, 4)
-def test_one_handshake_a_loss(world: World) -> None:
+def test_one_handshake_per_loss(world: World) -> None:
     from megabatch import ClipLoss, SigLipLoss
 
     agree, calls = comm.agree, []

@@ -1,4 +1,4 @@
-"""Settings over several processes: fixed when a call is made, and the same on all ranks."""
+"""Settings on several processes are fixed when a call is made; some must agree on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def close(ours: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
 
 @on_processes(2)
 def test_a_setting_changed_before_the_backward_pass(world: World) -> None:
-    """On all ranks, and on one of them alone: the transfers are those of the forward pass."""
+    """Changed on all ranks, or on one: transfers are those of the forward pass."""
     for loss in LOSSES.values():
         truth = gradients(loss, leaves(torch.float64, 100, world.rank), nullcontext())
         for change in CHANGES.values():
@@ -40,14 +40,18 @@ def test_a_setting_changed_before_a_compiled_backward_pass(world: World) -> None
 
 @on_processes(2)
 def test_ranks_whose_settings_differ(world: World) -> None:
-    """Where they have to agree each is told so before the first transfer."""
+    """Settings that must agree raise an error on every rank before the first transfer."""
     x, y, scale = leaves(torch.float32)
-    told = {"piece": "pieces of", "no gather": "gathered up to 0 bytes", "overlap": "one by one"}
-    told |= {"gather, smaller": "gathered up to 65536 bytes", "precision": "products: bf16"}
-    for change, words in told.items():
+    reported = {
+        "piece": "pieces of",
+        "no gather": "gathered up to 0 bytes",
+        "overlap": "one by one",
+    }
+    reported |= {"gather, smaller": "gathered up to 65536 bytes", "precision": "products: bf16"}
+    for change, words in reported.items():
         for call in (
             lambda: LOSSES["softmax"](x, y, scale),
-            lambda: LOSSES["mirrored"](x, y, scale),
+            lambda: LOSSES["self-similarity"](x, y, scale),
             lambda: LOSSES["sigmoid"](x, y, scale),
             lambda: similarity.topk(x, y, 3),
         ):
@@ -60,7 +64,7 @@ def test_ranks_whose_settings_differ(world: World) -> None:
 
 @on_processes(2)
 def test_ranks_with_workspaces_of_their_own(world: World) -> None:
-    """Each blocks its own part of the matrix."""
+    """Workspaces may differ: each rank divides its own part of the matrix into blocks."""
     for loss in LOSSES.values():
         truth = gradients(loss, leaves(torch.float64, 100, world.rank), nullcontext())
         before = similarity.set_workspace(None if world.rank else 64 << 10)

@@ -1,4 +1,4 @@
-"""The sigmoid loss's sum over several processes against one process with everything, in float64."""
+"""The sigmoid loss's sum on several processes against one with all rows, in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megabatch import losses
 from megabatch.similarity import backends, softplus_sum
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.test_statistics_ring import PIECES, leaf, some_ids
-from tests.similarity.distributed.travel import bytes_sent, in_rounds, pieces_of
+from tests.similarity.distributed.transfers import bytes_sent, gathered_in_rounds, ring_in_pieces_of
 
 D = 5
 ALL = (True, True, True, True)
@@ -51,10 +51,10 @@ def compare(
 
 
 @on_devices(2, 4)
-def test_gathering_in_rounds(world: World) -> None:
+def test_gathering_gathered_in_rounds(world: World) -> None:
     sizes = [7] * world.size
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-    with in_rounds(world.size * 3 * D * 8):
+    with gathered_in_rounds(world.size * 3 * D * 8):
         compare(world, sizes, sizes)
         compare(world, sizes, sizes, ids=ids, needs=(True, False, True, True))
 
@@ -65,7 +65,7 @@ def test_sums_and_gradients(world: World) -> None:
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
         weight = torch.rand(sum(sizes), dtype=torch.float64)
         for piece in PIECES:
-            with pieces_of(piece):
+            with ring_in_pieces_of(piece):
                 compare(world, sizes, sizes)
                 compare(world, sizes, sizes, ids, weight)
 
@@ -93,7 +93,7 @@ def test_processes_that_use_the_sum_differently_get_nan(world: World) -> None:
 
 @on_devices(2)
 def test_one_process_without_any_weight(world: World) -> None:
-    """Its rows count nothing, but its columns do for the other process."""
+    """Its rows do not count, but its columns are negatives of the other process's rows."""
     x, y = (torch.randn(6, D, dtype=torch.float64) for _ in range(2))
     weights = torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0, 3.0])
     whole, local = leaf(y), leaf(world.shard(y, [3, 3]))
@@ -104,14 +104,14 @@ def test_one_process_without_any_weight(world: World) -> None:
 
 
 @on_devices(3)
-def test_what_travels(world: World) -> None:
-    """Features 2 d bytes a row, gradients 4 d; for the kernels both are padded to a width of 16."""
+def test_bytes_sent(world: World) -> None:
+    """Bytes per row: features 2 d, gradients 4 d; for the kernels both are padded to d = 16."""
     pytest.importorskip("triton")
     rows, d = 7, 10
     for fused, width in ((False, d), (True, 16)):
         features, gradient = rows * width * 2, rows * width * 4
         x, y = (torch.randn(rows, d).bfloat16().requires_grad_() for _ in range(2))
-        with pytest.MonkeyPatch.context() as patch, pieces_of(1 << 20):
+        with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(1 << 20):
             patch.setattr(backends, "uses_kernels", lambda x, fused=fused: fused)
             sent = bytes_sent(patch)
             value = softplus_sum(x, y, 1.0, 0.0)

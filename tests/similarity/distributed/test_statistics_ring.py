@@ -1,4 +1,4 @@
-"""Log-sum-exps over several processes against the dense matrix of one, in float64."""
+"""Log-sum-exps on several processes against the dense matrix of one, in float64."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megabatch.similarity import dense, settings
 from megabatch.similarity.distributed import gathered
 from megabatch.similarity.functions import split_and_count
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
-from tests.similarity.distributed.travel import in_rounds, pieces_of
+from tests.similarity.distributed.transfers import gathered_in_rounds, ring_in_pieces_of
 
 D = 5
-#: what travels: all shards at once, where they are of one size; whole shards; pieces of two rows
+#: bytes of a ring's piece; None: gather if shards have one size; then whole shards, and two rows
 PIECES = (None, 1 << 20, 2 * D * 8)
 
 Sides = Sequence["similarity.Split | None"]
@@ -49,7 +49,7 @@ def compare(
     sides: str = "both",
     needs: tuple[bool, bool, bool] = (True, True, True),
 ) -> None:
-    """Results and gradients on shards against those of everything; no column sizes: y=None."""
+    """Compare results and gradients of shards with the whole batch's; no column sizes: y=None."""
     sizes = [row_sizes, column_sizes or row_sizes]
     features = [
         torch.randn(sum(s), D, dtype=torch.float64) for s in sizes[: 2 if column_sizes else 1]
@@ -63,7 +63,7 @@ def compare(
     own_ids, own_ceiling = ids, ceiling
     if not isinstance(ids, str):
         own_ids = tuple(world.shard(i, s) for i, s in zip(ids, sizes, strict=True))
-    if ids == "paired" and not column_sizes:  # the truth drops the diagonal itself
+    if ids == "paired" and not column_sizes:  # the dense function drops the diagonal itself
         ids = (torch.full((sum(row_sizes),), -1),) * 2
     if ceiling is not None:
         own_ceiling = world.shard(ceiling, row_sizes)
@@ -103,13 +103,13 @@ def compare(
             assert a.grad is None
         else:
             torch.testing.assert_close(a.grad, world.shard(b.grad, s), rtol=0, atol=1e-11)
-    if needs[2]:  # on each process the mean of all processes' parts
+    if needs[2]:  # each process gets the mean over all processes
         mean = scales[0].grad / world.size
         torch.testing.assert_close(scales[1].grad, mean, rtol=0, atol=1e-11)
 
 
 def some_ids(n: int) -> Tensor:
-    """Few values, so that ids recur on other processes; some negative."""
+    """Few distinct ids, so that they recur on other processes; some are negative."""
     return torch.randint(-1, 4, (n,))
 
 
@@ -117,7 +117,7 @@ def some_ids(n: int) -> Tensor:
 def test_paired(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for piece in PIECES:
-            with pieces_of(piece):
+            with ring_in_pieces_of(piece):
                 compare(world, sizes, sizes)
 
 
@@ -126,7 +126,7 @@ def test_ids_across_processes(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for piece in PIECES:
             ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-            with pieces_of(piece):
+            with ring_in_pieces_of(piece):
                 compare(world, sizes, sizes, ids=ids)
                 compare(world, sizes, sizes, ids=ids, sides="rows")
 
@@ -136,7 +136,7 @@ def test_x_against_itself(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for piece in PIECES:
             ids = some_ids(sum(sizes))
-            with pieces_of(piece):
+            with ring_in_pieces_of(piece):
                 compare(world, sizes)
                 compare(world, sizes, ids=(ids, ids))
 
@@ -157,19 +157,19 @@ def test_a_ceiling_belongs_to_its_row(world: World) -> None:
 
 
 @on_devices(2, 3)
-def test_a_guides_columns_travel(world: World) -> None:
+def test_a_guide(world: World) -> None:
     for sizes in shard_sizes(world.size):
         ceiling = torch.randn(sum(sizes), dtype=torch.float64)
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
         for piece in PIECES:
-            with pieces_of(piece):
+            with ring_in_pieces_of(piece):
                 compare(world, sizes, sizes, ids=ids, ceiling=ceiling, guided=True)
         compare(world, sizes, sizes, ceiling=ceiling, guided=True, sides="rows")
         compare(world, sizes, ceiling=ceiling, guided=True)
 
 
 @on_devices(2)
-def test_a_guide_of_one_process_alone_is_an_error_on_every_process(world: World) -> None:
+def test_guides_that_differ_are_an_error_on_every_process(world: World) -> None:
     x, guide = torch.randn(3, D), torch.randn(3, 2 + world.rank)
     with pytest.raises(ValueError, match=r"rank 0: .*guide: width 2, float32.*guide: width 3"):
         similarity.split_logsumexp(x, x, ceiling=torch.zeros(3), guide=(guide, guide))
@@ -220,13 +220,13 @@ def test_logsumexp_without_overlap(world: World) -> None:
 
 
 @on_devices(2, 3, 4)
-def test_gathering_in_rounds(world: World) -> None:
+def test_gathering_gathered_in_rounds(world: World) -> None:
     for size in (5, 8):
         sizes = [size] * world.size
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
         for overlap in (True, False):
             before = settings.set_overlap(overlap)
-            with in_rounds(world.size * 3 * D * 8):
+            with gathered_in_rounds(world.size * 3 * D * 8):
                 compare(world, sizes, sizes)
                 compare(world, sizes, sizes, ids=ids)
                 compare(world, [3] * world.size, sizes, ids=(some_ids(3 * world.size), ids[1]))
@@ -236,7 +236,7 @@ def test_gathering_in_rounds(world: World) -> None:
 
 
 @on_devices(2, 3)
-def test_own_columns_before_the_others_arrive(world: World) -> None:
+def test_own_columns_first(world: World) -> None:
     sizes, rows = [5] * world.size, [4] * world.size
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
     with pytest.MonkeyPatch.context() as patch:
@@ -263,7 +263,7 @@ def test_the_number_of_rows_of_all_processes(world: World) -> None:
 
 @on_devices(2, 3)
 def test_upstream_gradients_that_only_one_process_has(world: World) -> None:
-    """A process whose loss used one side, or nothing, still serves the others."""
+    """A process whose loss used one side or none still takes part in the backward pass."""
     sizes = [4] * world.size
     x, y = (torch.randn(sum(sizes), D, dtype=torch.float64) for _ in range(2))
     whole, local = [leaf(x), leaf(y)], [leaf(world.shard(t, sizes)) for t in (x, y)]
@@ -277,8 +277,8 @@ def test_upstream_gradients_that_only_one_process_has(world: World) -> None:
 
 
 @on_devices(3)
-def test_several_rings_alive(world: World) -> None:
-    """Two of everyone, one of a group of two, one of this process alone; backwards in reverse."""
+def test_graphs_of_several_groups_at_once(world: World) -> None:
+    """Two calls of all ranks, one of two ranks and one local; backward passes in reverse order."""
     pair = dist.new_group([0, 2])
     sizes = [3, 4, 2]
     x, y = (torch.randn(9, D, dtype=torch.float64) for _ in range(2))
@@ -310,7 +310,7 @@ def test_several_rings_alive(world: World) -> None:
 
 @on_devices(2, 3)
 def test_half_precision(world: World) -> None:
-    """float16 needs one range for all ranks' gradients, which come in very different sizes."""
+    """Ranks agree on the scaling of float16 gradients, whose sizes differ."""
     sizes = [7, 12, 5][: world.size]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         x, y = (F.normalize(torch.randn(sum(sizes), 32), dim=1).to(dtype) for _ in range(2))
@@ -329,7 +329,7 @@ def test_half_precision(world: World) -> None:
 
 
 @on_devices(2)
-def test_autocast_decides_what_travels(world: World) -> None:
+def test_autocast_casts_before_transfers(world: World) -> None:
     x, y = (torch.randn(4, D) for _ in range(2))
     with torch.autocast(world.device, torch.bfloat16):
         rows, _ = similarity.logsumexp(x, y)

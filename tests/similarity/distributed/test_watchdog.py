@@ -1,4 +1,4 @@
-"""What becomes of a transfer whose rank is gone; a GPU's events are made up."""
+"""The watchdog reports transfers from a lost rank; a GPU's events are simulated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRACE = 0.1
 
 
 class Event:
-    """As torch.cuda.Event; what comes to its end does so for all."""
+    """A stand-in for torch.cuda.Event; all events finish together."""
 
     finished = False
 
@@ -34,140 +34,142 @@ class Event:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Filled with what would be reported."""
-    why: list[str] = []
+def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A list that receives the reports."""
+    found: list[str] = []
     monkeypatch.setattr(watchdog, "GRACE", GRACE)
-    monkeypatch.setattr(watchdog, "report", why.append)
+    monkeypatch.setattr(watchdog, "report", found.append)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Event, "finished", False)
     before = set(threading.enumerate())
-    yield why
+    yield found
     gc.collect()
     until = time.monotonic() + 20
     while set(threading.enumerate()) - before and time.monotonic() < until:
         time.sleep(0.01)
-    assert not set(threading.enumerate()) - before  # a watch ends with its line
+    assert not set(threading.enumerate()) - before  # a watchdog ends with its channel
 
 
 def pair() -> tuple[SocketChannel, socket.socket]:
-    """Rank 0's line to rank 1, and rank 1's end of it."""
+    """Rank 0's channel to rank 1, and rank 1's socket."""
     mine, theirs = socket.socketpair()
     return SocketChannel([None, mine], timedelta(seconds=5)), theirs
 
 
-def wait_for(told: list[str]) -> list[str]:
+def wait_for(reports: list[str]) -> list[str]:
     until = time.monotonic() + 20
-    while not told and time.monotonic() < until:
+    while not reports and time.monotonic() < until:
         time.sleep(0.01)
-    return told
+    return reports
 
 
-def stays(told: list[str]) -> bool:
+def stays_empty(reports: list[str]) -> bool:
     time.sleep(5 * GRACE)
-    return not told
+    return not reports
 
 
-def test_a_transfer_that_waits_for_a_rank_that_is_gone(told: list[str]) -> None:
-    line, theirs = pair()
-    line.watch.note("logsumexp: gathering, rank 0")
-    line.watch.note("logsumexp: later, rank 0")
-    assert stays(told)  # while it is there
+def test_a_transfer_that_waits_for_a_rank_that_is_gone(reports: list[str]) -> None:
+    channel, theirs = pair()
+    channel.watch.note("logsumexp: gathering, rank 0")
+    channel.watch.note("logsumexp: later, rank 0")
+    assert stays_empty(reports)  # while rank 1 is alive
     theirs.close()
     expected = "logsumexp: gathering, rank 0: this GPU waits for rank 1 of the group, which is gone"
-    assert wait_for(told) == [expected]
+    assert wait_for(reports) == [expected]
 
 
-def test_a_transfer_that_is_given_out_after_a_rank_went(told: list[str]) -> None:
-    line, theirs = pair()
+def test_a_transfer_launched_after_a_rank_is_lost(reports: list[str]) -> None:
+    channel, theirs = pair()
     Event.finished = True
-    line.watch.note("one")
+    channel.watch.note("one")
     theirs.close()
-    assert stays(told)  # what is over needs nobody
+    assert stays_empty(reports)  # a finished transfer needs no other rank
     Event.finished = False
-    line.watch.note("two")
-    assert wait_for(told)
+    channel.watch.note("two")
+    assert wait_for(reports)
 
 
-def test_a_rank_that_takes_its_leave(told: list[str]) -> None:
-    line, theirs = pair()
-    line.watch.note("one")
+def test_a_rank_that_says_farewell(reports: list[str]) -> None:
+    channel, theirs = pair()
+    channel.watch.note("one")
     theirs.sendall(b"the last call's words" + FAREWELL)
     theirs.close()
-    assert stays(told)
+    assert stays_empty(reports)
 
 
-def test_a_line_takes_its_leave_with_its_group(told: list[str]) -> None:
-    line, theirs = pair()
-    line.watch.note("one")
-    del line
+def test_a_channel_says_farewell_when_its_group_ends(reports: list[str]) -> None:
+    channel, theirs = pair()
+    channel.watch.note("one")
+    del channel
     gc.collect()
     assert theirs.recv(100) == FAREWELL
     assert theirs.recv(100) == b""
-    assert stays(told)
+    assert stays_empty(reports)
 
 
-def test_no_farewell_where_an_error_is_on_its_way(told: list[str]) -> None:
-    line, theirs = pair()
+def test_no_farewell_while_an_error_propagates(reports: list[str]) -> None:
+    channel, theirs = pair()
     try:
         raise KeyError
     except KeyError:
-        line.watch.end()
+        channel.watch.end()
     assert theirs.recv(100) == b""
 
 
-def test_a_copy_of_the_process_leaves_the_line_alone(told: list[str]) -> None:
-    line, theirs = pair()
+def test_a_forked_process_leaves_the_channel_open(reports: list[str]) -> None:
+    channel, theirs = pair()
     if (child := os.fork()) == 0:
-        line.watch.end()
+        channel.watch.end()
         os._exit(0)
     os.waitpid(child, 0)
     theirs.sendall(b"words")
-    peer = line.peers[1]
+    peer = channel.peers[1]
     assert peer is not None
     assert peer.recv(100) == b"words"
     peer.sendall(b"answer")
     assert theirs.recv(100) == b"answer"
 
 
-def test_not_of_a_graph_that_is_captured(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    line, theirs = pair()
+def test_captured_transfers_are_not_watched(
+    reports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, theirs = pair()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    line.watch.note("one")
+    channel.watch.note("one")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     theirs.close()
-    assert stays(told)
+    assert stays_empty(reports)
 
 
-def test_the_latest_are_remembered(told: list[str]) -> None:
-    line, theirs = pair()
+def test_only_the_latest_transfers_are_remembered(reports: list[str]) -> None:
+    channel, theirs = pair()
     for number in range(REMEMBERED + 3):
-        line.watch.note(str(number))
+        channel.watch.note(str(number))
     theirs.close()
-    assert wait_for(told)[0].startswith("3: ")
+    assert wait_for(reports)[0].startswith("3: ")
 
 
-def test_one_report_however_many_ranks_are_gone(told: list[str]) -> None:
+def test_one_report_for_several_lost_ranks(reports: list[str]) -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    line = SocketChannel([None, *(mine for mine, _ in pairs)], timedelta(seconds=5))
-    line.watch.note("one")
+    channel = SocketChannel([None, *(mine for mine, _ in pairs)], timedelta(seconds=5))
+    channel.watch.note("one")
     for _, theirs in pairs:
         theirs.close()
-    assert wait_for(told)
-    assert stays(told[1:])
+    assert wait_for(reports)
+    assert stays_empty(reports[1:])
 
 
 def run(program: str, **environ: str) -> tuple[int, str]:
-    """Exit code and words of a process of its own."""
+    """Run a program in a process of its own; return its exit code and megabatch's message."""
     words = ["-c", f"from megabatch.similarity.distributed import watchdog\n{program}"]
     done = programs.run(words, os.environ | environ)
     assert "Traceback" not in done.stderr, done.stderr
-    words = [line for line in done.stderr.splitlines() if line.startswith("megabatch")]
+    words = [channel for channel in done.stderr.splitlines() if channel.startswith("megabatch")]
     return done.returncode, "".join(words).removeprefix("megabatch: CommunicationError: ")
 
 
-def test_the_process_is_left_alone_unless_it_was_asked_to_end() -> None:
+def test_the_process_goes_on_unless_it_was_asked_to_end() -> None:
     later = "torch's watchdog acts when the group's timeout is over"
     assert run("watchdog.report('why')\nexit(7)") == (7, f"why; {later}")
     switched = "assert watchdog.set_abort_on_lost_rank(True) is False\n"

@@ -1,6 +1,6 @@
-"""Compiles kernels for GPUs that need not be here; prints what each takes.
+"""Compile kernels for GPUs that this machine need not have; print the resources that each takes.
 
-A process of its own: where the interpreter runs kernels, they cannot be compiled.
+This is a program of its own: a process in which the interpreter runs kernels cannot compile them.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     features |= dict.fromkeys(("x", "y", "teacher_x", "teacher_y", "guide_x", "guide_y"), box)
     features |= dict.fromkeys(("features", "deferred"), f"*{dtype}")
     features["out"] = "*fp32" if kernel is ranking.scores else f"*{dtype}"
-    kinds = features | POINTERS | (STACKS if name.startswith("pairs") else {})
-    kinds |= PARTIALS if name.startswith("targets") else {}
-    kinds |= dict.fromkeys(constants, "constexpr")
-    signature = {key: kinds.get(key, "i32") for key in names}
+    types = features | POINTERS | (STACKS if name.startswith("pairs") else {})
+    types |= PARTIALS if name.startswith("targets") else {}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {key: types.get(key, "i32") for key in names}
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, key in enumerate(names)
@@ -114,7 +114,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     made = triton.compile(
         ASTSource(fn=kernel.jitted, signature=signature, constexprs=places, attrs=attributes),
         target=GPUTarget("cuda", capability, 32),
-        # As `configs` has it for a generation.
+        # The defaults of `configs` for this generation.
         options={"num_warps": warps, "num_stages": 3}
         if capability == 90
         else {"num_warps": max(warps, 8), "num_stages": 2},
@@ -130,9 +130,9 @@ def registers(binary: bytes) -> dict[str, int]:
         file.write(binary)
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
-    assert found is not None, said
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found is not None, printed
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 

@@ -1,4 +1,4 @@
-"""What Triton's interpreter cannot tell: that kernels compile, and with what they make do."""
+"""Kernels compile, and their registers and shared memory stay within bounds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SOFTMAX += (
     "clip, ds@80",
     "clip, ds, half@80",
 )
-#: Bytes of shared memory of a multiprocessor (an H100's), and what each program takes beside.
-SHARED, BESIDE = 228 << 10, 1 << 10
+#: Bytes of shared memory of a multiprocessor of an H100, and those reserved for each program.
+SHARED, RESERVED = 228 << 10, 1 << 10
 
 
 def compiled(kernels: tuple[str, ...]) -> dict[str, dict[str, int]]:
@@ -43,15 +43,15 @@ def compiled(kernels: tuple[str, ...]) -> dict[str, dict[str, int]]:
 def test_the_sigmoid_kernels() -> None:
     found = compiled(SIGMOID)
     for name in ("sigmoid@90", "sigmoid, ids@90"):  # two programs share a multiprocessor
-        assert 2 * (found[name]["shared"] + BESIDE) <= SHARED, found
+        assert 2 * (found[name]["shared"] + RESERVED) <= SHARED, found
         assert found[name].get("stack", 0) <= 64, found  # bytes of spilled registers
-    assert found["sigmoid, masked@90"]["shared"] + BESIDE <= SHARED
+    assert found["sigmoid, masked@90"]["shared"] + RESERVED <= SHARED
 
 
 def test_the_ranks_kernel() -> None:
     found = compiled(("find@90", "count@90", "count, ids@90", "count@80", "scores@90", "scores@80"))
     for name, taken in found.items():
-        assert 2 * (taken["shared"] + BESIDE) <= (SHARED if name.endswith("90") else 164 << 10)
+        assert 2 * (taken["shared"] + RESERVED) <= (SHARED if name.endswith("90") else 164 << 10)
         assert taken.get("stack", 0) <= (64 if name.endswith("90") else 512), found
 
 
@@ -60,7 +60,7 @@ def test_the_softmax_kernels() -> None:
     for name in SOFTMAX:
         limit = SHARED if name.endswith("90") else 164 << 10
         programs = 2 if name.startswith("clip") else 1  # share a multiprocessor
-        assert programs * (found[name]["shared"] + BESIDE) <= limit, found
+        assert programs * (found[name]["shared"] + RESERVED) <= limit, found
         if name.startswith("clip"):  # bytes of spilled registers; 4 warps on sm_80: 544 to 912
             assert found[name].get("stack", 0) <= (64 if name.endswith("90") else 256), found
 

@@ -1,4 +1,4 @@
-"""The fused kernels among the rest of PyTorch; all on a GPU."""
+"""The fused kernels under torch.compile, CUDA graphs, streams and autocast; all on a GPU."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_a_compiled_step_has_no_graph_break_and_the_same_gradients() -> None:
     compiled = torch.compile(lambda *a: loss(*a), fullgraph=True)
     ours, truth = gradients(compiled, inputs), gradients(loss, inputs)
     assert_equal(ours[::3], truth[::3], 1e-5)  # the loss, the scale's gradient: float32
-    # What torch.compile makes of the pairs' losses differs in float32's last bits: a feature's
-    # gradient may be rounded to the neighbour in bfloat16.
+    # torch.compile's code for the pairs' losses differs in float32's last bits, so a gradient may
+    # be rounded to the next number in bfloat16.
     assert_equal(ours[1:3], truth[1:3], 2**-7)
 
 
-def test_operators_are_registered_in_full() -> None:
+def test_opcheck() -> None:
     x, y, scale = make(300)
     ids = torch.arange(300, device="cuda") % 50
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -87,25 +87,25 @@ def test_a_cuda_graph_replays_forward_and_backward() -> None:
     with torch.cuda.graph(graph):
         value = loss(*static)
         value.backward()
-    fresh = make()
+    replayed = make()
     with torch.no_grad():
-        for t, new in zip(static, fresh, strict=True):
-            t.copy_(new)
+        for t, other in zip(static, replayed, strict=True):
+            t.copy_(other)
     graph.replay()
-    assert_equal([value.detach(), *(t.grad for t in static)], gradients(loss, fresh))
+    assert_equal([value.detach(), *(t.grad for t in static)], gradients(loss, replayed))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_device_that_is_not_the_current_one() -> None:
     x, y, scale = make()
-    away = [t.detach().to("cuda:1") for t in (x, y, scale)]
+    elsewhere = [t.detach().to("cuda:1") for t in (x, y, scale)]
     for loss in (mb.ClipLoss(), lambda *a: mb.SigLipLoss()(*a, -10.0)):
         here = gradients(loss, [x, y, scale])
-        assert_equal([t.cpu() for t in gradients(loss, away)], [t.cpu() for t in here])
+        assert_equal([t.cpu() for t in gradients(loss, elsewhere)], [t.cpu() for t in here])
     target = torch.arange(len(x), device="cuda")
     for name, more in (("ranks", target), ("topk", 5)):
         function = getattr(similarity, name)
-        there = function(*away[:2], more if name == "topk" else target.to("cuda:1"))
+        there = function(*elsewhere[:2], more if name == "topk" else target.to("cuda:1"))
         for a, b in zip(there, function(x, y, more), strict=True):
             assert torch.equal(a.cpu(), b.cpu())
 
@@ -120,7 +120,7 @@ def test_another_stream() -> None:
     assert_equal(ours, truth)
 
 
-def test_autocast_takes_features_as_a_product_would() -> None:
+def test_autocast_casts_features_as_it_does_for_a_product() -> None:
     x, y, scale = make(dtype=torch.float32)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         ours = gradients(mb.ClipLoss(), [x, y, scale])

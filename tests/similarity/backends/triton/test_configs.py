@@ -24,7 +24,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Features:
-    """What of a tensor on a GPU is looked at."""
+    """The attributes of a GPU tensor that `configs` reads."""
 
     is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda", 0)
 
@@ -46,7 +46,7 @@ def _on_some_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_on_some_gpu")
-def test_what_was_tuned_comes_first_and_for_its_own_case_only() -> None:
+def test_a_tuned_config_takes_precedence_for_its_own_key_only() -> None:
     x = Features(10_000, 768)
     packaged = configs.forward_config(x)  # type: ignore[arg-type]
     assert packaged != BEST
@@ -58,13 +58,13 @@ def test_what_was_tuned_comes_first_and_for_its_own_case_only() -> None:
     assert configs.backward_config(x) == configs.packaged_backward(x)  # type: ignore[arg-type]
 
 
-def test_on_the_cpu_nothing_was_tuned() -> None:
+def test_cpu_tensors_have_no_tuned_config() -> None:
     configs.write(configs.path(), {KEY: BEST})
     x = torch.empty(10_000, 768, dtype=torch.bfloat16)
     assert configs.forward_config(x) == configs.packaged_forward(x)
 
 
-def test_a_launch_that_is_tried_comes_before_all() -> None:
+def test_a_config_on_trial_takes_precedence() -> None:
     x = torch.empty(10, 768)
     before = configs.forward_config(x), configs.backward_config(x)
     with configs.trying({"forward": BEST}):
@@ -81,7 +81,7 @@ def test_entries_are_added_and_replaced() -> None:
     assert [path.name for path in configs.path().parent.iterdir()] == ["kernels.json"]
 
 
-def test_no_file_is_nothing() -> None:
+def test_no_file_is_an_empty_table() -> None:
     assert configs.read(configs.path()) == {}
 
 
@@ -98,14 +98,14 @@ def test_no_file_is_nothing() -> None:
         ('{"format": 1, "kernels": [{"config": {}}]}', "KeyError: 'kernel'"),
     ],
 )
-def test_a_file_that_cannot_be_understood_is_left_aside(text: str, reason: str) -> None:
+def test_an_unreadable_file_is_ignored_with_a_warning(text: str, reason: str) -> None:
     configs.path().write_text(text)
     with pytest.warns(UserWarning, match="tuned kernels are not used") as caught:
         assert configs.read(configs.path()) == {}
     assert reason in str(caught[0].message)
 
 
-def test_the_file_is_json_with_all_that_a_launch_is_for() -> None:
+def test_the_file_is_json_with_every_field_of_the_key() -> None:
     configs.write(configs.path(), {KEY: BEST})
     (entry,) = json.loads(configs.path().read_text())["kernels"]
     assert entry.pop("config") == vars(BEST)
@@ -114,7 +114,7 @@ def test_the_file_is_json_with_all_that_a_launch_is_for() -> None:
 
 @pytest.mark.parametrize(("generation", "warps"), [(8, 8), (9, 4), (10, 4)])
 def test_warps_by_generation(generation: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `compiling` assumes of GPUs before sm_90, where 4 warps spill."""
+    """`compiling` assumes these numbers; before sm_90, 4 warps would spill registers."""
     monkeypatch.setattr(configs, "_generation", lambda x: generation)
     x = torch.empty(4, 768, dtype=torch.bfloat16)
     assert configs.packaged_forward(x).warps == configs.packaged_backward(x).warps == warps

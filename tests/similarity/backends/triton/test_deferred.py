@@ -1,4 +1,4 @@
-"""The deferred product of x's gradient: on a GPU, else in Triton's interpreter."""
+"""The deferred product of x's gradient, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.mark.parametrize("kind", ["log-sum-exps", "sigmoids"])
-def test_the_last_product_of_dx_may_be_left_to_the_caller(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_product_of_dx_can_be_deferred(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "workspace", lambda like: WORKSPACE)
     x, y = (t.to(DEVICE, torch.float16) for t in MAKERS["random"](600, 700, 24))
     made = []

@@ -1,4 +1,4 @@
-"""Launches by name, and directly of compiled kernels once arguments of these kinds were seen."""
+"""Kernels take their arguments by name; known kinds of arguments go to the compiled kernel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def example(x, y, n, row_start, B: tl.constexpr, FLAG: tl.constexpr):  # type: i
 
 
 class Jitted:
-    """Notes how it is launched: by Triton ("bound"), or directly."""
+    """Record each launch: through Triton ("bound"), or directly."""
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
@@ -76,7 +76,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 USUAL = {"x": WIDE, "y": None, "n": 32, "row_start": 0, "B": 128, "FLAG": True}
 
 
-def ways(made: Kernel) -> list[str]:
+def how_launched(made: Kernel) -> list[str]:
     return [how for how, *_ in made.jitted.launches]
 
 
@@ -92,7 +92,7 @@ def test_the_second_launch_is_of_the_compiled_kernel(made: Kernel) -> None:
     assert second[2][1:] == (None, 48, 0, 128, True)
 
 
-def test_arguments_come_in_the_order_of_the_signature_whatever_that_of_the_call(
+def test_arguments_are_passed_in_the_order_of_the_signature(
     made: Kernel,
 ) -> None:
     for names in (USUAL, reversed(USUAL)):
@@ -137,7 +137,7 @@ def test_numbers_that_vary_are_not_specialised(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_numbers_that_vary_are_some_kernels_arguments() -> None:
-    """A number that is renamed in a kernel alone would be specialised, and compile it anew."""
+    """A number renamed in a kernel but not in `VARYING` would be specialised and recompiled."""
     modules = (paired, ranking, sigmoid, softmax_backward, softmax_forward, tiles)
     kernels = [k for m in modules for k in vars(m).values() if isinstance(k, Kernel)]
     assert set(VARYING) <= {name for k in kernels for name in k.jitted.arg_names}
@@ -160,39 +160,41 @@ def test_numbers_that_vary_are_some_kernels_arguments() -> None:
         {"num_stages": 2},
     ],
 )
-def test_what_needs_another_kernel_goes_through_triton(
+def test_arguments_that_need_another_kernel_go_through_triton(
     made: Kernel, changed: dict[str, Any]
 ) -> None:
     made.launch(1, **USUAL)
     made.launch(1, **USUAL | changed)
     made.launch(1, **USUAL | changed)
-    assert ways(made) == ["bound", "bound", "directly"]
+    assert how_launched(made) == ["bound", "bound", "directly"]
 
 
 def test_descriptors_of_other_tiles_need_another_kernel(made: Kernel) -> None:
     for width in (64, 32, 64):
         box = TensorDescriptor.from_tensor(WIDE, [4, width])
         made.launch(1, **USUAL | {"x": box})
-    assert ways(made) == ["bound", "bound", "directly"]
+    assert how_launched(made) == ["bound", "bound", "directly"]
 
 
-def test_every_device_has_its_own(made: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_has_a_compiled_kernel_of_its_own(
+    made: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for device in (0, 1, 0):
         monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
         made.launch(1, **USUAL)
-    assert ways(made) == ["bound", "bound", "directly"]
+    assert how_launched(made) == ["bound", "bound", "directly"]
 
 
-def test_other_versions_of_triton_go_the_ordinary_way(
+def test_untested_versions_of_triton_launch_through_it(
     made: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "past_binding", False)
     for _ in range(3):
         made.launch(1, **USUAL)
-    assert ways(made) == ["bound"] * 3
+    assert how_launched(made) == ["bound"] * 3
 
 
-def test_the_versions_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_launches_are_for_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, expected in (("3.6.0", True), ("3.6.1+git0", True), ("3.60.0", False)):
         monkeypatch.setattr(triton, "__version__", version)
         assert runpy.run_path(module.__file__)["past_binding"] is expected
@@ -200,7 +202,7 @@ def test_the_versions_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", module.PURPOSES)
 def test_undocumented_names_of_triton(name: str) -> None:
-    """A Triton that fails here cannot join `TESTED`; the rest of a launch only a GPU can show."""
+    """A version of Triton that fails here must not join `TESTED`; a GPU tests the launch itself."""
     purpose = f"triton.{name}, which megabatch needs {module.PURPOSES[name]}"
     try:
         found = reduce(getattr, name.split("."), triton)
@@ -215,23 +217,23 @@ def test_undocumented_names_of_triton(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_both_ways_give_the_same_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any version of Triton: see `TESTED`."""
+def test_direct_launches_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run this with a new version of Triton before it joins `TESTED`."""
     found, bound, counts = [], [], []  # type: ignore[var-annotated]
     bind = Kernel._bind
     monkeypatch.setattr(Kernel, "_bind", lambda *given: (bound.append(1), bind(*given))[1])
     for past_binding in (False, True):
         monkeypatch.setattr(module, "past_binding", past_binding)
-        for rows in (1000, 999, 1000, 1024):  # launches of other kinds, and known ones
+        for rows in (1000, 999, 1000, 1024):  # launches of new kinds, and known ones
             torch.manual_seed(rows)
             x, y = (torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
             mine = x.requires_grad_(), y.requires_grad_()
             loss = mb.ClipLoss()(*mine, 2.0) + mb.SigLipLoss()(*mine, 2.0, -3.0)
             found.append([loss, *torch.autograd.grad(loss, mine)])
         counts.append(len(bound))
-    assert counts[1] - counts[0] < counts[0]  # the third launches were known
-    for ordinary, itself in zip(found[:4], found[4:], strict=True):
-        for a, b in zip(ordinary, itself, strict=True):
+    assert counts[1] - counts[0] < counts[0]  # the third batch launched known kernels directly
+    for through_triton, direct in zip(found[:4], found[4:], strict=True):
+        for a, b in zip(through_triton, direct, strict=True):
             assert torch.equal(a, b)
 
 
@@ -253,8 +255,8 @@ tensors = st.builds(
 )
 
 
-def near(argument: Any, data: st.DataObject) -> Any:
-    """One that may well be of the same kind."""
+def similar(argument: Any, data: st.DataObject) -> Any:
+    """An argument that is often of the same kind."""
     if isinstance(argument, int):
         return argument + data.draw(st.sampled_from([0, 1, 15, 16, -32, 2**31, -(2**31)]))
     if isinstance(argument, torch.Tensor):
@@ -264,11 +266,13 @@ def near(argument: Any, data: st.DataObject) -> Any:
 
 @settings(deadline=None)
 @given(st.tuples(*2 * [st.one_of(numbers, tensors, st.none(), st.booleans())]), st.data())
-def test_kinds_tell_apart_all_that_triton_does(one: tuple[Any, ...], data: st.DataObject) -> None:
-    other = tuple(near(argument, data) for argument in one)
+def test_arguments_of_one_kind_have_one_specialisation_in_triton(
+    one: tuple[Any, ...], data: st.DataObject
+) -> None:
+    other = tuple(similar(argument, data) for argument in one)
     if kinds(one) == kinds(other):
         assert _bound(*one)[1] == _bound(*other)[1]
 
 
-def test_kinds_do_not_tell_all_numbers_apart() -> None:
+def test_numbers_of_one_divisibility_are_of_one_kind() -> None:
     assert kinds((100, 160, 0, WIDE, None)) == kinds((101, 320, 0, WIDE[1:], None))

@@ -1,4 +1,4 @@
-"""Inputs that are strided, expanded or the same tensor twice give what plain copies give."""
+"""Strided and expanded inputs, and one tensor as both, give the results of contiguous copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megabatch.similarity import backends
 from megabatch.similarity.masks import PLAIN, Pairs, SortedMatrix
 
 pytest.importorskip("triton")
-# Kernels compute infinities that they mask or redo; the interpreter's NumPy remarks on each.
+# Kernels compute infinities that they mask or recompute; the interpreter's NumPy warns of each.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,7 +35,7 @@ def features(dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 def strided(values: Tensor) -> Tensor:
-    """The same numbers, each beside others."""
+    """The same numbers with a stride of 2."""
     return torch.stack([values, values + 1], dim=-1)[..., 0]
 
 
@@ -104,7 +104,7 @@ def with_ids(call: str, ids: tuple[Tensor, Tensor]) -> Callable[[Tensor, Tensor]
     return lambda x, y: similarity.softplus_sum(x, y, 0.5, -2.0, ids=ids)
 
 
-def test_one_copy_serves_both_sides_with_the_same_ids() -> None:
+def test_both_sides_share_one_sorted_copy_if_their_ids_are_the_same() -> None:
     x, ids = torch.randn(9, 2), torch.arange(9) % 3
     matrix = SortedMatrix.of(x, x, Pairs(PLAIN, ids, ids))
     assert matrix.y is matrix.x
@@ -112,7 +112,7 @@ def test_one_copy_serves_both_sides_with_the_same_ids() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_features(dtype: torch.dtype) -> None:
-    """By columns, at an odd place, one row for all, every other row."""
+    """Column-major, misaligned, expanded and strided rows."""
     y, wide = features(dtype), torch.randn(2 * ROWS, 2 * WIDTH, device=DEVICE).to(dtype)
     for x in (
         wide[:ROWS, :WIDTH].T.contiguous().T,
@@ -130,5 +130,5 @@ def test_features(dtype: torch.dtype) -> None:
 
 
 def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One list of sides, each a list of parts."""
+    """Return a list of sides, each a list of parts."""
     return lambda x, y: [[p] if isinstance(p, Tensor) else p for p in function(x, y)]

@@ -1,4 +1,4 @@
-"""The kernels of CLIP's losses against float64: on a GPU, else in Triton's interpreter."""
+"""The kernels of CLIP's losses against float64, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def stacks(margins: torch.Tensor, wide: int) -> torch.Tensor:
-    """(4, m) whose negatives exceed the positives' logits by these, within a wider tensor."""
+    """(4, m), a view of a wider tensor: negatives exceed the positives' logits by the margins."""
     m = len(margins)
     made = torch.full((4, m + wide), torch.nan, device=DEVICE)
     made[1], made[3] = 7.0, 1.0
@@ -39,7 +39,7 @@ def test_losses_and_gradients(m: int, stride: int) -> None:
     exact = [side.double() for side in sides]
     z = [side[0] - side[2] for side in exact]
     truth = sum(part.clamp(min=0) + torch.log1p((-part.abs()).exp()) for part in z) / 2
-    # Relative, however small the loss: 1e-18 at -40.
+    # The error is relative to the loss, whatever its size.
     torch.testing.assert_close(out.double(), truth, rtol=4e-6, atol=0)
     found = [torch.full((4, m), torch.nan, device=DEVICE) for _ in sides]
     paired.paired_gradients(*sides, upstream, *found)
@@ -50,7 +50,7 @@ def test_losses_and_gradients(m: int, stride: int) -> None:
         assert (gradient[1::2] == 0).all()
 
 
-def test_what_is_not_finite() -> None:
+def test_non_finite_margins() -> None:
     infinity = torch.inf
     side = stacks(torch.tensor([-infinity, infinity, torch.nan], device=DEVICE), 0)
     other = stacks(torch.full((3,), -infinity, device=DEVICE), 0)

@@ -1,4 +1,4 @@
-"""Ranks and the best columns by fused kernels: on a GPU, else in Triton's interpreter."""
+"""The kernels of `ranks` and `topk`, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_ranks_equal_the_dense_counts(
 def test_a_target_neither_beats_nor_equals_itself(d: int, dtype: torch.dtype) -> None:
     x, y = (t.to(DEVICE, dtype) for t in MAKERS["random"](300, 1500, d))
     target = torch.randint(0, 1500, (300,), device=DEVICE)
-    y[target] = x  # the best there is for a unit vector, but for those of the same target
+    y[target] = x  # the highest score of a unit vector, unless rows share a target
     above, equal = similarity.ranks(x, y, target)
     scores = x.double() @ y.double().T
     own = scores.gather(1, target[:, None])
-    # Where float64 tells scores apart by more than the products' rounding, the counts agree.
+    # Counts agree for scores that differ by more than the products' rounding.
     slack = 1e-2
     assert (above >= (scores > own + slack).sum(1)).all()
     assert (above + equal <= (scores > own - slack).sum(1) - 1).all()
@@ -93,7 +93,7 @@ def test_views_of_other_tensors() -> None:
         assert torch.equal(a, b)
 
 
-def test_nobody_ranks_among_no_rows() -> None:
+def test_no_rows() -> None:
     x, y = whole_numbers("random", 3, 5, 8, torch.float16)
     above, equal = similarity.ranks(x[:0], y, torch.zeros(0, dtype=torch.int64, device=DEVICE))
     assert above.shape == equal.shape == (0,)
@@ -138,7 +138,7 @@ def test_topk_equals_the_dense_one(
         assert len(set(present)) == len(present)
 
 
-def test_topk_loses_no_nan() -> None:
+def test_topk_puts_nan_first() -> None:
     x, y = whole_numbers("random", 4, 1500, 16, torch.float16)
     y[700] = torch.nan
     scores, indices = similarity.topk(x, y, 2)
@@ -148,7 +148,7 @@ def test_topk_loses_no_nan() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(m=st.integers(1, 9), tiles=st.integers(1, 32), k=st.integers(1, 6), levels=st.integers(1, 9))
-def test_the_best_by_chunks_are_the_best(m: int, tiles: int, k: int, levels: int) -> None:
+def test_topk_from_the_maxima_of_chunks(m: int, tiles: int, k: int, levels: int) -> None:
     s = torch.randint(-levels, levels, (m, tiles * 128)).float()
     s[torch.rand(s.shape) < 0.5] = -torch.inf
     tops = s.unflatten(1, (-1, 128)).amax(2)

@@ -20,12 +20,12 @@ from megabatch.similarity.backends.triton import configs
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-#: Both factors are cut to 11 bits, so a logit of 10 may be off by 10 * 2^-9; most are smaller.
+#: TF32 cuts both factors to 11 bits: a logit of 10 may be off by 10 * 2^-9; most are smaller.
 TF32 = 6e-3
 HALVES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
-UNIT = torch.finfo(torch.float32).eps
-#: Units by which a logit may be off: a tensor core adds less exactly than float32.
-UNITS = 8 if GPU else 4
+EPS = torch.finfo(torch.float32).eps
+#: Error of a logit in float32's ulps: a tensor core adds less exactly than float32.
+ULPS = 8 if GPU else 4
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -39,12 +39,12 @@ def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Exact(NamedTuple):
-    """Float64, pair by pair."""
+    """The loss and its gradients in float64, and bounds of errors."""
 
     loss: Tensor
     gradients: list[Tensor]  #: of x, y, scale, bias
-    noise: list[Tensor]  #: what float32 logits may do to the loss and each row of these
-    rounded: list[Tensor]  #: errors of the rows of x and y where dS is rounded once
+    noise: list[Tensor]  #: errors of the loss and of each row of these, from float32 logits
+    rounded: list[Tensor]  #: errors of the rows of x and y if dS is rounded once
 
 
 def exact(
@@ -66,14 +66,12 @@ def exact(
     def gradients(ds: Tensor) -> list[Tensor]:
         return [scale * ds @ y, scale * ds.T @ x, (ds * products).sum(), ds.sum()]
 
-    # A logit is off by some units of what it is the sum of, and a small dS by that factor.
-    off = (
-        ds.abs() * UNITS * UNIT * (abs(scale) * x.norm(dim=1)[:, None] * y.norm(dim=1) + abs(bias))
-    )
-    off += UNITS * UNIT * ds.abs()
+    # A logit is off by some ulps of the terms that it sums, and dS by the same relative error.
+    off = ds.abs() * ULPS * EPS * (abs(scale) * x.norm(dim=1)[:, None] * y.norm(dim=1) + abs(bias))
+    off += ULPS * EPS * ds.abs()
     noise = [off.sum() + 2**-21 * loss, abs(scale) * off @ y.norm(dim=1)]
     noise += [abs(scale) * off.T @ x.norm(dim=1), (off * products.abs()).sum(), off.sum()]
-    # float16 gets a range of its own, as the kernels give it.
+    # Scale dS into float16's range, as the kernels do.
     size = 2.0**15 / weights.abs().max().clamp(min=1e-300) if half == torch.float16 else 1.0
     once = gradients((ds * size).to(half).double() / size)
     true = gradients(ds)
@@ -112,7 +110,8 @@ def check(
     for i in range(2):
         mine, true = gradients[i].double() / upstream, truth.gradients[i]
         theirs, size = truth.rounded[i], true.norm(dim=1)
-        # By chance dS may be exact in a row. Twice rounded: kept, and multiplied by `upstream`.
+        # The median row too, as a row of dS may be exact by chance. Gradients are rounded twice:
+        # when they are stored, and when they are multiplied by `upstream`.
         limit = 1.5 * theirs.maximum(theirs.median()) + half * size + 2 * truth.noise[1 + i]
         limit += torch.finfo(x.dtype).tiny / upstream
         assert ((mine - true).norm(dim=1) <= limit).all(), i
@@ -146,7 +145,7 @@ def test_every_kind_of_features_over_many_blocks(
 @pytest.mark.parametrize("kind", ["paired", "ids", "weighted ids"])
 @pytest.mark.parametrize(("m", "d"), [(8192, 768), (5003, 700), (4096, 512)])
 def test_large(m: int, d: int, kind: str, dtype: torch.dtype) -> None:
-    """In the blocks of the usual workspace."""
+    """Many blocks of the default workspace."""
     similarity.set_workspace(None)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -194,10 +193,10 @@ def test_weights_may_be_zero_and_negative() -> None:
 
 @pytest.mark.parametrize("launch", [(4, 2), (2, 1)])
 def test_other_launches_give_the_same(launch: tuple[int, int]) -> None:
-    """Several row tiles a program, dS in two pieces; tiles that are done anew among them."""
+    """Several row tiles per program, dS in two parts; the masked kernel recomputes some tiles."""
     x, y = MAKERS["clustered"](450, 300, 16)
     ids = torch.randint(-1, 40, (450,)), torch.randint(-1, 40, (300,))
-    x[130:140] *= 8  # beyond what products of e^logit may be
+    x[130:140] *= 8  # logits whose exponentials multiply beyond float32
     config = configs.Config(rows=launch[0], split=launch[1], group=2)
     with configs.trying({"sigmoid": config}):
         check(x.half(), y.half(), 10.0, -2.0, ids)
@@ -218,12 +217,12 @@ def test_small_terms_survive_float16(bias: float) -> None:
     check(x, y, 1.0, bias, ids, upstream=1e6)
     loss, _ = run(x.to(DEVICE), y.to(DEVICE), 0.0, bias, tuple(t.to(DEVICE) for t in ids), None)
     exactly = 140 * 150 * torch.tensor(bias).double().exp()
-    torch.testing.assert_close(loss.cpu().double(), exactly, rtol=UNITS * UNIT * -bias, atol=0)
+    torch.testing.assert_close(loss.cpu().double(), exactly, rtol=ULPS * EPS * -bias, atol=0)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_gradient_of_a_mean_is_rounded_once(dtype: torch.dtype) -> None:
-    """It waits as that of the mean, so that multiplying by 1 / rows rounds it no second time."""
+    """It is stored with the factor 1 / rows, so that the backward pass rounds it no second time."""
     x, y = (t.to(DEVICE, dtype) for t in MAKERS["random"](150, 150, 32))
     _, once = run(x, y, 10.0, -3.0, "paired", None, 1 / 150)
     _, scaled = run(x, y, 10.0, -3.0, "paired", None, 64 / 150)
@@ -233,7 +232,7 @@ def test_the_gradient_of_a_mean_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_bad_numbers_are_seen(value: float) -> None:
+def test_non_finite_features_give_non_finite_results(value: float) -> None:
     x, y = (t.half().to(DEVICE) for t in MAKERS["random"](200, 200, 16))
     x[150, 5] = value
     loss, gradients = run(x, y, 10.0, -10.0, "paired", None)
@@ -286,7 +285,7 @@ def test_strided_features_and_the_same_bits() -> None:
 
 
 def test_float32() -> None:
-    """In full in the interpreter, in TF32 on a GPU."""
+    """The interpreter multiplies in float32, a GPU in TF32."""
     x, y = (t.float().to(DEVICE) for t in MAKERS["learnt"](140, 140, 24))
     truth = exact(x, y, 10.0, -5.0, "paired", None)
     loss, gradients = run(x, y, 10.0, -5.0, "paired", None)
@@ -296,24 +295,24 @@ def test_float32() -> None:
         assert (mine - true).norm() <= tolerance * true.norm()
 
 
-def test_what_stays_until_the_backward_pass() -> None:
-    """2 d bytes a row of half precision; float16 with one number a row beside."""
+def test_size_of_the_stored_gradients() -> None:
+    """2 d bytes per row in half precision; float16 takes one more number per row, its scale."""
     for dtype in HALVES:
         x = torch.randn(140, 16, device=DEVICE, dtype=dtype)
         numbers = [torch.tensor(v, device=DEVICE) for v in (2.0, -1.0)]
         plain = ("paired", *[True] * 4, "", settings.of_call(x))
-        kept = torch.ops.megabatch.softplus_sum(x, x, *numbers, *[None] * 7, *plain)
+        stored = torch.ops.megabatch.softplus_sum(x, x, *numbers, *[None] * 7, *plain)
         rows = 140 if dtype == torch.float16 else 0
-        assert [r.dtype for r in kept[1:5:2]] == [dtype, dtype]
-        assert [r.numel() for r in kept] == [1, 140 * 16, rows, 140 * 16, rows, 1, 1]
+        assert [r.dtype for r in stored[1:5:2]] == [dtype, dtype]
+        assert [r.numel() for r in stored] == [1, 140 * 16, rows, 140 * 16, rows, 1, 1]
 
 
-def test_shapes_of_launches() -> None:
+def test_a_small_batch_takes_one_row_tile_per_program() -> None:
     x = torch.empty(20, 8, dtype=torch.float16)
     assert configs.sigmoid_config(x).rows == 1
 
 
-# --- on a GPU alone -------------------------------------------------------------------------------
+# --- on a GPU only -------------------------------------------------------------------------------
 
 
 def made(b: int = 1000, d: int = 96) -> list[Tensor]:
@@ -337,7 +336,7 @@ def test_compiles_without_a_graph_break() -> None:
 
 
 @pytest.mark.gpu
-def test_the_operator_is_registered_in_full() -> None:
+def test_opcheck() -> None:
     x, y, scale, bias = made(300)
     ids = torch.arange(300, device="cuda") % 50
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -369,19 +368,19 @@ def test_a_cuda_graph_replays_forward_and_backward() -> None:
     with torch.cuda.graph(graph):
         value = loss(*static)
         value.backward()
-    fresh = made()
+    replayed = made()
     with torch.no_grad():
-        for t, new in zip(static, fresh, strict=True):
-            t.copy_(new)
+        for t, other in zip(static, replayed, strict=True):
+            t.copy_(other)
     graph.replay()
     ours = [value.detach(), *(t.grad for t in static)]
-    for a, b in zip(ours, gradients_of(loss, fresh), strict=True):
+    for a, b in zip(ours, gradients_of(loss, replayed), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.gpu
 def test_memory() -> None:
-    """Beyond inputs and returned gradients 4 b d bytes and 640 MiB, in a workspace of 512 MiB."""
+    """A step takes 4 b d bytes and 640 MiB beside inputs and gradients; 512 MiB are workspace."""
     similarity.set_workspace(None)
     b, d = 70_000, 512
     inputs = [t.requires_grad_() for t in made(b, d)]

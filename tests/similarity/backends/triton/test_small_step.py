@@ -1,8 +1,8 @@
-"""The host's work for a small step: launches, operators and allocations, which it waits for.
+"""The host's work for a small step: numbers of launches, operators and allocations.
 
-A batch of a thousand pairs takes a GPU less time than the host takes to ask for it. Bounds here are
-the counts when host times were last measured (benchmarks/results/single-gpu-small.json); torch 2.9
-counts up to five operators more than 2.15.
+A GPU computes a batch of a thousand pairs in less time than the host takes to launch it. The bounds
+are the counts at the last measurement of host times (benchmarks/results/single-gpu-small.json);
+torch 2.9 counts up to five operators more than 2.15.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels of soft targets, row by row: on a GPU, else in Triton's interpreter."""
+"""The kernels of soft targets, row by row, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICE = "cuda" if GPU else "cpu"
 HALVES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
 
 pytest.importorskip("triton")
-# Kernels compute infinities that they mask or redo; the interpreter's NumPy remarks on each.
+# Kernels compute infinities that they mask or recompute; the interpreter's NumPy warns of each.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -42,10 +42,10 @@ def dense(
 
 
 def compare(x: Tensor, y: Tensor, scale: float, u: Tensor, v: Tensor, factor: float) -> None:
-    """Cross-entropies to float32's rounding; x's gradient row by row.
+    """Compare cross-entropies to float32's rounding, and x's gradient row by row.
 
-    A row of it may be off by what is left of dS when each of its numbers is rounded once to half
-    precision, by its own rounding, and by float32's of the logits.
+    The error of a row may be that of dS rounded once to half precision, plus the row's own
+    rounding and that of float32 logits.
     """
     leaf = x.detach().requires_grad_()
     rows, columns = soft_targets(leaf, y, scale, u, v, factor)
@@ -124,7 +124,7 @@ def test_both_losses_and_the_scales_gradient() -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_one_side_alone_at_logits_whose_exponentials_overflow(side: int) -> None:
+def test_one_side_with_logits_whose_exponentials_overflow(side: int) -> None:
     x, y, u, v = features("learnt", 140, 16, 24, HALVES[-1])
     leaf = x.detach().requires_grad_()
     sides = soft_targets(leaf, y, 200.0, u, v, 200.0)
@@ -137,7 +137,7 @@ def test_one_side_alone_at_logits_whose_exponentials_overflow(side: int) -> None
     assert (dx.double() - exact).norm() <= 4e-3 * exact.norm() + 1e-3
 
 
-def test_not_a_number_stays_one() -> None:
+def test_nan_features_give_nan() -> None:
     for k in range(4):
         inputs = features("random", 140, 16, 16, HALVES[-1])
         inputs[k][3, 1] = torch.nan

@@ -1,4 +1,4 @@
-"""States of the same rows as one, in one launch, against `states`."""
+"""The kernel that merges states of the same rows, against `states`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megabatch.similarity.reductions import states
 pytest.importorskip("triton")
 from megabatch.similarity.backends.triton import softmax_forward
 
-# The logarithm of an empty sum is meant; the interpreter's NumPy remarks on it.
+# The logarithm of an empty sum is -inf by design; the interpreter's NumPy warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""How features travel while a check runs, and notes of what does."""
+"""Contexts that choose how features are transferred, and records of the transfers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.gathering import gathering_up_to
 
 
 @contextmanager
-def pieces_of(size: int | None) -> Iterator[None]:
-    """Around the ring in pieces of that many bytes; None: as it is."""
+def ring_in_pieces_of(size: int | None) -> Iterator[None]:
+    """Use the ring, with pieces of that many bytes; None: the usual way."""
     before = settings.set_piece(size), settings.set_gather(0 if size else None)
     yield
     settings.set_piece(before[0])
@@ -28,8 +28,8 @@ def pieces_of(size: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def in_rounds(size: int) -> Iterator[pytest.MonkeyPatch]:
-    """Gathered in rounds of so many bytes of all ranks' features, also of less than a tile each."""
+def gathered_in_rounds(size: int) -> Iterator[pytest.MonkeyPatch]:
+    """Gather rounds of so many bytes of all ranks' features, which may be less than a tile."""
     with gathering_up_to(size), pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered, "TILE", 2)
         patch.setattr(gathered, "ROUND", 1)
@@ -37,7 +37,7 @@ def in_rounds(size: int) -> Iterator[pytest.MonkeyPatch]:
 
 
 def bytes_sent(patch: pytest.MonkeyPatch) -> list[int]:
-    """Filled with what each exchange sends."""
+    """A list that receives the number of bytes that each exchange sends."""
     sent: list[int] = []
     add, start = P2PExchange.add, P2PExchange.start
 
@@ -45,36 +45,36 @@ def bytes_sent(patch: pytest.MonkeyPatch) -> list[int]:
         self.bytes = getattr(self, "bytes", 0) + outgoing.nbytes
         return add(self, outgoing, size, dim)
 
-    def note(self: P2PExchange) -> None:
+    def record(self: P2PExchange) -> None:
         if hasattr(self, "bytes"):
             sent.append(self.bytes)
         start(self)
 
     patch.setattr(P2PExchange, "add", count)
-    patch.setattr(P2PExchange, "start", note)
+    patch.setattr(P2PExchange, "start", record)
     return sent
 
 
 def recorded_transfers(patch: pytest.MonkeyPatch) -> list[str]:
-    """Filled with what the ranks do together, in order."""
+    """A list that receives the name of each collective and exchange, in order."""
     done: list[str] = []
     for name in ("all_gather", "all_to_all", "reduce_scatter"):
         function = getattr(gathered, name)
 
-        def note(*arguments, name=name, function=function):  # type: ignore[no-untyped-def]
+        def record(*arguments, name=name, function=function):  # type: ignore[no-untyped-def]
             done.append(name)
             return function(*arguments)
 
-        patch.setattr(gathered, name, note)
-    patch.setattr(P2PExchange, "start", lambda self: done.append("swap"))
+        patch.setattr(gathered, name, record)
+    patch.setattr(P2PExchange, "start", lambda self: done.append("exchange"))
     return done
 
 
 class Copied:
     """A collective of copies, so that none of its threads holds the tensors themselves.
 
-    Gloo's keep what they transferred for a moment after it has arrived. As torch's own work, this
-    one holds both tensors until it is let go.
+    Gloo's threads hold a transferred tensor for a moment after it has arrived. Like torch's own
+    `Work`, this one holds both tensors as long as it exists.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Copied:
         self._out.copy_(self._arriving)
 
 
-def by_copies(patch: pytest.MonkeyPatch) -> None:
-    """Let rounds' asynchronous transfers be of copies."""
+def transfer_copies(patch: pytest.MonkeyPatch) -> None:
+    """Make the asynchronous transfers of rounds transfer copies."""
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         patch.setattr(dist, name, functools.partial(Copied, getattr(dist, name)))
 
 
-def noting(events, name, function):  # type: ignore[no-untyped-def]
+def recorded(events, name, function):  # type: ignore[no-untyped-def]
     def call(self, *arguments, **options):  # type: ignore[no-untyped-def]
         events.append(name)
         return function(self, *arguments, **options)
