@@ -1,12 +1,13 @@
-"""Each positive against its row's negatives: sums over the pairs of equal ids alone.
+"""Sums over the pairs of equal ids: each positive against the negatives of its row.
 
-The rows and columns are sorted by id, so that the pairs of equal ids lie in a band of blocks; no
-other block is computed. On several processes each holds the columns of all of them while it works.
+Rows and columns are sorted by id, so that pairs of equal ids lie in a band of blocks; no other
+block is computed. In a group each process holds the columns of all processes during the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +29,13 @@ def positive_softplus(
     ids: Tensor | tuple[Tensor, Tensor],
     group: object = None,
 ) -> Tensor:
-    """(m,): of each row the sum over its positives p of softplus(negative_i - scale * <x_i, y_p>).
+    """(m,) sums over each row's positives p of softplus(negative_i - scale * <x_i, y_p>).
 
-    That is -log of the positive's softmax probability among itself and the row's negatives.
+    A term is -log of the positive's softmax probability among itself and the row's negatives.
 
     Args:
-        x, y, scale, ids, group: as in `split_logsumexp`, checked already; with y=None the pairs of
-            a row with itself count nowhere. negative: (m,) each row's log-sum-exp over negatives.
+        x, y, scale, ids, group: as in `split_logsumexp`, already checked; y=None leaves out
+            each row's pair with itself. negative: (m,) each row's log-sum-exp over negatives.
 
     Time and memory: O(d) for each pair of equal ids and each row; the blocks are bounded by the
     workspace. In a group, each process takes the columns of all processes and their gradient in
@@ -65,16 +66,8 @@ def _positive_softplus(
 
 
 @_positive_softplus.register_fake
-def _(
-    x: Tensor,
-    y: Tensor | None,
-    scale: Tensor,
-    negative: Tensor,
-    row_ids: Tensor,
-    col_ids: Tensor | None,
-    group: str,
-) -> Tensor:
-    return torch.empty_like(negative)
+def _forward_fake(*arguments: Any) -> Tensor:
+    return torch.empty_like(arguments[3])
 
 
 @operator("positive_softplus_backward", group_argument=7)
@@ -112,18 +105,10 @@ def _positive_softplus_backward(
 
 
 @_positive_softplus_backward.register_fake
-def _(
-    x: Tensor,
-    y: Tensor | None,
-    scale: Tensor,
-    negative: Tensor,
-    row_ids: Tensor,
-    col_ids: Tensor | None,
-    gradient: Tensor,
-    group: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    cols = x if y is None else y
-    return tuple(torch.empty_like(t) for t in (x, cols, scale, negative))  # type: ignore[return-value]
+def _backward_fake(
+    x: Tensor, y: Tensor | None, scale: Tensor, negative: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(t) for t in (x, x if y is None else y, scale, negative))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -158,7 +143,7 @@ def _gaps(
     last = pairs.row_ids[[i.stop - 1 for i in rows]]
     begin = torch.searchsorted(pairs.col_ids, first)
     end = torch.searchsorted(pairs.col_ids, last, right=True)
-    bounds = torch.stack([begin, end], 1).tolist()  # the only look at the device
+    bounds = torch.stack([begin, end], 1).tolist()  # the only synchronisation
     for i, (start, stop) in zip(rows, bounds, strict=True):
         for inner in strips(max(0, stop - start), width):
             j = slice(start + inner.start, start + inner.stop)
@@ -214,7 +199,7 @@ def _columns_of_others(y: Tensor, ids: Tensor, name: str) -> tuple[Tensor, Tenso
 
 
 def _sum_of_own(gradient: Tensor, rows: int, name: str) -> Tensor:
-    """What all ranks found for this rank's columns, in the layout of `_columns_of_others`."""
+    """Sum over ranks of the gradients of this rank's columns, given as `_columns_of_others`."""
     total, arrival = comm.reduce_scatter(gradient, comm.resolve(name), "positive_softplus")
     arrival.wait()
     return total[:rows]
