@@ -1,4 +1,4 @@
-"""The loss of a step is a loss like any other, in all the ways that callers use one."""
+"""The loss of a step in all the ways in which callers use a loss."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ from tests.gradient_cache.towers import (
     pairs,
 )
 
-SIZES = [3, 100]  # several micro-batches, and one whose graph waits for the loss
+SIZES = [3, 100]  # several micro-batches; one, whose graph is kept
 
 
 def twins(**options):
@@ -72,7 +72,7 @@ def test_accumulation_and_clipping(size):
         loss = step(*batches)
         loss /= 3
         loss.backward()
-        if i:  # added where it was, as plain accumulation does
+        if i:  # added in place, as autograd accumulates
             assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
     assert_same_gradients(gradients(model), gradients(plain))
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e-3) for m in (model, plain)]
@@ -100,7 +100,7 @@ def test_torch_autograd_grad_and_inputs(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_hooks_see_one_gradient_a_step(size):
+def test_hooks_are_called_once_per_step(size):
     model, plain = twins()
     seen = {id(model): [], id(plain): []}
     for one in (model, plain):
@@ -128,8 +128,8 @@ def test_hooks_see_one_gradient_a_step(size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("by_keyword", [True, False])
-def test_tensors_that_another_graph_leads_to(size, by_keyword):
-    """A scale made before the step, and used once more after it."""
+def test_keywords_and_closures_with_a_graph(size, by_keyword):
+    """The scale is computed before the step and used again after it."""
     towers, log_scale = (Tower(), Tower()), nn.Parameter(torch.tensor(1.2))
     batches, gradient = pairs(), []
 
@@ -145,7 +145,7 @@ def test_tensors_that_another_graph_leads_to(size, by_keyword):
     for loss in (plain, cached):
         scale = log_scale.exp()
         value = loss(scale)
-        if by_keyword:  # its graph is the caller's
+        if by_keyword:  # the scale's graph remains the caller's
             value = value + 0.1 * scale
         value.backward()
         gradient.append([*gradients(*towers), log_scale.grad])
@@ -173,7 +173,7 @@ def test_a_parameter_in_the_encoder_and_in_the_loss(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_batches_that_another_graph_leads_to(size):
+def test_batches_with_a_graph(size):
     (images, texts), towers = pairs(), (Tower(), Tower())
     stem = nn.Linear(WIDTH, WIDTH)
     found = []
@@ -225,7 +225,7 @@ def test_gradients_that_are_shared_expanded_sparse_or_none(size, sparse):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_reentrant_checkpoint(size):
-    """It starts a backward pass of its own, so gradients go to `.grad` in each micro-batch."""
+    """It starts a backward pass of its own, so each micro-batch adds to `.grad` directly."""
 
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -244,7 +244,7 @@ def test_a_reentrant_checkpoint(size):
     loss = step(x, y)
     loss.backward()
     assert_same_gradients(gradients(model), gradients(plain))
-    if size == 100:  # the graph is there before the backward pass
+    if size == 100:  # the graph is recorded before the backward pass
         with pytest.raises(RuntimeError, match=r"grad and inputs= .*encoder 0.*reentrant"):
             torch.autograd.grad(step(x, y), list(model.parameters()))
         assert_same_gradients(gradients(model), gradients(plain))
@@ -266,7 +266,7 @@ def test_a_backward_pass_in_another_thread(size):
     assert_same_gradients(gradients(model), gradients(plain))
 
 
-def test_a_dropped_cache_lets_go_of_its_encoders_at_once():
+def test_a_dropped_cache_frees_its_encoders_at_once():
     gc.collect()
     gc.disable()
     try:
@@ -282,7 +282,7 @@ def test_a_dropped_cache_lets_go_of_its_encoders_at_once():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_loss_keeps_no_batch_alive_afterwards(size):
+def test_a_loss_after_its_backward_pass_holds_no_batch(size):
     model = TwoTowers()
     images, texts = pairs()
     seen, features = [weakref.ref(images), weakref.ref(texts)], []
@@ -300,14 +300,14 @@ def test_the_loss_keeps_no_batch_alive_afterwards(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_loss_that_is_thrown_away_is_gone(size):
+def test_a_dropped_loss_frees_its_batch(size):
     images, texts = pairs()
     seen = weakref.ref(images)
     step = GradientCache(TwoTowers(), biased_loss, size)
     step(images, texts)
     del images
     assert seen() is None
-    step(*pairs()).backward()  # and the next one is as any other
+    step(*pairs()).backward()  # the next step works
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -322,7 +322,7 @@ def test_without_gradients_a_step_only_evaluates(size, mode):
     assert gradients(model) == [None] * len(gradients(model))
     rounds = 3 if size == 3 else 1
     assert len(model.image.graph_recorded) == rounds + 1
-    step(*batches).backward()  # also right after
+    step(*batches).backward()  # a training step right after it works
     assert all(gradient is not None for gradient in gradients(model))
 
 
@@ -334,7 +334,7 @@ def test_a_loss_that_needs_no_gradient_can_be_evaluated():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_copies_and_pickles_start_anew(size):
+def test_copies_and_pickles(size):
     model = TwoTowers()
     step = GradientCache(model, biased_loss, size)
     batches = pairs()

@@ -1,4 +1,4 @@
-"""Sequences sorted by length and cut: the padded batch's loss and gradients, in its own order."""
+"""Sequences sorted by length and cut give the loss and gradients of the padded batch."""
 
 import functools
 
@@ -20,7 +20,7 @@ LENGTHS = torch.tensor([3, 30, 9, 1, 17, 9, 8])
 
 
 class Texts(nn.Module):
-    """The mean over tokens, 0 being padding; nothing of the result depends on it."""
+    """The mean over tokens without padding, which is token 0."""
 
     def __init__(self, dropout=0.0):
         super().__init__()
@@ -33,8 +33,8 @@ class Texts(nn.Module):
     def forward(self, tokens):
         self.seen.append(tuple(tokens.shape))
         x = self.dropout((self.words(tokens) + self.positions[: tokens.shape[1]]).tanh())
-        there = (tokens != 0).unsqueeze(2)
-        return F.normalize(self.linear((x * there).sum(1) / there.sum(1)), dim=-1)
+        present = (tokens != 0).unsqueeze(2)
+        return F.normalize(self.linear((x * present).sum(1) / present.sum(1)), dim=-1)
 
 
 class Pair(nn.Module):
@@ -96,7 +96,7 @@ def test_a_model_of_all_batches(device, size):
         torch.testing.assert_close(step(images, texts), expected, rtol=0, atol=1e-12)
 
 
-def test_columns_that_micro_batches_get():
+def test_micro_batches_are_cut_to_their_longest_row():
     tower, (_, tokens) = made(Texts), batches()
     step = GradientCache((tower,), lambda x: x.sum(), 2)
     step(SortedByLength(tokens, LENGTHS)).backward()
@@ -132,7 +132,7 @@ def test_dropout_is_the_same_in_both_passes():
     upstream = torch.randn(ROWS, 4, dtype=torch.float64)
     torch.manual_seed(3)
     (GradientCache((tower,), lambda x: (x * upstream).sum(), 3)(texts)).backward()
-    # One graph through the same micro-batches, its features in the batch's order.
+    # One graph through the same micro-batches, with features in the batch's order.
     again = made(Texts, dropout=0.5)
     torch.manual_seed(3)
     features = torch.cat([again(texts.rows[i : min(i + 3, ROWS)]) for i in range(0, ROWS, 3)])
@@ -168,7 +168,7 @@ def under_fsdp(model):
 
 @on_processes(2)
 def test_several_processes(world: World) -> None:
-    """Shards of other lengths and sizes, one of them empty, on ranks under DDP and FSDP2."""
+    """Shards of different lengths and sizes, one of them empty, under DDP and FSDP2."""
     for sizes in ([4, 3], [6, 1], [0, 7]):
         whole = made()
         ClipLoss(group="local")(**whole(*batches())).backward()
@@ -210,7 +210,7 @@ def test_wrong_arguments(change, error, message):
         SortedByLength(**arguments)
 
 
-def test_outputs_that_are_sorted_must_be_known():
+def test_sorted_outputs_must_be_named():
     model, (images, tokens) = made(), batches()
     step = GradientCache(model, ClipLoss(), 3)
     with pytest.raises(ValueError, match="the model takes 2, so a SortedByLength must name its"):

@@ -1,4 +1,4 @@
-"""A warning if nothing averages the encoders' gradients over the ranks, and only then."""
+"""The warning if nothing averages the encoders' gradients over the ranks."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ def warnings_of_training(world, make, synchronise=lambda model: None, every=1, *
 
 
 @on_processes(2, 3)
-def test_encoders_that_nobody_synchronises_are_told_once(world: World) -> None:
+def test_one_warning_of_encoders_that_are_not_synchronised(world: World) -> None:
     messages = warnings_of_training(world, lambda tower: tower)
     assert len(messages) == (world.rank == 0)
     for message in messages:
@@ -52,14 +52,14 @@ def test_encoders_that_nobody_synchronises_are_told_once(world: World) -> None:
 
 
 @on_processes(2)
-def test_accumulation_over_several_steps_is_told_at_the_tenth(world: World) -> None:
+def test_the_tenth_step_warns_under_accumulation(world: World) -> None:
     messages = warnings_of_training(world, lambda tower: tower, every=4)
     assert len(messages) == (world.rank == 0)
     assert all("step 10" in message for message in messages)
 
 
 @on_processes(2)
-def test_a_function_is_an_encoder_too(world: World) -> None:
+def test_functions_as_encoders(world: World) -> None:
     def encode(x):
         return tower(x)
 
@@ -90,7 +90,7 @@ def sharded_by_fsdp1(tower):
 
 
 @on_processes(2)
-def test_nothing_is_said_where_weights_stay_the_same(world: World) -> None:
+def test_no_warning_if_weights_stay_the_same(world: World) -> None:
     mesh = init_device_mesh("cpu", (world.size,))
     for make in (DistributedDataParallel, lambda tower: fully_shard(tower, mesh=mesh)):
         assert warnings_of_training(world, make) == []
@@ -104,7 +104,7 @@ def test_a_local_group_compares_nothing(world: World) -> None:
 
 
 @on_processes(2)
-def test_shards_are_no_replicas(world: World) -> None:
+def test_sharded_weights_are_not_compared(world: World) -> None:
     tower = Tower().float()
     check = DriftCheck()
     check.numbers([])
@@ -116,21 +116,21 @@ def test_shards_are_no_replicas(world: World) -> None:
     assert check.numbers(parameters) == [0] * PARAMETERS
 
 
-def test_parameters_are_looked_at_in_two_steps_only():
-    asked = []
+def test_parameters_are_compared_in_two_steps_only():
+    compared = []
 
     def parameters(step):
-        asked.append(step)
+        compared.append(step)
         yield from Tower().named_parameters()
 
     check = DriftCheck()
     lengths = {len(check.numbers(parameters(step))) for step in range(1, 15)}
-    assert asked == [2, 10]
+    assert compared == [2, 10]
     assert lengths == {PARAMETERS}
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 5, 100])
-def test_parameters_from_the_first_to_the_last(count, monkeypatch):
+def test_the_last_of_any_number_of_parameters_is_compared(count, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     torch.manual_seed(0)
     named = [(f"p{i}", nn.Parameter(torch.randn(3))) for i in range(count)]
@@ -144,7 +144,7 @@ def test_parameters_from_the_first_to_the_last(count, monkeypatch):
         check.compare(table, [0, 1])
 
 
-def test_numbers_that_are_none_are_equal():
+def test_nan_equals_nan():
     named = [("a", nn.Parameter(torch.tensor(math.nan))), ("b", nn.Parameter(torch.zeros(2)))]
     check = DriftCheck()
     check.numbers([])

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -17,38 +16,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.training.world import leave
+from tests.gradient_cache.parallel import (
+    MICRO_BATCH_SIZES,
+    WIDTH,
+    Gather,
+    Tower,
+    batches_of,
+    count_reductions,
+    gradients,
+    new_model,
+    under_fsdp,
+)
 from tests.similarity.distributed.processes import join, start
 
-WORLD, WIDTH, DIMS = 2, 6, 4
-MICRO_BATCH_SIZES = (2, 8)  # 8: every shard is one micro-batch
+WORLD = 2
 SHARDS = {"equal": (4, 4), "unequal": (5, 1), "reversed": (3, 6), "empty": (0, 5), "last": (3, 0)}
 
 
 class CountReduceScatter(TorchDispatchMode):
-    """Counts how often FSDP2 reduces gradients."""
+    """Counts FSDP2's reductions of gradients."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += "reduce_scatter" in str(func)
         return func(*args, **(kwargs or {}))
-
-
-class Gather(torch.autograd.Function):
-    """All ranks' rows; the backward pass sums over ranks, by the losses' convention."""
-
-    @staticmethod
-    def forward(ctx, x, sizes):
-        ctx.rows = slice(sum(sizes[: dist.get_rank()]), sum(sizes[: dist.get_rank() + 1]))
-        padded = [x.new_zeros(max(sizes), x.shape[1]) for _ in sizes]
-        dist.all_gather(padded, F.pad(x, (0, 0, 0, max(sizes) - len(x))))
-        return torch.cat([part[:size] for part, size in zip(padded, sizes, strict=True)])
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total[ctx.rows], None
 
 
 def clip_loss(x, y, scale):
@@ -65,48 +57,10 @@ def distributed_clip_loss(x, y, scale, sizes):
     return dist.get_world_size() * (rows + columns) / (2 * sum(sizes))
 
 
-class Tower(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, DIMS)
-
-    def forward(self, x):
-        hidden = self.first(x).tanh()
-        hidden = hidden.reshape(x.shape[0], 8, -1).mean(2)  # impossible with zero rows
-        return F.normalize(self.second(hidden), dim=-1)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.image, self.text = Tower(), Tower()
-        self.scale = nn.Parameter(torch.tensor([1.1]))  # FSDP2 takes no 0-d parameter
-
-    def forward(self, images, texts):
-        return self.image(images), self.text(texts), self.scale.exp()
-
-
-def fresh_model():
-    torch.manual_seed(0)
-    return Model()
-
-
-def batches(sizes, rank):
-    """This rank's shard of a batch, and all of it."""
-    generator = torch.Generator().manual_seed(1)
-    whole = [torch.randn(sum(sizes), WIDTH, generator=generator) for _ in range(2)]
-    return [batch.split(sizes)[rank] for batch in whole], whole
-
-
 def counting_ddp(module, counts):
-    """DDP that notes each reduction (of its only bucket) in `counts`."""
+    """The module under DDP; its reductions, of one bucket, are counted."""
     wrapped = DistributedDataParallel(module)
-
-    def hook(_, bucket):
-        counts.append(type(module).__name__)
-        return allreduce_hook(None, bucket)
-
-    wrapped.register_comm_hook(None, hook)
+    count_reductions(wrapped, counts)
     return wrapped
 
 
@@ -156,10 +110,7 @@ def ddp_hidden_in_an_object(model, counts):
 
 
 def fsdp_model(model, counts):
-    mesh = init_device_mesh("cpu", (WORLD,))
-    for module in (model.image, model.text, model):
-        fully_shard(module, mesh=mesh)
-    return model, distributed_clip_loss
+    return under_fsdp(model), distributed_clip_loss
 
 
 def two_fsdp_encoders(model, counts):
@@ -178,7 +129,7 @@ def locked_in_a_fsdp_model(model, counts):
     return fsdp_model(model, counts)
 
 
-# The wrapped module, and the number of reductions per step (None: not counted here).
+# How the model is wrapped, and the number of reductions per step (None: not counted).
 SETUPS = {
     one_ddp_model: 1,
     two_ddp_encoders: 2,
@@ -196,7 +147,7 @@ LEARNT_SCALE = (one_ddp_model, ddp_hidden_in_an_object, fsdp_model, *LOCKED)
 
 def reference_gradients(setup, whole, steps):
     """Gradients of one process with the whole batch, for the same use of the model."""
-    model = fresh_model()
+    model = new_model()
     model.image.requires_grad_(setup not in LOCKED)
     images, texts = whole
     for _ in range(steps):
@@ -214,9 +165,9 @@ def backpropagated(loss):
 
 def run_case(setup, sizes, micro_batch_size, rank, steps=2):
     """Largest errors of loss and gradients, and reductions per step, of one setup on this rank."""
-    shard, whole = batches(sizes, rank)
+    shard, whole = batches_of(rank, sizes)
     expected_loss, expected = reference_gradients(setup, whole, steps)
-    model, counts = fresh_model(), []
+    model, counts = new_model(), []
     encoders, loss = setup(model, counts)
     step = GradientCache(encoders, loss, micro_batch_size)
     with CountReduceScatter() as scattered:
@@ -224,10 +175,7 @@ def run_case(setup, sizes, micro_batch_size, rank, steps=2):
     dist.all_reduce(values[-1], dist.ReduceOp.SUM)
 
     error = 0.0
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if hasattr(gradient, "full_tensor"):
-            gradient = gradient.full_tensor()
+    for name, gradient in gradients(model).items():
         if expected[name] is None:
             error = max(error, 0.0 if gradient is None else float("inf"))
         else:
@@ -284,10 +232,10 @@ def test_an_encoder_that_the_loss_does_not_use_stops_no_later_step():
     x, unused = torch.randn(4, WIDTH), encoders[1].module
     for loss in (lambda x, y: x.square().sum(), lambda x, y: (x * y).sum()):
         GradientCache(encoders, loss, 4)(x, x).backward()
-    gradients = torch.autograd.grad(
+    expected = torch.autograd.grad(
         (encoders[0].module(x) * unused(x)).sum(), list(unused.parameters())
     )
-    for parameter, gradient in zip(unused.parameters(), gradients, strict=True):
+    for parameter, gradient in zip(unused.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
 
 

@@ -1,4 +1,4 @@
-"""How often encoders run, how much memory they keep, and which outputs are legal."""
+"""Numbers of forward passes, memory of activations, and legal outputs of encoders."""
 
 import weakref
 
@@ -10,6 +10,8 @@ from megabatch.gradient_cache import GradientCache
 from tests.gradient_cache.towers import (
     BATCH,
     DIMS,
+    HiddenTower,
+    SavedTensor,
     Tower,
     TwoTowers,
     assert_same_gradients,
@@ -34,30 +36,24 @@ def test_a_frozen_tower_runs_once(callable_of):
     assert_same_gradients(actual, gradients(tower))
 
 
-def test_the_first_pass_records_no_graph_where_a_second_is_sure_to_come():
+def test_the_first_pass_records_no_graph_if_a_second_will_come():
     module, function = Tower(), Tower()
     GradientCache((module, lambda x: function(x)), clip_loss, 3)(*pairs()).backward()
     assert module.graph_recorded == [False] * 3 + [True] * 3
-    assert function.graph_recorded == [True, False, False] + [True] * 3  # until it is sure
+    assert (
+        function.graph_recorded == [True, False, False] + [True] * 3
+    )  # the first graph shows that the tower is trained
 
 
-def test_a_partly_frozen_tower_and_parameters_that_a_module_does_not_list():
+def test_a_partly_frozen_tower_and_hidden_parameters():
     towers = nn.ModuleList([Tower(), Tower()])
     towers[0].layers[0].requires_grad_(False)
 
-    class Hidden(nn.Module):
-        def __init__(self, tower):
-            super().__init__()
-            self.encode = tower.forward  # a method: its parameters are not this module's
-
-        def forward(self, x):
-            return self.encode(x)
-
-    batches = pairs()
-    clip_loss(*(t(b) for t, b in zip(towers, batches, strict=True))).backward()
+    encoders, batches = (towers[0], HiddenTower(towers[1])), pairs()
+    clip_loss(*(e(b) for e, b in zip(encoders, batches, strict=True))).backward()
     expected = gradients(towers)
     towers.zero_grad()
-    GradientCache((towers[0], Hidden(towers[1])), clip_loss, 3)(*batches).backward()
+    GradientCache(encoders, clip_loss, 3)(*batches).backward()
     assert_same_gradients(gradients(towers), expected)
 
 
@@ -65,17 +61,13 @@ def live_rows(batches, run):
     """The peak number of rows of hidden activations in graphs during `run`."""
     live = peak = 0
 
-    class Saved:
-        def __init__(self, tensor):
-            self.tensor = tensor.detach()  # an output held with its graph would be a cycle
-
     def free(rows):
         nonlocal live
         live -= rows
 
     def pack(tensor):
         nonlocal live, peak
-        saved = Saved(tensor)
+        saved = SavedTensor(tensor)
         if tensor.ndim == 2 and tensor.shape[1] == 8 and not isinstance(tensor, nn.Parameter):
             live += len(tensor)
             peak = max(peak, live)
@@ -88,7 +80,7 @@ def live_rows(batches, run):
 
 
 @pytest.mark.parametrize("wrap", [lambda t: t, lambda t: lambda x: t(x)], ids=["module", "lambda"])
-def test_only_one_micro_batch_keeps_activations(wrap):
+def test_memory_holds_activations_of_one_micro_batch(wrap):
     tower = Tower()
     small, large = pairs(2), pairs(40)
     one = live_rows(small[:1], lambda x: tower(x).sum().backward())
@@ -144,7 +136,7 @@ def test_outputs_of_other_kinds():
     outputs_of(extra, loss)
 
 
-def test_a_none_keeps_its_position():
+def test_an_output_of_none_keeps_its_position():
     model = Tower()
     seen = []
 
@@ -167,11 +159,15 @@ def test_an_output_that_the_loss_ignores_gets_no_gradient_as_in_a_plain_step():
     assert all(gradient is None for gradient in gradients(head))
 
 
-def test_an_encoder_that_the_loss_ignores_has_no_second_pass():
+@pytest.mark.parametrize(("kept", "passes"), [(0, 6), (2, 4)])
+def test_an_encoder_that_the_loss_ignores_has_no_second_pass(kept, passes):
     towers = (Tower(), Tower())
-    GradientCache(towers, lambda x, y: x.square().sum() + x[:, 0].sum(), 3)(*pairs()).backward()
-    assert [len(tower.graph_recorded) for tower in towers] == [6, 3]
-    assert towers[1].layers[0].weight.grad is None
+    step = GradientCache(
+        towers, lambda x, y: x.square().sum() + x[:, 0].sum(), 3, kept_micro_batches=kept
+    )
+    step(*pairs()).backward()
+    assert [len(tower.graph_recorded) for tower in towers] == [passes, 3]
+    assert gradients(towers[1]) == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -187,7 +183,7 @@ def test_an_encoder_that_the_loss_ignores_has_no_second_pass():
         (lambda m, x: {"z": x} if len(x) == 1 else {}, 3, ValueError, "different outputs"),
     ],
 )
-def test_outputs_that_fit_no_rule(extra, micro_batch_size, error, message):
+def test_outputs_that_cannot_be_joined(extra, micro_batch_size, error, message):
     model = TwoTowers()
 
     def encode(images, texts):

@@ -1,4 +1,4 @@
-"""Batches on the host: moved or made one micro-batch ahead, in order, once per pass."""
+"""Batches on the host are moved or decoded one micro-batch ahead, in order, once per pass."""
 
 import signal
 import threading
@@ -26,19 +26,19 @@ FEED = "megabatch-feed"
 
 
 class Compressed:
-    """Rows kept as bytes and decoded on access; notes when, and by which thread."""
+    """Rows stored as bytes and decoded on access; records the accesses and their threads."""
 
     def __init__(self, rows, before=lambda rows: None):
         self.data = [row.numpy().tobytes() for row in rows]
         self.before = before
-        self.asked, self.threads = [], set()
+        self.decoded, self.threads = [], set()
 
     def __len__(self):
         return len(self.data)
 
     def __getitem__(self, rows):
         self.before(rows)
-        self.asked.append((rows.start, rows.stop))
+        self.decoded.append((rows.start, rows.stop))
         self.threads.add(threading.current_thread().name)
         parts = [torch.frombuffer(bytearray(d), dtype=torch.float64) for d in self.data[rows]]
         return torch.stack(parts) if parts else torch.empty(0, WIDTH)
@@ -49,7 +49,7 @@ def feeding():
 
 
 @pytest.mark.parametrize("device", ["cpu", None])
-def test_compressed_rows_are_decoded_once_a_pass_and_give_the_same_gradients(device):
+def test_compressed_rows_are_decoded_once_per_pass(device):
     model, (images, texts) = TwoTowers(), pairs()
     biased_loss(*model(images, texts)).backward()
     expected = gradients(model)
@@ -59,12 +59,12 @@ def test_compressed_rows_are_decoded_once_a_pass_and_give_the_same_gradients(dev
         {"pixels": packed}, texts
     ).backward()
     assert_same_gradients(gradients(model), expected)
-    assert packed.asked == [(0, 3), (3, 6), (6, 7)] * 2
+    assert packed.decoded == [(0, 3), (3, 6), (6, 7)] * 2
     assert packed.threads == {FEED if device else threading.main_thread().name}
     assert not feeding()
 
 
-def test_the_next_rows_are_made_while_one_micro_batch_is_encoded():
+def test_the_next_rows_are_decoded_while_a_micro_batch_is_encoded():
     events = []
     decoded = [threading.Event() for _ in range(BATCH)]
 
@@ -104,7 +104,7 @@ def test_plain_host_tensors_need_no_thread_on_the_cpu():
     assert not started
 
 
-def test_inputs_that_require_gradients_get_them_although_they_are_moved():
+def test_moved_inputs_get_their_gradients():
     tower, (images, texts) = Tower(), (x.requires_grad_() for x in pairs())
     clip_loss(tower(images), tower(texts)).backward()
     expected = images.grad
@@ -121,7 +121,7 @@ def test_an_error_in_the_thread_surfaces_with_its_traceback(second_pass):
     packed = Compressed(images)
 
     def spoil(rows):
-        if rows.start == 3 and (len(packed.asked) > 3) == second_pass:
+        if rows.start == 3 and (len(packed.decoded) > 3) == second_pass:
             raise OSError("image 3 is truncated")
 
     packed.before = spoil
@@ -134,7 +134,7 @@ def test_an_error_in_the_thread_surfaces_with_its_traceback(second_pass):
         assert all(gradient is None for gradient in gradients(*towers))
 
 
-def test_an_error_of_the_encoder_or_ctrl_c_ends_the_thread():
+def test_ctrl_c_in_an_encoder_ends_the_thread():
     def encode(x):
         signal.raise_signal(signal.SIGINT)
         return x
@@ -143,7 +143,7 @@ def test_an_error_of_the_encoder_or_ctrl_c_ends_the_thread():
     with pytest.raises(KeyboardInterrupt):
         GradientCache((encode, Tower()), clip_loss, 1, device="cpu")(packed, pairs()[1]).backward()
     assert not feeding()
-    assert len(packed.asked) == 2  # the one in use and the one on its way
+    assert len(packed.decoded) == 2  # the one in use and the next one
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_an_error_of_the_encoder_or_ctrl_c_ends_the_thread():
         (lambda rows: torch.ones(2, WIDTH), ValueError, r"3 rows of Rows\[0:3\], got shape \(2, 5"),
     ],
 )
-def test_rows_that_are_none(made, error, message):
+def test_rows_of_a_wrong_type_or_shape(made, error, message):
     class Rows:
         def __len__(self):
             return BATCH
@@ -168,7 +168,7 @@ def test_rows_that_are_none(made, error, message):
 
 
 @pytest.mark.parametrize("gradients_on_host", [False, True, None])
-def test_where_gradients_of_features_wait_changes_nothing(gradients_on_host):
+def test_gradients_of_features_on_the_host_or_the_device(gradients_on_host):
     model, batches = TwoTowers(dict), pairs()
     biased_loss(**model(*batches)).backward()
     expected = gradients(model)
@@ -177,7 +177,7 @@ def test_where_gradients_of_features_wait_changes_nothing(gradients_on_host):
     assert_same_gradients(gradients(model), expected)
 
 
-def test_features_kept_in_another_dtype_are_what_autocast_would_make_of_them():
+def test_feature_dtype_rounds_features_as_autocast_does():
     towers, batches = nn.ModuleList([Tower(), Tower()]).float(), [x.float() for x in pairs()]
     seen = []
 
@@ -237,5 +237,5 @@ def test_inputs_on_the_gpu_do_not_grow_with_the_batch():
         torch.cuda.reset_peak_memory_stats()
         GradientCache(towers, clip_loss, 16, device="cuda")(*batches).backward()
         peaks.append(torch.cuda.max_memory_allocated())
-    # All inputs are 112 MiB more; the loss of 512 pairs takes three matrices of 1 MiB and vectors.
+    # All inputs take 112 MiB more; the loss of 512 pairs takes three matrices of 1 MiB and vectors.
     assert peaks[1] - peaks[0] < 8 << 20

@@ -1,4 +1,4 @@
-"""Batches by keyword, numbers of rows and sizes for each encoder, and which outputs are cached."""
+"""Batches by keyword; rows and micro-batch sizes of each encoder; the outputs that are cached."""
 
 import copy
 import functools
@@ -74,7 +74,7 @@ def test_each_encoder_takes_a_batch_by_keyword(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_anything_that_is_no_tensor_passes_through_whole(size):
+def test_other_values_in_a_batch_are_passed_unchanged(size):
     tower, seen = Tower(), []
 
     def encode(features):
@@ -101,7 +101,7 @@ def test_anything_that_is_no_tensor_passes_through_whole(size):
 
 
 def retrieval_loss(queries, passages):
-    """Each query's passages follow one another, the right one first."""
+    """The passages of a query are consecutive, its positive first."""
     k = len(passages) // len(queries)
     return F.cross_entropy(queries @ passages.T, torch.arange(len(queries)) * k)
 
@@ -143,7 +143,7 @@ class TwoTowersOutput(ModelOutput):
 
 
 class HuggingFaceLike(TwoTowers):
-    """Returns logits of its micro-batch alone, and an output of an inner model, as CLIP does."""
+    """Returns logits of its micro-batch and an inner output, as Hugging Face's CLIP does."""
 
     def __init__(self, kind=TwoTowersOutput):
         super().__init__()
@@ -161,7 +161,7 @@ WANTED = ["image_embeds", "text_embeds", "scale"]
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", [TwoTowersOutput, UserDict, OrderedDict])
-def test_a_mapping_of_a_class_of_its_own_reaches_the_loss_as_itself(kind, size):
+def test_the_loss_gets_a_mapping_of_the_models_class(kind, size):
     model, batches = HuggingFaceLike(kind), pairs()
     plain = copy.deepcopy(model)
 
@@ -201,7 +201,7 @@ def test_outputs_of_a_dict_by_name(kind):
     assert_same_gradients(gradients(model), expected)
 
 
-def test_a_batch_of_such_a_class_stays_one():
+def test_a_batch_keeps_its_class():
     tower, (x, y) = Tower(), pairs()
 
     def encode(batch):
@@ -228,7 +228,7 @@ def test_outputs_of_a_tuple_by_position():
 
 
 @pytest.mark.parametrize("outputs", ["sentence_embedding", ("sentence_embedding", "pooled")])
-def test_the_output_that_counts_of_each_encoder(outputs):
+def test_one_output_of_each_encoder(outputs):
     """Like sentence-transformers' models, which add outputs to their inputs."""
     tower = Tower()
 

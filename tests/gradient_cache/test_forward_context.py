@@ -1,4 +1,4 @@
-"""The second pass has the step's context, whatever changes before `backward()`."""
+"""The second pass runs in the context of the step, whatever changes before `backward()`."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +39,8 @@ def test_random_states_with_another_models_dropout_between():
     assert_same_gradients(gradients(towers), wanted)
 
 
-class Sees(nn.Module):
-    """Notes the settings that an encoder may depend on, once per forward pass."""
+class SettingsRecorder(nn.Module):
+    """Records the settings that an encoder may depend on, at each forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Sees(nn.Module):
 
 
 def test_everything_that_a_forward_pass_depends_on():
-    encoder, other = Sees(), Sees()
+    encoder, other = SettingsRecorder(), SettingsRecorder()
     batches = [x.float() for x in pairs()]
 
     def loss(x, y):
@@ -92,13 +92,13 @@ def test_everything_that_a_forward_pass_depends_on():
     assert (first[0]["training"], first[0]["precision"]) == ((True, False), "medium")
     assert first == [first[0]] * 6
     assert second == first
-    assert other.seen[0] == other.seen[1]  # and all is as backward() found it
+    assert other.seen[0] == other.seen[1]  # backward() restores the settings
     assert encoder.layer.training
 
 
 @pytest.mark.parametrize("region", [True, False], ids=["inside", "outside"])
 def test_backward_inside_or_outside_autocast_gives_the_same(region):
-    """The second pass does not use casts that an evaluation in the region made without a graph."""
+    """The second pass does not reuse casts that an evaluation cached without a graph."""
     towers = nn.ModuleList([Tower(), Tower()]).float()
     batches = [x.float() for x in pairs()]
     step = GradientCache(tuple(towers), clip_loss, 3)
@@ -131,7 +131,7 @@ def test_eval_between_the_passes():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_under_no_grad_backward_is_as_anywhere(size):
+def test_backward_under_no_grad(size):
     towers = (Tower(), Tower())
     batches = pairs()
     step = GradientCache(towers, clip_loss, size)
@@ -145,8 +145,8 @@ def test_under_no_grad_backward_is_as_anywhere(size):
     assert_same_gradients(gradients(*towers), wanted)
 
 
-def test_a_step_whose_precision_pytorch_cannot_name():
-    """Set by the newer names, for which the older function raises."""
+def test_a_precision_that_the_older_getter_cannot_return():
+    """A precision set by torch's newer names, for which the older getter raises."""
     matmul = torch.backends.cuda.matmul
     if not hasattr(matmul, "fp32_precision"):
         pytest.skip("this version of PyTorch has the older names alone")
@@ -159,8 +159,8 @@ def test_a_step_whose_precision_pytorch_cannot_name():
     assert all(gradient is not None for gradient in gradients(*towers))
 
 
-def test_after_a_default_device_was_taken_back():
-    """PyTorch 2.9 then has none to name; in a thread of its own, as it stays so."""
+def test_a_default_device_that_was_reset():
+    """PyTorch 2.9 then has no default device to return; in its own thread, as this lasts."""
     towers = Tower(), Tower()
 
     def step():

@@ -1,4 +1,4 @@
-"""Locked parts of a model run once; the second pass reuses their outputs."""
+"""Frozen parts of a model run once; the second pass reuses their outputs."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ def one_graph_in_micro_batches(model, batches, loss, size):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("locked", ["image", "text"])
-def test_a_locked_tower_of_one_model_is_not_run_again(locked, dropout):
+def test_a_frozen_tower_of_one_model_runs_once(locked, dropout):
     model = TwoTowers(dropout=dropout)  # the locked tower draws random numbers as well
     frozen, live = model.image, model.text
     if locked == "text":
@@ -53,7 +53,7 @@ def test_a_locked_tower_of_one_model_is_not_run_again(locked, dropout):
     assert isinstance(model.image, Tower)
 
 
-def test_the_model_is_whole_again_after_an_error():
+def test_an_error_restores_the_model():
     model = TwoTowers()
     model.image.requires_grad_(False)
     image = model.image
@@ -106,13 +106,13 @@ def assert_cached_as_plain(model, batches, step=None):
 @pytest.mark.parametrize(
     ("use", "calls"),
     [
-        # A frozen head on trained features: run again, its gradient passes through.
+        # On trained features it runs again, as a gradient passes through it.
         (lambda m, x, y: (m.head(m.tower(x)), m.tower(y)), 6),
-        # Twice in each pass: both outputs are recorded, in order.
+        # Called twice per pass: both outputs are recorded, in order.
         (lambda m, x, y: (m.head(x[:, :DIMS]), m.tower(y) + m.head(y[:, :DIMS])), 6),
-        # Not a vector per sample: as large as activations, so it is run again.
+        # No vector per sample, but as large as activations: it runs again.
         (lambda m, x, y: (m.head(x[:, None, :DIMS]).squeeze(1), m.tower(y)), 6),
-        # Used in other ways than by a call.
+        # One of its attributes is read.
         (lambda m, x, y: (m.head(x[:, :DIMS]) / m.head.in_features, m.tower(y)), 3),
         # Constant, but only its weight is used: there is nothing to record.
         (lambda m, x, y: (x[:, :DIMS] @ m.head.weight, m.tower(y)), 0),
@@ -142,7 +142,7 @@ def once_more_with_a_graph(model, x):
 
 
 def seen_inside(model):
-    """The view that a model's code has of its frozen parts while it runs."""
+    """Everything that a model's code can see of its frozen parts while it runs."""
     parts = [model.layers[0], *model.layers, *model.stack, model.named["a"], model.plain]
     return {
         "classes": [type(part) for part in parts],
@@ -174,7 +174,7 @@ class Containers(nn.Module):
         self.plain = Counted().eval()
         self.plain.register_forward_hook(lambda *_: None)
         self.tower = Tower()
-        if trained_beside:  # each layer is a part of its own, else each container
+        if trained_beside:  # then each frozen layer is a part, otherwise each container
             self.layers.append(nn.Linear(2, 2))
             self.stack.register_parameter("unused", nn.Parameter(torch.ones(2)))
             self.named["b"] = nn.Linear(2, 2)
@@ -192,7 +192,7 @@ class Containers(nn.Module):
 
 
 @pytest.mark.parametrize("trained_beside", [False, True])
-def test_a_model_looks_the_same_from_inside(trained_beside):
+def test_a_models_code_sees_no_difference(trained_beside):
     model = Containers(trained_beside)
     expected = seen_inside(model)
     assert_cached_as_plain(model, pairs())
@@ -204,7 +204,7 @@ def test_a_model_looks_the_same_from_inside(trained_beside):
 
 
 @pytest.mark.parametrize("fails_at", [2, 5])  # first pass, second pass
-def test_frozen_parts_are_as_before_after_an_error(fails_at):
+def test_an_error_restores_frozen_parts(fails_at):
     def use(model, x, y):
         features = model.head(x[:, :DIMS])
         calls.append(1)
@@ -220,7 +220,7 @@ def test_frozen_parts_are_as_before_after_an_error(fails_at):
     assert model._modules["head"] is model.head
 
 
-def test_a_forward_of_the_instance_is_there_again():
+def test_a_forward_set_on_the_instance_is_restored():
     model = Model(lambda m, x, y: (m.head(x[:, :DIMS]), m.tower(y)))
     model.head.forward = own = functools.partial(
         checkpoint, model.head.forward, use_reentrant=False
@@ -243,7 +243,7 @@ def test_hooks_on_a_frozen_part_are_called_in_both_passes():
 
 @pytest.mark.parametrize("kind", ["forward", "pre"])
 def test_a_part_with_a_hook_inside_is_run_again(kind):
-    """Like features taken from the layers of a frozen backbone."""
+    """Hooks often take features from the layers of a frozen backbone."""
     taken = {}
 
     def use(model, x, y):
@@ -259,8 +259,8 @@ def test_a_part_with_a_hook_inside_is_run_again(kind):
     assert model.head[1].seen.calls == 6
 
 
-class Remembers(nn.Module):
-    """Keeps its hidden layer where its owner reads it."""
+class StoresHidden(nn.Module):
+    """Stores its hidden features where the model reads them."""
 
     def __init__(self, keep):
         super().__init__()
@@ -286,13 +286,13 @@ def test_a_part_that_sets_attributes_is_run_again(keep, read):
         model.head(x)
         return read(model.head), model.tower(y)
 
-    model = Model(use, Remembers(keep))
+    model = Model(use, StoresHidden(keep))
     assert_cached_as_plain(model, pairs())
     assert model.head.second.seen.calls == 6
 
 
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
-def test_a_compiled_frozen_part_is_neither_run_again_nor_compiled_again(how):
+def test_a_compiled_frozen_part_is_not_run_or_compiled_again(how):
     torch.compiler.reset()
     compiled = []
 
@@ -320,7 +320,7 @@ def test_a_compiled_frozen_part_is_neither_run_again_nor_compiled_again(how):
         assert model.head.__dict__["_compiled_call_impl"].__name__ != "replacement"
 
 
-def test_a_part_that_another_wrapper_calls():
+def test_a_part_inside_nested_wrappers():
     class Wrapper(nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -339,7 +339,7 @@ def test_a_part_that_another_wrapper_calls():
 
 
 def test_another_thread_runs_the_part_itself():
-    """Another thread may use the module meanwhile, such as for an evaluation."""
+    """Such as a thread that evaluates with the module during a step."""
     outputs = []
 
     def use(model, x, y):
@@ -355,8 +355,8 @@ def test_another_thread_runs_the_part_itself():
         torch.testing.assert_close(output, model.head.bias.expand(5, DIMS))
 
 
-def test_a_fast_path_without_a_graph_that_calls_no_layer():
-    """PyTorch's transformer layers call their parts in training, or with a graph, alone."""
+def test_a_fast_path_that_calls_no_layer():
+    """PyTorch's transformer layers call their children in training or with a graph only."""
     layer = nn.TransformerEncoderLayer(WIDTH + 3, 2, 8, 0.0, batch_first=True)
     layer.requires_grad_(False).eval()
     layer.linear1.requires_grad_()
@@ -382,7 +382,7 @@ def test_a_module_with_two_parents_and_inputs_that_require_gradients():
     assert_same_gradients([images.grad, texts.grad], expected)
 
 
-def test_locks_may_change_between_steps():
+def test_requires_grad_may_change_between_steps():
     model, batches = TwoTowers(), pairs(BATCH)
     step = GradientCache(model, biased_loss, 3)
     counts = []

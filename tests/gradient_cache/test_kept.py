@@ -1,4 +1,4 @@
-"""Micro-batches whose graphs wait for the backward pass, so that they are encoded once."""
+"""Micro-batches whose graphs are kept for the backward pass, so that they are encoded once."""
 
 import copy
 import gc
@@ -16,11 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
-from tests.gradient_cache import test_wrappers as wrapped
+from tests.gradient_cache import parallel
 from tests.gradient_cache.test_encoding import live_rows
 from tests.gradient_cache.towers import (
     DIMS,
     WIDTH,
+    HiddenTower,
+    SavedTensor,
     Tower,
     TwoTowers,
     assert_same_gradients,
@@ -32,7 +34,7 @@ from tests.gradient_cache.towers import (
 )
 from tests.similarity.distributed.processes import World, on_processes
 
-KEPT = (1, 2, 3, 100)  # of the three micro-batches of 7 rows in threes, or of 3 and 4 of two towers
+KEPT = (1, 2, 3, 100)  # of 3 micro-batches: 7 rows, 3 at a time
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -52,7 +54,7 @@ def test_one_model_with_shared_outputs(kept):
 
 @pytest.mark.parametrize("kept", [*KEPT, (1, 2)])
 def test_two_encoders_with_dropout(kept):
-    """The micro-batches draw the same numbers as without, and leave the generator as it was."""
+    """Micro-batches draw the same random numbers as in one graph; the backward pass draws none."""
     towers = nn.ModuleList([Tower(dropout=0.4), Tower(dropout=0.4)])
     plain = copy.deepcopy(towers)
     batches = pairs()
@@ -71,19 +73,6 @@ def test_two_encoders_with_dropout(kept):
     assert torch.equal(torch.get_rng_state(), after)
 
 
-def test_one_encoder_for_both_batches_and_gradients_of_inputs():
-    tower = Tower()
-    batches = [x.requires_grad_() for x in pairs()]
-    clip_loss(*map(tower, batches)).backward()
-    expected = [*gradients(tower), *(x.grad for x in batches)]
-    for kept in KEPT:
-        tower.zero_grad()
-        for x in batches:
-            x.grad = None
-        GradientCache((tower, tower), clip_loss, 3, kept_micro_batches=kept)(*batches).backward()
-        assert_same_gradients([*gradients(tower), *(x.grad for x in batches)], expected, 1e-12)
-
-
 def test_the_number_may_change_between_steps():
     tower, batches = Tower(), pairs(6)
     step = GradientCache((tower, tower), clip_loss, 2)
@@ -96,7 +85,7 @@ def test_the_number_may_change_between_steps():
     assert calls == [12, 8, 10, 12]
 
 
-def test_weights_that_autocast_has_cast_without_a_graph_get_their_gradients():
+def test_weights_that_autocast_cached_without_a_graph_get_gradients():
     towers = nn.ModuleList([Tower(), Tower()]).float()
     batches = [x.float() for x in pairs()]
     found = []
@@ -117,7 +106,7 @@ def test_weights_that_autocast_has_cast_without_a_graph_get_their_gradients():
             assert (gradient - expected).norm() < 0.01 * expected.norm()
 
 
-def test_memory_is_that_of_the_kept_micro_batches_and_is_freed_before_others_are_encoded():
+def test_peak_memory_is_that_of_the_kept_micro_batches():
     tower, batches = Tower(), pairs(12)
     one = live_rows(pairs(2)[:1], lambda x: tower(x).sum().backward())
     for kept, most in ((0, 1), (1, 2), (2, 4), (6, 12)):  # of both encoders
@@ -125,18 +114,13 @@ def test_memory_is_that_of_the_kept_micro_batches_and_is_freed_before_others_are
         assert live_rows(batches, lambda x, y, step=step: step(x, y).backward()) == most * one
 
 
-class Saved:
-    def __init__(self, tensor):
-        self.tensor = tensor.detach()
-
-
 @pytest.fixture
 def graphs():
-    """A function that counts the graphs of towers that are alive: each saves one such tensor."""
+    """A function that counts the living graphs of towers: each saves one tensor of 8 columns."""
     alive = weakref.WeakSet()
 
     def pack(tensor):
-        saved = Saved(tensor)
+        saved = SavedTensor(tensor)
         if tensor.shape[1:] == (8,) and type(tensor.grad_fn).__name__ == "AddmmBackward0":
             alive.add(saved)
         return saved
@@ -147,7 +131,7 @@ def graphs():
     gc.enable()
 
 
-def test_evaluation_and_constants_keep_nothing(graphs):
+def test_evaluation_and_frozen_encoders_keep_no_graph(graphs):
     towers = (Tower(), Tower())
     step = GradientCache(towers, clip_loss, 2, kept_micro_batches=2)
     with torch.no_grad():
@@ -165,7 +149,7 @@ def test_evaluation_and_constants_keep_nothing(graphs):
     assert len(towers[0].graph_recorded) == 4  # once per micro-batch
 
 
-def test_a_loss_that_is_dropped_frees_them(graphs):
+def test_a_dropped_loss_frees_the_graphs(graphs):
     loss = GradientCache((Tower(), Tower()), clip_loss, 2, kept_micro_batches=2)(*pairs())
     assert graphs() == 4
     del loss
@@ -177,7 +161,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("where", ["encoder", "loss", "second pass"])
-def test_an_exception_frees_them_though_its_traceback_lives(graphs, where):
+def test_an_exception_frees_the_graphs_though_its_traceback_lives(graphs, where):
     towers = (Tower(), Tower())
     before = {"encoder": 3, "second pass": 4}.get(where)
 
@@ -201,81 +185,42 @@ def test_an_exception_frees_them_though_its_traceback_lives(graphs, where):
     assert gradients(*towers) == [None] * len(gradients(*towers))
 
 
-def test_a_second_backward_and_retain_graph_are_refused(graphs):
-    loss = GradientCache((Tower(), Tower()), clip_loss, 2, kept_micro_batches=2)(*pairs())
-    with pytest.raises(RuntimeError, match="retain_graph=True is not possible"):
-        loss.backward(retain_graph=True)
-    assert graphs() == 4
-    loss.backward()
-    assert graphs() == 0
-    with pytest.raises(RuntimeError, match=r"got a second one|second time"):
-        loss.backward()
-
-
-def test_an_output_that_the_loss_ignores():
-    towers = (Tower(), Tower())
-    step = GradientCache(towers, lambda x, y: x.square().sum() + x[0, 0], 3, kept_micro_batches=2)
-    step(*pairs()).backward()
-    assert [len(tower.graph_recorded) for tower in towers] == [4, 3]
-    assert gradients(towers[1]) == [None] * 4
-
-
-def test_parameters_out_of_sight_and_reentrant_checkpoints():
-    class Hidden(nn.Module):
-        def __init__(self, tower):
-            super().__init__()
-            self.seen = nn.Linear(WIDTH, WIDTH)
-            self.encode = tower.forward  # a method: its parameters are not this module's
-
-        def forward(self, x):
-            return self.encode(self.seen(x))
-
+def test_hidden_parameters_and_reentrant_checkpoints():
     towers = nn.ModuleList([Tower(), Tower()])
-    hidden = Hidden(towers[0])
+    hidden = HiddenTower(towers[0])
 
     def checkpointed(x):
         return checkpoint(towers[1], x.clone().requires_grad_(), use_reentrant=True)
 
     batches = pairs()
     clip_loss(hidden(batches[0]), checkpointed(batches[1])).backward()
-    expected = [*gradients(towers), hidden.seen.weight.grad]
+    expected = [*gradients(towers), hidden.layer.weight.grad]
     towers.zero_grad()
     hidden.zero_grad()
     towers[0].graph_recorded.clear()
     GradientCache((hidden, checkpointed), clip_loss, 3, kept_micro_batches=1)(*batches).backward()
-    assert_same_gradients([*gradients(towers), hidden.seen.weight.grad], expected, 1e-12)
+    assert_same_gradients([*gradients(towers), hidden.layer.weight.grad], expected, 1e-12)
     assert len(towers[0].graph_recorded) == 6  # not kept
 
 
-def test_parameters_out_of_sight_that_only_a_later_micro_batch_uses():
+def test_hidden_parameters_that_only_a_later_micro_batch_uses():
     class Sometimes(nn.Module):
         def __init__(self):
             super().__init__()
-            self.seen = nn.Linear(WIDTH, WIDTH)
-            self.out_of_sight = [Tower()]
+            self.layer = nn.Linear(WIDTH, WIDTH)
+            self.hidden = [Tower()]
 
         def forward(self, x):
-            x = self.seen(x)
-            return self.out_of_sight[0](x) if len(x) == 1 else x[:, :DIMS]  # in the last one
+            x = self.layer(x)
+            return self.hidden[0](x) if len(x) == 1 else x[:, :DIMS]  # in the last one
 
     model, batches, found = Sometimes(), pairs(), []
     for kept in (0, 2):
         model.zero_grad()
-        model.out_of_sight[0].zero_grad()
+        model.hidden[0].zero_grad()
         GradientCache((model, model), clip_loss, 3, kept_micro_batches=kept)(*batches).backward()
-        found.append(gradients(model, model.out_of_sight[0]))
+        found.append(gradients(model, model.hidden[0]))
     assert_same_gradients(found[1], found[0], 1e-12)
-
-
-def test_batch_normalisation_counts_each_micro_batch_once():
-    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))
-    reference = copy.deepcopy(model)
-    batches = pairs(6)
-    for kept, one in ((0, reference), (2, model)):
-        GradientCache((one, one), clip_loss, 2, kept_micro_batches=kept)(*batches).backward()
-    assert_same_gradients(gradients(model), gradients(reference), 1e-12)
-    for mine, theirs in zip(model.buffers(), reference.buffers(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +241,7 @@ def test_bad_numbers(value, error, message):
 
 
 def counting(model):
-    """Note forward passes of the image tower, by whether they record a graph."""
+    """A list that receives whether each forward pass of the image tower records a graph."""
     calls = []
     model.image.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     return calls
@@ -304,31 +249,31 @@ def counting(model):
 
 @on_processes(2)
 def test_ddp_and_fsdp2_inside(world: World) -> None:
-    """Equal, unequal and empty shards; the micro-batch that synchronises is encoded again."""
-    for wrap in (wrapped.under_ddp, wrapped.under_fsdp):
-        for sizes in wrapped.sizes_of(world):
-            mine, whole = wrapped.batches_of(world, sizes)
-            _, expected = wrapped.plain([whole])
-            model = wrapped.made()
+    """The micro-batch that synchronises is encoded again."""
+    for wrap in (parallel.under_ddp, parallel.under_fsdp):
+        for sizes in parallel.sizes_of(world):
+            mine, whole = parallel.batches_of(world.rank, sizes)
+            _, expected = parallel.on_one_process([whole])
+            model = parallel.new_model()
             calls = counting(model)
             model = wrap(model)
             step = GradientCache(model, ClipLoss(), 1, kept_micro_batches=2)
             count = max(sizes)
-            for _ in range(2):  # DDP arranges its buckets anew after the first step
+            for _ in range(2):  # DDP rebuilds its buckets after the first step
                 model.zero_grad()
                 calls.clear()
                 step(*mine).backward()
-                wrapped.assert_same(model, expected)
+                parallel.assert_same(model, expected)
                 kept = min(2, count - 1)
                 again = count - kept
                 assert calls == [False] * again + [True] * (kept + again)
-                assert set(wrapped.synchronised(model)) <= {True, (True, True)}
+                assert set(parallel.synchronised(model)) <= {True, (True, True)}
 
 
 @on_processes(2)
 def test_ddp_with_unused_parameters_and_fsdp2_that_keeps_weights(world: World) -> None:
-    mine, whole = wrapped.batches_of(world, [4, 3])
-    _, expected = wrapped.plain([whole])
+    mine, whole = parallel.batches_of(world.rank, [4, 3])
+    _, expected = parallel.on_one_process([whole])
 
     def find_unused(model):
         return DistributedDataParallel(model, find_unused_parameters=True)
@@ -341,7 +286,7 @@ def test_ddp_with_unused_parameters_and_fsdp2_that_keeps_weights(world: World) -
 
     mesh = init_device_mesh("cpu", (world.size,))
     for wrap in (find_unused, keep_weights):
-        model = wrap(wrapped.made())
+        model = wrap(parallel.new_model())
         step = GradientCache(model, ClipLoss(), 1, kept_micro_batches=100)
         for _ in range(2):
             model.zero_grad()
@@ -349,60 +294,58 @@ def test_ddp_with_unused_parameters_and_fsdp2_that_keeps_weights(world: World) -
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-            wrapped.assert_same(model, expected)
+            parallel.assert_same(model, expected)
 
 
 @on_processes(2)
 def test_ranks_use_the_smallest_number(world: World) -> None:
-    mine, whole = wrapped.batches_of(world, [4, 4])
-    model = wrapped.made()
+    mine, whole = parallel.batches_of(world.rank, [4, 4])
+    model = parallel.new_model()
     calls = counting(model)
     step = GradientCache(
-        wrapped.under_ddp(model), ClipLoss(), 1, kept_micro_batches=1 + 2 * world.rank
+        parallel.under_ddp(model), ClipLoss(), 1, kept_micro_batches=1 + 2 * world.rank
     )
     step(*mine).backward()
     assert calls == [False] * 3 + [True] * 4
-    wrapped.assert_same(model, wrapped.plain([whole])[1])
+    parallel.assert_same(model, parallel.on_one_process([whole])[1])
 
 
 @on_processes(2)
 def test_two_losses_added_and_one_wrapper_for_two_batches(world: World) -> None:
-    parts = [wrapped.batches_of(world, [4, 3], seed) for seed in range(2)]
-    _, expected = wrapped.plain([whole for _, whole in parts], [1.0, 3.0])
-    for wrap in (wrapped.under_ddp, wrapped.under_fsdp):
-        for second in (2, 8):  # 8: its only micro-batch waits beside the other step's
-            model = wrap(wrapped.made())
+    parts = [parallel.batches_of(world.rank, [4, 3], seed) for seed in range(2)]
+    _, expected = parallel.on_one_process([whole for _, whole in parts], [1.0, 3.0])
+    for wrap in (parallel.under_ddp, parallel.under_fsdp):
+        for second in (
+            2,
+            8,
+        ):  # 8: the graph of its only micro-batch is kept beside the other step's
+            model = wrap(parallel.new_model())
             first_step = GradientCache(model, ClipLoss(), 1, kept_micro_batches=2)
             second_step = GradientCache(model, ClipLoss(), second, kept_micro_batches=1)
             (first_step(*parts[0][0]) + 3 * second_step(*parts[1][0])).backward()
-            wrapped.assert_same(model, expected)
+            parallel.assert_same(model, expected)
     mine, whole = parts[0]
-    tower, truth = wrapped.made().image, wrapped.made().image
+    tower, truth = parallel.new_model().image, parallel.new_model().image
     ClipLoss(group="local")(truth(whole[0]), truth(whole[1]), 3.0).backward()
     encoder = DistributedDataParallel(tower)
     step = GradientCache((encoder, encoder), ClipLoss(), 1, kept_micro_batches=2)
     step(*mine, logit_scale=3.0).backward()
-    wrapped.assert_same(tower, wrapped.gradients(truth))
+    parallel.assert_same(tower, parallel.gradients(truth))
 
 
 @on_processes(2)
 def test_ddp_around_the_step_and_fsdp1_inside(world: World) -> None:
-    mine, whole = wrapped.batches_of(world, [4, 3])
-    _, expected = wrapped.plain([whole])
-    around = wrapped.TrainingStep(wrapped.made(), 1)
+    mine, whole = parallel.batches_of(world.rank, [4, 3])
+    _, expected = parallel.on_one_process([whole])
+    around = parallel.TrainingStep(parallel.new_model(), 1)
     around.step.kept_micro_batches = 2
     around = DistributedDataParallel(around)
     around(*mine).backward()
-    wrapped.assert_same(around, expected)
+    parallel.assert_same(around, expected)
 
-    model = wrapped.made()
+    model = parallel.new_model()
     calls = counting(model)
     sharded = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
     GradientCache(sharded, ClipLoss(), 1, kept_micro_batches=2)(*mine).backward()
-    optimizer.step()
     assert calls == [False] * 4 + [True] * 4  # none is kept
-    with FullyShardedDataParallel.summon_full_params(sharded):
-        for name, parameter in wrapped.made().named_parameters():
-            found = dict(sharded.module.named_parameters())[name]
-            torch.testing.assert_close(found, parameter - expected[name], rtol=0, atol=1e-9)
+    parallel.assert_sgd_moves_by(expected, sharded)

@@ -1,4 +1,4 @@
-"""Errors of a backward pass before any gradient changes; and loops that leave it out."""
+"""A refused backward pass changes no gradient; loops without a backward pass raise."""
 
 import contextlib
 import random
@@ -21,7 +21,13 @@ from tests.gradient_cache.towers import (
     pairs,
 )
 
-SIZES = [3, 100]
+#: Several micro-batches without and with kept graphs, and one micro-batch.
+SIZES = [(3, 0), (3, 2), (100, 0)]
+
+
+def made(model, loss, size):
+    """A step of (micro-batch size, number of kept micro-batches)."""
+    return GradientCache(model, loss, size[0], kept_micro_batches=size[1])
 
 
 def with_gradients(model):
@@ -53,13 +59,13 @@ def refused(model, message):
         (lambda loss, p: torch.autograd.grad(loss, p, create_graph=True), "create_graph=True"),
     ],
 )
-def test_a_graph_that_is_to_be_kept(size, backward, message):
+def test_retain_graph_and_create_graph(size, backward, message):
     model, plain, batches = with_gradients(TwoTowers()), TwoTowers(), pairs()
     plain.load_state_dict(model.state_dict())
-    loss = GradientCache(model, biased_loss, size)(*batches)
+    loss = made(model, biased_loss, size)(*batches)
     with refused(model, message):
         backward(loss, list(model.parameters()))
-    loss.backward()  # possible all the same
+    loss.backward()  # still possible
     biased_loss(*with_gradients(plain)(*batches)).backward()
     assert_same_gradients(gradients(model), gradients(plain))
 
@@ -67,7 +73,7 @@ def test_a_graph_that_is_to_be_kept(size, backward, message):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_second_backward_pass(size):
     model = TwoTowers()
-    loss = GradientCache(model, biased_loss, size)(*pairs())
+    loss = made(model, biased_loss, size)(*pairs())
     loss.backward()
     with_gradients(model)
     with refused(model, "expected one backward pass of a loss, got a second one"):
@@ -77,7 +83,7 @@ def test_a_second_backward_pass(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_parameter_changed_in_place(size):
     model = with_gradients(TwoTowers())
-    loss = GradientCache(model, biased_loss, size)(*pairs())
+    loss = made(model, biased_loss, size)(*pairs())
     torch.optim.SGD([model.text.layers[3].bias], lr=1.0).step()
     message = "parameter text.layers.3.bias of the model was changed in place after the step"
     with refused(model, message):
@@ -87,7 +93,7 @@ def test_a_parameter_changed_in_place(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_batch_changed_in_place(size):
     model, (images, texts) = with_gradients(TwoTowers()), pairs()
-    step = GradientCache(lambda x, y: model(x, y["ids"][0]), biased_loss, size)
+    step = made(lambda x, y: model(x, y["ids"][0]), biased_loss, size)
     loss = step(images, {"ids": [texts]})
     texts.zero_()
     with refused(model, r"batch 1\['ids'\]\[0\] of the model was changed in place"):
@@ -95,7 +101,7 @@ def test_a_batch_changed_in_place(size):
 
 
 def test_an_encoder_without_a_second_pass_may_change():
-    """Like a teacher that follows its student."""
+    """Such as a teacher that is a moving average of its student."""
     teacher, student = Tower().requires_grad_(False), Tower()
     loss = GradientCache((teacher, student), clip_loss, 3)(*pairs())
     for parameter in teacher.parameters():
@@ -107,7 +113,7 @@ def test_an_encoder_without_a_second_pass_may_change():
 @pytest.mark.parametrize("size", SIZES)
 def test_compiled_autograd(size):
     model = with_gradients(TwoTowers())
-    loss = GradientCache(model, biased_loss, size)(*pairs())
+    loss = made(model, biased_loss, size)(*pairs())
     compiler = torch.compile(backend="eager")
     with refused(model, "cannot compile the second pass"), compiled_autograd._enable(compiler):
         loss.backward()
@@ -123,7 +129,7 @@ def loop(step, model, backward, optimizer=None, steps=3):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_loop_without_a_backward_pass_is_told_by_its_second_step(keep):
+def test_a_loop_without_a_backward_pass_raises_at_its_second_step(keep):
     model, kept = TwoTowers(), []
     step = GradientCache(model, biased_loss, 3)
     message = "the loss of that was never backpropagated: call loss.backward() before"
@@ -133,7 +139,7 @@ def test_a_loop_without_a_backward_pass_is_told_by_its_second_step(keep):
     loop(step, model, lambda value: value.backward())
 
 
-def test_losses_that_are_only_looked_at_are_no_such_loop():
+def test_losses_that_are_only_evaluated_raise_nothing():
     model, other = TwoTowers(), TwoTowers()
     step = GradientCache(model, biased_loss, 3)
     # Discarded, like one that is not finite; the next one is used.

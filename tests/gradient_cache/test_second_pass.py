@@ -1,4 +1,4 @@
-"""The second pass within autograd: its thread, Ctrl-C, streams, peak memory."""
+"""The second pass inside autograd: its thread, Ctrl-C, streams and peak memory."""
 
 import copy
 import os
@@ -27,7 +27,7 @@ MICRO_BATCHES = 40
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_ctrl_c_ends_the_second_pass_at_once(device):
-    """On a GPU autograd's threads run backward passes, and signals reach the main thread alone."""
+    """On a GPU autograd's threads run the backward pass, but only the main thread gets signals."""
     tower, calls = Tower().to(device), []
 
     def encode(x):
@@ -49,7 +49,7 @@ def test_ctrl_c_ends_the_second_pass_at_once(device):
 
 
 class Wide(nn.Module):
-    """Parameters that exceed the activations of a micro-batch by far."""
+    """An encoder whose parameters are much larger than a micro-batch's activations."""
 
     def __init__(self, width=256, depth=4):
         super().__init__()
@@ -84,12 +84,12 @@ def test_peak_memory_is_that_of_backward_in_each_micro_batch(device, size):
     def run():
         step(*batches).backward()
 
-    run()  # cuBLAS has its workspace, and Python its modules
+    run()  # allocates cuBLAS's workspace and imports modules
     tower.zero_grad()
-    activations = weight // 2  # of 8 rows at most 5%, and of the loss
-    # All gradients, and one parameter's before it is added.
+    activations = weight // 2  # at most, with those of the loss
+    # All gradients, and that of one parameter before it is added.
     assert peak_of(device, run) < (len(tower.layers) + 1) * weight + activations
-    # .grad exists already: only the one before it is added.
+    # With existing .grad, only that of one parameter.
     assert peak_of(device, run) < weight + activations
 
 

@@ -100,14 +100,17 @@ def test_a_second_step_adds_to_the_gradients():
     assert_same_gradients(gradients(model), gradients(reference))
 
 
-def test_one_encoder_for_both_batches():
+@pytest.mark.parametrize("kept", [0, 1, 2, 3, 100])
+def test_one_encoder_for_both_batches_and_gradients_of_inputs(kept):
     tower = Tower()
-    images, texts = pairs()
-    clip_loss(tower(images), tower(texts)).backward()
-    expected = gradients(tower)
+    batches = [x.requires_grad_() for x in pairs()]
+    clip_loss(*map(tower, batches)).backward()
+    expected = [*gradients(tower), *(x.grad for x in batches)]
     tower.zero_grad()
-    GradientCache((tower, tower), clip_loss, 3)(images, texts).backward()
-    assert_same_gradients(gradients(tower), expected)
+    for x in batches:
+        x.grad = None
+    GradientCache((tower, tower), clip_loss, 3, kept_micro_batches=kept)(*batches).backward()
+    assert_same_gradients([*gradients(tower), *(x.grad for x in batches)], expected, 1e-12)
 
 
 def test_three_encoders_and_loss_keywords():
@@ -125,7 +128,7 @@ def test_three_encoders_and_loss_keywords():
     assert_same_gradients(gradients(encoders), expected)
 
 
-def test_the_exact_tiled_loss():
+def test_megabatchs_own_loss():
     from megabatch import ClipLoss
 
     class Model(TwoTowers):
@@ -144,7 +147,7 @@ def test_the_exact_tiled_loss():
     assert_same_gradients(gradients(model), wanted)
 
 
-def test_inputs_that_require_gradients_get_them():
+def test_inputs_of_a_frozen_encoder_get_their_gradients():
     tower, frozen = Tower(), Tower().requires_grad_(False)
     images, texts = (x.requires_grad_() for x in pairs())
     clip_loss(tower(images), frozen(texts)).backward()

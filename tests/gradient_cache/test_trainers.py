@@ -1,7 +1,7 @@
 """Lightning, Hugging Face's Trainer and sentence-transformers train as without gradient caching.
 
-Accumulation over two batches, clipping, an evaluation; one process and two. No library is told of
-gradient caching: each calls `backward()` of the loss that it is given.
+They accumulate over two batches, clip gradients and evaluate, on one process and on two. No library
+knows of gradient caching: each calls `backward()` of the loss that it is given.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Weights = dict[str, Tensor]
 
 
 class Pair(nn.Module):
-    """Two towers and a learnt scale; the loss of a batch, in micro-batches of 2 or whole."""
+    """Two towers and a learnt scale; computes the loss whole or in micro-batches of 2."""
 
     def __init__(self, cached: bool) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def of_sentence_transformers(
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model  # the trainer puts its wrapped one here
+            self.model = model  # the trainer replaces it by the wrapped model
             self.clip = ClipLoss()
             self.step = GradientCache((self.encode, self.encode), self.score, 2)
 
@@ -204,7 +204,7 @@ def compare(library: str, folder: Path, processes: int = 1) -> None:
 
 
 def import_and_fork(folder: Path, ports: list[int]) -> None:
-    """One process alone and a group of two, forked from this one: imports take seconds."""
+    """Import the libraries, which takes seconds, then fork one process alone and a group of two."""
     for name in (*LIBRARIES, "accelerate", "datasets"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -255,7 +255,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     """The result of each library's training, in each process."""
     folder = tmp_path_factory.mktemp("trainers")
     save_tiny_bert(folder / "bert")
-    stores = [new_store() for _ in LIBRARIES]  # one keeps what an earlier group said
+    stores = [new_store() for _ in LIBRARIES]  # a store keeps the keys of an earlier group
     process = forked(import_and_fork, folder, [store.port for store in stores])
     process.join(240)
     process.kill()

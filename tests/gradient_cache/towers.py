@@ -1,4 +1,4 @@
-"""Small encoders, dense losses and comparisons that the tests share."""
+"""Small encoders, dense losses and comparisons."""
 
 from types import SimpleNamespace
 
@@ -22,17 +22,29 @@ class Tower(nn.Module):
         self.layers = nn.Sequential(
             nn.Linear(WIDTH, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, DIMS)
         )
-        # Not a list of the module's own: a frozen module whose attributes change is run again.
+        # Held by another object, as a frozen module whose own attributes change is run again.
         self._seen = SimpleNamespace(graph_recorded=[])
 
     @property
     def graph_recorded(self):
-        """One entry per forward pass."""
+        """For each forward pass, whether it recorded a graph."""
         return self._seen.graph_recorded
 
     def forward(self, x):
         self.graph_recorded.append(torch.is_grad_enabled())
         return F.normalize(self.layers(x), dim=-1)
+
+
+class HiddenTower(nn.Module):
+    """Calls a tower whose parameters are not among the module's own."""
+
+    def __init__(self, tower):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.encode = tower.forward  # a method: the tower is no child of this module
+
+    def forward(self, x):
+        return self.encode(self.layer(x))
 
 
 class TwoTowers(nn.Module):
@@ -53,6 +65,13 @@ class TwoTowers(nn.Module):
             "logit_bias": self.logit_bias,  # the parameter itself
         }
         return outputs if self.form is dict else tuple(outputs.values())
+
+
+class SavedTensor:
+    """A tensor packed by a saved-tensor hook, without its graph, which would make a cycle."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
 
 
 def biased_loss(image_features, text_features, logit_scale, logit_bias):
@@ -78,7 +97,10 @@ def assert_same_gradients(actual, expected, tolerance=1e-9):
 
 
 def one_graph(encoders, batches, loss, micro_batch_size):
-    """The step's definition under dropout: all micro-batches in one graph, then the loss."""
+    """A step with dropout by definition: encode all micro-batches in one graph, then the loss.
+
+    Fills `.grad`; returns the loss and the random state after it.
+    """
     features = [
         torch.cat([encoder(part) for part in batch.split(micro_batch_size)])
         for encoder, batch in zip(encoders, batches, strict=True)
