@@ -1,4 +1,4 @@
-"""Dense float64 references, written from the papers' formulas and not from the library's terms."""
+"""Dense float64 references, written from the papers' formulas, not with the library's terms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALL = "all_negatives"
 
 
 def leaves(*values: Tensor | float) -> list[Tensor]:
-    """Float64 copies that want gradients."""
+    """Float64 copies that require gradients."""
     return [
         torch.as_tensor(v, dtype=torch.float64).clone().detach().requires_grad_() for v in values
     ]
@@ -21,7 +21,7 @@ def leaves(*values: Tensor | float) -> list[Tensor]:
 def assert_equal(
     ours: Callable[..., Tensor], truth: Callable[..., Tensor], *values: Tensor | float
 ) -> None:
-    """Same value and gradients of all `values`, to 1e-11 relative to the larger of them and 1."""
+    """Assert equal values and gradients of all `values`, to 1e-11 relative to the largest or 1."""
     mine, theirs = leaves(*values), leaves(*values)
     a, b = ours(*mine), truth(*theirs)
     assert b.isfinite()
@@ -38,7 +38,7 @@ def assert_equal(
 
 
 def same(ids: Tensor) -> Tensor:
-    """(b, b): whether two pairs are one, or share an id; negative ids are shared with nothing."""
+    """(b, b) mask of pairs i, j that are the same or share an id; negative ids equal no other."""
     return ((ids[:, None] == ids) & (ids >= 0)) | torch.eye(len(ids), dtype=torch.bool)
 
 
@@ -72,7 +72,7 @@ def clip_of_logits(
 
 
 def siglip_of_logits(s: Tensor, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-    """`s` with its bias."""
+    """The logits include the bias."""
     positive = torch.eye(len(s), dtype=torch.bool) if ids is None else same(ids)
     losses = F.binary_cross_entropy_with_logits(s, positive.to(s.dtype), reduction="none").sum(1)
     return losses.mean() if weights is None else (weights * losses).sum() / weights.sum()
@@ -85,8 +85,8 @@ def supcon_of_logits(
     terms = []
     for i in range(len(s)):
         others = [j for j in range(s.shape[1]) if columns is not None or j != i]
-        kinds = labels if columns is None else columns
-        positives = [j for j in others if labels[i] >= 0 and labels[i] == kinds[j]]
+        column_labels = labels if columns is None else columns
+        positives = [j for j in others if labels[i] >= 0 and labels[i] == column_labels[j]]
         if not positives:
             continue
         logp = s[i, positives] - s[i, others].logsumexp(0)
@@ -101,8 +101,8 @@ def sincere_of_logits(
     anchors = []
     for i in range(len(s)):
         others = [j for j in range(s.shape[1]) if columns is not None or j != i]
-        kinds = labels if columns is None else columns
-        positives = [j for j in others if labels[i] >= 0 and labels[i] == kinds[j]]
+        column_labels = labels if columns is None else columns
+        positives = [j for j in others if labels[i] >= 0 and labels[i] == column_labels[j]]
         negatives = [j for j in others if j not in positives]
         terms = [s[i, [p, *negatives]].logsumexp(0) - s[i, p] for p in positives]
         if terms:
@@ -134,7 +134,7 @@ def debiased(positive: Tensor, negatives: Tensor, scale: Tensor, tau_plus: float
 
 
 def debiased_ntxent_of_logits(s: Tensor, scale: Tensor, tau_plus: float) -> Tensor:
-    """Of two views."""
+    """The debiased loss of two views."""
     n = len(s)
     terms = []
     for i in range(n):
@@ -176,14 +176,14 @@ def infonce(
     margin_strategy: str = "absolute",
     guide: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Qwen3-Embedding's Z_i, one query at a time; `guide`: GISTEmbed's, features by name."""
+    """Qwen3-Embedding's loss, one query at a time; `guide`: a guide's features by name."""
     b = len(query)
     alike = same(torch.full((b,), -1) if ids is None else ids)
     features = {"query": query, "positive": positive, "shared": shared, "own": own}
     features["queue"] = None if queue is None else queue.detach()
 
     def similarities(f: dict[str, Tensor | None], i: int) -> tuple[Tensor, ...]:
-        """Of query i: with its positive, in the batch, with its own, others; of the reverse."""
+        """Query i against its positive, batch, own and same-tower negatives; the reverse."""
         query, positive, shared, own = (f.get(n) for n in ("query", "positive", "shared", "own"))
         others = [j for j in range(b) if not alike[i, j]]
         foreign = [j for j in range(b) if j != i]
@@ -208,21 +208,21 @@ def infonce(
         hit = positive[i] @ query[i]
         return (
             hit,
-            *(torch.cat([*kind, hit.new_empty(0)]) for kind in (in_batch, hard, tower)),
+            *(torch.cat([*parts, hit.new_empty(0)]) for parts in (in_batch, hard, tower)),
             back,
         )
 
     terms = []
     for i in range(b):
-        hit, *kinds, back = similarities(features, i)
+        hit, *negatives, back = similarities(features, i)
         judged_hit, *judged, judged_back = similarities(features if guide is None else guide, i)
         if margin is not None:
             share = judged_hit.abs() if margin_strategy == "relative" else 1
             limit = judged_hit + margin * share
-            kinds = [kind[by <= limit] for kind, by in zip(kinds, judged, strict=True)]
+            negatives = [s[by <= limit] for s, by in zip(negatives, judged, strict=True)]
             back = back[judged_back <= limit]
         logits = [scale * hit[None]] * (2 if reverse == "joint" else 1)
-        for rest, mode in zip(kinds, ("in_batch", "hard", ""), strict=True):
+        for rest, mode in zip(negatives, ("in_batch", "hard", ""), strict=True):
             strength = hardness_strength if hardness_mode in (f"{mode}_negatives", ALL) else 0.0
             strength = strength if mode else 0.0
             logits.append(scale * rest + strength * rest.detach())

@@ -11,7 +11,7 @@ import megabatch as mb
 from tests.losses.reference import assert_equal, dcl_of_logits, leaves
 from tests.similarity.features import MAKERS
 
-#: Of features that are meant to have other lengths here.
+#: Some feature matrices have rows that are not of unit length.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
 
 
@@ -32,7 +32,7 @@ def test_equals_the_papers_formula(maker: str, scale: float, views: int) -> None
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("sigma", [0.02, 0.5])
 def test_weighted_positives(sigma: float, normalize: bool) -> None:
-    """As in lightly's DCLWLoss, of all of the batch."""
+    """The weights of lightly's DCLWLoss, over the whole batch."""
     first, second = MAKERS["learnt"](7, 7, 5)
 
     def truth(x: Tensor, y: Tensor, s: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from tests.similarity.test_precision import FACTOR, row_errors
 
 
 def dense(x: Tensor, y: Tensor, scale: Tensor, *teacher: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Both losses from whole matrices, as they are defined."""
+    """Both losses by definition, from whole matrices."""
     u, v, factor = teacher
     logits, targets = scale * x @ y.T, factor * u @ v.T  # type: ignore[operator, union-attr]
     labels = torch.arange(len(x))
@@ -96,8 +96,8 @@ def test_equals_openclip() -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11)
 
 
-def test_a_teacher_that_agrees_teaches_nothing() -> None:
-    """The cross-entropy is then the targets' entropy, and its gradient vanishes."""
+def test_a_teacher_that_agrees_gives_no_gradient() -> None:
+    """The cross-entropy is the entropy of the targets, and its gradient vanishes."""
     x, y, *_ = (t.requires_grad_() for t in features("random", 25, 6, 4))
     scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
     distill = mb.DistillClipLoss()(x, y, scale, x, y, scale)[1]
@@ -137,7 +137,7 @@ def test_frozen_inputs(frozen: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("scale", [0.01, 1.0, 14.3, 100.0, 200.0])
 @pytest.mark.parametrize("kind", sorted(MAKERS))
 def test_bfloat16_is_as_exact_as_the_dense_expression(kind: str, scale: float, agree: bool) -> None:
-    """Row by row: logits and softmax in float32, dS rounded once."""
+    """Row by row, against logits and softmax in float32 with dS rounded once."""
     x, y, u, v = (t.bfloat16() for t in features(kind, 96, 32, 24))
     if agree:
         u, v = x.clone(), y.clone()
@@ -167,8 +167,8 @@ def test_bfloat16_is_as_exact_as_the_dense_expression(kind: str, scale: float, a
     size = max(1.0, scale * (wide[0] @ wide[1].T).abs().max().item())
     rounding = 2**-22 * max(size, truth.item())
     assert abs(distill.item() - truth.item()) <= 2 * abs(near.item() - truth.item()) + rounding
-    # dS = P - T: if teacher and student agree, nothing is left but what float32's rounding of the
-    # logits makes of both, which the dense expression rounds twice in the same way.
+    # dS = P - T: if teacher and student agree, only the rounding of float32 logits is left, which
+    # is the same for both matrices of the dense expression.
     noise = 2**-21 * size * scale * wide[1].norm(dim=1).max().item() / len(x)
     assert (row_errors(ours, dx) <= FACTOR * row_errors(dense_dx.bfloat16(), dx) + noise).all()
 
@@ -194,7 +194,7 @@ def test_wrong_arguments() -> None:
         soft_targets(x, y, 1.0, u, v[:2], 1.0)
 
 
-def test_not_a_number_stays_one() -> None:
+def test_nan_features_give_nan() -> None:
     x, y, u, v = features("random", 6, 3, 4)
     for k in range(4):
         inputs = [t.clone() for t in (x, y, u, v)]
@@ -203,7 +203,7 @@ def test_not_a_number_stays_one() -> None:
         assert distill.isnan()
 
 
-def test_the_function_of_both_sides() -> None:
+def test_soft_targets_gives_both_sides() -> None:
     x, y, u, v = features("random", 11, 4, 6)
     rows, columns = soft_targets(x, y, 2.0, u, v, 3.0)
     split, _ = mb.similarity.split_logsumexp(x, y, 2.0)

@@ -1,4 +1,4 @@
-"""The pages about losses: what they show runs, what they name exists."""
+"""The pages about losses: their examples run, and their tables are those of the registry."""
 
 from __future__ import annotations
 

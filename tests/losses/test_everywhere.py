@@ -1,4 +1,4 @@
-"""What holds for every loss: gradient caching, torch.compile, half precision, bounded memory."""
+"""Properties of every loss: gradient caching, torch.compile, half precision, bounded memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch as mb
 
-#: Of features that are meant to have other lengths here.
+#: Rows are not of unit length here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
 
 B, D = 7, 8
@@ -29,12 +29,12 @@ def own(x: Tensor) -> Tensor:
 
 
 def guide(x: Tensor, start: int) -> Tensor:
-    """Features of a guide for so many rows, which autocast does not cast."""
+    """Features of a guide for the rows of x, in a dtype that autocast does not cast."""
     made = torch.linspace(0, 9, len(x) * 3, dtype=torch.float64, device="cpu").view(-1, 3)
     return (made + start).sin().to(torch.promote_types(x.dtype, torch.float32))
 
 
-#: Each of features x, y and a learnable scale.
+#: Name -> a loss of features x, y and a learnable scale.
 LOSSES: dict[str, Loss] = {
     "clip": mb.ClipLoss(),
     "clip, smoothing": mb.ClipLoss(label_smoothing=0.1),
@@ -98,7 +98,7 @@ MASKED: Loss = lambda x, y, s: mb.MultiModalLoss([("a", "b")])(  # noqa: E731
 
 
 class Model(nn.Module):
-    """Two linear towers and a scale that gradient caching carries along."""
+    """Two linear towers and a scale, all of which gradient caching caches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_half_precision_features_with_a_float32_scale(name: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_under_autocast_as_with_cast_features(name: str) -> None:
+def test_autocast_casts_features(name: str) -> None:
     x, y, scale = (t.detach() for t in some_leaves(torch.float32))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = LOSSES[name](x, y, scale)
@@ -171,8 +171,8 @@ def test_under_autocast_as_with_cast_features(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "masked"])
-def test_wherever_new_tensors_are_made_by_default(name: str) -> None:
-    """`torch.set_default_device`: what a loss makes is where its features are, or on the host."""
+def test_another_default_device(name: str) -> None:
+    """A loss creates tensors on its features' device or on the CPU, not on the default device."""
     loss, model = (LOSSES | {"masked": MASKED})[name], Model()
     mine = some_leaves(torch.float32)
     theirs = [t.detach().clone().requires_grad_() for t in mine]
@@ -190,7 +190,7 @@ def test_wherever_new_tensors_are_made_by_default(name: str) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any operation's result had."""
+    """Records the number of elements of the largest result of an operation."""
 
     elements = 0
 
@@ -203,12 +203,12 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_nothing_grows_with_the_batch_squared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_grows_with_the_batch_squared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     b = 512
     for constant in ("IDS", "WEIGHTS"):
         monkeypatch.setitem(globals(), constant, globals()[constant].repeat(b // B + 1)[:b])
     leaves = some_leaves(torch.float32, b)
-    before = mb.similarity.set_workspace(64 << 10)  # nor do the logits kept for the backward pass
+    before = mb.similarity.set_workspace(64 << 10)  # which bounds the saved logits as well
     try:
         with Largest() as largest:
             LOSSES[name](*leaves).backward()
@@ -218,8 +218,8 @@ def test_nothing_grows_with_the_batch_squared(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "masked"])
-def test_frozen_features_and_numbers(name: str) -> None:
-    """A locked tower gets no gradient, the other one the same as before."""
+def test_frozen_features_and_scale(name: str) -> None:
+    """A frozen tower gets no gradient; that of the other one does not change."""
     loss = (LOSSES | {"masked": MASKED})[name]
     full = [t.detach().double().requires_grad_() for t in some_leaves(torch.float32)]
     loss(*full).backward()

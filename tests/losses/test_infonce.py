@@ -40,7 +40,7 @@ def test_plain(maker: str, scale: float) -> None:
 @pytest.mark.parametrize("maker", MAKERS)
 def test_further_negatives(maker: str, margin: float | None, kind: str) -> None:
     query, positive, shared, own, queue = features(maker)
-    # Many logits tie in duplicated features: no comparison may hang on a rounding.
+    # Duplicated features have many ties, which rounding must not decide.
     if maker == "duplicated":
         query, positive = query + 0.01 * torch.randn_like(query), positive.roll(1, 0)
     weights = torch.rand(B, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_any_combination(
 ) -> None:
     torch.manual_seed(b * 100 + k)
     query, positive = MAKERS[maker](b, b, d)
-    # Products of lengths that are even steps of a logarithm tie: no comparison may hang on that.
+    # Lengths in even logarithmic steps give products that tie, which rounding must not decide.
     if maker == "badly_scaled":
         query = query * (1 + 0.1 * torch.rand(b, 1, dtype=torch.float64))
     negatives = torch.randn((k, d) if kind == "shared" else (b, k, d), dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_any_combination(
     pairs = None
     if ids is not None:
         pairs = torch.randint(-1, 5, (b,), generator=torch.Generator().manual_seed(ids))
-    if kind == "shared":  # those belong to no query
+    if kind == "shared":  # shared negatives belong to no query
         mode, share = "all_negatives" if mode == "hard_negatives" else mode, False
     guide: dict[str, Tensor] = {}
     if guided and margin is not None:
@@ -246,12 +246,12 @@ def test_the_queue_gets_no_gradient() -> None:
 def test_a_nan_gives_a_nan(options: Any) -> None:
     query, positive, shared, own, queue = (t.clone() for t in features("random"))
     for bad in (query, positive, shared, own, queue):
-        kept = bad.view(-1)[3].item()
+        before = bad.view(-1)[3].item()
         bad.view(-1)[3] = torch.nan
         loss = mb.InfoNCELoss(0.1, **options)
         values = loss(query, positive, shared, queue=queue), loss(query, positive, own, queue=queue)
         assert any(value.isnan() for value in values)
-        bad.view(-1)[3] = kept
+        bad.view(-1)[3] = before
 
 
 def gistembed(
@@ -263,7 +263,7 @@ def gistembed(
     margin: float,
     relative: bool,
 ) -> Tensor:
-    """Solatorio 2024, arXiv 2402.16829, equation 3 and sentence-transformers' two margins."""
+    """Equation 3 of Solatorio 2024 (arXiv 2402.16829), with sentence-transformers' two margins."""
     similarity = torch.cat([query @ positive.T, query @ query.T, positive @ positive.T], 1)
     guides = guide_query @ guide_positive.T, guide_query @ guide_query.T
     guided = torch.cat([*guides, guide_positive @ guide_positive.T], 1)
@@ -296,15 +296,15 @@ def test_a_guide_is_normalised_as_the_features_are() -> None:
     lengths = torch.arange(1, 7)[:, None]
     ours = mb.InfoNCELoss(0.1, margin=0.0, normalize=True)
     truth = mb.InfoNCELoss(0.1, margin=0.0)
-    units = {name: torch.nn.functional.normalize(g, dim=1) for name, g in guides.items()}
+    normalised = {name: torch.nn.functional.normalize(g, dim=1) for name, g in guides.items()}
     value = ours(lengths * query[:6], positive[:6], **guides)
-    torch.testing.assert_close(value, truth(query[:6], positive[:6], **units))
+    torch.testing.assert_close(value, truth(query[:6], positive[:6], **normalised))
 
 
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_of_the_positive_are_kept(dtype: torch.dtype, guided: bool) -> None:
-    """At a margin of 0 they lie on the limit, on either side of it by rounding."""
+def test_copies_of_the_positive_are_not_excluded(dtype: torch.dtype, guided: bool) -> None:
+    """At a margin of 0 they lie on the limit, and rounding puts them on either side of it."""
     b, d = 200, 384
     query = torch.nn.functional.normalize(torch.randn(b, d), dim=1).to(dtype)
     positive = query[:1].expand(b, d)
@@ -312,9 +312,9 @@ def test_copies_of_the_positive_are_kept(dtype: torch.dtype, guided: bool) -> No
     if guided:
         features = query[:, :8], query[:, 8:16]
         guides = {"guide_query": query, "guide_positive": positive}
-    kept = mb.InfoNCELoss(1.0, margin=0.0)(*features, **guides)
-    torch.testing.assert_close(kept, mb.InfoNCELoss(1.0)(*features), rtol=1e-6, atol=0)
-    assert mb.InfoNCELoss(1.0, margin=-1e-5)(*features, **guides) == 0  # all are left out
+    value = mb.InfoNCELoss(1.0, margin=0.0)(*features, **guides)
+    torch.testing.assert_close(value, mb.InfoNCELoss(1.0)(*features), rtol=1e-6, atol=0)
+    assert mb.InfoNCELoss(1.0, margin=-1e-5)(*features, **guides) == 0  # excludes all
 
 
 X = torch.randn(6, 4)

@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
 
 
 def pairs(b: int, d: int, device: str, dtype: torch.dtype) -> Pairs:
-    """Clusters whose members are hard negatives of each other; cosines of pairs around 0.6."""
+    """Clusters, whose members are hard negatives of each other; pairs have cosines around 0.6."""
     generator = torch.Generator().manual_seed(5)
     labels = torch.randint(-1, max(2, b // 4), (b,), generator=generator)
     centres = torch.randn(64, d, generator=generator)
@@ -45,7 +45,7 @@ def same(labels: Tensor) -> Tensor:
 
 
 def mean_over(logp: Tensor, positive: Tensor) -> Tensor:
-    """Each row's mean of -log p over its positives; those without any left out."""
+    """Mean over rows of the mean of -log p over their positives; rows without any are left out."""
     count = positive.sum(1)
     losses = -logp.masked_fill(~positive, 0).sum(1)
     return losses[count > 0] / count[count > 0]
@@ -83,7 +83,7 @@ def infonce_with_margin(x: Tensor, y: Tensor, scale: Tensor, labels: Tensor) -> 
     return -s.log_softmax(1).diagonal().mean()
 
 
-#: name -> (ours, float64), both of (x, y, scale, labels)
+#: name -> our loss and its reference in float64, both of (x, y, scale, labels)
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "nt-xent": (lambda x, y, s, _: mb.NTXentLoss(TEMPERATURE)(x, y, temperature=1 / s), ntxent),
     "supcon": (
@@ -108,10 +108,10 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 
 
 def undecided(made: Pairs) -> tuple[Tensor, Tensor]:
-    """Rows and columns with a product so near the margin that float32 may take either side."""
+    """Rows and columns with a product so close to the margin that float32 may take either side."""
     products = made.x.double() @ made.y.double().T
-    near = (products - products.diagonal()[:, None] - MARGIN).abs() < 1e-5
-    return near.any(1), near.any(0)
+    close = (products - products.diagonal()[:, None] - MARGIN).abs() < 1e-5
+    return close.any(1), close.any(0)
 
 
 def check(name: str, made: Pairs) -> None:
@@ -128,7 +128,7 @@ def check(name: str, made: Pairs) -> None:
     truth.backward()
     unsure = undecided(made) if "margin" in name else (torch.zeros_like(made.labels).bool(),) * 2
     assert all(some.float().mean() < 0.2 for some in unsure)
-    few = 2e-2 if unsure[0].any() else 0.0  # of which all columns see something
+    few = 2e-2 if unsure[0].any() else 0.0  # they contribute to all columns
     assert abs(loss - truth) <= (2e-5 + few) * truth.abs()
     for a, b, some in zip(mine[:2], true[:2], unsure, strict=True):
         assert a.grad is not None
@@ -156,7 +156,7 @@ def test_on_the_cpu(name: str, dtype: torch.dtype) -> None:
     check(name, pairs(90, 16, "cpu", dtype))
 
 
-def test_the_references_here_are_those_written_row_by_row() -> None:
+def test_references_equal_those_row_by_row() -> None:
     x, y, labels = pairs(12, 5, "cpu", torch.float64)
     scale = torch.tensor(3.0, dtype=torch.float64)
     z = torch.cat([x, y])

@@ -39,7 +39,7 @@ def test_sum_over_pairs(weights: Any) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(masks=st.lists(st.tuples(*[st.booleans()] * 3), min_size=1, max_size=12), data=st.data())
-def test_missing_samples_take_no_part(masks: list[tuple[bool, ...]], data: Any) -> None:
+def test_missing_samples_do_not_count(masks: list[tuple[bool, ...]], data: Any) -> None:
     b = len(masks)
     torch.manual_seed(b)
     have = dict(zip(NAMES, torch.tensor(masks).T, strict=True))
@@ -66,7 +66,7 @@ def test_missing_samples_take_no_part(masks: list[tuple[bool, ...]], data: Any) 
     )
 
 
-def test_what_a_missing_row_holds_is_not_looked_at() -> None:
+def test_values_of_missing_rows_are_ignored() -> None:
     image, text, audio = some_features()
     mask = torch.arange(B) % 3 > 0
     features = {"image": image, "text": text, "audio": audio}
@@ -106,7 +106,7 @@ def test_sigmoid_loss_and_a_scale_for_each_pair() -> None:
     )
 
 
-def test_a_loss_of_ones_own_gets_features_in_their_dtype() -> None:
+def test_a_custom_loss_gets_features_in_their_dtype() -> None:
     seen = []
 
     def loss(x: Tensor, y: Tensor, *rest: Any, weights: Tensor) -> Tensor:

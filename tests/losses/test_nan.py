@@ -1,4 +1,4 @@
-"""A NaN among the features gives a loss of NaN, wherever it is."""
+"""A NaN anywhere among the features makes the loss NaN."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALONE = torch.arange(B)
 ZEROS = torch.zeros(B)
 PAIRS = [("a", "b"), ("b", "c")]
 
-#: Each of x, y (b, d), the first of all their rows: of one instance where b is 1.
+#: Name -> a loss of x, y (b, d), with the rows of one instance alone if b is 1.
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "clip": lambda x, y: mb.ClipLoss()(x, y, 2.0),
     "clip, ids": lambda x, y: mb.ClipLoss(label_smoothing=0.1)(x, y, 2.0, ids=IDS[: len(x)]),
@@ -119,7 +119,7 @@ def test_a_scale_of_nan_gives_a_nan(name: str) -> None:
     elif name == "siglip":
         assert mb.SigLipLoss()(x, y, nan, 0.0).isnan()
         assert mb.SigLipLoss()(x, y, 1.0, nan).isnan()
-    else:  # of a temperature the CPU sees it
+    else:  # on the CPU a temperature of NaN is an error
         loss = {
             "infonce": mb.InfoNCELoss,
             "ntxent": mb.NTXentLoss,

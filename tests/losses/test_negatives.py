@@ -1,4 +1,4 @@
-"""InfoNCE's further negatives: weighted, shared, each query's own; smoothed and debiased."""
+"""InfoNCE's further negatives (weighted, shared, own), label smoothing and debiasing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_weighted_and_shared_own_negatives(mode: Any, share: bool, margin: float
 @pytest.mark.parametrize("scale", [0.01, 20.0, 100.0])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_weighted_negatives(maker: str, scale: float) -> None:
-    """In the sweep that the positive comes from."""
+    """Negatives of the sweep that computes the positive."""
     query, positive, shared, *_ = features(maker)
     options = {"hardness_mode": "all_negatives", "hardness_strength": 9.0}
     assert_equal(
@@ -55,7 +55,7 @@ def test_weighted_negatives(maker: str, scale: float) -> None:
     )
 
 
-def unit(*features: Tensor) -> list[Tensor]:
+def normalised(*features: Tensor) -> list[Tensor]:
     return [F.normalize(t, dim=-1) for t in features]
 
 
@@ -63,7 +63,7 @@ def unit(*features: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["none", "shared", "own", "shared own"])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_smoothed_and_debiased(maker: str, kind: str, options: Any) -> None:
-    query, positive, shared, own, queue = unit(*features(maker))
+    query, positive, shared, own, queue = normalised(*features(maker))
     weights = torch.rand(B, dtype=torch.float64)
     negatives = {"shared": shared}.get(kind, own)
     loss = mb.InfoNCELoss(1.0, share_negatives=kind == "shared own", **options)
@@ -93,7 +93,7 @@ def test_smoothed_and_debiased(maker: str, kind: str, options: Any) -> None:
         {"hardness_mode": "all_negatives"},
     ],
 )
-def test_smoothed_and_debiased_go_with_plain_candidates_alone(name: str, other: Any) -> None:
+def test_smoothing_and_debiasing_refuse_other_options(name: str, other: Any) -> None:
     with pytest.raises(ValueError, match=rf"{name}: expected 0 with {next(iter(other))}=.*0\.1"):
         mb.InfoNCELoss(0.1, **{name: 0.1}, **other)
     with pytest.raises(ValueError, match=rf"ids: expected None with {name}=0\.1"):
@@ -102,8 +102,8 @@ def test_smoothed_and_debiased_go_with_plain_candidates_alone(name: str, other: 
         mb.InfoNCELoss(0.1, label_smoothing=0.1, tau_plus=0.1)
 
 
-def test_smoothed_half_precision_logits_are_never_rounded() -> None:
-    query, positive, shared, own, _ = (t.bfloat16() for t in unit(*features("learnt")))
+def test_smoothed_logits_are_float32() -> None:
+    query, positive, shared, own, _ = (t.bfloat16() for t in normalised(*features("learnt")))
     for kind, negatives in (("shared", shared), ("own", own)):
         ours = mb.InfoNCELoss(0.05, label_smoothing=0.3)(query, positive, negatives)
         exact = infonce(
@@ -116,7 +116,7 @@ def test_smoothed_half_precision_logits_are_never_rounded() -> None:
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def test_weighted_own_negatives_do_not_change_what_is_not_weighted() -> None:
+def test_weighting_own_negatives_changes_no_others() -> None:
     query, positive, _, own, _ = features("random")
     plain = mb.InfoNCELoss(0.1)
     loss = mb.InfoNCELoss(0.1, hardness_mode="hard_negatives", hardness_strength=5.0)
@@ -136,7 +136,7 @@ def test_own_negatives_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_own_negatives_keep_no_wider_copies() -> None:
+def test_own_negatives_save_no_float32_copies() -> None:
     query, positive, negatives = (
         torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
         for shape in ((32, 8), (32, 8), (32, 6, 8))
@@ -150,7 +150,7 @@ def test_own_negatives_keep_no_wider_copies() -> None:
     assert negatives.grad.any()
 
 
-def test_own_logits_are_never_rounded_to_half_precision() -> None:
+def test_own_logits_are_float32() -> None:
     query, negatives = torch.randn(16, 64).bfloat16(), torch.randn(16, 3, 64).bfloat16()
     exact = infonce(query.double(), query.double(), 1.0, own=negatives.double())
     ours = mb.InfoNCELoss(1.0)(query, query, negatives)

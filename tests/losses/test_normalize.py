@@ -1,4 +1,4 @@
-"""`normalize=True`: every loss as of features that `F.normalize` scaled; and who is warned."""
+"""`normalize=True` gives the loss of features from `F.normalize`; the warning of other lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = torch.arange(B) % 3
 MASK = torch.arange(B) % 4 > 0
 MODALITIES = [("a", "b"), ("b", "c")]
 
-#: Each of x, y, z (b, d), own negatives (b, k, d), a scale, and whether to normalise.
+#: Name -> a loss of x, y, z (b, d), own negatives (b, k, d), a scale, and `normalize`.
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "clip": lambda x, y, z, own, s, n: mb.ClipLoss(normalize=n)(x, y, s),
     "clip, smoothing": lambda x, y, z, own, s, n: mb.ClipLoss(label_smoothing=0.2, normalize=n)(
@@ -55,8 +55,8 @@ def features(dtype: torch.dtype) -> list[Tensor]:
     return [t.to(dtype).requires_grad_() for t in made]
 
 
-def unit(features: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """By F.normalize, in float32 at least, rounded once."""
+def normalised(features: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The result of F.normalize in float32 or float64, rounded once."""
     wide = features if features.dtype == torch.float64 else features.float()
     return F.normalize(wide, dim=-1).to(dtype or features.dtype)
 
@@ -79,7 +79,7 @@ def test_is_the_loss_of_normalised_features(name: str, dtype: torch.dtype) -> No
     theirs = [t.detach().clone().requires_grad_() for t in mine]
     scale = torch.tensor(4.0, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     loss = LOSSES[name](*mine, scale, True)
-    truth = LOSSES[name](*map(unit, theirs), scale, False)
+    truth = LOSSES[name](*map(normalised, theirs), scale, False)
     assert torch.equal(loss, truth)
     loss.backward()
     truth.backward()
@@ -95,23 +95,23 @@ def test_under_autocast_lengths_are_float32s(name: str, dtype: torch.dtype) -> N
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = LOSSES[name](*mine, scale, True)
         loss.backward()
-    truth = LOSSES[name](*(unit(t, torch.bfloat16) for t in theirs), scale, False)
+    truth = LOSSES[name](*(normalised(t, torch.bfloat16) for t in theirs), scale, False)
     assert torch.equal(loss, truth)
     truth.backward()
-    # Gradients of the products' operands are bfloat16, several of them added up here and there.
+    # Gradients of the products' operands are bfloat16, and some are sums of several.
     same_results(mine, theirs, torch.finfo(torch.bfloat16).eps)
 
 
-def test_prefixes_are_normalised_and_not_the_whole() -> None:
+def test_matryoshka_normalises_prefixes() -> None:
     x, y, *_ = (t.detach() for t in features(torch.float64))
     inner = mb.MatryoshkaLoss(mb.ClipLoss(normalize=True), [2, D], normalize=False)(x, y, 4.0)
     outer = mb.MatryoshkaLoss(mb.ClipLoss(), [2, D])(x, y, 4.0)
-    truth = sum(mb.ClipLoss()(unit(x[:, :d]), unit(y[:, :d]), 4.0) for d in (2, D))
+    truth = sum(mb.ClipLoss()(normalised(x[:, :d]), normalised(y[:, :d]), 4.0) for d in (2, D))
     torch.testing.assert_close(inner, truth)
     torch.testing.assert_close(outer, truth)
 
 
-def test_rows_of_a_missing_modality_may_hold_anything() -> None:
+def test_values_of_missing_rows_are_ignored() -> None:
     x, y, *_ = (t.detach() for t in features(torch.float64))
     loss = mb.MultiModalLoss([("a", "b")], normalize=True)
     for nothing in (torch.nan, torch.inf, 0.0):
@@ -125,8 +125,8 @@ def test_rows_of_a_missing_modality_may_hold_anything() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_wide_copies_of_all_pairs(name: str) -> None:
-    """What the backward pass keeps grows with b * d."""
+def test_saved_tensors_grow_with_the_features(name: str) -> None:
+    """Tensors saved for the backward pass take O(b * d)."""
     saved: list[int] = []
     mine = features(torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(
@@ -163,13 +163,13 @@ def warnings_of(function: Callable[[], object]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WARNED)
-def test_a_warning_where_rows_are_long_and_nobody_said_so(name: str) -> None:
+def test_a_warning_if_rows_are_not_of_unit_length(name: str) -> None:
     loss, x = WARNED[name](0.5), 8 * torch.randn(B, D)
     (message,) = warnings_of(lambda: call(loss, x))
     for word in (name, "normalize=True", "normalize=False"):
         assert word in message
-    assert warnings_of(lambda: call(loss, x)) == []  # once
-    (other,) = warnings_of(lambda: call(WARNED[name](0.5), x))  # of each loss
+    assert warnings_of(lambda: call(loss, x)) == []  # it warns once
+    (other,) = warnings_of(lambda: call(WARNED[name](0.5), x))  # per loss
     assert other == message
     with pytest.warns(UserWarning, match="lengths of rows") as caught:
         WARNED[name](0.5)(*((x, IDS) if name in LABELLED else (x, x)))
@@ -186,13 +186,13 @@ def test_no_warning(name: str) -> None:
     assert warnings_of(lambda: call(make(0.5, normalize=True), long)) == []
     loss = make(0.5)
     call(loss, short)
-    assert warnings_of(lambda: call(loss, long)) == []  # the first call alone is looked at
+    assert warnings_of(lambda: call(loss, long)) == []  # only the first call is checked
     compiled = torch.compile(make(0.5), backend="eager", fullgraph=True)
     arguments = (long, IDS) if name in LABELLED else (long, long)
     assert warnings_of(lambda: compiled(*arguments)) == []
 
 
-def test_inside_vmap_nothing_is_looked_at() -> None:
+def test_no_look_at_values_inside_vmap() -> None:
     loss, x = mb.NTXentLoss(0.5), 8 * torch.randn(2, B, D)
     assert warnings_of(lambda: torch.vmap(loss)(x, x)) == []
     assert len(warnings_of(lambda: call(loss, x[0]))) == 1
@@ -204,7 +204,7 @@ def test_a_length_of_nan_does_not_warn() -> None:
     assert warnings_of(lambda: call(loss, x)) == []
 
 
-def test_losses_of_given_scales_do_not_warn() -> None:
+def test_losses_that_take_a_scale_do_not_warn() -> None:
     x = 8 * torch.randn(B, D)
     for function in (
         lambda: mb.ClipLoss()(x, x, 1.0),
@@ -224,13 +224,13 @@ def test_a_loss_is_copied_before_and_after_its_first_call() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_warning_waits_for_nothing() -> None:
+def test_on_a_gpu_the_warning_does_not_synchronise() -> None:
     x = 8 * torch.randn(B, D, device="cuda")
     loss, other = mb.NTXentLoss(0.5), mb.NTXentLoss(0.5)
-    other(x, x)  # kernels and memory are there from here on
+    other(x, x)  # compiles kernels and allocates memory
     torch.cuda.synchronize()
     large = torch.randn(8192, 8192, device="cuda", dtype=torch.float64)
-    for _ in range(20):  # what the GPU does first
+    for _ in range(20):  # keeps the GPU busy
         large = large @ large
     torch.cuda.set_sync_debug_mode("error")
     try:

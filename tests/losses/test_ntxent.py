@@ -18,7 +18,7 @@ from tests.losses.reference import (
 )
 from tests.similarity.features import MAKERS
 
-#: Of features that are meant to have other lengths here.
+#: Some feature matrices have rows that are not of unit length.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
 
 
@@ -40,7 +40,7 @@ def test_equals_simclrs_formula(maker: str, scale: float, views: int) -> None:
 @pytest.mark.parametrize("scale", [0.01, 2.0, 14.3])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_debiased(maker: str, scale: float, tau_plus: float) -> None:
-    """As Chuang et al. 2020 write it, with a temperature that is learnt."""
+    """The formula of Chuang et al. 2020, with a learnt temperature."""
     loss = mb.NTXentLoss(0.5, tau_plus=tau_plus, normalize=True)
 
     def truth(x: Tensor, y: Tensor, s: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def test_a_nan_gives_a_nan() -> None:
 X = torch.randn(6, 4)
 
 
-@pytest.mark.parametrize("kind", [mb.NTXentLoss, mb.DCLLoss])
+@pytest.mark.parametrize("loss", [mb.NTXentLoss, mb.DCLLoss])
 @pytest.mark.parametrize(
     ("views", "error", "words"),
     [
@@ -97,20 +97,20 @@ X = torch.randn(6, 4)
         ((X[:0], X[:0]), ValueError, ("views", "one row", "0")),
     ],
 )
-def test_bad_views(kind: Any, views: Any, error: type, words: tuple[str, ...]) -> None:
+def test_bad_views(loss: Any, views: Any, error: type, words: tuple[str, ...]) -> None:
     with pytest.raises(error) as caught:
-        kind(0.5)(*views)
+        loss(0.5)(*views)
     assert all(word in str(caught.value) for word in words)
 
 
-@pytest.mark.parametrize("kind", [mb.NTXentLoss, mb.DCLLoss, mb.SupConLoss])
+@pytest.mark.parametrize("loss", [mb.NTXentLoss, mb.DCLLoss, mb.SupConLoss])
 @pytest.mark.parametrize(
     ("temperature", "error", "word"),
     [(0, ValueError, "0"), (None, TypeError, "NoneType"), (torch.ones(2), ValueError, "(2,)")],
 )
-def test_bad_temperature(kind: Any, temperature: Any, error: type, word: str) -> None:
+def test_bad_temperature(loss: Any, temperature: Any, error: type, word: str) -> None:
     with pytest.raises(error) as caught:
-        kind(temperature)
+        loss(temperature)
     assert "temperature" in str(caught.value)
     assert word in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Losses by name against the losses themselves, called with a model's outputs."""
+"""Losses by name equal the loss classes, called with a model's outputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_name_is_its_loss(changes: dict[str, Any], direct: Any) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
-def test_scale_and_bias_get_gradients_where_they_matter(name: str) -> None:
+def test_scale_and_bias_get_gradients(name: str) -> None:
     config = TrainConfig(loss=name)
     given = {key: value.requires_grad_() for key, value in outputs().items()}
     create_objective(config)(**given).backward()
@@ -71,13 +71,13 @@ def test_scale_and_bias_get_gradients_where_they_matter(name: str) -> None:
     assert (given["logit_bias"].grad is not None) == TRAINABLE[name].takes_bias
 
 
-def test_ids_are_never_passed_over() -> None:
+def test_ids_are_not_ignored() -> None:
     with pytest.raises(ValueError, match="ids: expected the batch's, got None"):
         create_objective(TrainConfig(duplicates="ignored"))(**outputs())
     with pytest.raises(ValueError, match="ids: expected None"):
         create_objective(TrainConfig())(**outputs(), ids=IDS)
 
 
-def test_a_model_without_a_bias_will_do_for_softmax_losses() -> None:
+def test_softmax_losses_take_a_model_without_a_bias() -> None:
     given = {key: value for key, value in outputs().items() if key != "logit_bias"}
     assert create_objective(TrainConfig())(**given).isfinite()

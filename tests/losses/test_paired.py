@@ -37,7 +37,7 @@ def test_registered_with_torch(m: int) -> None:
     torch.library.opcheck(paired._paired_losses_backward.custom, args)
 
 
-def test_compiled_it_is_the_expression() -> None:
+def test_compiled_equals_the_expression() -> None:
     rows, columns = stacks(5)
     made = torch.compile(paired_losses, backend="aot_eager", fullgraph=True)(rows, columns)
     torch.testing.assert_close(made, paired_losses(rows, columns), rtol=1e-14, atol=0)

@@ -1,4 +1,4 @@
-"""Low precision, loss by loss: each row's gradient against float64, beside the dense expression's.
+"""Low precision: gradients of each loss, row by row, have no larger errors than the dense one's.
 
 The criterion is that of tests/similarity/test_precision.py: logits and softmax in float32, dS
 rounded to the features' dtype once, float32 accumulation.
@@ -19,7 +19,7 @@ from tests.losses.reference import clip_of_logits, siglip_of_logits, soft_cross_
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, row_errors
 
-#: Of features that are meant to have other lengths here.
+#: Some feature matrices have rows that are not of unit length.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
 
 B, D, K = 96, 32, 40
@@ -29,12 +29,12 @@ LABELS = torch.arange(2 * B) % 11
 
 
 def shared_negatives(y: Tensor) -> Tensor:
-    """K further rows of the same kind as y's."""
+    """K further rows from the distribution of y's."""
     return y[:K].roll(1, dims=1)
 
 
 def guides() -> tuple[Tensor, Tensor]:
-    """Of queries and positives, on a grid: float32 adds up their products without rounding."""
+    """A guide's queries and positives on a grid, so that float32 sums their products exactly."""
     steps = torch.arange(B * 4).view(B, 4)
     return (steps % 7 - 3) / 4, (steps % 5 - 1) / 4
 
@@ -51,12 +51,12 @@ def dense_guided(s: Tensor) -> Tensor:
     return F.cross_entropy(s.masked_fill(left_out, -torch.inf), torch.arange(B))
 
 
-def taught(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+def soft_labels(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     features = zip(("dist_image_features", "dist_text_features"), guides(), strict=True)
     return mb.SigLipLoss()(x, y, scale, BIAS, dist_logit_scale=3.0, **dict(features))
 
 
-def dense_taught(s: Tensor) -> Tensor:
+def dense_soft_labels(s: Tensor) -> Tensor:
     labels = torch.sigmoid(3 * (guides()[0] @ guides()[1].T).to(s.dtype))
     return F.binary_cross_entropy_with_logits(s + BIAS, labels, reduction="none").sum(1).mean()
 
@@ -88,13 +88,13 @@ def sincere(s: Tensor) -> Tensor:
 
 class Case(NamedTuple):
     ours: Callable[[Tensor, Tensor, Tensor], Tensor]
-    dense: Callable[[Tensor], Tensor]  #: of logits, with respect to `columns` of x and y
+    dense: Callable[[Tensor], Tensor]  #: of the logits of `columns`
     columns: str = "y"
-    smoothing: float = 0.0  #: its part on all columns is a row of its own, rounded once more
+    smoothing: float = 0.0  #: its gradient through all columns is rounded separately
 
 
 def weighted(s: Tensor) -> Tensor:
-    """Negatives c weighted with e^(scale * c)."""
+    """A negative of cosine c has the weight e^(scale * c)."""
     negative = ~torch.eye(*s.shape, dtype=torch.bool)
     return F.cross_entropy(s + s.detach() * negative, torch.arange(B))
 
@@ -111,7 +111,7 @@ CASES = {
     "siglip": Case(
         lambda x, y, s: mb.SigLipLoss()(x, y, s, BIAS), lambda s: siglip_of_logits(s + BIAS)
     ),
-    "siglip, teacher": Case(taught, dense_taught),
+    "siglip, teacher": Case(soft_labels, dense_soft_labels),
     "infonce": Case(
         lambda x, y, s: mb.InfoNCELoss(1 / s)(x, y, shared_negatives(y)),
         lambda s: F.cross_entropy(s, torch.arange(B)),
@@ -153,7 +153,7 @@ def sides(case: Case, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def on_inputs(case: Case, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients (or bounds on them) of rows and columns, as those of x and y."""
+    """Gradients of x and y, or their bounds, from those of rows and columns."""
     if case.columns == "both":
         return rows[:B] + columns[:B], rows[B:] + columns[B:]
     dy = columns[:B].clone()
@@ -170,7 +170,9 @@ def gradients(
     left, right = (t.to(dtype) for t in sides(case, x, y))
     s = (scale * (left @ right.T)).requires_grad_()
     case.dense(s).backward()
-    if case.columns == "both":  # each pair met once, both its entries' gradients added up
+    if (
+        case.columns == "both"
+    ):  # each pair is computed once, with the sum of both entries' gradients
         ds = (s.grad + s.grad.T).to(rounded).to(dtype)
         rows, columns = scale * (ds @ right), torch.zeros_like(right)
         return *on_inputs(case, rows, columns), (left * (ds @ right)).sum() / 2
@@ -180,7 +182,7 @@ def gradients(
 
 
 def float32_noise(case: Case, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What rounding logits and log-sum-exps to float32 once may do to each row, and to dscale."""
+    """Errors of each row and of dscale if logits and log-sum-exps are rounded to float32."""
     left, right = (t.double() for t in sides(case, x, y))
     s = (scale * (left @ right.T)).requires_grad_()
     case.dense(s).backward()
@@ -230,7 +232,7 @@ def test_a_learnt_pair_keeps_its_gradient_in_bfloat16(name: str) -> None:
 
 
 def test_one_direction_s_own_negatives_and_same_tower_in_bfloat16() -> None:
-    """Several sweeps: the queries' gradient is a sum of as many rounded rows."""
+    """Each sweep rounds the queries' gradient once, and there are several."""
     query, positive = (t.bfloat16() for t in MAKERS["learnt"](B, B, D))
     own = MAKERS["random"](B, B * 4, D)[1].view(B, 4, D).bfloat16()
     loss = mb.InfoNCELoss(0.05, same_tower=("query", "positive"))

@@ -1,4 +1,4 @@
-"""One entry of the registry is all that trainer and planner need of a loss."""
+"""A registry entry is enough for the trainer and the planner to use a loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megabatch.training import TrainConfig
 
 
 class Mine(nn.Module):
-    """Its value depends on everything that an entry hands on."""
+    """A loss whose value depends on every setting of its entry."""
 
     def __init__(self, weight: float, kind: str = "plain", group: object = None) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "Mine", Mine, raising=False)
 
 
-def test_the_objective_has_its_settings_and_is_given_scale_bias_and_ids() -> None:
+def test_the_objective_passes_settings_scale_bias_and_ids() -> None:
     objective = create_objective(CONFIG, group="local")
     assert isinstance(objective.loss, Mine)
     assert (objective.loss.weight, objective.loss.kind) == (0.5, "special")
@@ -63,19 +63,19 @@ def test_the_objective_has_its_settings_and_is_given_scale_bias_and_ids() -> Non
     assert value.item() == 0.5 * 6 * 10 - 1 + 9
 
 
-def test_its_settings_go_with_the_losses_that_have_them() -> None:
+def test_settings_are_refused_for_other_losses() -> None:
     def reasons(**changes: object) -> list[str]:
         changed = replace(CONFIG, **changes)  # type: ignore[arg-type]
         return [conflict.reason for conflict in conflicts(changed)]
 
     assert reasons() == reasons(loss="infonce") == []
-    told = ["--infonce-margin 0.5: only the infonce and mine losses have it"]
-    assert reasons(loss="clip") == told
-    told = ["--duplicates negatives: the mine loss can take them for ignored"]
-    assert reasons(duplicates="negatives") == told
+    expected = ["--infonce-margin 0.5: only the infonce and mine losses have it"]
+    assert reasons(loss="clip") == expected
+    expected = ["--duplicates negatives: the mine loss can take them for ignored"]
+    assert reasons(duplicates="negatives") == expected
 
 
-def test_model_planner_and_help_know_it() -> None:
+def test_model_planner_and_help_list_it() -> None:
     options = ModelOptions.of({"loss": "mine"})
     assert (options.init_logit_scale, options.init_logit_bias) == (1.5, None)
     config = replace(CONFIG, loss="clip")

@@ -1,4 +1,4 @@
-"""Numbers, ids, weights and dtypes that all losses take or refuse; how their settings are shown."""
+"""Numbers, ids, weights and dtypes that all losses take or refuse; repr, copies and state dicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN = torch.ones(B, 3, D)
 IDS = torch.tensor([0, 1, 1, -1, 2, 2])
 PAIR = [("a", "b")]
 
-#: Each of two towers' features and a scale, as a number or a tensor.
+#: Name -> a loss of two towers' features and a scale, a number or a tensor.
 LOSSES: dict[str, Callable[[Any, Any, Any], Tensor]] = {
     "clip": lambda x, y, s: mb.ClipLoss()(x, y, s, s),
     "clip, ids": lambda x, y, s: mb.ClipLoss(label_smoothing=0.1)(x, y, s, ids=IDS),
@@ -44,7 +44,7 @@ LOSSES: dict[str, Callable[[Any, Any, Any], Tensor]] = {
 }
 
 
-# --- what must work -------------------------------------------------------------------------------
+# --- accepted -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_towers_of_the_same_tensor() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
 def test_features_on_meta(name: str, autocast: bool) -> None:
-    """No check reads a value; what comes out has its shape, dtype and device."""
+    """No check reads a value; results have the right shape, dtype and device."""
     x, y, own, ids = (t.to("meta") for t in (X, Y, OWN, IDS))
     x.requires_grad_()
     scale = torch.tensor(0.5, device="meta", requires_grad=True)
@@ -157,7 +157,7 @@ def test_weights_on_meta(name: str) -> None:
         assert WEIGHTED[name](w).is_meta
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -196,28 +196,28 @@ def test_weights_that_are_negative_or_no_numbers(name: str, bad: float) -> None:
     WEIGHTED[name](torch.zeros(B))
 
 
-@pytest.mark.parametrize("kind", [mb.InfoNCELoss, mb.NTXentLoss, mb.DCLLoss, mb.SupConLoss])
+@pytest.mark.parametrize("loss_class", [mb.InfoNCELoss, mb.NTXentLoss, mb.DCLLoss, mb.SupConLoss])
 @pytest.mark.parametrize("bad", [0.0, -0.1, float("nan"), float("inf")])
-def test_temperatures_that_divide_nothing(kind: Any, bad: float) -> None:
-    other = IDS if kind is mb.SupConLoss else Y
+def test_temperatures_that_are_not_positive(loss_class: Any, bad: float) -> None:
+    other = IDS if loss_class is mb.SupConLoss else Y
     for made in (bad, torch.tensor(bad), torch.tensor([bad]).half(), np.float32(bad)):
         with pytest.raises(ValueError, match="temperature: expected a"):
-            kind(made)
+            loss_class(made)
         with pytest.raises(ValueError, match="temperature: expected a"):
-            kind(0.1)(X, other, temperature=made)
+            loss_class(0.1)(X, other, temperature=made)
     learnt = nn.Parameter(torch.tensor(0.1))
-    loss = kind(learnt)
+    loss = loss_class(learnt)
     with torch.no_grad():
-        learnt.fill_(bad)  # as an optimizer may do
+        learnt.fill_(bad)  # an optimizer can do this
     with pytest.raises(ValueError, match="temperature: expected a"):
         loss(X, other)
-    plain = kind(0.1)
+    plain = loss_class(0.1)
     plain.temperature = bad
     with pytest.raises(ValueError, match="temperature: expected a"):
         plain(X, other)
 
 
-def test_values_of_a_traced_program_are_not_looked_at() -> None:
+def test_values_are_not_checked_while_tracing() -> None:
     def loss(x: Tensor, w: Tensor, t: Tensor) -> Tensor:
         return mb.InfoNCELoss(0.1)(x, x, weights=w, temperature=t, ids=IDS)
 
@@ -245,14 +245,14 @@ def test_the_same_tower_twice() -> None:
     assert towers.same_tower == ("query", "positive")
 
 
-@pytest.mark.parametrize("kind", [mb.InfoNCELoss, mb.NTXentLoss, mb.DCLLoss, mb.SupConLoss])
-def test_errors_name_the_class_that_was_called(kind: Any) -> None:
+@pytest.mark.parametrize("loss_class", [mb.InfoNCELoss, mb.NTXentLoss, mb.DCLLoss, mb.SupConLoss])
+def test_errors_name_the_class_that_was_called(loss_class: Any) -> None:
     for arguments, options in (((), {}), ((0.1,), {"temprature": 1}), ((0.1, 0.2), {})):
-        with pytest.raises(TypeError, match=kind.__name__):
-            kind(*arguments, **options)
+        with pytest.raises(TypeError, match=loss_class.__name__):
+            loss_class(*arguments, **options)
 
 
-# --- how they are shown, copied and moved ---------------------------------------------------------
+# --- repr, copies, state dicts --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_errors_name_the_class_that_was_called(kind: Any) -> None:
         ),
     ],
 )
-def test_repr_has_all_settings(loss: nn.Module, expected: str) -> None:
+def test_repr_shows_all_settings(loss: nn.Module, expected: str) -> None:
     assert repr(loss) == expected
 
 
@@ -367,7 +367,7 @@ def test_one_parameter_as_the_temperature_of_two_losses() -> None:
     torch.testing.assert_close(shared.grad, parts[0] + parts[1])
 
 
-# --- arguments without influence ------------------------------------------------------------------
+# --- unused arguments -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [-10.0, float("nan"), float("inf")])
@@ -386,11 +386,14 @@ def test_a_bias_that_cancels_has_a_gradient_of_zero(shape: Any, bias: float) -> 
     assert torch.autograd.grad(loss, leaf)[0] == 0
 
 
-@pytest.mark.parametrize("kind", [mb.InfoNCELoss, mb.NTXentLoss, mb.DCLLoss, mb.SupConLoss])
-def test_a_temperature_that_a_call_replaces_has_a_gradient_of_zero(kind: Any) -> None:
-    loss, other = kind(nn.Parameter(torch.tensor([0.3]))), IDS if kind is mb.SupConLoss else Y
+@pytest.mark.parametrize("loss_class", [mb.InfoNCELoss, mb.NTXentLoss, mb.DCLLoss, mb.SupConLoss])
+def test_a_temperature_that_a_call_replaces_has_a_gradient_of_zero(loss_class: Any) -> None:
+    loss, other = (
+        loss_class(nn.Parameter(torch.tensor([0.3]))),
+        IDS if loss_class is mb.SupConLoss else Y,
+    )
     value = loss(X, other, temperature=0.5)
-    assert torch.equal(value, kind(0.5)(X, other))
+    assert torch.equal(value, loss_class(0.5)(X, other))
     value.backward()
     assert torch.equal(loss.temperature.grad, torch.zeros(1))
 

@@ -9,7 +9,7 @@ from megabatch.losses.terms import debiased, scale_gradient
 
 
 def test_debiased() -> None:
-    """Plain numbers, on either side of the floor, and at logits whose exponentials overflow."""
+    """Numbers on either side of the floor, and logits whose exponentials overflow."""
     positive, count = torch.tensor([0.0, 3.0, 1000.0]), torch.tensor(4.0)
     negative = torch.tensor([2.0, 2.0, 1010.0])
     found = debiased(positive, negative, torch.tensor(1.0), count, 0.1)

@@ -1,4 +1,4 @@
-"""Every loss under torch.func, and of features without data."""
+"""Every loss under torch.func, and with features on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import megabatch as mb
 LABELS = torch.tensor([0, 0, 1, 2, 2, -1])
 
 Loss = Callable[..., Tensor]
-#: by name: a loss of tensors that need gradients, and their shapes
+#: name -> a loss of tensors that require gradients, and their shapes
 CASES: dict[str, tuple[Loss, tuple[tuple[int, ...], ...]]] = {
     "clip": (mb.ClipLoss(), ((6, 4), (6, 4), ())),
     "siglip": (mb.SigLipLoss(), ((6, 4), (6, 4), (), ())),
