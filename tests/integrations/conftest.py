@@ -1,4 +1,4 @@
-"""Libraries leave traces in the process, which their other tests must not find."""
+"""Clear state that libraries leave in the process, so that tests do not affect each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _new_accelerator() -> Iterator[None]:
-    """Accelerate keeps a process's first precision; older releases, in environment variables."""
+    """Accelerate stores the first precision of a process; older releases, in the environment."""
     with mock.patch.dict(os.environ):
         yield
     if (state := sys.modules.get("accelerate.state")) is not None:

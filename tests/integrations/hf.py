@@ -1,4 +1,4 @@
-"""Small Hugging Face models, their data and Trainers, with megabatch and without."""
+"""Small Hugging Face models, data for them, and Trainers with megabatch and without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Rows = list[dict[str, Tensor]]
 
 
 def model_of(kind: str) -> Any:
-    """A model without dropout, whose random weights are far from symmetric."""
+    """A model without dropout, with random numbers added to all of its weights."""
     torch.manual_seed(1)
     model = tiny_model(kind)
     for module in model.modules():
@@ -81,7 +81,7 @@ def collate(rows: Rows) -> dict[str, Any]:
 
 
 def text_pairs(count: int = SAMPLES) -> Rows:
-    """Rows of two texts and an id that some share."""
+    """Rows of two texts and an id, which some rows share."""
     sides = [texts(count, seed) for seed in (3, 4)]
     named = {f"{n}{i}": value for i, side in enumerate(sides) for n, value in side.items()}
     return rows_of({**named, "ids": torch.arange(count) // 3})
@@ -129,7 +129,7 @@ class Plain(InOrder, transformers.Trainer):  # type: ignore[name-defined, misc]
 
 
 class Cached(MegabatchTrainerMixin, Plain):  # type: ignore[misc]
-    """As a user adds the mixin to a Trainer of their own."""
+    """A user's own Trainer with the mixin."""
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ def pairs_trainer(cached: bool, folder: Path, data: Rows, **extra: Any) -> Any:
 
 
 def accelerated(cached: bool, batches: int = 4) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A loop of one's own, two batches accumulated for a step; the model that it trained."""
+    """Train a model by a custom loop that accumulates two batches per step."""
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
     model = model_of("siglip")
     before = weights_of(model)

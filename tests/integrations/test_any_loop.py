@@ -1,4 +1,4 @@
-"""The loops that docs/integrations/any-loop.md shows: the same on one process and on two."""
+"""The loops of docs/integrations/any-loop.md give the same results on one process and on two."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ def test_the_loops_give_the_same_on_two_processes_as_on_one(wrapper: str, tmp_pa
     assert sorted(both) == [0, 1]
     assert both[0] == both[1]
     assert abs(both[0] - alone[0]) < 1e-4
-    assert alone[0] < 3  # it learns: at the start 9
+    assert alone[0] < 3  # the loss is 9 at the start

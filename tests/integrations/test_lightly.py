@@ -39,7 +39,7 @@ def squared_distance(out0: Tensor, out1: Tensor) -> Tensor:
 
 
 def others(out0: Tensor, out1: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """Of each of the 2b views: its cosine with its positive, and those with all negatives."""
+    """The cosines of each of the 2b views with its positive and with its negatives."""
     b = len(out0)
     z = torch.cat([F.normalize(out0), F.normalize(out1)])
     for i in range(2 * b):
@@ -133,7 +133,7 @@ def detcon(p0: Tensor, p1: Tensor, t0: Tensor, t1: Tensor, m0: Tensor, m1: Tenso
 
 
 def region_masks(b: int, m: int) -> list[Tensor]:
-    """Masks that recur in an image, and some that are in one view alone."""
+    """Masks that recur in an image; some are in one view alone."""
     return [torch.arange(b * m).view(b, m) * k % 5 % 3 for k in (1, 3)]
 
 
@@ -151,7 +151,7 @@ def test_regions_of_images(b: int, m: int) -> None:
 # --- lightly's own classes ------------------------------------------------------------------------
 
 
-#: Arguments of each criterion, at their defaults and elsewhere.
+#: Criteria with default arguments and with others.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("NTXentLoss", {}),
     ("NTXentLoss", {"temperature": 0.07}),
@@ -190,7 +190,7 @@ def with_bank(kind: type, size: tuple[int, int], **arguments: Any) -> Any:
 
 
 def test_a_memory_bank_over_several_calls() -> None:
-    """Batches that fit, that fill it, that are cut at its end; an evaluation between."""
+    """Batches that fit, that fill the bank or are cut at its end, and an evaluation."""
     mine, own = (with_bank(module.NTXentLoss, (10, 4)) for module in (ours, lightly))
     for step, b in enumerate([4, 3, 7, 5, 10]):
         with torch.no_grad():
@@ -201,14 +201,14 @@ def test_a_memory_bank_over_several_calls() -> None:
 
 
 def test_the_keys_of_a_memory_bank_need_no_gradient() -> None:
-    """As MoCo calls it: keys from a momentum encoder."""
+    """MoCo's keys come from a momentum encoder."""
     mine, own = (with_bank(module.NTXentLoss, (10, 4)) for module in (ours, lightly))
     key = views(6, 4)[1]
     assert_equal(lambda x: mine(x, key), lambda x: own(x, key), views(6, 4)[0])
     assert not torch.equal(mine.memory_bank.bank, bank_of((10, 4)))
 
 
-def test_gradient_caching_fills_a_memory_bank_once_a_step() -> None:
+def test_gradient_caching_fills_a_memory_bank_once_per_step() -> None:
     from megabatch import GradientCache
 
     tower, inputs = nn.Linear(5, 4).double(), views(6, 5)
@@ -227,7 +227,7 @@ def test_gradient_caching_fills_a_memory_bank_once_a_step() -> None:
 
 @pytest.mark.filterwarnings("ignore:Memory bank size")  # before 1.6 the first batch gives the width
 @pytest.mark.parametrize("size", [5, -1, (5, -1), (0, 4), 0])
-def test_sizes_of_a_memory_bank_are_taken_and_refused_as_lightly_does(size: Any) -> None:
+def test_sizes_of_a_memory_bank_are_those_of_lightly(size: Any) -> None:
     def outcome(module: Any) -> tuple[Any, ...]:
         try:
             loss = module.NTXentLoss(memory_bank_size=size)
@@ -242,7 +242,7 @@ def test_sizes_of_a_memory_bank_are_taken_and_refused_as_lightly_does(size: Any)
 # --- several processes ----------------------------------------------------------------------------
 
 
-#: Criteria of all processes, and of each for itself.
+#: Criteria over all processes, and over each process alone.
 IN_PROCESSES: list[tuple[str, dict[str, Any]]] = [
     ("NTXentLoss", {"gather_distributed": True}),
     ("NTXentLoss", {"gather_distributed": False}),
@@ -290,8 +290,8 @@ def test_two_processes_train_what_lightly_trains(world: World) -> None:
 
 
 @on_processes(2)
-def test_processes_with_other_numbers_of_views_share_one_batch(world: World) -> None:
-    """lightly needs as many on each; here it is the loss of the whole batch."""
+def test_processes_with_different_numbers_of_views(world: World) -> None:
+    """lightly needs equal numbers; here the loss is that of the whole batch."""
     whole = [x.requires_grad_() for x in views(7, 4)]
     shards = [world.shard(x.detach(), [5, 2]).requires_grad_() for x in whole]
     alone = lightly.NTXentLoss()(*whole)

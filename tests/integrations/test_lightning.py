@@ -67,7 +67,7 @@ def samples() -> list[Tensor]:
 
 
 def trained(module: Any, folder: Path, **options: Any) -> Any:
-    """The Trainer, after an epoch with accumulation over two batches, clipping, validation."""
+    """The Trainer after an epoch with accumulation over two batches, clipping and validation."""
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -82,7 +82,7 @@ def trained(module: Any, folder: Path, **options: Any) -> Any:
         **{"gradient_clip_val": 0.3, "devices": 1, **options},
     )
     data = TensorDataset(*samples())
-    # Lightning's own one would shuffle.
+    # Lightning's own sampler would shuffle.
     sampler = DistributedSampler(data, shuffle=False) if dist.is_initialized() else None
     batches = DataLoader(data, BATCH, sampler=sampler)
     trainer.fit(module, batches, batches)
@@ -146,7 +146,7 @@ def test_refuses_strategies(name: str) -> None:
         module.cached_loss(*samples())
 
 
-def test_refuses_what_is_not_defined_and_manual_optimisation() -> None:
+def test_refuses_missing_methods_and_manual_optimisation() -> None:
     module = Pairs()
     module.automatic_optimization = False
     with pytest.raises(ValueError, match="automatic_optimization: expected True"):
@@ -158,10 +158,10 @@ def test_refuses_what_is_not_defined_and_manual_optimisation() -> None:
 
 
 def reference(clip: float | None) -> nn.Module:
-    """Plain SGD on the batches of both ranks, of two accumulated batches each."""
+    """Plain SGD on the joined batches of both ranks; a step accumulates two of them."""
     module, (x, y) = Uncached(), samples()
     optimizer = module.configure_optimizers()
-    # The sampler deals rows to ranks in turn, so a batch of both is of consecutive rows.
+    # The sampler assigns rows to ranks alternately, so both ranks' batches are consecutive rows.
     for update in range(SAMPLES // (4 * BATCH)):
         for i in (2 * update, 2 * update + 1):
             rows = slice(2 * BATCH * i, 2 * BATCH * (i + 1))
@@ -181,7 +181,7 @@ def dense_loss(module: Pairs, x: Tensor, y: Tensor) -> Tensor:
 
 
 def on_two_under_ddp() -> None:
-    """As one process with the batches of both."""
+    """Train as one process with the batches of both ranks."""
     for strategy in ("ddp", "ddp_find_unused_parameters_true"):
         module = Pairs()
         trainer = trained(
@@ -206,7 +206,7 @@ def on_two_sharded() -> None:
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
         plugins=[TorchElasticEnvironment()],
     )  # fmt: skip
-    for tower in (module.x, module.y):  # which validation left unsharded
+    for tower in (module.x, module.y):  # validation leaves them unsharded
         tower.reshard()
     assert hasattr(module.x[0].weight, "full_tensor")
     assert_weights_equal(module, reference(None))

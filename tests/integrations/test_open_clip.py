@@ -51,7 +51,7 @@ ADAM = "--opt adamw --lr 1e-3 --beta1 0.9 --beta2 0.999 --eps 1e-6"
 BOTH = "--local-loss --gather-with-grad"
 DISTIL = f"--distill-model {TINY} --distill-pretrained FOLDER/teacher.pt"
 
-#: By name: "theirs" or "ours", and options. --batch-size is that of one process.
+#: Name -> "theirs" or "ours", and options. --batch-size is per process.
 ALONE = {
     "clip": ("theirs", "--batch-size 8 --val-data SHARDS --val-num-samples 32"),
     "clip ours": ("ours", "--batch-size 8 --val-data SHARDS --val-num-samples 32"),
@@ -83,7 +83,7 @@ PAIR = {
 
 
 class Recorder:
-    """In place of TensorBoard's writer, which rounds nothing either but takes seconds to import."""
+    """A stand-in for TensorBoard's writer, which takes seconds to import."""
 
     last: Recorder
 
@@ -115,14 +115,14 @@ def train_all(folder: Path, runs: Runs, rank: int, ports: Sequence[int]) -> None
     trainer.tensorboard = SimpleNamespace(SummaryWriter=Recorder)
     expander, shuffle = open_clip_train.data.tar_file_expander, webdataset.shuffle
     if "eof_value" in inspect.signature(expander).parameters:
-        # OpenCLIP asks for webdataset 0.2.86 at most: it does not know the mark that later ones
-        # put at the end of a shard.
+        # OpenCLIP allows webdataset up to 0.2.86: it does not know the end-of-shard mark of later
+        # releases.
         open_clip_train.data.tar_file_expander = functools.partial(expander, eof_value=None)
     for i, (name, (whose, options)) in enumerate(runs.items()):
         if ports:
             os.environ |= torchrun_environment(rank, 2, ports[i])
-        logging.root.handlers.clear()  # of the run before
-        # Otherwise seeded by the clock.
+        logging.root.handlers.clear()  # of the previous run
+        # The clock would seed it otherwise.
         webdataset.shuffle = functools.partial(shuffle, rng=random.Random(0))
         words = " ".join([OPTIONS, options, f"--logs {folder}/{1 + bool(ports)}"])
         words = words.replace("SHARDS", f"{folder}/shards/{{00000..00001}}.tar")
@@ -136,7 +136,7 @@ def train_all(folder: Path, runs: Runs, rank: int, ports: Sequence[int]) -> None
 
 
 def import_and_fork(folder: Path, tasks: Sequence[Task]) -> None:
-    """Fork a process for each task from this one: imports take seconds."""
+    """Import open_clip, which takes seconds, and fork a process for each task."""
     import open_clip_train.main  # noqa: F401
 
     context: Any = multiprocessing.get_context("fork")
@@ -157,7 +157,7 @@ def guarded(folder: Path, runs: Runs, rank: int, ports: Sequence[int]) -> None:
 
 @dataclass
 class Run:
-    """What a run left: logged values by name, one a step, and weights."""
+    """A run's logged values by name, one per step, and its weights."""
 
     values: dict[str, list[float]]
     weights: dict[str, Tensor]
@@ -175,7 +175,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs: those of one process in 1, of two in 2."""
+    """The folder of all runs: in `1` those of one process, in `2` those of two."""
     folder = tmp_path_factory.mktemp("open_clip")
     glyphs = load_glyphs()
     few = GlyphPairs(glyphs, glyphs.split("train").indices[::97][: STEPS * BATCH])
@@ -194,7 +194,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 #: Tolerances of logged values and of weights.
 TOLERANCES = {
-    # Adam moves weights whose gradient is nothing but rounding, such as keys' biases.
+    # Adam moves weights whose gradient is rounding error alone, such as keys' biases.
     "adam": (1e-5, 1e-2),
     # In half precision OpenCLIP rounds the logits, and in bfloat16 the loss.
     "amp": (1e-3, 1e-3),
@@ -203,7 +203,7 @@ TOLERANCES = {
 
 
 def compare(found: Run, expected: Run, values: float = 1e-5, weights: float = 1e-5) -> None:
-    """Equal values at each step, and equal weights, within these tolerances."""
+    """Assert equal values at each step and equal weights, within these tolerances."""
     assert found.values.keys() <= expected.values.keys()
     for name, numbers in found.values.items():
         if not name.endswith(("time", "per_second", "per_gpu")):
@@ -214,7 +214,7 @@ def compare(found: Run, expected: Run, values: float = 1e-5, weights: float = 1e
 
 
 def moved(run: Run) -> bool:
-    """Whether all steps were taken, and weights changed: the scale is one of them."""
+    """Whether the run took all steps and changed its weights, of which the scale is one."""
     scales = run.values["train/scale"]
     return scales[0] != scales[-1] and len(run.values["train/loss"]) == STEPS
 
@@ -238,7 +238,7 @@ def test_two_processes(name: str, trained: Path) -> None:
 
 @pytest.mark.concurrency
 def test_two_processes_without_flags_get_the_right_gradient(trained: Path) -> None:
-    """OpenCLIP's own divides the towers' by the number of ranks; it logs the loss of all pairs."""
+    """OpenCLIP itself divides the towers' gradients by the number of ranks."""
     found, own, right = (Run.read(trained / "2" / n) for n in ("default ours 2", "default", "clip"))
     for name, weight in found.weights.items():
         torch.testing.assert_close(weight, right.weights[name], rtol=1e-5, atol=1e-5, msg=name)
@@ -249,7 +249,7 @@ def test_two_processes_without_flags_get_the_right_gradient(trained: Path) -> No
 
 
 @pytest.mark.concurrency
-def test_its_log_says_what_differs(trained: Path) -> None:
+def test_the_log_lists_differences(trained: Path) -> None:
     def lines(name: str) -> list[str]:
         log = Run.read(trained / name).log.splitlines()
         return [line.partition("megabatch ")[2] for line in log if "| megabatch " in line]
@@ -295,7 +295,7 @@ def test_a_release_without_a_replaced_function(monkeypatch: pytest.MonkeyPatch) 
         ours.main(["--model", TINY])
 
 
-def test_joined_batches_are_whole_and_freed_when_the_next_are_asked_for() -> None:
+def test_joined_batches_are_freed_before_the_next_are_loaded() -> None:
     from megabatch.integrations.open_clip import JoinedBatches
 
     class Loader:

@@ -1,4 +1,4 @@
-"""The losses equal pytorch-metric-learning's own: with its wrappers, miners and reducers too."""
+"""The losses equal pytorch-metric-learning's own, also in its wrappers, miners and reducers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ regularizers = pytest.importorskip("pytorch_metric_learning.regularizers")
 
 NAMES = pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
 D = 4
-#: A negative label like any other, one of a single row, and large ones.
+#: With a negative label, which is as any other here, one of a single row, and large ones.
 LABELS = torch.tensor([0, 0, 0, 1, 1, -1, -1, 2, 3, 3, 3, 3, 1 << 40])
 OTHERS = torch.tensor([3, 0, 5, -1, 1, 1, 0, 1 << 40])
 
@@ -69,7 +69,7 @@ def test_references(name: str) -> None:
             x,
             y,
         )
-    # The embeddings as references, with labels of their own: pairs (i, i) are positives.
+    # With the embeddings as references and their own labels, pairs (i, i) are positives.
     copied = LABELS.clone()
     assert_equal(
         lambda x: mine(x, LABELS, None, x, copied), lambda x: own(x, LABELS, None, x, copied), x
@@ -78,12 +78,12 @@ def test_references(name: str) -> None:
 
 def test_the_papers_definitions() -> None:
     temperature = 0.2
-    nothing_negative = LABELS.clone()
-    nothing_negative[LABELS == -1] = 7  # as for pytorch-metric-learning, -1 is a label
+    nonnegative = LABELS.clone()
+    nonnegative[LABELS == -1] = 7  # -1 is a label for pytorch-metric-learning
     cosines = lambda x: F.normalize(x) @ F.normalize(x).T / temperature  # noqa: E731
     assert_equal(
         lambda x: ours.SupConLoss(temperature)(x, LABELS),
-        lambda x: supcon_of_logits(cosines(x), nothing_negative),
+        lambda x: supcon_of_logits(cosines(x), nonnegative),
         rows(13),
     )
     assert_equal(
@@ -185,7 +185,7 @@ MINERS: dict[str, Callable[[], Any]] = {
 @NAMES
 @pytest.mark.parametrize("miner", MINERS)
 def test_in_cross_batch_memory(name: str, miner: str) -> None:
-    """Batches that fill it, that wrap around its end, and that leave the queue to a mask."""
+    """Batches fill the memory and wrap around its end; a mask chooses the rows to add."""
     mine, own = (
         losses.CrossBatchMemory(loss, D, memory_size=20, miner=MINERS[miner]())
         for loss in both(name)
@@ -212,7 +212,7 @@ def test_in_cross_batch_memory(name: str, miner: str) -> None:
 def test_mined_pairs(
     name: str, strip: int, labelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Given by the caller, with the labels or in place of them; in strips of one row, or in one."""
+    """Pairs with labels or instead of them, in strips of one row or in one strip."""
     monkeypatch.setattr(ours, "LISTED", strip)
     mine, own = both(name)
     labels = LABELS if labelled else None

@@ -104,7 +104,7 @@ def test_guided_value_and_gradients_are_the_librarys(
         "temperature": 0.2,
     }
     for rows, columns in ((7, 2), (7, 4)):
-        # The guide finds a query and its documents alike, or it would leave out most negatives.
+        # The guide's features of a query and its documents are similar, or most negatives drop out.
         common = 2 * embeddings(rows + 1, 1)[0][:rows]
         guides = [[common + own] for own in embeddings(rows, columns)]
         results = []
@@ -159,7 +159,7 @@ def bert(folder: Path) -> Any:
 
 
 def static(folder: Path) -> Any:
-    """One of word embeddings alone."""
+    """A sentence encoder of word embeddings alone."""
     torch.manual_seed(0)
     tokenizer = bert(folder).tokenizer.backend_tokenizer
     words = modules.StaticEmbedding(tokenizer, embedding_dim=WIDTH)
@@ -183,7 +183,7 @@ def texts(columns: int) -> Any:
 def train(
     folder: Path, model: Any, make_loss: Callable[[Any], Any], data: Any, **arguments: Any
 ) -> Any:
-    # No clipping, and steps in proportion to the gradients: a wrong factor would show.
+    # Without clipping, SGD's steps are proportional to the gradients and show a wrong factor.
     plain = {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 1000.0}
     settings = options(folder / "run") | plain | arguments
     trainer = library.SentenceTransformerTrainer(
@@ -202,19 +202,22 @@ def train_both(
     make_loss: Callable[[Any, Any], Any],
     data: Any,
     *,
-    kinds: tuple[Any, Any] = (MegabatchRankingLoss, losses.CachedMultipleNegativesRankingLoss),
+    loss_classes: tuple[Any, Any] = (
+        MegabatchRankingLoss,
+        losses.CachedMultipleNegativesRankingLoss,
+    ),
     make_model: Callable[[Path], Any] = bert,
     tolerance: float = 1e-5,
     **arguments: Any,
 ) -> None:
-    """Train with either loss: weights and evaluations are equal, and the weights have moved.
+    """Train with each loss; assert equal weights and evaluations, and that weights have moved.
 
-    tolerance: of weights, relative to the largest of a tensor, which may grow beyond 1 by far.
+    tolerance: of weights, relative to the largest of a tensor, which may be much larger than 1.
     """
     before = weights_of(make_model(folder))
     weights, evaluations = [], []
-    for kind in kinds:
-        make = functools.partial(make_loss, kind)
+    for loss_class in loss_classes:
+        make = functools.partial(make_loss, loss_class)
         trainer = train(folder, make_model(folder), make, data, **arguments)
         weights.append(weights_of(trainer.model))
         evaluations.append({k: v for k, v in trainer.evaluate().items() if k.endswith("_loss")})
@@ -273,24 +276,28 @@ def guided(guide: Any, kind: Any, model: Any) -> Any:
 
 
 def test_trains_as_the_library_does_with_a_guide(folder: Path) -> None:
-    kinds = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+    loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
 
     def matryoshka(kind: Any, model: Any) -> Any:
         return losses.MatryoshkaLoss(model, guided(bert(folder), kind, model), [WIDTH, 6])
 
-    train_both(folder, matryoshka, texts(3), kinds=kinds)
+    train_both(folder, matryoshka, texts(3), loss_classes=loss_classes)
 
 
 def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
-    kinds = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
+    loss_classes = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
 
     def matryoshka(kind: Any, model: Any) -> Any:
         return losses.MatryoshkaLoss(model, kind(model), [WIDTH, 6])
 
     train_both(
-        folder, functools.partial(ranking_loss, {}), texts(3), kinds=kinds, make_model=static
+        folder,
+        functools.partial(ranking_loss, {}),
+        texts(3),
+        loss_classes=loss_classes,
+        make_model=static,
     )
-    train_both(folder, matryoshka, texts(2), kinds=kinds)
+    train_both(folder, matryoshka, texts(2), loss_classes=loss_classes)
 
 
 def test_static_embeddings_are_refused_with_caching(folder: Path) -> None:
@@ -441,14 +448,14 @@ def train_on_ranks(folder: Path) -> None:
         make = functools.partial(ranking_loss, settings)
         train_both(folder, make, texts(3))
     if library.__version__ < "6":
-        return  # the library guarded the first rank's positives against the guide, but no others
-    kinds = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+        return  # the library compared the guide with the first rank's positives alone
+    loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
     with_guide = functools.partial(guided, bert(folder))
-    train_both(folder, with_guide, texts(3), kinds=kinds)
+    train_both(folder, with_guide, texts(3), loss_classes=loss_classes)
 
 
 def compare_shards_of_different_sizes(rank: int) -> None:
-    """The mean over ranks is the library's loss of the whole batch; every query counts the same."""
+    """The mean over ranks is the library's loss of the whole batch; all queries count alike."""
     settings: dict[str, Any] = {
         "directions": EVERY_DIRECTION,
         "hardness_mode": "hard_negatives",
@@ -468,7 +475,7 @@ def compare_shards_of_different_sizes(rank: int) -> None:
 
 
 def fork_ranks(folder: Path, port: int) -> None:
-    """Two ranks, forked from a process that has imported the library, which takes seconds."""
+    """Import the library, which takes seconds, and fork two ranks."""
     context: Any = multiprocessing.get_context("fork")
     ranks = [context.Process(target=run_rank, args=(rank, folder, port)) for rank in range(2)]
     for process in ranks:

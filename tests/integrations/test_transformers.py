@@ -55,7 +55,7 @@ def losses_logged(trainer: Any) -> list[float]:
 
 @pytest.fixture
 def _float64() -> Iterator[None]:
-    """As default: transformers 4.48 makes a mask in that dtype."""
+    """Set float64 as default: transformers 4.48 makes a mask in the default dtype."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_the_models_forward(kind: str) -> None:
     ids=["clip", "siglip", "LoRA on one tower", "LoRA on both"],
 )
 def test_trains_and_evaluates_as_the_trainer(kind: str, towers: str | None, tmp_path: Path) -> None:
-    data = rows_of(images_and_texts(18))  # the last batch is of two, its accumulation of one
+    data = rows_of(images_and_texts(18))  # the last batch has two rows, and its update one batch
     trainers = []
     for trainer_class, extra in ((Plain, {}), (Cached, {"micro_batch_size": 3})):
         model = with_adapters(model_of(kind), towers)
@@ -120,10 +120,10 @@ def test_pairs_of_texts_through_one_encoder(tmp_path: Path) -> None:
     assert_weights_equal(cached.model, plain.model, before)
     assert losses_logged(cached) == pytest.approx(losses_logged(plain), rel=1e-4)
     assert len(seen) == 2  # features of all pairs, for metrics
-    for unit, features in zip(*seen, strict=True):
+    for expected, features in zip(*seen, strict=True):
         assert features.shape == (10, 8)
         features = F.normalize(torch.tensor(features), dim=-1)
-        torch.testing.assert_close(features, torch.tensor(unit), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(features, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "last"])
@@ -136,7 +136,7 @@ def test_pooling_takes_the_first_token_or_the_last(pooling: Any) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_the_model_makes_logits_of_a_micro_batch_alone() -> None:
+def test_the_model_computes_logits_of_a_micro_batch_only() -> None:
     model, made = model_of("clip"), []
     forward = model.forward
 
@@ -159,7 +159,7 @@ class Watched(ClipLoss):
 
 
 def test_bfloat16_is_autocast_in_the_loss_too(tmp_path: Path) -> None:
-    """As in the model's own forward pass, which rounds in another order."""
+    """The model's own forward pass uses it too, and rounds in another order."""
     data, gradients, loss = rows_of(images_and_texts()), [], Watched()
     for trainer_class, extra in ((Plain, {}), (Cached, {"micro_batch_size": 3, "loss": loss})):
         trainer = trainer_class(
@@ -208,8 +208,8 @@ def test_refuses_arguments(named: str, extra: dict[str, Any], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp", "n_gpu", "parallelism"])
-def test_refuses_what_would_train_something_else(kind: str, tmp_path: Path) -> None:
-    """The settings as they are on machines that offer them."""
+def test_refuses_settings_that_would_train_something_else(kind: str, tmp_path: Path) -> None:
+    """Settings that this machine does not offer are set directly."""
 
     class Pretends(Plain):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

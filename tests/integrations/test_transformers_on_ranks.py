@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and Accelerate on two processes: as on one with the batches of both."""
+"""Hugging Face's Trainer and Accelerate on two processes equal one with the batches of both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.integrations.hf import (  # noqa: E402
 
 
 def reference(model: nn.Module, loss_of: Callable[[int], Tensor], updates: int) -> None:
-    """Plain SGD on the batches of both ranks, of two accumulated batches each."""
+    """Plain SGD on the joined batches of both ranks; a step accumulates two of them."""
     for update in range(updates):
         for i in (2 * update, 2 * update + 1):
             (loss_of(i) / 2).backward()
@@ -61,7 +61,7 @@ def slices(batch: dict[str, Tensor], i: int) -> dict[str, Tensor]:
 
 
 def on_two_a_clip_model_under_ddp() -> None:
-    """As one process with the batches of both; so are the losses that are logged."""
+    """Weights and logged losses are those of one process with the batches of both."""
     batch = images_and_texts(8 * BATCH)
     for towers in (None, "text"):
         model, expected = (with_adapters(model_of("clip"), towers) for _ in range(2))
@@ -81,7 +81,7 @@ def on_two_a_clip_model_under_ddp() -> None:
 
 
 def on_two_a_local_loss_is_as_the_models_own_under_ddp() -> None:
-    """A batch of each rank's rows alone, as `return_loss=True` has it."""
+    """Each rank's loss is of its own rows, as that of `return_loss=True`."""
     data, trained = rows_of(images_and_texts(8 * BATCH)), []
     local = {"micro_batch_size": 3, "loss": ClipLoss(group="local")}
     for trainer_class, extra in ((Plain, {}), (Cached, local)):
@@ -137,7 +137,7 @@ def set_cpu(state: Any) -> None:
 
 
 def on_two_the_trainers_fsdp2() -> None:
-    """Accelerate offers FSDP2 on GPUs alone: it is told that these CPUs are some."""
+    """Accelerate offers FSDP2 on GPUs only; a patch makes it accept the CPU."""
     if not hasattr(accelerate.utils.FullyShardedDataParallelPlugin, "fsdp_version"):
         return  # before Accelerate 1.6
     backend = "gloo", accelerate.utils.DistributedType.MULTI_GPU

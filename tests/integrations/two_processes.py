@@ -1,4 +1,4 @@
-"""Checks on two processes, forked from one that has imported a library: that takes seconds."""
+"""Checks on two processes, forked from one that has imported a library, which takes seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 120  # that all checks may take
 def failures(
     checks: Sequence[Callable[[], None]], libraries: Sequence[str], folder: Path
 ) -> list[str]:
-    """What failed of checks on each of two processes, which know of each other as torchrun's do.
+    """Failures of checks on two processes, which have the environment that torchrun sets.
 
     They run one after the other, up to the first that fails; `libraries` are imported beforehand.
     """
@@ -60,9 +60,9 @@ def _run(rank: int, names: list[tuple[str, str]], port: int, folder: Path) -> No
         join(rank, SIZE, port)
         for module, name in names:
             getattr(importlib.import_module(module), name)()
-    except BaseException:  # also those with which pytest ends a test
+    except BaseException:  # also pytest's outcomes
         failure = traceback.format_exc()
     (folder / f"rank-{rank}").write_text(failure)
     if not failure:
         leave()
-    os._exit(bool(failure))  # the other rank finds its connections closed
+    os._exit(bool(failure))  # closes the connections that the other rank may wait for
