@@ -14,7 +14,7 @@ from megabatch import similarity
 from megabatch.similarity import dense, engine
 from megabatch.similarity import settings as call_settings
 from megabatch.similarity.backends import eager
-from megabatch.similarity.reductions import softmax
+from megabatch.similarity.reductions import softmax, softmax_tiles
 from tests.similarity.features import MAKERS
 
 SCALES = (0.01, 1.0, 14.3, 100.0, 200.0)
@@ -213,14 +213,14 @@ def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPa
 
 def test_self_similarity_does_half_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
-    original = softmax.forward_tile
+    original = softmax_tiles.forward_tile
 
     def counting(logits: Tensor, *rest: Any) -> None:
         computed.append(logits.numel())
         original(logits, *rest)
 
     monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(softmax, "forward_tile", counting)
+    monkeypatch.setattr(softmax_tiles, "forward_tile", counting)
     similarity.split_logsumexp(torch.randn(100, 4))
     assert sum(computed) == 100 * (100 + 10) // 2
 

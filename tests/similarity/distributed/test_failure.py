@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megabatch import similarity
 from megabatch.errors import CommunicationError
 from megabatch.similarity import settings
-from megabatch.similarity.reductions.softmax import SoftmaxTiles
+from megabatch.similarity.reductions.softmax_tiles import SoftmaxTiles
 from tests.similarity.distributed.processes import join, start
 
 #: the group's timeout in seconds; a process that died is noticed at once

@@ -13,8 +13,8 @@ from megabatch import similarity
 from megabatch.similarity import engine, settings
 from megabatch.similarity.distributed import gathered
 from megabatch.similarity.distributed.comm import P2PExchange, Pending
-from megabatch.similarity.reductions.sigmoid import SigmoidTiles
-from megabatch.similarity.reductions.softmax import SoftmaxTiles
+from megabatch.similarity.reductions.sigmoid_tiles import SigmoidTiles
+from megabatch.similarity.reductions.softmax_tiles import SoftmaxTiles
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.transfers import (
     gathered_in_rounds,

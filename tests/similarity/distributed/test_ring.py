@@ -10,7 +10,7 @@ from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control, gathered, ring, schedule
 from megabatch.similarity.distributed.comm import P2PExchange
 from megabatch.similarity.distributed.ranks import Ranks
-from megabatch.similarity.reductions.softmax import SoftmaxTiles
+from megabatch.similarity.reductions.softmax_tiles import SoftmaxTiles
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.transfers import bytes_sent, recorded, ring_in_pieces_of
 

@@ -35,10 +35,15 @@ from megabatch.similarity.engine import Side
 from megabatch.similarity.masks import PAIRED, Pairs, SortedMatrix
 from megabatch.similarity.memory import Run, gradient_bytes
 from megabatch.similarity.ops import Body, reduction_operators
-from megabatch.similarity.reductions import softmax, states
+from megabatch.similarity.reductions import states
 from megabatch.similarity.reductions.base import handshake, new_sizes, schedule_again
 from megabatch.similarity.reductions.operands import Teacher
-from megabatch.similarity.reductions.softmax import SoftmaxTiles
+from megabatch.similarity.reductions.softmax_tiles import (
+    SoftmaxTiles,
+    forward_tile,
+    merge_sum,
+    softmax_grad,
+)
 from megabatch.similarity.settings import Holding
 
 if TYPE_CHECKING:
@@ -251,7 +256,7 @@ class SoftTargetTiles(SoftmaxTiles):
                 before = [states.student_largest(state) for state, _ in sides]
                 students = rows[:6, i], None if others is None else others[:6]
                 masks = self.pairs.view(i, j).masks(s)
-                softmax.forward_tile(s, masks, *students, scratch)
+                forward_tile(s, masks, *students, scratch)
                 t, positive = self._teacher_logits(i, j), masks[0]
                 for (state, dim), old in zip(sides, before, strict=True):
                     _merge_targets(state, old, s, t, positive, dim, scratch)
@@ -279,12 +284,12 @@ class SoftTargetTiles(SoftmaxTiles):
         own = None if rows is None else rows[:, i]
         others = None if cols is None else cols[:, j]
         s, scratch = self._logits(i, j)
-        ds = softmax.softmax_grad(s, own, others, 0, (s, scratch))
+        ds = softmax_grad(s, own, others, 0, (s, scratch))
         t = self._teacher_logits(i, j)
         teacher_own = None if own is None else own[2:4]
         teacher_others = None if others is None else others[2:4]
         buffers = self._teacher_views(i, j)
-        ds.sub_(softmax.softmax_grad(t, teacher_own, teacher_others, 0, buffers))
+        ds.sub_(softmax_grad(t, teacher_own, teacher_others, 0, buffers))
         positive, _ = self.pairs.view(i, j).masks(ds)
         if positive is None:
             return ds
@@ -324,6 +329,6 @@ def _merge_targets(
         torch.maximum(state[9], own, out=state[9])
         t = t.masked_fill(positive, -torch.inf)
     before = states.finite(state[6])
-    shift = softmax.merge_sum(state[6:8], t, dim, scratch)  # leaves e^(t - shift) in scratch
+    shift = merge_sum(state[6:8], t, dim, scratch)  # leaves e^(t - shift) in scratch
     below = top.unsqueeze(dim) - s
     state[8].mul_((before - shift).clamp_(max=0).exp_()).add_((scratch * below).sum(dim))
