@@ -1,4 +1,4 @@
-"""megabatch inside other libraries' trainers: one module a library, imported by its name.
+"""megabatch inside other libraries' trainers: one module for each library, imported by its name.
 
     from megabatch.integrations.sentence_transformers import MegabatchRankingLoss
 

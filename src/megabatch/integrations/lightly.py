@@ -2,8 +2,8 @@
 
     from megabatch.integrations.lightly import NTXentLoss  # in place of lightly.loss
 
-Each class is a subclass of lightly's own: that one checks and keeps the arguments and owns the
-memory bank; `forward` alone is ours. docs/integrations/lightly.md lists all differences.
+Each class is a subclass of lightly's own, which checks and stores the arguments and owns the memory
+bank; only `forward` is replaced. docs/integrations/lightly.md lists all differences.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class MACLLoss(lightly.loss.MACLLoss):
 
 
 class DetConBLoss(lightly.loss.DetConBLoss):
-    """Cross-entropy of regions: those of one mask in one image, seen in two views, are positives.
+    """Cross-entropy of image regions; positives are regions of one mask in two views of an image.
 
     Args:
         temperature: a positive number, or a tensor of shape () or (1,) that may be learnt.
@@ -209,7 +209,7 @@ class DetConSLoss(lightly.loss.DetConSLoss):
         self.detconbloss = DetConBLoss(temperature, gather_distributed)
 
 
-# --- what they share ------------------------------------------------------------------------------
+# --- shared functions -----------------------------------------------------------------------------
 
 
 def _group(gather_distributed: bool) -> str | None:
@@ -281,7 +281,7 @@ def _region_loss(
     within, _ = split_logsumexp(
         pred, same, scale, ids=(same_ids, same_ids), sides="rows", group=group
     )
-    # The gradient of logaddexp is NaN where both are -inf: one image, and in it one mask.
+    # The gradient of logaddexp is NaN where both are -inf, as for one image with one mask.
     none = within.negative == -torch.inf
     joined = torch.logaddexp(across.negative, within.negative.masked_fill(none, 0.0))
     negative = torch.where(none, across.negative, joined)

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> Any:
 
 
 def check(args: Namespace) -> None:
-    """Refuse options that cannot mean here what they mean to OpenCLIP.
+    """Refuse options that cannot have OpenCLIP's meaning here.
 
     Raises:
         UsageError: names the option, the reason and the alternative.
@@ -112,7 +112,7 @@ def create_loss(original: Callable[[Namespace], nn.Module], args: Namespace) -> 
             "python -m open_clip_train.main"
         )
     ours = LOSSES[type(theirs)]()
-    # OpenCLIP logs what rank 0 computes: the loss of all pairs, or its own share of it.
+    # OpenCLIP logs rank 0's value: the loss of all pairs, or that rank's share of it.
     share = args.world_size == 1 or getattr(theirs, "local_loss", True)
     if args.rank == 0:
         for level, line in _explanations(type(theirs).__name__, args):
@@ -192,7 +192,7 @@ class JoinedBatches:
             held = tuple(map(HeldBatches, zip(*joined, strict=True)))
             joined.clear()
             yield held
-            # OpenCLIP's loop has names for these until it gets the next ones.
+            # OpenCLIP's loop holds references to these until it gets the next ones.
             for batch in held:
                 batch.release()
 
@@ -224,14 +224,14 @@ class HeldBatches:
         return self._rows
 
     def __getitem__(self, rows: slice) -> Tensor:
-        number = rows.start // self._size  # rows of two batches are never asked for at once
+        number = rows.start // self._size  # no slice spans two batches
         start = number * self._size
         taken = self._batches[number][rows.start - start : rows.stop - start]
         return taken if self._dtype is None else taken.to(self._dtype)
 
 
 class _LoggedMean(nn.Module):
-    """A loss with the value of its mean over ranks, which all of them log, and its own gradient."""
+    """A loss with its own gradient and the value of its mean over ranks, which all ranks log."""
 
     def __init__(self, loss: nn.Module, size: int) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class _LoggedMean(nn.Module):
 
 
 def _explanations(theirs: str, args: Namespace) -> Iterator[tuple[int, str]]:
-    """Lines of the log, with their levels, on what differs from OpenCLIP's own."""
+    """Lines of the log, with their levels, on differences from OpenCLIP's own trainer."""
     yield logging.INFO, f"its {theirs} replaces OpenCLIP's"
     if args.accum_freq > 1:
         pairs = args.accum_freq * args.batch_size * args.world_size

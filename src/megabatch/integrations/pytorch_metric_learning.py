@@ -3,7 +3,7 @@
     from megabatch.integrations.pytorch_metric_learning import SupConLoss, NTXentLoss
 
 Each class is a subclass of the library's own, which keeps its reducers, regularizers and wrappers;
-`compute_loss` alone is ours. docs/integrations/pytorch_metric_learning.md lists all differences.
+only `compute_loss` is replaced. docs/integrations/pytorch_metric_learning.md lists all differences.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from megabatch.similarity.distributed.means import global_mean, replicated, sum_
 
 __all__ = ["NTXentLoss", "SupConLoss"]
 
-#: Logits that are formed at a time where pairs are listed.
+#: Number of logits computed at a time for listed pairs.
 LISTED = 1 << 22
 
-#: Labels beyond this on either side have no id of their own.
+#: Labels from here on, or below its negative, are refused.
 LARGEST = 1 << 62
 
 
@@ -142,7 +142,7 @@ class NTXentLoss(losses.NTXentLoss):
 
 
 def _check_distance(distance: Any) -> None:
-    """Only a matrix of plain products can be left unformed."""
+    """Refuse distances that are not plain products, which need their matrix."""
     known = type(distance) in (distances.CosineSimilarity, distances.DotProductSimilarity)
     if known and distance.power == 1 and (distance.p == 2 or not distance.normalize_embeddings):
         return
@@ -180,7 +180,7 @@ def _operands(
 ) -> tuple[Tensor, Tensor | None, Tensor | tuple[Tensor, Tensor] | None]:
     """Anchors x, references y (None: x, without the pairs of a row and itself) and their ids.
 
-    The ids are None where pairs are listed in their place.
+    The ids are None if pairs are listed instead.
     """
     c_f.labels_or_indices_tuple_required(labels, indices_tuple)
     check_two(embeddings, ref_emb, ("embeddings", "ref_emb"))
@@ -212,7 +212,7 @@ def _features(distance: Any, embeddings: Tensor) -> Tensor:
 
 
 def _ids(name: str, labels: Any, like: Tensor) -> Tensor:
-    """Ids that are equal where labels are and never negative: those would equal nothing."""
+    """Non-negative ids, equal where labels are; negative ids would equal no other."""
     labels = check_integers(name, labels, len(like), like)
     if ((labels >= LARGEST) | (labels < -LARGEST)).any():
         raise ValueError(f"{name}: expected integers from -2**62 to 2**62 - 1, got larger ones")

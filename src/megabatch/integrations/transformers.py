@@ -25,7 +25,7 @@ from megabatch.losses import ClipLoss, SigLipLoss
 from megabatch.models.pooling import Pooling, pool
 from megabatch.torch_internals import uncompiled
 
-#: What models of these types compute with `return_loss=True`.
+#: The loss that models of these types compute with `return_loss=True`.
 OWN_LOSSES: dict[str, type[nn.Module]] = {
     "altclip": ClipLoss,
     "chinese_clip": ClipLoss,
@@ -166,9 +166,9 @@ class MegabatchTrainerMixin:
     ) -> Any:
         """The loss of a batch; with `return_outputs` also a dict of it and the features."""
         batches, for_loss = self._split(inputs)
-        kept: list[Tensor] = []
+        collected: list[Tensor] = []
         if return_outputs:
-            step = self._gradient_cache(model, len(batches), kept)
+            step = self._gradient_cache(model, len(batches), collected)
         else:  # one for all steps, which it compares over ranks
             key = model, len(batches)
             if self._step is None or self._step[0] != key:
@@ -179,7 +179,7 @@ class MegabatchTrainerMixin:
         if not return_outputs:
             return loss
         names = _TWO_TOWERS if len(batches) == 1 else tuple(batches)
-        return loss, {"loss": loss, **dict(zip(names, kept, strict=False))}
+        return loss, {"loss": loss, **dict(zip(names, collected, strict=False))}
 
     def _split(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The batches of the encoders, one or one per text, and the loss's own inputs."""
@@ -205,11 +205,11 @@ class MegabatchTrainerMixin:
         return rest, for_loss
 
     def _gradient_cache(
-        self, model: nn.Module, batches: int, kept: list[Tensor] | None = None
+        self, model: nn.Module, batches: int, collected: list[Tensor] | None = None
     ) -> GradientCache:
-        """A step for so many batches; its loss leaves the features that it gets in `kept`."""
+        """A step for that many batches, whose loss stores the features in `collected`."""
         encoder = FeatureEncoder(model, self.pooling)
-        score = functools.partial(_score, self.contrastive_loss, kept)
+        score = functools.partial(_score, self.contrastive_loss, collected)
         encoders = encoder if batches == 1 else (encoder,) * batches
         return GradientCache(encoders, score, self.micro_batch_size)
 
@@ -219,9 +219,9 @@ class MegabatchTrainer(MegabatchTrainerMixin, Trainer):  # type: ignore[misc]
 
 
 def _score(
-    loss: Callable[..., Tensor], kept: list[Tensor] | None, *outputs: Tensor, **inputs: Any
+    loss: Callable[..., Tensor], collected: list[Tensor] | None, *outputs: Tensor, **inputs: Any
 ) -> Tensor:
-    """The loss of encoders' outputs, whose features are left in `kept`."""
+    """The loss of encoders' outputs; stores the features among them in `collected`."""
     features = [output for output in outputs if output.ndim > 1]
     if len(features) < 2:
         raise ValueError(
@@ -229,8 +229,8 @@ def _score(
             '{"query": {"input_ids": ...}, "passage": {...}}, got one batch for a model that '
             "returns one feature per row"
         )
-    if kept is not None:
-        kept[:] = [feature.detach() for feature in features]
+    if collected is not None:
+        collected[:] = [feature.detach() for feature in features]
     return loss(*outputs, **inputs)
 
 
@@ -253,7 +253,7 @@ def _core(model: Any) -> nn.Module:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise an error for settings of a Trainer that would not train what they say."""
+    """Raise an error for settings of a Trainer that would train something else."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     sizes = getattr(trainer.accelerator, "parallelism_config", None)
     shared = [kind for kind in ("tp", "cp", "sp") if getattr(sizes, f"{kind}_size", 1) > 1]

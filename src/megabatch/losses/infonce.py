@@ -347,7 +347,7 @@ class InfoNCELoss(TemperatureLoss):
         return parts
 
     def _check_plain(self, name: str) -> None:
-        """The setting `name`, which is not 0, goes with none of the others."""
+        """Raise a ValueError if the setting `name` is combined with one of the others."""
         others = {"margin": None, "same_tower": (), "reverse": None, "hardness_mode": None}
         for other, without in (others | {"label_smoothing": 0.0}).items():
             if other != name and getattr(self, other) != without:

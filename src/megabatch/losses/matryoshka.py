@@ -17,7 +17,7 @@ from megabatch.similarity.arguments import check_dense
 class MatryoshkaLoss(nn.Module):
     """The weighted sum of one loss over prefixes of the features: their first `dims` numbers.
 
-    Models trained with it give features that can be cut short and still serve.
+    Models trained with it give features that can be truncated.
 
     Args:
         loss: any loss of features, such as those of this library.

@@ -24,7 +24,7 @@ class MultiModalLoss(ContrastiveLoss):
     as a negative; a pair that no sample has counts 0.
 
     Args:
-        pairs: which modalities to hold against each other, by name.
+        pairs: names of the modalities to compare with each other.
         weights: a number for each pair, not negative; 1 each by default.
         loss: for each pair called as `loss(x, y, logit_scale, logit_bias, weights=ones)`:
             `ClipLoss` (the default) or `SigLipLoss`. Weights of 1 because a weighted mean over

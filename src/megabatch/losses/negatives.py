@@ -34,7 +34,7 @@ class Rows(NamedTuple):
         return Rows(self.features.flatten(0, 1), guide)
 
     def followed_by(self, others: Rows) -> Rows:
-        """These rows, then the others."""
+        """These rows, followed by the others."""
         guide = None
         if self.guide is not None and others.guide is not None:
             guide = torch.cat([self.guide, others.guide])
@@ -74,7 +74,7 @@ class Logits:
         self.ceiling = limit if limit is None or guided else limit * scale.detach()
 
     def split(self, x: Rows, y: Rows | None, **options: Any) -> tuple[Split, Split | None]:
-        """`split_logsumexp` with weighted negatives; `positive` is then not to be used."""
+        """`split_logsumexp` with weighted negatives, whose `positive` must not be used then."""
         common: dict[str, Any] = {"sides": "rows", "ceiling": self.ceiling, "group": self.group}
         if x.guide is not None:
             common["guide"] = x.guide if y is None else (x.guide, y.guide)
@@ -117,7 +117,7 @@ class Logits:
 
 
 def similarity_limit(query: Rows, positive: Rows, margin: float, strategy: str) -> Tensor:
-    """(b,): similarities above it are those of false negatives.
+    """(b,) similarities above which a negative counts as a false one.
 
     That of query and positive, plus the margin, or with strategy "relative" that share of its
     absolute value.
@@ -128,7 +128,7 @@ def similarity_limit(query: Rows, positive: Rows, margin: float, strategy: str) 
     )
     similarity = row_products(x, y)
     share = similarity.abs() if strategy == "relative" else 1
-    # A sum of d products is rounded in another order here than in a tile.
+    # A sum of d products is rounded in a different order here than in a tile.
     rounding = torch.finfo(similarity.dtype).eps * math.sqrt(x.shape[1])
     tie = rounding * row_products(x, x).sqrt() * row_products(y, y).sqrt()
     return similarity + margin * share + tie

@@ -30,8 +30,8 @@ def unit_rows(features: Tensor, dtype: torch.dtype) -> Tensor:
 class LengthWarning:
     """Warns once if the first features that it sees are far from unit length.
 
-    On a GPU nothing waits: the first call starts the transfer of one number to the host, and the
-    first later call that finds it there warns.
+    On a GPU the host does not wait: the first call starts the transfer of one number to the host,
+    and the first later call that finds it there warns.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LengthWarning:
         self._pending: Tensor | None = None  #: on the host; -1 until a GPU's number has arrived
 
     def look(self, features: Tensor, name: str) -> None:
-        """Look at some features of the loss called `name`; in traced programs nothing is done."""
+        """Check features of the loss called `name`; does nothing in traced programs."""
         if self._done or torch.compiler.is_compiling():
             return
         deviation = _deviation_on_host(features) if self._pending is None else self._pending

@@ -1,4 +1,4 @@
-"""The losses as the trainer, the planner and the documentation know them: one entry each.
+"""The registry of losses, with one entry each for the trainer, planner and documentation.
 
 Needs no torch, so that `megabatch train --help` can list them.
 """

@@ -15,7 +15,7 @@ from megabatch.similarity.distributed.means import share_of_mean
 
 
 class SigLipLoss(ContrastiveLoss):
-    """For each image and text alone: do they belong together? Called as OpenCLIP's loss.
+    """A binary decision for each image and text: do they belong together? Called as OpenCLIP's.
 
     The sum over all b² pairs of -log sigmoid(z * logit), z = +1 for a pair's own and -1 for all
     others, divided by b as published. Loss and gradients come from one sweep. With a teacher's

@@ -60,9 +60,9 @@ class SincereLoss(TemperatureLoss):
 
         Args:
             embeddings: (n, d) anchors.
-            labels: (n,) integers. A negative label is shared with nothing: such a row has no
-                positive and serves as a negative only.
-            references: (m, d); anchors are held against these and not against each other.
+            labels: (n,) integers. A row with a negative label has no positive and serves as a
+                negative only.
+            references: (m, d); anchors are compared with these instead of with each other.
             reference_labels: (m,) integers.
             temperature: this call's, instead of the constructor's.
 
@@ -76,8 +76,8 @@ class SincereLoss(TemperatureLoss):
         self._look_at_lengths(embeddings)
         x, y = self._operands(embeddings, references)
         scale = self._scale(temperature, x)
-        # Both sweeps' gradients meet in the accumulator's dtype: in half precision they would be
-        # rounded each, and their sum, in which they partly cancel, once more.
+        # The gradients of both sweeps are added in the accumulator's dtype. In half precision each
+        # would be rounded, and their sum, in which they partly cancel, once more.
         wide = accumulator_dtype(x.dtype)
         x_wide, y_wide = x.to(wide), None if y is None else y.to(wide)
         y = None if y_wide is None else y_wide.to(x.dtype)

@@ -20,7 +20,7 @@ from megabatch.similarity.distributed.means import global_mean
 
 
 class SupConLoss(TemperatureLoss):
-    """Each anchor against all others, those of its label being its positives.
+    """Each anchor against all other rows, of which those of its label are its positives.
 
     The loss is the mean over the anchors that have a positive; where none has, it is 0 with zero
     gradients. The paper's sum over anchors, or its released code's factor
@@ -64,9 +64,9 @@ class SupConLoss(TemperatureLoss):
 
         Args:
             embeddings: (n, d) anchors.
-            labels: (n,) integers. A negative label is shared with nothing: such a row has no
-                positive and serves as a negative only.
-            references: (m, d); anchors are held against these and not against each other.
+            labels: (n,) integers. A row with a negative label has no positive and serves as a
+                negative only.
+            references: (m, d); anchors are compared with these instead of with each other.
             reference_labels: (m,) integers.
             temperature: this call's, instead of the constructor's.
 

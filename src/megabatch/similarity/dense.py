@@ -37,21 +37,21 @@ def split_logsumexp(
     """As `megabatch.similarity.split_logsumexp`, both sides."""
     s = logits(x, x if y is None else y, scale)
     m, n = s.shape
-    kept = torch.ones(m, n, dtype=torch.bool, device=s.device)
+    counted = torch.ones(m, n, dtype=torch.bool, device=s.device)
     if y is None:
-        kept.fill_diagonal_(False)
+        counted.fill_diagonal_(False)
     if isinstance(ids, str):
         equal = torch.eye(m, n, dtype=torch.bool, device=s.device)
     else:
         equal = (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
-    negative = kept & ~equal
+    negative = counted & ~equal
     if positives == "paired":
         equal = torch.eye(m, n, dtype=torch.bool, device=s.device)
         negative = negative & ~equal
     if ceiling is not None:
         judged = s if guide is None else guide[0] @ guide[1].T
         negative = negative & ~(judged > ceiling[:, None])
-    sides = [_side(s, kept & equal, negative, dim) for dim in (1, 0)]
+    sides = [_side(s, counted & equal, negative, dim) for dim in (1, 0)]
     return sides[0], sides[1]
 
 

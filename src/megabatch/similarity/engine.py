@@ -28,7 +28,7 @@ Deferred = list[Callable[[], None]]
 
 
 class Sweep(Generic[T]):
-    """This rank's rows against all columns, as a schedule brings them."""
+    """A loop over the blocks of this rank's rows against all columns, as a schedule brings them."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class Sweep(Generic[T]):
         shards: Sequence[Shard],
         against: Callable[[Chunk], T],
     ) -> None:
-        """`own`: the tiles of this rank's rows against its own columns, `against`: against a chunk.
+        """`own`: tiles of this rank's rows against its own columns; `against` makes a chunk's.
 
-        `shards`: this rank's columns and what travels with them, the features first.
+        `shards`: this rank's columns and the tensors that are sent with them, the features first.
         """
         self.schedule, self.own, self.shards, self.against = schedule, own, shards, against
 
@@ -52,9 +52,9 @@ class Sweep(Generic[T]):
     ) -> Iterator[tuple[slice, Tensor]]:
         """`Schedule.run`; `on_tiles` gets the tiles of each chunk that has pairs with these rows.
 
-        `extra` (k, n): a tensor that travels as well, the last of a chunk's. `partials` None:
-        nothing comes home from ranks that see all columns. If x is held against itself, a rank's
-        own part is one sweep of half the blocks, with its own tiles.
+        `extra` (k, n): a further tensor that is sent, the last of a chunk. `partials` None: there
+        are no partial results for other ranks' columns. For x against itself, a rank's own part is
+        one sweep over half of the blocks, with its own tiles.
         """
         own, alone = self.own, self.schedule.alone
 
@@ -86,7 +86,7 @@ def reduce(sweep: Sweep[Any], cols: bool) -> tuple[Tensor, Tensor | None]:
 
     def unwritten(size: int) -> Tensor:
         state = own.new_state(size)
-        return state if own.m else own.clear(state)  # a rank without rows visits nobody
+        return state if own.m else own.clear(state)  # a rank without rows computes no block
 
     def on_tiles(tiles: StateTiles, chunk: Chunk) -> None:
         nonlocal started
@@ -115,7 +115,7 @@ class Side(NamedTuple):
     gradient: Tensor | None
 
     def upstream(self, own: StateTiles, order: Tensor | None) -> Any:
-        """As `Tiles.gradient_block` takes it; `order`: that of the sorted matrix."""
+        """The upstream that `Tiles.gradient_block` takes; `order`: of the sorted matrix."""
         if self.gradient is None:
             return None
         sides = (masks.sort(t, order, 1) for t in (self.results, self.gradient))
@@ -159,7 +159,7 @@ def gradients(
     # One launch less if there is one part.
     dscale = parts[0] if len(parts) == 1 else sum(parts, torch.zeros_like(scale))
     if y is None:
-        dscale = dscale / 2  # each pair was met as (i, j) and as (j, i)
+        dscale = dscale / 2  # each pair was counted as (i, j) and as (j, i)
     if size is not None:
         dscale = dscale * size
     if isinstance(schedule, Ranks) and need_scale:
@@ -207,11 +207,11 @@ def add_up_gradients(
         x, y: whether the sums of each side are wanted; with y=None in the call, x alone.
         rows, cols: the upstreams of this rank's rows and columns (x against itself: the same); see
             `Tiles.gradient_block`.
-        after: called with the tiles of each chunk when these are done.
+        after: called with the tiles of each chunk when their blocks are done.
     """
     own, alone = sweep.own, sweep.schedule.alone
     m, symmetric = own.m, sweep.own.symmetric
-    # Alone, each strip of rows is complete after one pass: no accumulator of all rows.
+    # On one process each strip of rows is complete after its blocks: no accumulator of all rows.
     strip_by_strip = alone and not symmetric
     total = own.new_total(m) if x and not strip_by_strip else None
     deferred: Deferred = []
@@ -238,7 +238,7 @@ def add_up_gradients(
         after(tiles)
 
     def complete() -> None:
-        """Finish x's sums, which stay here, while y's come home."""
+        """Write the sums of x, which are this rank's own, during the last transfer of y's."""
         flush(deferred)
         if total is not None and not symmetric:
             write("x", slice(0, m), total if started else total.zero_())
@@ -250,13 +250,13 @@ def add_up_gradients(
             total[part] += arrived
         else:
             write("y", part, arrived)
-        del arrived  # a part of what this rank found for all
+        del arrived  # a view of this rank's sums for all ranks
     if symmetric and total is not None:
         write("x", slice(0, m), total if started else total.zero_())
 
 
 def flush(deferred: Deferred) -> None:
-    """Do what was deferred."""
+    """Compute the deferred products."""
     while deferred:
         deferred.pop()()
 
@@ -274,8 +274,8 @@ def add_strip(
     """Add the gradients of one strip of rows `i`: dx holds that strip, dy all columns.
 
     If symmetric, dx and dy are views of one gradient of all rows. `overwrite`: dx, dy are
-    uninitialised. `deferred`, if given, gets dx's last product instead, for the caller to do before
-    the next strip: while other ranks' columns are on their way.
+    uninitialised. `deferred`, if given, receives dx's last product, which the caller computes
+    before the next strip, during the transfer of other ranks' columns.
     """
     for j in tiles.col_blocks(i):
         ds = tiles.gradient_block(i, j, rows, cols)

@@ -53,9 +53,9 @@ def logsumexp(
 
     Args:
         x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast
-            two that it casts to one.
+            dtypes may differ if it casts both to one.
         scale: a number, or a tensor of shape () or (1,); differentiable.
-        sides: "both", or "rows" where the columns' side is not wanted and costs nothing.
+        sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: the processes that share the matrix, each with its own rows of x and of y: None for
             the default group where torch.distributed is initialised, a process group, or "local"
             for this process alone. `rows` and `columns` are those of this process's x and y.
@@ -107,7 +107,7 @@ def split_logsumexp(
             guide_y_j>, without the scale, instead of the logits. In any floating dtype, float64
             exactly if x is; autocast does not cast them. Products and sums are in float32; NaN
             exceeds no ceiling. No gradient flows into them.
-        sides: "both", or "rows" where the columns' side is not wanted and costs nothing.
+        sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: as in `logsumexp`. "paired" means row i and column i of the same process; ids are
             compared over all processes.
 
@@ -149,7 +149,7 @@ def stacks_and_count(
     """Each side as `split_of` takes it, and the number of rows of all processes.
 
     That is () int64 on the CPU, known from the handshake; None where this process is alone.
-    `terms`: what else all processes must do alike, in words; where these differ each is told so.
+    `terms`: a description of more on which all processes must agree; if it differs, each raises.
     """
     both = _both(sides)
     if y is None:
@@ -197,12 +197,12 @@ def softplus_sum(
     """Sum over all pairs (i, j) of weight_i * softplus(-z_ij * (scale * <x_i, y_j> + bias)).
 
     z_ij is +1 where the ids of a pair are equal and -1 elsewhere. Loss and gradients come from
-    one sweep. Where gradients are wanted, those of x and y are formed in the forward pass and kept
-    until the backward pass in the dtype of x: as much again as x and y take.
+    one sweep. If gradients are needed, the forward pass computes those of x and y and stores them
+    for the backward pass in the dtype of x, in as much memory as x and y take.
 
     Args:
         x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast
-            two that it casts to one.
+            dtypes may differ if it casts both to one.
         scale, bias: numbers, or tensors of shape () or (1,); differentiable.
         ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers. A
             negative id equals nothing.
@@ -212,9 +212,9 @@ def softplus_sum(
             softplus(logit). Features as those of a guide in `split_logsumexp`. Torch operations
             compute it, on GPUs too.
         group: the processes that share the matrix, each with its own rows of x and of y; as in
-            `logsumexp`. The sum is over this process's rows and all columns. Since the gradients
-            are formed before it is known what becomes of the sum, all processes must use it alike:
-            where their upstream gradients differ, the gradient of y is NaN.
+            `logsumexp`. The sum is over this process's rows and all columns. The gradients are
+            computed before the upstream gradient is known, so it must be the same on all
+            processes; if it differs, the gradient of y is NaN.
 
     Returns:
         A scalar in float32 (float64 for float64 features).
@@ -252,7 +252,7 @@ def softplus_sum(
 
 
 class SoftTargets(NamedTuple):
-    """One side of a student's similarity matrix held against a teacher's; each (rows,)."""
+    """One side of a student's similarity matrix against a teacher's; each (rows,)."""
 
     negative: Tensor  #: as those of `Split`
     positive: Tensor
@@ -277,8 +277,8 @@ def soft_targets(
     columns and of each column along the rows; neither matrix is formed. Row i belongs to column i.
 
     Args:
-        x, y: (m, d) features, any floating dtype, same device and dtype; under autocast two that it
-            casts to one.
+        x, y: (m, d) features, any floating dtype, same device and dtype; under autocast dtypes may
+            differ if it casts both to one.
         scale: a number, or a tensor of shape () or (1,); differentiable.
         teacher_x, teacher_y: (m, d'), of any width, in the dtype of x. They get no gradient.
         teacher_scale: as `scale`; it gets no gradient.
@@ -318,11 +318,11 @@ def soft_targets_and_count(
     names: tuple[str, str] = ("teacher_x", "teacher_y"),
     group: object = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Each side as a stack, and the number of rows of all processes as `stacks_and_count` has it.
+    """Each side as a stack, and the number of rows of all processes as in `stacks_and_count`.
 
-    A stack (7, m) has what `SoftTargets` has, then the teacher's log-sum-exp over negatives and
-    logit of the pair (i, i). `names`: what errors call the teacher's features, which may be of a
-    dtype that autocast casts.
+    A stack (7, m) has the parts of `SoftTargets`, then the teacher's log-sum-exp over negatives and
+    logit of the pair (i, i). `names`: of the teacher's features in errors; they may have a dtype
+    that autocast casts.
     """
     teacher_x, teacher_y = cast_for_autocast(teacher_x, teacher_y)
     for name, features in zip(names, (teacher_x, teacher_y), strict=True):
@@ -390,7 +390,7 @@ def _check_ids(ids: Ids, x: Tensor, y: Tensor | None) -> tuple[Tensor | None, Te
 
 
 def split_of(values: Tensor) -> Split:
-    """Of what the operators return: (4, rows), or (1, rows) where no pair can be positive."""
+    """`Split` of an operator's stack: (4, rows), or (1, rows) if no pair can be positive."""
     if values.shape[0] == 4:
         negative, positive, positive_sum, positive_count = values.unbind()
         return Split(negative, positive, positive_sum, positive_count.detach())

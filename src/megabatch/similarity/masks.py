@@ -1,8 +1,7 @@
-"""Which pairs of a similarity matrix are positives, which are left out, and sorting by id.
+"""Positive, negative and dropped pairs of a similarity matrix, and sorting by id.
 
-The kernels pass over a tile with one exponential a logit and no mask where the ids of its rows and
-columns cannot meet. In any order of rows, most tiles of a large batch hold some pair of equal ids;
-sorted by id, few do.
+Kernels need no mask, and one exponential per logit, in a tile whose rows and columns have no id in
+common. In an unsorted large batch most tiles hold some pair of equal ids; sorted by id, few do.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: What the pairs (i, i) of the whole matrix are.
+#: Roles of the pairs (i, i) of the whole matrix; see `Pairs`.
 PLAIN, PAIRED, DROPPED = "plain", "paired", "dropped"
 
 
 class Guide(NamedTuple):
-    """Features of another model whose similarities, not the logits, are held against ceilings."""
+    """Another model's features, whose similarities are compared with the ceilings."""
 
     rows: Tensor  #: (m, d')
     cols: Tensor  #: (n, d')
@@ -26,9 +25,9 @@ class Guide(NamedTuple):
 
 @dataclass(frozen=True)
 class Pairs:
-    """The kinds of the pairs (i, j) of a block of rows against a block of columns.
+    """Classifies the pairs (i, j) of a block of rows against a block of columns.
 
-    A pair is *positive* if both ids are equal and not negative, *dropped* if it counts nowhere,
+    A pair is *positive* if both ids are equal and not negative, *dropped* if it does not count,
     *negative* otherwise. With `diagonal="paired"` the positives are the pairs (i, i), and other
     pairs of equal ids are dropped.
     """
@@ -37,7 +36,7 @@ class Pairs:
     row_ids: Tensor | None = None  #: (m,) int64
     col_ids: Tensor | None = None  #: (n,) int64
     ceiling: Tensor | None = None  #: (m,) logits above which a negative pair is dropped
-    guide: Guide | None = None  #: with one, its similarities in place of the logits
+    guide: Guide | None = None  #: its similarities replace the logits
     row_start: int = 0  #: index of this block's first row in the whole matrix
     col_start: int = 0
 
@@ -47,7 +46,7 @@ class Pairs:
         return self.row_ids is not None or self.diagonal == PAIRED
 
     def view(self, rows: slice, cols: slice) -> Pairs:
-        """The kinds of a block of this block."""
+        """The pairs of a block of this block."""
         return Pairs(
             self.diagonal,
             None if self.row_ids is None else self.row_ids[rows],
@@ -64,9 +63,9 @@ class Pairs:
         return self.diagonal != PLAIN and first < self.row_start < last
 
     def masks(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(positive, dropped) of an (m, n) block; None: surely no such pair.
+        """Masks (positive, dropped) of an (m, n) block; None if there is surely no such pair.
 
-        `logits`: of the block, or with a guide its similarities.
+        `logits`: those of the block, or a guide's similarities.
         """
         m, n = logits.shape
         equal = diagonal = None
@@ -95,7 +94,7 @@ class SortedMatrix(NamedTuple):
     x: Tensor
     y: Tensor
     pairs: Pairs
-    row_order: Tensor | None = None  #: (m,) the given row that each sorted row is
+    row_order: Tensor | None = None  #: (m,) index of each sorted row among the given ones
     col_order: Tensor | None = None  #: (n,) likewise
 
     @classmethod

@@ -1,7 +1,7 @@
-"""The memory that a reduction takes while it runs, beside its inputs and results, without a run.
+"""Estimates of the memory that a reduction takes while it runs, beside its inputs and results.
 
-A planner runs a loss on fake tensors and asks each operator for it (`Operator.workspace`). The
-figures are held against records of real runs (tests/planning/test_loss.py).
+The planner runs a loss on fake tensors and calls each operator's `workspace`. A test compares the
+estimates with records of real runs (tests/planning/test_loss.py).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Run(NamedTuple):
         return item * min(rows, len(x)) * min(cols, n) + padded_bytes(x, y), rows
 
     def eager_block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
-        """As `block`, of torch operations on any device."""
+        """`block` for torch operations on any device."""
         rows, cols = eager.block_shape(x, self.limit, self.on_cpu)
         rows, cols = min(rows, len(x)), min(cols, len(x if y is None else y))
         return eager.block_bytes(rows, cols, x), rows
 
     def totals(self, x: Tensor, rows: int) -> int:
-        """Accumulators for the gradients of so many rows."""
+        """Bytes of accumulators for the gradients of `rows` rows."""
         return rows * x.shape[1] * accumulator_dtype(x.dtype).itemsize
 
-    def travelling(self, x: Tensor, y: Tensor | None) -> int:
-        """Other ranks' features, and gradients for them."""
+    def transfer_bytes(self, x: Tensor, y: Tensor | None) -> int:
+        """Bytes of other ranks' features and of gradients for them."""
         if self.ranks == 1:
             return 0
         rows = self._round(x)
@@ -57,34 +57,34 @@ class Run(NamedTuple):
             return min(ring.chunk_rows(x), len(x)) * row
         if rows == len(x):
             return self.in_rounds(x, 1, 1)
-        # Features of this round, of the next, and of the last, which its last chunk holds;
-        # gradients that are computed and that are summed.
+        # Features of this round, of the next, and of the previous one, which its last chunk holds;
+        # gradients that are computed, and those that are summed.
         return self.in_rounds(x, 3, 2)
 
     def in_rounds(self, x: Tensor, features: int, gradients: int) -> int:
-        """All ranks' features of so many rounds and their gradients of so many."""
+        """Bytes of all ranks' features of `features` rounds and gradients of `gradients` rounds."""
         item = accumulator_dtype(x.dtype).itemsize
         sizes = features * x.element_size() + gradients * item
         return self._round(x) * self.ranks * x.shape[1] * sizes
 
     def _round(self, x: Tensor) -> int:
-        """Rows of each rank that are gathered at once; 0 if they travel the ring."""
+        """Rows of each rank that are gathered at once; 0 for the ring."""
         return gathered.round_rows(len(x), self.ranks * x.shape[1] * x.element_size())
 
 
 def gradient_bytes(run: Run, x: Tensor, y: Tensor | None, numbers: int) -> int:
     """The bytes of `engine.gradients`; `numbers`: of an upstream, which kernels hold a row."""
     block, rows = run.block(x, y)
-    travelling = run.travelling(x, y)
+    transfer_bytes = run.transfer_bytes(x, y)
     if y is not None and run.ranks == 1:  # accumulators of all columns, and of a strip of rows
         upstreams = 0 if run.on_cpu else 4 * numbers * (len(x) + len(y))
         return block + run.totals(x, len(y) + min(rows, len(x))) + upstreams
     product = run.totals(x, min(eager.STRIP, len(x))) if run.on_cpu else 0  # for scale's gradient
-    passing = block + product + travelling
+    temporary = block + product + transfer_bytes
     if not run.on_cpu and y is not None:
-        # x's gradient is written when these are gone, but for the last round.
-        passing = max(run.in_rounds(x, 1, 1), passing - x.nbytes)
-    return run.totals(x, len(x)) + passing
+        # x's gradient is written when these are freed, except for the last round.
+        temporary = max(run.in_rounds(x, 1, 1), temporary - x.nbytes)
+    return run.totals(x, len(x)) + temporary
 
 
 def padded_bytes(x: Tensor, y: Tensor | None) -> int:

@@ -18,11 +18,11 @@ _known: dict[Any, Operator] = {}
 
 
 class Operator:
-    """`torch.ops.megabatch.<name>`, with a short way in for calls that nothing traces.
+    """`torch.ops.megabatch.<name>`, called directly if nothing traces the call.
 
     torch's dispatcher takes a custom operator through half a dozen Python frames each way: 0.2 ms
-    of host time a step (1,024 pairs on one H200: 1.59 ms instead of 1.37), which a small batch
-    waits for. Plain tensors outside of `torch.compile` go straight to the function.
+    of host time a step (1,024 pairs on one H200: 1.59 ms instead of 1.37), which delays a small
+    batch. Calls with plain tensors outside of `torch.compile` skip it.
 
     The transforms of `torch.func` work if reverse mode suffices (`grad`, `vjp`, `jacrev`). `vmap`
     calls the operator once for each entry, unless other processes take part in it.
@@ -37,7 +37,7 @@ class Operator:
     ) -> None:
         """`group_argument`: index of the group's name ("": this process alone) among arguments.
 
-        workspace: called with a `memory.Run` and the operator's arguments, the bytes that it takes
+        workspace: returns, for a `memory.Run` and the operator's arguments, the bytes that it takes
             beside these and its results; None: little.
         """
         self.name, self.function, self.group_argument = name, function, group_argument
@@ -63,7 +63,7 @@ class Operator:
         function, vmap, refuse_jvp = self.function, self._vmap, self._refuse_jvp
 
         class Direct(torch.autograd.Function):
-            # Not with a `setup_context` of its own, for which torch binds the signature each time.
+            # No separate `setup_context`, for which torch would bind the signature at each call.
             @staticmethod
             def forward(ctx: FunctionCtx, *inputs: Any) -> Any:
                 output = function(*inputs)
@@ -102,7 +102,7 @@ class Operator:
             return self.traced(*arguments)
         if transforms_active():
             return self._transformed(*arguments)
-        # An operator without a derivative says so only if one is asked for (a second derivative).
+        # An operator without a derivative raises only if one is needed (a second derivative).
         if self._differentiable or (
             torch.is_grad_enabled() and any(map(_needs_gradient, arguments))
         ):
@@ -157,7 +157,7 @@ def operator(
 
 
 class Body(NamedTuple):
-    """What an operator computes, its results for fake tensors, the memory that it takes."""
+    """An operator's function, its fake version, and the memory that it takes."""
 
     compute: Callable[..., Any]
     fake: Callable[..., Any]
@@ -182,7 +182,7 @@ def reduction_operators(
     Args:
         name: of the operators, `<name>` and `<name>_backward`.
         tensors: number of tensor arguments.
-        differentiable: so many of them, the first, and so many of the results, the first.
+        differentiable: how many tensors and how many results are differentiable, the first ones.
     """
     wanted, outputs = differentiable
     reduce, gradients = (
@@ -202,7 +202,7 @@ def reduction_operators(
         plain, needed = ctx.plain, ctx.needs_input_grad[:wanted]
         nothing = (None,) * (tensors + len(plain))
         received = upstream[:outputs]
-        # In a group the other ranks count on this one, whether or not its own loss used the result.
+        # In a group the other ranks wait for this one, whether or not its own loss used the result.
         if not plain[-2] and all(gradient is None for gradient in received):
             return nothing
         found = gradients(*ctx.saved_tensors, *received, *needed, *plain)
@@ -214,9 +214,9 @@ def reduction_operators(
 
 
 def _is_plain(argument: Any) -> bool:
-    """Whether nothing has to be done by the dispatcher.
+    """Whether an argument can skip the dispatcher.
 
-    It has for subclasses of Tensor, such as those that trace, and for tensors without data.
+    Subclasses of Tensor, such as those that trace, and tensors without data cannot.
     """
     return not isinstance(argument, Tensor) or (type(argument) in _PLAIN and not argument.is_meta)
 

@@ -198,7 +198,7 @@ def set_gather(size: int | None) -> int:
     """Limit the features of all ranks that are gathered at once, in bytes; returns the previous.
 
     If the features of all ranks together take more, they are gathered in rounds of a quarter of the
-    limit; if shards differ in size, or the limit is 0, chunks travel around the ring instead. All
+    limit; if shards differ in size, or the limit is 0, the ring is used instead. All
     ranks must set the same value. It applies to all later calls and their backward passes. None is
     the default, 384 MiB.
 

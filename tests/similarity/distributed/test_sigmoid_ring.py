@@ -51,7 +51,7 @@ def compare(
 
 
 @on_devices(2, 4)
-def test_gathering_gathered_in_rounds(world: World) -> None:
+def test_gathering_in_rounds(world: World) -> None:
     sizes = [7] * world.size
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
     with gathered_in_rounds(world.size * 3 * D * 8):

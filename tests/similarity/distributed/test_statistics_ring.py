@@ -220,7 +220,7 @@ def test_logsumexp_without_overlap(world: World) -> None:
 
 
 @on_devices(2, 3, 4)
-def test_gathering_gathered_in_rounds(world: World) -> None:
+def test_gathering_in_rounds(world: World) -> None:
     for size in (5, 8):
         sizes = [size] * world.size
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))

@@ -1,4 +1,4 @@
-"""Where tiles of the matrix are computed: in torch operations (`eager`) or Triton kernels."""
+"""Backends that compute tiles of the matrix: torch operations (`eager`) or Triton kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megabatch.similarity import settings
 from megabatch.torch_internals import constant_in_graphs
 
-#: Whether `warn_of_float32` did.
+#: Whether `warn_of_float32` has warned.
 _warned = False
 
 
@@ -34,13 +34,13 @@ def uses_kernels(x: Tensor) -> bool:
 
 
 def arithmetic(x: Tensor) -> str:
-    """How features like x are computed with, in words that all ranks must agree on."""
+    """Description of the arithmetic for features like x, on which all ranks must agree."""
     products = settings.products(x)
     kernels = "fused" if uses_kernels(x) else "torch"
     return f"{kernels} kernels" + (f", float32 products: {products}" if products else "")
 
 
-@functools.cache  # torch asks the driver each time, and a step asks ten times
+@functools.cache  # torch queries the driver each time, and a step needs it ten times
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
@@ -50,7 +50,7 @@ def _kernels_on(device: torch.device) -> bool:
     return device.type == "cuda" and _triton_installed() and capability(device) >= (8, 0)
 
 
-@functools.cache  # asked several times a step
+@functools.cache  # needed several times a step
 def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
@@ -61,7 +61,7 @@ def warn_of_float32(x: Tensor) -> None:
         _warn_of_float32(x.device)
 
 
-# As a constant for torch.compile, so that it is said when a program is compiled.
+# A constant for torch.compile, so that compiling a program warns.
 @constant_in_graphs
 def _warn_of_float32(device: torch.device) -> None:
     global _warned

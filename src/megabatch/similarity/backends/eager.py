@@ -1,4 +1,4 @@
-"""Blocks of the similarity matrix in torch operations: any device, the readable truth."""
+"""Blocks of the similarity matrix in torch operations, on any device; the reference for kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Multiply in the operands' dtype: a caller's autocast stays on inside custom operators."""
+    """Disable autocast, which remains on inside custom operators, for a function."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -60,7 +60,7 @@ def logits(x: Tensor, y: Tensor, scale: Tensor, out: Tensor | None = None) -> Te
 def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     """x @ y.T, with products and sums as accurate as the dtype's accumulator.
 
-    In `out` if it is given, but for half precisions on a GPU.
+    The result is written to `out` if it is given, except for half precisions on a GPU.
     """
     if x.dtype == accumulator_dtype(x.dtype):
         return torch.mm(x, y.T, out=out)
@@ -135,7 +135,7 @@ class EagerTiles:
             self.block_rows = self.block_cols = min(self.block_rows, self.block_cols)
 
     def row_blocks(self) -> Iterator[slice]:
-        """The rows in parts."""
+        """Slices of the rows, one for each row of blocks."""
         return strips(self.m, self.block_rows)
 
     def col_blocks(self, i: slice) -> Iterator[slice]:

@@ -1,1 +1,1 @@
-"""Who has the other rows and columns: ranks of one group, and how features travel between them."""
+"""Groups of ranks, and the schedules by which they exchange features and results."""

@@ -1,18 +1,17 @@
 """Shards of one size: all ranks gather chunks of all of them at once.
 
 For small shards, launching n ring steps takes longer than the computation, and at each step every
-rank waits for the slowest. Here each rank holds its rows to a chunk of everyone's columns, and its
-results for the others come home at once: states are exchanged all to all and merged, gradients are
-reduced and scattered. Large shards go in rounds, a chunk at a time, so that the memory in flight is
-bounded for any shard size: while one round is computed, the next one's columns arrive and the
-gradients of the round before are summed.
+rank waits for the slowest. Here each rank computes its rows against a chunk of all ranks' columns
+at once; then an all-to-all exchanges states, to be merged, and a reduce-scatter sums gradients.
+Large shards are gathered in rounds, one chunk of each shard per round, so that the memory in flight
+is bounded for any shard size: while one round is computed, the next one's columns arrive and the
+gradients of the previous one are summed.
 
 In the first round a rank's own columns come first, while the others' arrive (262,144 rows on 4
 H200s: 181.6 ms instead of 182.1, 65,536: 12.07 instead of 12.21;
-benchmarks/results/hiding-4gpu.json). After the last round, the results that stay here are completed
-while the others come home (65,536 on 2: 23.51 instead of 23.62; hiding-2gpu.json). Hiding a round's
-own transfers behind parts of its computation as well gained nothing (there and in
-scaling-two-parts.json).
+benchmarks/results/hiding-4gpu.json). The rows' own results are completed during the last transfer
+(65,536 on 2: 23.51 instead of 23.62; hiding-2gpu.json). Hiding a round's own transfers behind parts
+of its computation as well gained nothing (there and in scaling-two-parts.json).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from megabatch.similarity.distributed.comm import (
 )
 from megabatch.similarity.distributed.schedule import Chunk, OnChunk, Partials, Shard
 
-#: From so many rows of a rank in a round, its own columns come first, and transfers home are let
-#: begin. With fewer, launches by the host decide the time.
+#: With at least this many rows of a rank in a round, its own columns come first, and `let_begin` is
+#: called for transfers of results. With fewer, launches by the host decide the time.
 LARGE = 16_384
 
 #: Shards above the bound are gathered in rounds of this part of it: features of three rounds and
@@ -46,7 +45,7 @@ TILE = 128
 
 
 def round_rows(size: int, row: int) -> int:
-    """Rows of each rank's shard of `size` rows that are gathered at a time; 0: none, by the ring.
+    """Rows of each rank's shard of `size` rows that are gathered at a time; 0: use the ring.
 
     row: bytes of features of one row of each rank.
     """
@@ -63,7 +62,7 @@ def round_rows(size: int, row: int) -> int:
 def fits_one_round(features: Tensor, ranks: int, limit: int) -> bool:
     """Whether shards of this size, one a rank, are gathered in one round of up to `limit` bytes.
 
-    Then they stay for the backward pass.
+    They are then saved for the backward pass.
     """
     return 0 < ranks * features.numel() * features.element_size() <= limit
 
@@ -79,7 +78,7 @@ class Place(NamedTuple):
 
 
 class Round:
-    """These rows of every rank's shard, on their way here; the features may be here already."""
+    """A transfer of these rows of every rank's shard; the features may be gathered already."""
 
     def __init__(
         self, place: Place, rows: slice, shards: Sequence[Shard], features: Tensor | None
@@ -96,7 +95,7 @@ class Round:
                 )
 
     def wait(self) -> None:
-        """Wait for all of it, on this rank's stream."""
+        """Wait for the whole transfer, on this rank's stream."""
         for k, pending in self._pending.items():
             pending.wait()
             whole, dim = self.everyone[k], self.own[k].dim
@@ -107,7 +106,7 @@ class Round:
     def chunks(self, found: Tensor | None, partials: Partials | None) -> Iterator[Chunk]:
         """This rank's own columns, then the others', which arrive meanwhile; or all at once.
 
-        All at once if they are consecutive, and here or expected soon.
+        All at once if they are consecutive and have arrived, or will soon.
         """
         m, rank, size = self.size, self.place.rank, self.place.size
         own, end = rank * m, self.place.group.size() * m  # places among the columns of this round
@@ -143,10 +142,10 @@ def run(
     meanwhile: Callable[[], None],
     features: Tensor | None,
 ) -> Generator[tuple[slice, Tensor], None, Tensor | None]:
-    """As `Schedule.run`, in these rounds; `partials` None: nothing comes home.
+    """`Schedule.run` in these rounds; `partials` None: there are no partial results.
 
-    `features`: those of all ranks, if they are here; used by a single round, which returns them at
-    its end.
+    `features`: those of all ranks, if they were gathered before; a single round uses them, and
+    returns them at its end.
     """
     now = None
     coming = [Round(place, rounds[0], shards, features if len(rounds) == 1 else None)]

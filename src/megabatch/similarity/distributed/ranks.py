@@ -1,8 +1,8 @@
-"""The schedule of a group of ranks, which hold the columns between them.
+"""The schedule of a group of ranks, each of which has a shard of the columns.
 
 Shards of one size are gathered (`gathered`), which is faster on GPUs of one host: 262,144 x 768 on
 4 H200s take 179 ms instead of 184 around the ring, most of it ranks' waiting for each other at each
-step (benchmarks/results/transfers-4gpu.json). Other shards travel the ring (`ring`).
+step (benchmarks/results/transfers-4gpu.json). Other shards use the ring (`ring`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megabatch.similarity.distributed.schedule import OnChunk, Partials, Route, 
 
 
 def plan(features: Tensor) -> str:
-    """How features like these (n, d) travel, in words that all ranks must agree on."""
+    """Description of how features like these (n, d) are sent, on which all ranks must agree."""
     return (
         f"pieces of {ring.chunk_rows(features)} rows, gathered up to {settings.gather()} bytes, "
         f"transfers {'overlap' if settings.overlap() else 'one by one'}"
@@ -37,7 +37,7 @@ class Ranks:
         self.rank, self.n = self.group.rank(), self.group.size()
         self.sizes = list(sizes)
         self.starts = list(accumulate(self.sizes, initial=0))
-        #: every rank's features, once they were gathered; a later run may start with them
+        #: the features of all ranks, once they are gathered; a later run may start with them
         self.gathered: Tensor | None = None
 
     def run(
@@ -66,9 +66,9 @@ class Ranks:
         yield from ring.run(in_ring, chunks, shards, on_chunk, route, partials, meanwhile)
 
     def _gathered_rounds(self, features: Tensor, route: Route) -> list[slice]:
-        """The rounds in which all ranks' columns are gathered; none if they travel the ring.
+        """The rounds in which all ranks' columns are gathered; none for the ring.
 
-        The same on all ranks.
+        The result is the same on all ranks.
         """
         size = self.sizes[0]
         if not route.everyone or size == 0 or len(set(self.sizes)) > 1:

@@ -1,13 +1,13 @@
-"""Chunks of the ranks' columns travel a ring; each rank holds its rows to them.
+"""The ring schedule: chunks of columns are passed from rank to rank, as in ring attention.
 
-Rank r keeps its rows. At step s of a round, columns of rank r - s are here, while the next chunk is
-on its way from rank r - 1: computing with features and sending them on do not disturb each other.
-The results that a visit adds for the chunk's owner (column statistics, gradients) travel one step
-behind: each rank computes its own part while the sum of the parts before it arrives, adds the two
-and sends the sum on with the next exchange. So there is one exchange a step, hidden behind that
-step's computation, and one more that brings the sum home.
+Rank r keeps its rows. At step s of a round it computes with columns of rank r - s, while it sends
+them on and receives the next chunk from rank r - 1. Partial results for the chunk's owner (column
+statistics, gradients) follow one step behind: a rank computes its own part while the sum of the
+earlier parts arrives, adds the two and sends the sum on with the next exchange. So there is one
+exchange per step, hidden behind that step's computation, and a last one that returns the sum to the
+owner.
 
-Large shards travel in several rounds, a chunk of each at a time, so that the memory in flight is
+Large shards take several rounds, one chunk of each shard per round, so that the memory in flight is
 bounded for any shard size.
 """
 
@@ -44,11 +44,11 @@ class Place(NamedTuple):
     operation: str  #: for errors
 
     def owner(self, step: int) -> int:
-        """The rank whose columns are here at a step."""
+        """The rank whose columns this rank has at a step."""
         return (self.rank - step) % self.n
 
     def exchange(self, what: str, distance: int) -> P2PExchange:
-        """Send `distance` ranks on, receive from as many back."""
+        """Send to the rank `distance` places on, receive from the one as far back."""
         to, source = (self.rank + distance) % self.n, (self.rank - distance) % self.n
         return P2PExchange(self.group, to, source, f"{self.operation}: {what}")
 
@@ -63,48 +63,48 @@ def run(
     meanwhile: Callable[[], None],
 ) -> Iterator[tuple[slice, Tensor]]:
     """As `Schedule.run`. `rounds`: for each round, the rows of each rank's chunk in its shard."""
-    going_home: tuple[Partials, P2PExchange, slice, Tensor] | None = None
+    returning: tuple[Partials, P2PExchange, slice, Tensor] | None = None
     for chunks in rounds:
-        here = tuple(shard.narrow(chunks[place.rank]) for shard in shards)
-        carry: Tensor | None = None
+        current = tuple(shard.narrow(chunks[place.rank]) for shard in shards)
+        merged: Tensor | None = None
         for step in range(route.steps):
             owner = place.owner(step)
             rows = chunks[owner]
             exchange = place.exchange(f"ring step {step + 1} of {route.steps}", 1)
-            coming = here
+            upcoming = current
             if step + 1 < route.steps:
                 size = _length(chunks[place.owner(step + 1)])
-                coming = tuple(
+                upcoming = tuple(
                     None if t is None else exchange.add(t, size, shard.dim)
-                    for t, shard in zip(here, shards, strict=True)
+                    for t, shard in zip(current, shards, strict=True)
                 )
             arriving = partial = None
-            if carry is not None:
+            if merged is not None:
                 assert partials is not None
-                arriving = exchange.add(carry, _length(rows), partials.dim)
+                arriving = exchange.add(merged, _length(rows), partials.dim)
             _start(exchange)
             if step in route.carried:
                 assert partials is not None
                 partial = partials.empty(_length(rows))
-            on_chunk(Chunk(owner, rows, place.starts[owner] + rows.start, here, partial))
+            on_chunk(Chunk(owner, rows, place.starts[owner] + rows.start, current, partial))
             exchange.wait()
-            here = coming
-            if going_home is not None:
-                yield _arrived(*going_home)
-                going_home = None
+            current = upcoming
+            if returning is not None:
+                yield _arrived(*returning)
+                returning = None
             if partial is not None:
                 assert partials is not None
-                carry = partial if arriving is None else _merge(partials, arriving, partial)
+                merged = partial if arriving is None else _merge(partials, arriving, partial)
                 if step == route.carried[-1]:
                     own = chunks[place.rank]
                     exchange = place.exchange("ring's way home", -step)
-                    incoming = exchange.add(carry, _length(own), partials.dim)
-                    going_home = partials, exchange, own, incoming
+                    incoming = exchange.add(merged, _length(own), partials.dim)
+                    returning = partials, exchange, own, incoming
                     _start(exchange)
-                    carry = None
+                    merged = None
     meanwhile()
-    if going_home is not None:
-        yield _arrived(*going_home)
+    if returning is not None:
+        yield _arrived(*returning)
 
 
 def rounds_of(sizes: Sequence[int], rows: int) -> Iterator[list[slice]]:

@@ -1,8 +1,8 @@
-"""How the other rows and columns reach a rank: what a schedule takes, and what it brings.
+"""The interface of a schedule, which exchanges columns and results between ranks.
 
-A schedule brings chunks of columns to this rank's rows and takes home what the rank adds to them.
-`Local` is that of one process; `ranks.Ranks` is that of a group, which gathers (`gathered`) or
-passes chunks around a ring (`ring`).
+A schedule brings chunks of all ranks' columns to this rank, and returns this rank's partial results
+for them to their owners. `Local` is the schedule of one process; `ranks.Ranks` that of a group,
+which gathers (`gathered`) or passes chunks around a ring (`ring`).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 
 class Route(NamedTuple):
-    """How far chunks travel: `full`, `rows_only`, `consecutive` or `symmetric`."""
+    """The ranks that a chunk reaches: made by `full`, `rows_only`, `consecutive` or `symmetric`."""
 
-    steps: int  #: ranks that a chunk visits, its own first
-    carried: range  #: steps after which the partial results travel on; they go home after the last
-    everyone: bool = True  #: every rank is visited by every other rank's columns
+    steps: int  #: number of ranks that a chunk reaches, its owner first
+    carried: range  #: steps whose partial results are passed on; after the last, to the owner
+    everyone: bool = True  #: every rank gets every other rank's columns
     consecutive: bool = False  #: the rows of a chunk must be consecutive among those of all ranks
 
 
 def full(n: int) -> Route:
-    """Chunks visit all n ranks, and what these add comes home."""
+    """Chunks reach all n ranks, and partial results return to their owners."""
     return Route(n, range(n))
 
 
 def rows_only(n: int) -> Route:
-    """Chunks visit all n ranks; nothing comes home."""
+    """Chunks reach all n ranks; there are no partial results."""
     return Route(n, range(0))
 
 
@@ -38,17 +38,17 @@ def consecutive(n: int) -> Route:
 
 
 def symmetric(n: int) -> Route:
-    """Chunks visit half of the ranks, since the block of ranks (r, o) is the transpose of (o, r).
+    """Chunks reach half of the ranks, since the block of ranks (r, o) is the transpose of (o, r).
 
-    One visit serves both. Its results go straight home after the last one, (n - 1) // 2 ranks on.
-    If n is even, opposite ranks visit each other and each keeps its own part: that block is
-    computed twice, n / 2 + 1 / 2 blocks a rank instead of the full route's n.
+    One block serves both. Partial results return to the owner after (n - 1) // 2 ranks. If n is
+    even, opposite ranks get each other's chunks and each keeps its own results: they compute that
+    block twice, n / 2 + 1 / 2 blocks a rank instead of the full route's n.
     """
     return Route(n // 2 + 1, range(1, (n + 1) // 2), everyone=False)
 
 
 class Shard(NamedTuple):
-    """A tensor of this rank that travels in chunks of its rows along `dim`; or None."""
+    """A tensor of this rank (or None) that is sent in chunks of its rows along `dim`."""
 
     tensor: Tensor | None
     dim: int = 0
@@ -61,11 +61,11 @@ class Shard(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """The results that visits add for a chunk's rank: one tensor a visit, rows along `dim`."""
+    """Partial results for the owner of a chunk: one tensor from each rank, rows along `dim`."""
 
     empty: Callable[[int], Tensor]  #: a tensor for so many rows, to be written
     dim: int = 0
-    #: (k, ...) -> k of them merged; then (k, ...) comes home as well. None: their sum comes home.
+    #: (k, ...) -> k of them merged; the owner then gets (k, ...). None: the owner gets their sum.
     merge: Callable[[Tensor], Tensor] | None = None
 
 
@@ -77,7 +77,7 @@ class Chunk(NamedTuple):
     start: int  #: index of the first among the columns of all ranks. If these are not consecutive:
     #: a place where the diagonal does not cross them
     tensors: tuple[Tensor | None, ...]  #: of the shards, in their order
-    partial: Tensor | None  #: to be written by the visit if the route carries it; uninitialised
+    partial: Tensor | None  #: to be written, if the route has partial results; uninitialised
 
     @property
     def size(self) -> int:
@@ -89,7 +89,7 @@ OnChunk = Callable[[Chunk], None]
 
 
 class Schedule(Protocol):
-    """Who has the other columns."""
+    """Exchanges columns and partial results between this rank and the others."""
 
     alone: bool  #: this process has all of them
     rank: int
@@ -110,12 +110,12 @@ class Schedule(Protocol):
             shards: this rank's columns, the features first.
             on_chunk: called with each chunk, this rank's own columns included.
             route: how far chunks travel.
-            partials: what `on_chunk` adds to, if the route carries results home.
-            meanwhile: called once after the last chunk, while its results are on their way home.
+            partials: how partial results are made and merged, if the route has them.
+            meanwhile: called once after the last chunk, during the last transfer of results.
 
         Yields:
-            `(rows of this rank's shard, their results from all ranks: see Partials)`, as they come
-            home. The iterator must be used up: the transfers happen on the way.
+            `(rows of this rank's shard, their results from all ranks: see Partials)`, as they
+            arrive. The iterator must be exhausted, as it makes the transfers.
 
         Raises:
             CommunicationError: it names the operation, the step, this rank and its neighbours.

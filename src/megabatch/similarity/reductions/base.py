@@ -1,8 +1,8 @@
-"""What a reduction gives to the engine: the blocks of this rank's rows against some columns.
+"""The interface of a reduction's tiles: the blocks of this rank's rows against some columns.
 
-Each reduction has two classes of tiles, one in torch operations (in its file here) and one in
-Triton kernels (`backends/triton/`). The engine (`engine`) sweeps them; a schedule
-(`distributed/schedule`) says which columns come.
+Each reduction has two classes of tiles, one in torch operations (in this folder) and one in Triton
+kernels (`backends/triton/`). The engine (`engine`) loops over their blocks; a schedule
+(`distributed/schedule`) brings the columns.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Tiles(Protocol):
 
     x: Tensor
     y: Tensor
-    m: int  #: rows of x; a tensor's own length takes 1 us to ask for, and a step does so often
+    m: int  #: rows of x; len(x) takes 1 us, and a step needs it often
     n: int  #: rows of y
-    symmetric: bool  #: y is x: only the blocks on and above the diagonal are visited
+    symmetric: bool  #: y is x: only the blocks on and above the diagonal are computed
 
     def row_blocks(self) -> Iterator[slice]:
-        """The rows in parts."""
+        """Slices of the rows, one for each row of blocks."""
         ...
 
     def col_blocks(self, i: slice) -> Iterator[slice]:
@@ -49,11 +49,11 @@ class Tiles(Protocol):
         ...
 
     def upstream(self, numbers: Tensor | None) -> Any:
-        """One side's upstream as `gradient_block` takes it, from the tensor that travels."""
+        """The upstream of a side that `gradient_block` takes, from the tensor that was sent."""
         ...
 
     def numbers(self, upstream: Any) -> Tensor | None:
-        """The tensor (k, rows) of an upstream, which travels with the columns."""
+        """The tensor (k, rows) of an upstream that is sent with the columns."""
         ...
 
 
@@ -69,7 +69,7 @@ class StateTiles(Tiles, Protocol):
         ...
 
     def clear(self, state: Tensor) -> Tensor:
-        """Make it the state before any column was seen."""
+        """Set it to the state before any column; returns it."""
         ...
 
     def forward(
@@ -99,7 +99,7 @@ class StateTiles(Tiles, Protocol):
         ...
 
     def upstream_size(self, rows: Any, cols: Any) -> Tensor | None:
-        """() by which the upstream gradients fit dS's dtype when divided; None: they fit."""
+        """() divisor with which the upstream gradients fit dS's dtype; None: they fit without."""
         ...
 
     def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
@@ -123,14 +123,14 @@ class StateTiles(Tiles, Protocol):
 
 
 def sort_by_id(x: Tensor, y: Tensor | None, pairs: Pairs) -> SortedMatrix:
-    """The whole matrix in the order that its blocks want: by id for kernels; y=None: x itself."""
+    """The whole matrix, sorted by id if kernels compute it; y=None: x against itself."""
     other = x if y is None else y
     make = SortedMatrix.of if backends.uses_kernels(x) else SortedMatrix
     return make(x, other, pairs)
 
 
 def kind_of(features: Tensor | None) -> str:
-    """What ranks must agree on of further features, in words."""
+    """Description of further features, on which ranks must agree."""
     if features is None:
         return "none"
     dtype = str(features.dtype).removeprefix("torch.")
@@ -140,7 +140,7 @@ def kind_of(features: Tensor | None) -> str:
 class Handshake(NamedTuple):
     """A schedule, and the numbers of rows and columns of each rank, (2, ranks) int64.
 
-    Those are on the CPU; of a process alone (2, 0), on the features' device.
+    The sizes are on the CPU; for one process they are (2, 0), on the features' device.
     """
 
     schedule: Schedule
@@ -151,9 +151,10 @@ def handshake(group: str, call: str, terms: str, rows: int, cols: int, x: Tensor
     """The schedule of a call over the group, after its ranks agreed on the terms of the call.
 
     Args:
-        group: its name; "" for this process alone, which asks nobody.
-        call: the public function's name and, after a comma, more that all ranks must do alike.
-        terms: the same of the operator, in words. rows, cols: of this rank.
+        group: its name; "" for this process alone, without communication.
+        call: the public function's name and, after a comma, more on which ranks must agree.
+        terms: a description of the operator's arguments, on which they must agree. rows, cols: of
+            this rank.
     """
     if not group:
         # On the features' device: CUDA graphs of torch.compile hold no result on the CPU.
@@ -169,7 +170,7 @@ def new_sizes(x: Tensor, ranks: int) -> Tensor:
 
 
 def schedule_again(group: str, call: str, sizes: Tensor, columns: Tensor) -> Schedule:
-    """The schedule of a backward pass. `columns`: those of all ranks, if they stayed."""
+    """The schedule of a backward pass. `columns`: those of all ranks, if they were saved."""
     if not group:
         return Local()
     ranks = Ranks(group, sizes[1].tolist(), f"{call.split(',', 1)[0]}, backward")

@@ -1,4 +1,4 @@
-"""What the tiles of a reduction take beside features and pairs, on either backend."""
+"""Operands of tiles beside features and pairs, on either backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """The numbers that make a loss of the products <x_i, y_j>."""
+    """Scale, bias and weights, which turn products <x_i, y_j> into losses."""
 
     scale: Tensor  #: ()
     bias: Tensor  #: ()
@@ -18,7 +18,7 @@ class Terms(NamedTuple):
 
 
 class Need(NamedTuple):
-    """Which inputs' gradients are wanted."""
+    """The inputs whose gradients are needed."""
 
     x: bool
     y: bool
@@ -27,15 +27,15 @@ class Need(NamedTuple):
 
     @property
     def features(self) -> bool:
-        """Whether any of the features'."""
+        """Whether the gradient of x or of y is needed."""
         return self.x or self.y
 
 
 class DeferredGrad(NamedTuple):
-    """A gradient of features (n, d) until the backward pass, which multiplies it once more.
+    """A gradient of features (n, d), stored until the backward pass multiplies it.
 
-    Half precisions keep it in their dtype, as the gradient of a mean over x's rows: a loss that is
-    such a mean rounds it no second time.
+    For half-precision features it is stored in their dtype, divided by the number of x's rows, so
+    that a loss that is a mean over these does not round it a second time.
     """
 
     values: Tensor  #: (n, d), or (0,) if it is not wanted
@@ -43,7 +43,7 @@ class DeferredGrad(NamedTuple):
 
     @classmethod
     def like(cls, features: Tensor, wanted: bool) -> DeferredGrad:
-        """Room for one."""
+        """An uninitialised gradient of `features`; empty if it is not wanted."""
         halves = wanted and features.dtype == torch.float16
         return cls(
             features.new_empty(features.shape if wanted else 0),
@@ -52,7 +52,7 @@ class DeferredGrad(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """The features and the numbers that soft targets or soft labels come from."""
+    """The features, scale and bias of a teacher, which give soft targets or soft labels."""
 
     x: Tensor  #: (m, d')
     y: Tensor  #: (n, d')

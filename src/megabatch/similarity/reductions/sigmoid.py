@@ -1,10 +1,10 @@
 """The sigmoid loss's sum over all pairs, with its gradients, from one sweep.
 
 The loss is SigLIP's (Zhai et al. 2023, arXiv 2303.15343). A pair's gradient needs no statistic of
-its row or column, so the sweep that adds up the loss forms the gradients too: 6 m n d operations
-for both, where a second sweep would make it 8. The gradients of x and y wait for the backward pass
-(`DeferredGrad`). Labels may be soft, the sigmoids of a teacher's logits; those torch operations
-compute on all devices.
+its row or column, so the sweep that sums the loss computes the gradients too: 6 m n d operations
+for both, where a second sweep would make it 8. The gradients of x and y are stored for the backward
+pass (`DeferredGrad`). Labels may be soft, the sigmoids of a teacher's logits; torch operations
+compute these on all devices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Tiles: TypeAlias = "SigmoidTiles | SigmoidKernelTiles"
 
 
 def _times(deferred: DeferredGrad, like: Tensor, factor: Tensor, divisor: int) -> Tensor:
-    """The gradient times two factors, in the dtype of `like`; empty if it is not wanted."""
+    """The gradient times two factors, in the dtype of `like`; empty if it is not needed."""
     out = torch.empty_like(deferred.values, dtype=like.dtype)
     if len(out) and backends.uses_kernels(like):
         from megabatch.similarity.backends.triton.sigmoid_tiles import write_deferred
@@ -55,7 +55,7 @@ def _times(deferred: DeferredGrad, like: Tensor, factor: Tensor, divisor: int) -
 
 
 def divisor(x: Tensor) -> int:
-    """Deferred gradients are of the sum divided by this."""
+    """The factor by which the sum is divided before its gradients are stored."""
     return max(1, len(x)) if x.element_size() == 2 else 1
 
 
@@ -116,7 +116,7 @@ def _forward(
             sweep, write, need_x, need_y, after=lambda tiles: sums.append(tiles.sums())
         )
         total = sums[0] if len(sums) == 1 else torch.stack([own.sums(), *sums]).sum(0)
-        if scale_parts:  # a launch less if there is one
+        if scale_parts:  # one launch less if there is one part
             dscale = scale_parts[0] if len(scale_parts) == 1 else torch.stack(scale_parts).sum()
         else:
             dscale = total[2]
@@ -168,8 +168,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The deferred gradients times the upstream one, those of x and y in their dtypes.
 
-    An operator of its own, with all inputs among its arguments and no derivative: so a second
-    derivative is an error and not silently incomplete.
+    It is an operator without a derivative that takes all inputs, so that a second derivative is an
+    error and not silently incomplete.
     """
     if gradient is None:
         gradient = torch.zeros_like(loss)
@@ -194,10 +194,10 @@ def _forward_bytes(run: Run, x: Tensor, y: Tensor, *rest: Any) -> int:
     teacher = rest[5]
     block, rows = run.block(x, y) if teacher is None else run.eager_block(x, y)
     totals = len(y) + min(rows, len(x)) if run.ranks == 1 else len(x)
-    travelling = run.travelling(x, y)
+    received = run.transfer_bytes(x, y)
     if teacher is not None:
-        travelling += run.travelling(teacher, teacher)
-    return block + run.totals(x, totals) + travelling
+        received += run.transfer_bytes(teacher, teacher)
+    return block + run.totals(x, totals) + received
 
 
 softplus_sums, softplus_sums_backward = reduction_operators(
@@ -210,7 +210,7 @@ softplus_sums, softplus_sums_backward = reduction_operators(
 
 
 def _same_on_all_ranks(value: Tensor, group: str) -> Tensor:
-    """The value, or NaN if another rank has another one; nothing is read back from the device."""
+    """The value, or NaN if another rank's differs; the host reads nothing from the device."""
     extremes = torch.stack([value, -value])
     comm.all_reduce(extremes, group, "softplus_sum, backward", dist.ReduceOp.MAX)
     return value.masked_fill(extremes.sum() != 0, math.nan)
@@ -227,7 +227,7 @@ def _terms(
     teacher: Tensor | None,
     need: Need,
 ) -> str:
-    """What all ranks must do alike, in words."""
+    """Description of the call, on which all ranks must agree."""
     wanted = ", ".join(name for name, wanted in need._asdict().items() if wanted)
     return (
         f"width {x.shape[1]}, {str(x.dtype).removeprefix('torch.')}, "
@@ -240,12 +240,12 @@ def _terms(
 
 
 def _weight_size(x: Tensor, weight: Tensor | None, schedule: Schedule) -> Tensor | None:
-    """The largest weight of all ranks, if dS's range asks for weights of at most 1."""
+    """The largest weight of all ranks, if dS is in float16 and needs weights of at most 1."""
     if weight is None or x.dtype != torch.float16:
         return None
     largest = weight.abs().amax() if len(weight) else weight.new_zeros(())
     size = largest.masked_fill(largest == 0, 1)
-    if isinstance(schedule, Ranks):  # their gradients of y are added up
+    if isinstance(schedule, Ranks):  # their gradients of y are summed
         comm.all_reduce(size, schedule.name, schedule.operation, dist.ReduceOp.MAX)
     return size
 
@@ -259,7 +259,7 @@ def _sweep(
 ) -> engine.Sweep[Tiles]:
     pairs = matrix.pairs
     if not schedule.alone:
-        # Each shard in an order of its own: pairs (i, i) of one rank stay on the diagonal.
+        # Each rank sorts its own shard, so that its pairs (i, i) stay on the diagonal.
         start = schedule.starts[schedule.rank]
         pairs = replace(pairs, row_start=start, col_start=start)
     own = _tiles(matrix.x, matrix.y, pairs, terms, teacher, need)

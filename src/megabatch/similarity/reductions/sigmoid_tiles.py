@@ -16,7 +16,7 @@ GAIN = 2.0**15
 
 
 class SigmoidTiles(EagerTiles):
-    """See `base.Tiles`; a block adds its losses to `sums` when its dS is formed."""
+    """See `base.Tiles`; `gradient_block` also adds the block's losses to `sums`."""
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need) -> None:
         super().__init__(x, y, pairs)
@@ -27,14 +27,14 @@ class SigmoidTiles(EagerTiles):
             # A GPU's products take dS in float16, which loses digits below 2^-14.
             size = torch.ones_like(terms.scale) if terms.weight_size is None else terms.weight_size
             self._gain = GAIN / size
-        # b² terms: each block's sum is float32's, the sum of the blocks is kept wider.
+        # There are b² terms: a block is summed in float32, the blocks in float64.
         self._sums = x.new_zeros(3, dtype=torch.float64)
 
     def upstream(self, numbers: Tensor | None) -> None:
-        """Nothing: a pair's gradient needs no number of its row or column."""
+        """None: a pair's gradient needs no statistic of its row or column."""
 
     def numbers(self, upstream: object) -> None:
-        """Nothing travels beside the features and ids."""
+        """None: only features and ids are sent."""
 
     def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
         """See `base.Tiles`."""
@@ -95,7 +95,7 @@ class SigmoidTiles(EagerTiles):
 
 
 class SoftLabelTiles(SigmoidTiles):
-    """With labels of a teacher, sigmoid(t) of its logits t, instead of 0 and 1."""
+    """Tiles with soft labels: sigmoid(t) of a teacher's logits t, instead of 0 and 1."""
 
     def __init__(
         self, x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need, teacher: Teacher
@@ -136,7 +136,7 @@ def _loss_and_grad(s: Tensor, pairs: Pairs, weight: Tensor | None) -> tuple[Tens
     positive, _ = pairs.masks(s)
     if positive is not None:
         s = torch.where(positive, s.neg(), s)
-    # softplus(s) = -logsigmoid(-s): torch's softplus cuts to its argument above 20.
+    # softplus(s) = -logsigmoid(-s): torch's softplus returns its argument above 20.
     losses = F.logsigmoid(s.neg()).neg_()
     ds = s.sigmoid_()  # of -z * logit, so that neither sign is a difference 1 - p
     if positive is not None:

@@ -72,7 +72,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of rows and columns, and the numbers of rows and columns of each rank.
 
-    Arguments as those of `softmax`; without ids.
+    Arguments are those of `softmax`, without ids.
     """
     with Holding(settings, x), torch.cuda.device_of(x):
         terms = _terms(x, teacher_x, wanted) if group else ""
@@ -112,7 +112,7 @@ def _backward(
     settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, y and scale, empty if not needed: see `engine.gradients`."""
-    if group and col_gradient is None:  # other ranks count on this one's part
+    if group and col_gradient is None:  # other ranks wait for this one's part
         col_gradient = torch.zeros_like(columns)
     with Holding(settings, x), torch.cuda.device_of(x):
         schedule = schedule_again(group, call, sizes, x.new_empty(0))
@@ -136,17 +136,19 @@ def _forward_bytes(run: Run, x: Tensor, y: Tensor, _: Tensor, teacher_x: Tensor,
     """
     block, _rows = run.block(x, y)
     both = block + _teacher_bytes(block) if run.on_cpu else block * 5 // 8
-    return both + run.travelling(x, y) + run.travelling(teacher_x, teacher_x)
+    return both + run.transfer_bytes(x, y) + run.transfer_bytes(teacher_x, teacher_x)
 
 
 def _backward_bytes(run: Run, x: Tensor, y: Tensor, _: Tensor, teacher_x: Tensor, *__: Any) -> int:
     block, _rows = run.block(x, y)
-    teacher = (_teacher_bytes(block) if run.on_cpu else 0) + run.travelling(teacher_x, teacher_x)
+    teacher = (_teacher_bytes(block) if run.on_cpu else 0) + run.transfer_bytes(
+        teacher_x, teacher_x
+    )
     return gradient_bytes(run, x, y, states.TARGET_UPSTREAM) + teacher
 
 
 def _teacher_bytes(block: int) -> int:
-    """Beside the buffers of a block of torch operations, those of the teacher's logits."""
+    """Bytes of the teacher's buffers in torch operations, from those of a block."""
     return block * TEACHER_BUFFERS // eager.BUFFERS
 
 
@@ -163,7 +165,7 @@ against_soft_targets, against_soft_targets_backward = reduction_operators(
 
 
 def _terms(x: Tensor, teacher: Tensor, wanted: str) -> str:
-    """What all ranks must do alike, in words."""
+    """Description of the call, on which all ranks must agree."""
     return (
         f"width {x.shape[1]}, {str(x.dtype).removeprefix('torch.')}, {x.device.type}, "
         f"teacher's width {teacher.shape[1]}, gradients wanted: {wanted or 'none'}, "
@@ -178,7 +180,7 @@ def _sweep(
     teacher: Teacher,
     schedule: Schedule,
 ) -> tuple[SortedMatrix, engine.Sweep[Tiles]]:
-    """The matrix, which needs no order, and its sweep; the teacher's columns travel along."""
+    """The matrix, which is not sorted, and its sweep; the teacher's columns are sent with y."""
     start = schedule.starts[schedule.rank]
     matrix = SortedMatrix(x, y, Pairs(PAIRED, row_start=start, col_start=start))
     own = _tiles(matrix, scale, teacher)
@@ -207,7 +209,7 @@ def _tiles(matrix: SortedMatrix, scale: Tensor, teacher: Teacher) -> Tiles:
 
 
 class SoftTargetTiles(SoftmaxTiles):
-    """See `base.StateTiles`; an upstream is the tensor that travels."""
+    """See `base.StateTiles`; an upstream is the tensor that is sent with the columns."""
 
     def __init__(
         self,
@@ -317,7 +319,7 @@ def _merge_targets(
     dim: int,
     scratch: Tensor,
 ) -> None:
-    """Merge the teacher's logits `t` into a state that has the student's, `s`, already.
+    """Merge the teacher's logits `t` into a state that already has the student's, `s`.
 
     old: the student's largest logits before. positive: the pairs (i, i), if there are any here.
     """

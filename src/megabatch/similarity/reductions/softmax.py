@@ -2,7 +2,7 @@
 
 The method is Inf-CL's (arXiv 2410.17243, section 3: tiles that are never stored) with one sweep
 for both directions, and FlashAttention's running sums (arXiv 2205.14135). y=None means x against
-itself. The operators return stacks of results (`states`), of one row each or the four of `Split`.
+itself. The operators return stacks of results (`states`): one row, or the four of `Split`.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ def _forward(
     """The results of rows and columns; see `split_logsumexp`. Without `cols` the second is empty.
 
     The third is the number of rows and columns of each rank, see `base.Handshake`.
-    The fourth stays for the backward pass if `save`: the first blocks' logits, or in a group all
+    The fourth is saved for the backward pass if `save`: the first blocks' logits, or in a group all
     ranks' columns.
 
     Args:
         diagonal: of `masks.Pairs`. cols: whether the columns' side is wanted.
-        call: the public function's name and what else all ranks must do alike. wanted: names of the
-            inputs that need gradients. group: its name, "" for this process alone.
+        call: the public function's name, and more on which all ranks must agree.
+        wanted: names of the inputs that need gradients.
+        group: its name, "" for this process alone.
         settings: of the call, see `settings.Settings`.
     """
     pairs = Pairs(diagonal, row_ids, col_ids, ceiling, _guide(guide_x, guide_y))
@@ -129,7 +130,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, y and scale, empty if not needed: see `engine.gradients`."""
     pairs = Pairs(diagonal, row_ids, col_ids, ceiling, _guide(guide_x, guide_y))
-    if group:  # other ranks count on this one's part, whether or not its own loss used it
+    if group:  # other ranks wait for this one's part, whether or not its own loss used it
         if y is None and row_gradient is None:
             row_gradient = torch.zeros_like(rows)
         if cols and col_gradient is None:
@@ -151,7 +152,7 @@ def _backward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _forward_bytes(run: Run, x: Tensor, y: Tensor | None, *rest: Any) -> int:
     block, _rows = run.block(x, y)
     block = block if run.on_cpu else block // 4
-    return block + run.travelling(x, y) + _guide_bytes(run, *rest)
+    return block + run.transfer_bytes(x, y) + _guide_bytes(run, *rest)
 
 
 def _backward_bytes(run: Run, x: Tensor, y: Tensor | None, *rest: Any) -> int:
@@ -159,14 +160,14 @@ def _backward_bytes(run: Run, x: Tensor, y: Tensor | None, *rest: Any) -> int:
 
 
 def _guide_bytes(run: Run, *rest: Any) -> int:
-    """The guide's columns that travel, and copies for the kernels.
+    """Bytes of the guide's columns from other ranks, and of copies for the kernels.
 
-    In torch operations its products and wider copies take the place of those of the logits.
+    In torch operations its products and wider copies reuse the logits' buffers.
     """
     guide, columns = rest[4:6]
     if guide is None:
         return 0
-    return run.travelling(guide, guide) + (0 if run.on_cpu else padded_bytes(guide, columns))
+    return run.transfer_bytes(guide, guide) + (0 if run.on_cpu else padded_bytes(guide, columns))
 
 
 logsumexps, logsumexps_backward = reduction_operators(
@@ -186,7 +187,7 @@ def _guide(x: Tensor | None, y: Tensor | None) -> Guide | None:
 
 
 def _terms(x: Tensor, y: Tensor | None, pairs: Pairs, cols: bool, wanted: str) -> str:
-    """What all ranks must do alike, in words."""
+    """Description of the call, on which all ranks must agree."""
     return (
         f"{'x against itself' if y is None else 'x against y'}, width {x.shape[1]}, "
         f"{str(x.dtype).removeprefix('torch.')}, {x.device.type}, "
@@ -200,11 +201,11 @@ def _terms(x: Tensor, y: Tensor | None, pairs: Pairs, cols: bool, wanted: str) -
 
 
 def _new_saved(x: Tensor, y: Tensor | None, n: int, save: bool, settings: Sequence[int]) -> Tensor:
-    """Room for what stays for the backward pass; n: ranks of the group, 0 alone.
+    """An empty tensor for what is saved for the backward pass; n: ranks of the group, 0 alone.
 
-    Alone the first blocks' logits (`saved_logits`). In a group all ranks' columns, if they fit one
-    round; the shape must be known without the other ranks, so it may be there and hold nothing:
-    shards of several sizes are not gathered.
+    One process saves the first blocks' logits (`saved_logits`), a group all ranks' columns if they
+    fit one round. The shape must be known without the other ranks, so the tensor may remain unused:
+    shards of different sizes are not gathered.
     """
     limits = Settings(*settings)
     if not save:
@@ -212,7 +213,7 @@ def _new_saved(x: Tensor, y: Tensor | None, n: int, save: bool, settings: Sequen
     if n == 0:
         size = saved_logits(x, x if y is None else y, limits.workspace)
         return x.new_empty(size, dtype=accumulator_dtype(x.dtype))
-    # Otherwise the gathered columns are padded to whole 16 bytes.
+    # Otherwise the gathered columns are padded to multiples of 16 bytes.
     whole_lines = y is not None and y.shape[1] * y.element_size() % 16 == 0
     if y is None or not whole_lines or not gathered.fits_one_round(y, n, limits.gather):
         return x.new_empty(0)
@@ -220,10 +221,10 @@ def _new_saved(x: Tensor, y: Tensor | None, n: int, save: bool, settings: Sequen
 
 
 def saved_logits(x: Tensor, y: Tensor, limit: int) -> int:
-    """Number of logits that stay for the backward pass: as many as a block leaves of the workspace.
+    """Number of logits saved for the backward pass: as many as fit beside a block.
 
-    Both passes must have this workspace, of `limit` bytes: it decides which blocks the logits are
-    of. On the CPU alone, where blocks take little of it; each block kept is not computed twice.
+    Both passes must have this workspace, of `limit` bytes, as it decides the shape of blocks. Only
+    the CPU saves logits, where blocks take little of the workspace.
     """
     if x.device.type != "cpu":
         return 0
@@ -238,7 +239,7 @@ def _sweep(
     matrix = sort_by_id(x, y, pairs)
     pairs = matrix.pairs
     if not schedule.alone:
-        # Each shard in an order of its own: pairs (i, i) of one rank stay on the diagonal.
+        # Each rank sorts its own shard, so that its pairs (i, i) stay on the diagonal.
         start = schedule.starts[schedule.rank]
         pairs, saved = replace(pairs, row_start=start, col_start=start), saved[:0]
     own = _tiles(matrix.x, matrix.y, pairs, scale, y is None, saved)

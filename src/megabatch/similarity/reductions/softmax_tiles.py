@@ -17,7 +17,7 @@ Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"
 
 
 class SoftmaxTiles(EagerTiles):
-    """See `base.StateTiles`; an upstream is the tensor that travels."""
+    """See `base.StateTiles`; an upstream is the tensor that is sent with the columns."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class SoftmaxTiles(EagerTiles):
         symmetric: bool = False,
         saved: Tensor | None = None,
     ) -> None:
-        """`saved`: room for the logits of the first blocks; the backward pass reads them there."""
+        """`saved`: a tensor for the logits of the first blocks, which the backward pass reads."""
         super().__init__(x, y, pairs, symmetric)
         self.scale = scale
         self._scratch = self._buffers(2)
@@ -116,13 +116,13 @@ class SoftmaxTiles(EagerTiles):
         )
 
     def _masks(self, i: slice, j: slice, s: Tensor, scratch: Tensor) -> Masks:
-        """Of a block of logits `s`; a guide's products overwrite `scratch`."""
+        """Masks of a block of logits `s`; a guide's products overwrite `scratch`."""
         pairs = self.pairs.view(i, j)
-        judged = s if pairs.guide is None else eager.products(*pairs.guide, scratch)
-        return pairs.masks(judged)
+        compared = s if pairs.guide is None else eager.products(*pairs.guide, scratch)
+        return pairs.masks(compared)
 
     def _logits(self, i: slice, j: slice, save: bool = False) -> tuple[Tensor, Tensor]:
-        """The logits of a block, and a buffer of its size; `save` writes saved ones first."""
+        """The logits of a block, and a buffer of its size; with `save`, saved ones are written."""
         saved = self._saved.get((i.start, j.start))
         first, second = buffer_views(self._scratch, i, j)
         if saved is not None and not save:
@@ -131,7 +131,7 @@ class SoftmaxTiles(EagerTiles):
         return eager.logits(self.x[i], self.y[j], self.scale, out=out), second
 
     def _saved_blocks(self, saved: Tensor) -> dict[tuple[int, int], Tensor]:
-        """Room for the logits of the blocks that fit into `saved`, by their first pair."""
+        """Views of `saved` for the blocks that fit into it, by their first pair."""
         blocks: dict[tuple[int, int], Tensor] = {}
         used = 0
         for i in self.row_blocks():
@@ -205,11 +205,11 @@ def merge_sum(state: Tensor, s: Tensor, dim: int, out: Tensor) -> Tensor:
 
 
 def _merge_shared(state: Tensor, exponentials: Tensor, shift: Tensor) -> bool:
-    """Merge the columns' sums of the rows' e^(s - shift), if they are as good as their own.
+    """Merge the columns' sums from the rows' e^(s - shift), if these are accurate enough.
 
-    One exponential a logit instead of two. Weighting each row by e^(shift - reference) gives the
-    columns' sums relative to one reference. Terms that underflowed on the way are below the
-    smallest normal number, so a sum above its power 2/3 has lost nothing that counts.
+    This takes one exponential per logit instead of two. Weighting each row by
+    e^(shift - reference) gives the columns' sums relative to one reference. Terms that underflow
+    are below the smallest normal number, so a sum above its power 2/3 has lost nothing relevant.
     """
     if exponentials.device.type != "cpu":  # the check would stall a GPU's stream
         return False
@@ -256,10 +256,10 @@ def softmax_grad(
 
 
 def _shareable(rows: Tensor, cols: Tensor) -> bool:
-    """Whether one exponential serves both sides of a block: all their log-sum-exps lie close.
+    """Whether one exponential serves both sides of a block: their log-sum-exps differ little.
 
-    Within 40 of each other, terms that underflow relative to the largest (e^-87 in float32) are
-    probabilities below e^-47.
+    If they are within 40 of each other, terms that underflow relative to the largest (e^-87 in
+    float32) are probabilities below e^-47.
     """
     if rows.device.type != "cpu":  # the check would stall a GPU's stream
         return False

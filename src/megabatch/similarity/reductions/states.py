@@ -1,4 +1,4 @@
-"""The running state of a log-sum-exp, and the numbers that its gradient needs; both a side's.
+"""Running states of log-sum-exps, and the numbers that their gradients need.
 
 A *state* holds the statistics of one row (or column) in each of its columns: `[largest negative,
 sum of e^(negative - largest), the same two over positives, sum of positive logits, number of
@@ -8,8 +8,9 @@ sum) and not as a log-sum-exp, so that merging many blocks rounds only the sum.
 *Results* are `[log-sum-exp over negatives, that over positives, sum of positive logits, number of
 positives]`, or the first alone.
 
-An *upstream* holds what dS takes of a side: `[log-sum-exp over negatives, its upstream gradient,
-the same two over positives, upstream gradient of the sum of positive logits]`, or the first two.
+An *upstream* holds the numbers of a side that dS depends on: `[log-sum-exp over negatives, its
+upstream gradient, the same two over positives, upstream gradient of the sum of positive logits]`,
+or the first two.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def new_state(size: int, has_positives: bool, like: Tensor) -> Tensor:
 
 
 def clear(state: Tensor) -> Tensor:
-    """Make it the state before any column was seen."""
+    """Set it to the state before any column; returns it."""
     state.zero_()
     state[0 : _sums_end(state) : 2] = -math.inf
     return state
@@ -91,7 +92,7 @@ def upstream(results: Tensor, gradient: Tensor) -> Tensor:
 
 
 def upstream_size(sides: Sequence[Tensor]) -> Tensor | None:
-    """() by which the sides' upstream gradients fit float16's dS when divided; None: no rows."""
+    """() divisor with which the upstream gradients fit float16's dS; None: there are no rows."""
     largest = []
     for numbers in sides:
         if numbers.numel():
@@ -125,7 +126,7 @@ def new_targets(numbers: int, size: int, like: Tensor) -> Tensor:
 
 
 def clear_targets(state: Tensor) -> Tensor:
-    """Make it the state before any column was seen."""
+    """Set it to the state before any column; returns it."""
     state.zero_()
     state[[0, 2, 6, 9]] = -math.inf
     return state
@@ -137,7 +138,7 @@ def student_largest(state: Tensor) -> Tensor:
 
 
 def finite(values: Tensor) -> Tensor:
-    """With 0 for -inf: the reference of a row without any pair."""
+    """The values with 0 instead of -inf, the reference of a row without any pair."""
     return values.masked_fill(values == -math.inf, 0)
 
 
@@ -146,7 +147,7 @@ def merge_targets(parts: Tensor) -> Tensor:
     out = parts.new_empty(parts.shape[1:])
     out[:6] = merge(parts[:, :6])
     out[6:8] = merge(parts[:, 6:8])
-    torch.amax(parts[:, 9], 0, out=out[9])  # one state has the pair (i, i)
+    torch.amax(parts[:, 9], 0, out=out[9])  # only one state has the pair (i, i)
     tops = torch.maximum(parts[:, 0], parts[:, 2])
     # A state without any pair has sums of 0 and references of -inf.
     below = torch.where(tops == -math.inf, 0, student_largest(out) - tops)
