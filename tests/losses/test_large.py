@@ -1,7 +1,7 @@
 """Losses with masks in half precision at thousands of rows on a GPU, against float64.
 
-The same at a hundred rows on the CPU, where the references here are held against those of
-`reference`, which are written row by row.
+The CPU runs them with a hundred rows, and compares the references here with those of `reference`,
+which are written row by row.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Mine(nn.Module):
 ENTRY = LossEntry(
     name="Mine",
     purpose="a test",
-    paper="nobody",
+    paper="none",
     arxiv="",
     option="mine",
     summary="a test",

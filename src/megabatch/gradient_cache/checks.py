@@ -28,7 +28,7 @@ _NOTHING = [0] * PARAMETERS
 class DriftCheck:
     """Compares a few parameters over the ranks, and warns once if they differ.
 
-    It compares sums of elements, which travel with the ranks' exchange at each step. Only the steps
+    It compares sums of elements, which are part of the ranks' exchange at each step. Only the steps
     in `STEPS` wait for a GPU.
     """
 

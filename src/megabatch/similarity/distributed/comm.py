@@ -120,12 +120,12 @@ class Pending:
 
 def all_gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
     """All ranks' (m, ...) as (n, m, ...), filled at the end; shapes are the same on all ranks."""
-    everyone = shard.new_empty((group.size(), *shard.shape))
+    gathered = shard.new_empty((group.size(), *shard.shape))
     what = _collective(operation, "gathering")
     with _failures_of(what):
-        flat = everyone.view(-1, *shard.shape[1:])
+        flat = gathered.view(-1, *shard.shape[1:])
         work = dist.all_gather_into_tensor(flat, shard.contiguous(), group=group, async_op=True)
-    return everyone, Pending(work, what, group, shard)
+    return gathered, Pending(work, what, group, shard)
 
 
 def reduce_scatter(

@@ -137,11 +137,11 @@ def sockets(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Sock
     """
     if sys.platform != "linux":
         return None
-    # A store may outlive a group and hold its ranks' keys: each group's have a number of their own.
+    # A store may outlive a group and hold its ranks' keys, so each group's keys have a number.
     turn = (store.add("arrivals", 1) - 1) // size
     peers: list[socket.socket | None] = [None] * size
 
-    def told(what: str, other: int) -> str:
+    def value_of(what: str, other: int) -> str:
         key = f"{turn} {what} {other}"
         store.wait([key], timeout)
         return store.get(key).decode()
@@ -152,7 +152,7 @@ def sockets(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Sock
         listener.bind(f"\0{name}")
         listener.listen(size)
         store.set(f"{turn} name {rank}", name)
-        names = [told("name", other) for other in range(rank)]
+        names = [value_of("name", other) for other in range(rank)]
         try:
             for other, its_name in enumerate(names):
                 peers[other] = _connected(its_name, rank)
@@ -160,7 +160,7 @@ def sockets(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Sock
         except OSError:
             reached = "no"
         store.set(f"{turn} reached {rank}", reached)
-        if any(told("reached", other) != "yes" for other in range(size)):
+        if any(value_of("reached", other) != "yes" for other in range(size)):
             for peer in filter(None, peers):
                 peer.close()
             return None

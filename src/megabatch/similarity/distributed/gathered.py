@@ -86,11 +86,11 @@ class Round:
         self.place, self.rows = place, rows
         self.size = rows.stop - rows.start
         self.own = [Shard(shard.narrow(rows), shard.dim) for shard in shards]
-        self.everyone: list[Tensor | None] = [features] + [None] * (len(shards) - 1)
+        self.gathered: list[Tensor | None] = [features] + [None] * (len(shards) - 1)
         self._pending: dict[int, Pending] = {}
         for k, shard in enumerate(self.own):
-            if shard.tensor is not None and self.everyone[k] is None:
-                self.everyone[k], self._pending[k] = all_gather(
+            if shard.tensor is not None and self.gathered[k] is None:
+                self.gathered[k], self._pending[k] = all_gather(
                     shard.tensor, place.group, place.operation
                 )
 
@@ -98,9 +98,9 @@ class Round:
         """Wait for the whole transfer, on this rank's stream."""
         for k, pending in self._pending.items():
             pending.wait()
-            whole, dim = self.everyone[k], self.own[k].dim
+            whole, dim = self.gathered[k], self.own[k].dim
             assert whole is not None
-            self.everyone[k] = whole.movedim(0, dim).flatten(dim, dim + 1)
+            self.gathered[k] = whole.movedim(0, dim).flatten(dim, dim + 1)
         self._pending = {}
 
     def chunks(self, found: Tensor | None, partials: Partials | None) -> Iterator[Chunk]:
@@ -128,7 +128,7 @@ class Round:
     ) -> Chunk:
         tensors = tuple(
             None if whole is None else whole.narrow(shard.dim, a, b - a)
-            for whole, shard in zip(self.everyone, self.own, strict=True)
+            for whole, shard in zip(self.gathered, self.own, strict=True)
         )
         return Chunk(None, slice(a, b), start, tensors, _share(found, partials, a, b))
 
@@ -178,7 +178,7 @@ def run(
     meanwhile()
     if summing is not None:
         yield _summed(*summing)
-    return now.everyone[0] if now is not None and len(rounds) == 1 else None
+    return now.gathered[0] if now is not None and len(rounds) == 1 else None
 
 
 def _share(found: Tensor | None, partials: Partials | None, a: int, b: int) -> Tensor | None:

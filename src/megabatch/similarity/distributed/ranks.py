@@ -71,7 +71,7 @@ class Ranks:
         The result is the same on all ranks.
         """
         size = self.sizes[0]
-        if not route.everyone or size == 0 or len(set(self.sizes)) > 1:
+        if not route.complete or size == 0 or len(set(self.sizes)) > 1:
             return []
         step = gathered.round_rows(size, self.n * features.nbytes // size)
         if step == 0 or (route.consecutive and step < size):

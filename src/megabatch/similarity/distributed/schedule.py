@@ -18,7 +18,7 @@ class Route(NamedTuple):
 
     steps: int  #: number of ranks that a chunk reaches, its owner first
     carried: range  #: steps whose partial results are passed on; after the last, to the owner
-    everyone: bool = True  #: every rank gets every other rank's columns
+    complete: bool = True  #: every rank gets every other rank's columns
     consecutive: bool = False  #: the rows of a chunk must be consecutive among those of all ranks
 
 
@@ -44,7 +44,7 @@ def symmetric(n: int) -> Route:
     even, opposite ranks get each other's chunks and each keeps its own results: they compute that
     block twice, n / 2 + 1 / 2 blocks a rank instead of the full route's n.
     """
-    return Route(n // 2 + 1, range(1, (n + 1) // 2), everyone=False)
+    return Route(n // 2 + 1, range(1, (n + 1) // 2), complete=False)
 
 
 class Shard(NamedTuple):
@@ -109,7 +109,7 @@ class Schedule(Protocol):
         Args:
             shards: this rank's columns, the features first.
             on_chunk: called with each chunk, this rank's own columns included.
-            route: how far chunks travel.
+            route: the ranks that chunks reach.
             partials: how partial results are made and merged, if the route has them.
             meanwhile: called once after the last chunk, during the last transfer of results.
 

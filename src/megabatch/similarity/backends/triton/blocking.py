@@ -1,4 +1,4 @@
-"""How a matrix is divided into blocks and tiles."""
+"""The division of a matrix into blocks and tiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def padded(width: int, item: int) -> int:
     return cdiv(width, unit) * unit
 
 
-@functools.lru_cache(1024)  # a step asks for the same few
+@functools.lru_cache(1024)  # a step needs the same few shapes
 def block_shape(
     m: int, n: int, width: int, item: int, symmetric: bool, workspace: int
 ) -> tuple[int, int]:

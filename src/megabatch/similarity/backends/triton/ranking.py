@@ -129,7 +129,7 @@ def ranks(
     targets = tl.load(target + i, mask=i < m, other=-1)
     first = part * COL_TILES
     last = tl.minimum(first + COL_TILES, tl.cdiv(n, BN))
-    if FIND:  # visit the tiles from the first to the last target of these rows
+    if FIND:  # loop from the tile of the first to that of the last target of these rows
         here = (targets >= first * BN) & (targets < tl.minimum(last * BN, n))
         low = tl.min(tl.where(here, targets // BN, last), 0)
         last = (tl.max(tl.where(here, targets // BN, first - 1), 0) + 1).to(tl.int32)

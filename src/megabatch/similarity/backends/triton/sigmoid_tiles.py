@@ -25,7 +25,7 @@ ROWS, COLS = 16, 128
 
 
 class SigmoidKernelTiles(KernelTiles):
-    """See `reductions.base.Tiles`; a block adds its losses to `sums` when its dS is formed."""
+    """See `reductions.base.Tiles`; `gradient_block` also adds the block's losses to `sums`."""
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need) -> None:
         super().__init__(x, y, pairs)
@@ -42,10 +42,10 @@ class SigmoidKernelTiles(KernelTiles):
         self._partials = self._empty(2 * sigmoid.PARTS.value * tiles)
 
     def upstream(self, numbers: Tensor | None) -> None:
-        """Nothing: a pair's gradient needs no number of its row or column."""
+        """None: a pair's gradient needs no statistic of its row or column."""
 
     def numbers(self, upstream: object) -> None:
-        """Nothing travels beside the features and ids."""
+        """None: only features and ids are sent."""
 
     def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
         """See `reductions.base.Tiles`."""

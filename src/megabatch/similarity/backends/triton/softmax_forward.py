@@ -323,7 +323,7 @@ def _combine_side(
     k = tl.load(scale)
     tiles = tl.cdiv(n, B)
     for start in tl.range(0, tiles, 64):
-        # Look at 64 tiles at once, then visit those from the first to the last that is wanted.
+        # Check 64 tiles at once, then loop from the first to the last that is wanted.
         index = start + tl.arange(0, 64)
         wanted = (index < tiles) & (recompute | needs_mask(
             ti, tl.minimum(index, tiles - 1), row_ranges=row_ranges, row_stride=row_range_stride,
