@@ -1,8 +1,8 @@
-"""The private names of torch that megabatch uses, what each is for, and nothing else.
+"""The private names of torch that megabatch uses, each with its purpose.
 
-torch may change them in any version. Each is asked for here alone, says what it is for in the error
-of a torch that lacks it, and has a test of what is expected of it
-(`tests/test_torch_internals.py`). Triton's are in `similarity.backends.triton.launch`.
+torch may change them in any version. This file alone uses them; an error names the purpose of one
+that torch lacks, and `tests/test_torch_internals.py` tests their behaviour. Triton's private names
+are in `similarity.backends.triton.launch`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import Tensor, nn
 
-#: By name, what it is for.
+#: Name -> its purpose, for errors.
 PURPOSES = {
     "_C._are_functorch_transforms_active": "to know that torch.func is at work, as it takes "
     "operators in another way than a plain call",
@@ -62,12 +62,12 @@ class InternalsError(RuntimeError):
     """This version of torch lacks a private name that megabatch uses."""
 
 
-@cache  # asked at each call
+@cache  # needed at each call
 def private(path: str) -> Any:
     """torch's `path`, one of `PURPOSES`.
 
     Raises:
-        InternalsError: this torch has none; it says what it would be for.
+        InternalsError: this torch lacks it; the message names its purpose.
     """
     try:
         return reduce(getattr, path.split("."), torch)
@@ -155,20 +155,20 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 
 
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What carries a group's tensors on such a device."""
+    """The backend that transfers a group's tensors on this kind of device."""
     private("distributed.ProcessGroup._get_backend")
     return group._get_backend(device)
 
 
 def backend_timeout(backend: Any) -> timedelta:
-    """How long its transfers may take; torch's default where it does not say."""
+    """The timeout of a backend's transfers; torch's default if it has none of its own."""
     known = getattr(getattr(backend, "options", None), "_timeout", None)
     default: timedelta = torch.distributed.distributed_c10d.default_pg_timeout
     return default if known is None else known
 
 
 def gpu_sleep(cycles: int) -> None:
-    """Keep the current stream of the GPU busy with nothing."""
+    """Keep the current stream of the GPU busy without work."""
     private("cuda._sleep")(cycles)
 
 
@@ -220,15 +220,15 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; none of an inference tensor's changes counts."""
+    """Number of changes of a tensor in place; changes of an inference tensor do not count."""
     private("Tensor._version")
     return tensor._version
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """FSDP2's groups of parameters of one module; it has functions to set them, none to ask.
+    """FSDP2's parameter groups of one module, which it offers no way to read.
 
-    (A module without parameters of its own has none. Newer PyTorch knows several.)
+    A module without parameters of its own has none; newer PyTorch may have several.
     """
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -31,7 +31,7 @@ _RANKS = "the gradient is exact over all processes whatever this says; leave it 
 _DISTILL = "there is no distillation; leave it out"
 _CHECKPOINTS = "use --checkpoint-every STEPS and --keep-checkpoints N"
 
-#: By option, the end of a sentence that begins with it.
+#: Option -> the end of a sentence that begins with it.
 INSTEAD = {
     "--train-num-samples": "the samples are counted; use --epochs or --steps for the length",
     "--val-num-samples": "the samples are counted; leave it out",
@@ -95,7 +95,7 @@ INSTEAD = {
 
 _PURE = "weights are never in half precision; use --precision {0}, autocast over fp32 weights"
 
-#: By setting and OpenCLIP's value of it, the end of a sentence that begins with both.
+#: Setting -> OpenCLIP's value -> the end of a sentence that begins with both.
 VALUES = {
     "precision": {
         "amp": "use --precision fp16, autocast with a scaled loss",

@@ -33,7 +33,7 @@ _COLOURS = {
         "chance": "#a6a6a6",
     },
 }
-# So that bars differ without colour, too.
+# Bars must differ without colour, too.
 _HATCHES = {"model": "", "neighbours": "\\\\", "probe": "xx", "baseline": "//", "chance": ".."}
 
 

@@ -294,7 +294,7 @@ def _rank_names(
     above, equal, decided = _count_names(*_nearest(train, query, few), names, target, max_rank)
     rest = (~decided).nonzero().squeeze(1)
     if len(rest):
-        # So many neighbours are certain to have more than `max_rank` names.
+        # That many neighbours certainly have more than `max_rank` names.
         many = min(len(train), (max_rank + 1) * int(names.unique(return_counts=True)[1].max()))
         again = _count_names(*_nearest(train, query[rest], many), names, target[rest], max_rank)
         above[rest], equal[rest] = again[:2]
@@ -315,7 +315,7 @@ def _nearest(train: Tensor, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _count_names(
     closeness: Tensor, indices: Tensor, names: Tensor, target: Tensor, max_rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Among the given neighbours, the wrong names nearer than the target, and those as near.
+    """Count, among the neighbours, the wrong names nearer than the target, and those as near.
 
     The third result says whether the first `max_rank` names are decided, so that more neighbours
     could not change them: the target and all names as near are among the neighbours, or `max_rank`
