@@ -116,7 +116,7 @@ def test_the_others_raise_in_time(tmp_path: Path, how: str, where: str, ring: bo
         assert float(seconds) < (2 if how == "killed" else TIMEOUTS[how] + 2)
         if not ring:
             doing = "exchanging" if where == "forward" else "adding up"
-            assert message.startswith(f"{call}: {doing} what all ranks found, rank {rank}: ")
+            assert message.startswith(f"{call}: {doing} all ranks' results, rank {rank}: ")
             continue
         left, right = (rank - 1) % size, (rank + 1) % size
         assert message.startswith(f"{call}: ring step ")

@@ -148,7 +148,7 @@ def test_the_watchdog_is_told_of_every_transfer(world: World) -> None:
     other, me = 1 - world.rank, f"rank {world.rank}"
     call, back = "logsumexp", "logsumexp, backward"
     step = f"{me} (to rank {other}, from rank {other})"
-    found = "what all ranks found"
+    found = "all ranks' results"
     for bound, expected in (
         (
             None,
@@ -165,10 +165,10 @@ def test_the_watchdog_is_told_of_every_transfer(world: World) -> None:
             [
                 f"{call}: ring step 1 of 2, {step}",
                 f"{call}: ring step 2 of 2, {step}",
-                f"{call}: ring's way home, {step}",
+                f"{call}: ring's last step, to the owner, {step}",
                 f"{back}: ring step 1 of 2, {step}",
                 f"{back}: ring step 2 of 2, {step}",
-                f"{back}: ring's way home, {step}",
+                f"{back}: ring's last step, to the owner, {step}",
                 f"{back}: all-reduce, {me}",
             ],
         ),

@@ -134,7 +134,7 @@ def reduce_scatter(
     """This rank's (m, ...) of the sum over ranks of (n m, ...), in place, filled at the end."""
     size, rank = parts.shape[0] // group.size(), group.rank()
     total = parts[rank * size : (rank + 1) * size]
-    what = _collective(operation, "adding up what all ranks found")
+    what = _collective(operation, "adding up all ranks' results")
     with _failures_of(what):
         work = dist.reduce_scatter_tensor(total, parts, group=group, async_op=True)
     return total, Pending(work, what, group, total)
@@ -154,7 +154,7 @@ def let_begin(like: Tensor) -> None:
 def all_to_all(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:
     """(n, ...): from every rank its part for this one, of (n, ...) each; waits for them."""
     own = torch.empty_like(parts)
-    what = _collective(operation, "exchanging what all ranks found")
+    what = _collective(operation, "exchanging all ranks' results")
     with _failures_of(what):
         dist.all_to_all_single(own, parts, group=group)
     control.note(group, parts, what)

@@ -97,7 +97,7 @@ def run(
                 merged = partial if arriving is None else _merge(partials, arriving, partial)
                 if step == route.carried[-1]:
                     own = chunks[place.rank]
-                    exchange = place.exchange("ring's way home", -step)
+                    exchange = place.exchange("ring's last step, to the owner", -step)
                     incoming = exchange.add(merged, _length(own), partials.dim)
                     returning = partials, exchange, own, incoming
                     _start(exchange)
