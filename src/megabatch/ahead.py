@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -31,6 +32,7 @@ def one_ahead(make: Callable[[S], T], items: Iterable[S], name: str) -> Generato
             yield value
             del value  # before the next one is waited for
     finally:
+        coming = None  # it would refer to an error whose traceback refers to this frame
         worker.stop()
 
 
@@ -50,7 +52,7 @@ class _Worker:
 
     def submit(self, function: Callable[[S], T], item: S) -> Future[T]:
         future: Future[T] = Future()
-        self._jobs.put(lambda: _fulfil(future, function, item))
+        self._jobs.put(functools.partial(_fulfil, future, function, item))
         return future
 
     def stop(self) -> None:
@@ -73,3 +75,4 @@ def _fulfil(future: Future[T], function: Callable[[S], T], item: S) -> None:
         future.set_result(function(item))
     except BaseException as error:  # the caller waits for the future in any case
         future.set_exception(error)
+        del future  # whose error refers to this frame: without a cycle it is freed with its caller

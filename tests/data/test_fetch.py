@@ -15,7 +15,6 @@ from megabatch.data.fetch import (
     Fetcher,
     Request,
     caption_ids,
-    concat,
     sample_seeds,
 )
 from megabatch.data.glyphs import GlyphSet
@@ -38,16 +37,9 @@ def test_bad_samples_are_left_out_with_their_positions():
 
 def test_nothing_good():
     chunk = Fetcher(Numbers(9, bad=[1]), to_pixels, to_tokens, seed=0)[Request(0, 0, np.array([1]))]
-    assert len(chunk) == len(concat([chunk, chunk])) == len(concat([])) == 0
-
-
-def test_join_keeps_the_order():
-    fetcher = Fetcher(Numbers(20, bad=[5]), to_pixels, to_tokens, seed=0)
-    parts = [fetcher[Request(0, i, np.array([i, i + 1]))] for i in (8, 4, 0)]
-    whole = concat(parts)
-    assert whole.indices.tolist() == [8, 9, 4, 0, 1]
-    assert whole.images is not None
-    assert whole.images[:, 0, 0, 0].tolist() == [8, 9, 4, 0, 1]
+    assert len(chunk) == 0
+    assert chunk.images is None
+    assert chunk.bad == [(0, "odd", "1")]
 
 
 @given(

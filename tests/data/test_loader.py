@@ -302,6 +302,17 @@ def test_an_interrupt_does_not_spoil_the_workers():
     assert_equal(list(data), list(again))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_more_than_two_batches_are_in_memory(ranks: int):
+    data = loader(600, batch_size=64 * ranks, workers=1, world_size=ranks)
+    places, coming = set(), iter(data)
+    while (batch := next(coming, None)) is not None:
+        places.add(batch.images.data_ptr())
+        time.sleep(0.02)  # the next one is put together
+        del batch
+    assert len(places) <= 2
+
+
 def test_nothing_usable():
     data = loader(20, bad=range(20))
     with pytest.raises(UsageError, match="whole epoch of 20 pairs gives no batch of 8: skipped 10"):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -65,6 +66,17 @@ def test_patience_ends() -> None:
     with pytest.raises(RuntimeError, match="timed out"):
         list(loader(0, 100, timeout=0.9))
     assert time.monotonic() - start >= 0.9
+
+
+@pytest.mark.usefixtures("short_wait")
+def test_a_hanging_process_does_not_keep_whoever_stops() -> None:
+    stop = threading.Event()
+    coming = loader(0, 100, timeout=600).until(stop)
+    assert next(coming) == 0
+    threading.Timer(0.1, stop.set).start()
+    start = time.monotonic()
+    assert list(coming) == []
+    assert time.monotonic() - start < 60
 
 
 def test_without_processes_and_without_an_end_to_patience() -> None:

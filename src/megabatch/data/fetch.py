@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from megabatch.data.order import Request
 from megabatch.data.pairs import (
@@ -48,6 +49,19 @@ class Chunk:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def part(self, rows: slice) -> Chunk:
+        """Some of the rows (views), without the bad samples; there is at least one row."""
+        images, texts = self.images, self.texts
+        assert images is not None
+        assert texts is not None
+        return Chunk(
+            images[rows], texts[rows], self.indices[rows], self.positions[rows], self.ids[rows]
+        )
+
+    def without_images(self) -> Chunk:
+        """Everything else about the samples, without the bad ones."""
+        return Chunk(None, self.texts, self.indices, self.positions, self.ids)
 
 
 class Fetcher:
@@ -245,25 +259,6 @@ def random_state_kept() -> Iterator[None]:
         np.random.set_state(saved[1])
 
 
-def concat(chunks: Sequence[Chunk]) -> Chunk:
-    """Concatenate chunks, leaving out their bad samples."""
-    full = [chunk for chunk in chunks if len(chunk)]
-    if len(full) == 1:
-        return full[0]
-    return Chunk(
-        _concat_images([c.images for c in full if c.images is not None]) if full else None,
-        np.concatenate([c.texts for c in full if c.texts is not None]) if full else None,
-        np.concatenate([c.indices for c in full]) if full else np.empty(0, dtype=np.int64),
-        np.concatenate([c.positions for c in full]) if full else np.empty(0, dtype=np.int64),
-        np.concatenate([c.ids for c in full]) if full else np.empty(0, dtype=np.int64),
-    )
-
-
 def _stacked(images: list[Any]) -> Tensor | list[Any]:
-    return torch.stack(images) if isinstance(images[0], Tensor) else images
-
-
-def _concat_images(parts: list[Any]) -> Tensor | list[Any]:
-    if isinstance(parts[0], Tensor):
-        return torch.cat(parts)
-    return [image for part in parts for image in part]
+    # default_collate stacks, in a worker into shared memory: nothing is copied again to be sent.
+    return default_collate(images) if isinstance(images[0], Tensor) else images

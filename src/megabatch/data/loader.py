@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ import numpy as np
 import torch
 
 from megabatch.ahead import one_ahead
+from megabatch.data.collect import Collected, Memory, ahead, fill, group
 from megabatch.data.fetch import (
     TOKEN_CACHE,
     TOKEN_CACHE_OF_ONE,
     BadPosition,
     Chunk,
     Fetcher,
-    concat,
     only_copied,
 )
 from megabatch.data.late import Decoder, LateImages, UndecodedPairs, keep
@@ -70,8 +71,9 @@ class PairLoader:
             each time that the sample comes in an epoch.
         tokenizer: list of captions to (n, context) int64; each distinct caption is tokenised once.
         seed: of the orders and the transform's randomness.
-        workers: processes that fetch; 0: this process does. If samples are only copied, any number
-            above 0 stands for one thread, and no process is started.
+        workers: processes that fetch, while a thread of this one puts the next batch together; 0:
+            this process does. If samples are only copied, any number above 0 stands for one thread,
+            and no process is started.
         drop_last: leave out the samples at the end of an epoch that do not fill a batch; always so
             with several ranks, since some might get no row of it.
         shuffle: False: in the data set's order.
@@ -132,6 +134,7 @@ class PairLoader:
             raise UsageError(
                 f"the batch size {batch_size} is smaller than the number of ranks, {world_size}"
             )
+        self._memory = Memory()
         self.skipped: Counter[str] = Counter()
         self.skipped_first: dict[str, str] = {}
         self._decoder: Decoder | None = None
@@ -174,6 +177,7 @@ class PairLoader:
         for batch in self._whole_batches() if self._share.world_size == 1 else self._own_parts():
             batches += 1
             yield batch
+            del batch  # its memory is that of the batch after the next
             if order.position == 0:
                 return  # that was the last one
         if order.position:  # the rest fills no batch
@@ -186,41 +190,52 @@ class PairLoader:
 
     def _whole_batches(self) -> Iterator[Batch]:
         """Batches of a single rank, without the bad samples, filled up by the following ones."""
-        waiting: list[Chunk] = []
         bad: list[BadPosition] = []
-        for chunk in self._fetched():
-            waiting.append(chunk)
-            bad += chunk.bad
-            while sum(map(len, waiting)) >= self.batch_size:
-                batch, rest = _cut(concat(waiting), self.batch_size)
-                waiting = [rest]
-                bad = self._move_to(int(batch.positions[-1]) + 1, bad)
-                yield self._batch(batch)
-        last = concat(waiting)
-        self._move_to(self._order.pairs, bad)
-        if len(last) and not self.drop_last:
-            yield self._batch(last)
+        for batch in self._collected(fill, self.batch_size):
+            if len(batch.rows) < self.batch_size:  # the last ones
+                self._move_to(self._order.pairs, bad + batch.bad)
+                if len(batch.rows) and not self.drop_last:
+                    yield self._batch(batch.rows)
+                return
+            bad = self._move_to(int(batch.rows.positions[-1]) + 1, bad + batch.bad)
+            yield self._batch(batch.rows)
+            del batch
 
     def _own_parts(self) -> Iterator[Batch]:
         """This rank's rows of each batch, without the bad samples."""
-        order, own = self._order, self._share.of(self.batch_size)
-        waiting: list[Chunk] = []
-        seen = 0
-        for chunk in self._fetched():
-            waiting.append(chunk)
-            seen += len(chunk) + len(chunk.bad)
-            if seen < own.stop - own.start:
-                continue
-            part = concat(waiting)
-            if not len(part):
+        own = self._share.of(self.batch_size)
+        for batch in self._collected(group, own.stop - own.start):
+            if not len(batch.rows):
                 raise UsageError(
-                    f"a rank's whole part of a batch, {seen} samples, is unusable:"
-                    f" {'; '.join(f'{key}: {why}' for _, why, key in chunk.bad[:3])}"
+                    f"a rank's whole part of a batch, {len(batch.bad)} samples, is unusable:"
+                    f" {'; '.join(f'{key}: {why}' for _, why, key in batch.bad[:3])}"
                 )
-            bad = [item for c in waiting for item in c.bad]
-            self._move_to(order.position + self.batch_size, bad)
-            waiting, seen = [], 0
-            yield self._batch(part)
+            self._move_to(self._order.position + self.batch_size, batch.bad)
+            yield self._batch(batch.rows)
+            del batch
+
+    def _collected(
+        self, collect: Callable[[Iterable[Chunk], int, Memory], Iterator[Collected]], rows: int
+    ) -> Iterator[Collected]:
+        """The rest of the epoch in batches of `rows`; those of processes are collected ahead."""
+        stop = threading.Event()
+        try:
+            if isinstance(self._chunks, WorkerLoader) and self.processes:
+                chunks = self._chunks.until(stop)  # starts the processes: from this thread
+                yield from ahead(collect(chunks, rows, self._memory), stop)
+            else:
+                yield from collect(self._chunks, rows, self._memory)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            # An interrupt may leave a message half read, or the thread at work: the next iteration
+            # would wait for ever. It gets new workers.
+            self._chunks = self._new_chunks()
+            if self._timeout and "timed out" in str(error):
+                raise UsageError(
+                    f"the workers gave no sample for {self._timeout:g} s: a reader hangs"
+                ) from error
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the counts of skipped samples, for JSON."""
@@ -257,21 +272,6 @@ class PairLoader:
         for reason, count in self.skipped.most_common():
             lines.append(f"skipped {count} x {reason} (first: {self.skipped_first[reason]})")
         return lines
-
-    def _fetched(self) -> Iterator[Chunk]:
-        try:
-            yield from self._chunks
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            # An interrupt in the middle of a message leaves the workers' queue unreadable, and the
-            # next iteration would wait for ever. It gets new workers.
-            self._chunks = self._new_chunks()
-            if self._timeout and "timed out" in str(error):
-                raise UsageError(
-                    f"the workers gave no sample for {self._timeout:g} s: a reader hangs"
-                ) from error
-            raise
 
     def _batch(self, chunk: Chunk) -> Batch:
         images, texts = chunk.images, chunk.texts
@@ -339,19 +339,6 @@ class _CopyingThread:
         if self.drop_last:  # no sample is bad, so the rest of an epoch fills up no batch
             requests = (request for request in requests if len(request.draws) == rows)
         return one_ahead(self.fetcher.__getitem__, requests, "megabatch-data")
-
-
-def _cut(chunk: Chunk, size: int) -> tuple[Chunk, Chunk]:
-    images, texts = chunk.images, chunk.texts
-    assert images is not None
-    assert texts is not None
-
-    def part(rows: slice) -> Chunk:
-        return Chunk(
-            images[rows], texts[rows], chunk.indices[rows], chunk.positions[rows], chunk.ids[rows]
-        )
-
-    return part(slice(size)), part(slice(size, None))
 
 
 def _check_range(name: str, value: int, low: int, high: int | None = None) -> None:

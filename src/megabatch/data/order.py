@@ -142,11 +142,11 @@ class Requests:
     share: Share
 
     def __iter__(self) -> Iterator[Request]:
-        draws = self.order.draws()
+        epoch, draws = self.order.epoch, self.order.draws()
         for first, last in self._ranges(len(draws)):
             for start in range(first, last, self.piece):
                 piece = draws[start : min(start + self.piece, last)]
-                yield Request(self.order.epoch, start, piece)
+                yield Request(epoch, start, piece)
 
     def _ranges(self, end: int) -> Iterator[tuple[int, int]]:
         """The positions in the order that this rank fetches."""

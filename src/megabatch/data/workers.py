@@ -58,18 +58,24 @@ class WorkerLoader(DataLoader[T]):
         self._timeout = timeout
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]
-        return _within(super().__iter__(), self._timeout)
+        return self.until(threading.Event())
+
+    def until(self, stop: threading.Event) -> Iterator[T]:
+        """As iter(), but end early if `stop` is set: after the next item, or within 5 s."""
+        return _within(super().__iter__(), self._timeout, stop)
 
 
-def _within(items: Iterator[T], timeout: float) -> Iterator[T]:
+def _within(items: Iterator[T], timeout: float, stop: threading.Event) -> Iterator[T]:
     end = time.monotonic() + timeout
-    while True:
+    while not stop.is_set():
         try:
             item = next(items)
         except StopIteration:
             return
         except RuntimeError as error:
-            if "timed out" not in str(error) or time.monotonic() >= end:
+            if "timed out" not in str(error):
+                raise
+            if time.monotonic() >= end and not stop.is_set():
                 raise
         else:
             yield item

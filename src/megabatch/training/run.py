@@ -89,6 +89,7 @@ class Run:
             values = trainer.train_step(batch)
             self._report_news()
             self.loader.count_damaged(batch.images)
+            del batch  # the loader uses its memory again
             self._place = self.loader.state_dict()
             self.meter.mark()
             last = trainer.step == trainer.total_steps
@@ -163,6 +164,7 @@ class Run:
         while self.trainer.step < self.trainer.total_steps:
             for batch in self.loader:
                 yield batch
+                del batch
                 if self.trainer.step >= self.trainer.total_steps:
                     return
 
