@@ -15,8 +15,15 @@ import torch
 from megabatch.config.command_line import parse
 from megabatch.errors import UsageError
 from megabatch.models.locking import locked_towers
+from megabatch.models.resize import TorchResize
 from megabatch.training import TrainConfig, save_config, train
-from megabatch.training.setup import build_towers, choose_compilation, kind_problems, prepare
+from megabatch.training.setup import (
+    build_towers,
+    choose_compilation,
+    kind_problems,
+    prepare,
+    train_transform,
+)
 from tests.models.tiny import TINY, TINY_UNMASKED
 from tests.training.conftest import MakeConfig
 
@@ -95,6 +102,17 @@ def test_texts_that_keep_their_padding_are_a_note(make_config: MakeConfig, tmp_p
     assert prepare(config).notes == [note]
     assert prepare(replace(config, trim_texts=False)).notes == []
     assert prepare(make_config(tmp_path / "run")).notes == []
+
+
+def test_the_resize_is_chosen_for_openclips_transforms_only(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", model="glyph-small", image_resize="torch")
+    assert refused(config).startswith("--image-resize torch: the transform of glyph-small is not")
+    towers = build_towers(replace(config, model=TINY))
+    assert isinstance(train_transform(replace(config, model=TINY), towers), TorchResize)
+    pillow = replace(config, image_resize="pillow")
+    assert train_transform(pillow, towers) is towers.train_transform
 
 
 def test_a_batch_larger_than_the_data(make_config: MakeConfig, tmp_path: Path) -> None:

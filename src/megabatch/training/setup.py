@@ -8,7 +8,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock
+from megabatch.models.resize import TorchResize
 from megabatch.models.weights import load_tower
 from megabatch.training import batch_norm, evaluating
 from megabatch.training.run_folder import folder_problems
@@ -91,6 +92,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     if not reasons:
         torch.manual_seed(config.seed)
     towers = _attempt(reasons, lambda: build_towers(config))
+    transform = None
     if dataset is not None and towers is not None:
         reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
         reasons += batch_norm.problems(config, world)
@@ -101,12 +103,13 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
             reasons.append(
                 f"--decode late: {config.model} takes texts, of which nothing is decoded"
             )
-    if reasons or dataset is None or towers is None:
+        transform = _attempt(reasons, lambda: train_transform(config, towers))
+    if reasons or dataset is None or towers is None or transform is None:
         raise UsageError(all_of(reasons))
     loader = PairLoader(
         dataset,
         batch_size=config.global_batch_size,
-        transform=towers.train_transform,
+        transform=transform,
         tokenizer=towers.tokenizer,
         seed=config.seed,
         workers=config.workers,
@@ -118,6 +121,19 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     return Setup(
         config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)), notes
     )
+
+
+def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torch.Tensor]:
+    """The transform of first inputs in training, with the resize that is asked for."""
+    if config.image_resize == "pillow":
+        return towers.train_transform
+    try:
+        return TorchResize(towers.train_transform)
+    except ValueError as error:
+        raise UsageError(
+            f"--image-resize torch: the transform of {config.model} is not OpenCLIP's (a random "
+            "crop alone); expected pillow"
+        ) from error
 
 
 def unnamed(config: TrainConfig, *names: str) -> str:

@@ -1,0 +1,65 @@
+"""Images cropped and resized by PyTorch: five times as fast as by Pillow, rounded otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megabatch.models.pixels import Transform
+
+
+class TorchResize:
+    """OpenCLIP's transform for training with PyTorch's resize of bytes instead of Pillow's.
+
+    Crops are the same. The weights of PyTorch's resize have fewer bits than Pillow's: for crops of
+    224² pixels from photographs of 512 x 384, 0.4% of the values differ, by at most 2 of 255.
+    Images that are not RGB go through the original transform.
+    """
+
+    def __init__(self, original: Transform) -> None:
+        """Take the transform up to bytes (see `pixels.with_bytes`).
+
+        Raises:
+            ValueError: `original` is another transform.
+        """
+        self._original = original
+        self._crop = _random_crop(original)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Return the cropped image, uint8 (3, height, width)."""
+        if image.mode != "RGB":
+            return self._original(image)
+        crop = self._crop
+        top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
+        # A copy, of which torch does not warn that it cannot be written to.
+        pixels = torch.from_numpy(np.array(image))[None, top : top + height, left : left + width]
+        # A resize of dense pixels in their own order, channels last, is the fastest.
+        pixels = pixels.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+        mode = crop.interpolation.value
+        return torch.nn.functional.interpolate(pixels, crop.size, mode=mode, antialias=True)[0]
+
+
+def _random_crop(transform: Any) -> Any:
+    """The RandomResizedCrop of a transform that otherwise only converts to RGB and to bytes."""
+    from torchvision.transforms import Compose, InterpolationMode, PILToTensor, RandomResizedCrop
+
+    steps = transform.transforms if isinstance(transform, Compose) else []
+    if len(steps) == 3:
+        crop, convert, to_tensor = steps
+        modes = (InterpolationMode.BICUBIC, InterpolationMode.BILINEAR)
+        if (
+            type(crop) is RandomResizedCrop
+            and crop.antialias
+            and crop.interpolation in modes
+            and type(convert).__module__ in ("open_clip.transform", "builtins")
+            and type(to_tensor) is PILToTensor
+        ):
+            return crop
+    raise ValueError(
+        f"original: {transform}; expected OpenCLIP's transform for training: RandomResizedCrop, "
+        "a conversion to RGB, PILToTensor"
+    )
