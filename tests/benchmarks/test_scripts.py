@@ -73,6 +73,25 @@ def test_exactness(tmp_path: Path) -> None:
 
 
 @pytest.mark.concurrency
+@pytest.mark.concurrency
+def test_the_loaders_rate_and_the_trainers_wait_are_measured(tmp_path: Path) -> None:
+    output = tmp_path / "rate.json"
+    words = "--images=64", "--size=64", "--workers=1", "--resize=pillow", "--seconds=0"
+    training = "--model=glyph-small", "--batch-size=4", "--micro-batch-size=4", "--steps=2"
+    run("data_rate.py", *words, *training, "--device=cpu", f"--output={output}")
+    records = json.loads(output.read_text())["records"]
+    stages = {(r["contender"], r["stage"]): r["ms"] for r in records if r["kind"] == "stage"}
+    assert {("pillow", "crop and resize"), ("torch", "crop and resize")} <= stages.keys()
+    assert all(ms >= 0 for ms in stages.values())
+    loader, trained = records[-2:]
+    assert (loader["kind"], loader["contender"], loader["workers"]) == ("loader", "pillow", 1)
+    assert loader["images_per_second"] > 0
+    assert loader["worker_ms"] >= 0
+    assert trained["kind"] == "training"
+    assert len(trained["data_waits"]) == 2
+    assert trained["data_wait"] == trained["data_waits"][-1]
+
+
 def test_late_decoding_gives_the_same_images(tmp_path: Path) -> None:
     output = tmp_path / "late.json"
     words = "--batch-sizes=4", "--undecoded=8", "--micro-batch-size=2", "--workers=1"

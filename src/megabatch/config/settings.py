@@ -244,7 +244,7 @@ class TrainConfig:
     batches that would not fit the host's memory otherwise."""
     image_resize: Literal["pillow", "torch"] = "pillow"
     """Library that resizes the images of training. pillow: OpenCLIP's pixels, bit for bit. torch: a
-    fifth of the time, with the same crops; of a photograph's values 0.4% differ, by at most 2 of
+    quarter of the time, with the same crops; of a photograph's values 0.4% differ, by at most 2 of
     255. For OpenCLIP's transforms."""
     data_timeout: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 600
     """Seconds to wait for a worker's data before the run stops; 0: no limit."""
