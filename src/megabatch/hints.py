@@ -5,6 +5,7 @@ The annotation of a field has all of it: `lr: Annotated[float, Interval(above=0)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -87,7 +88,9 @@ class Setting:
     def expected(self, value: Any) -> str:
         """The valid range in words if a value of the right type lies outside of it, else ""."""
         interval = self.mark(Interval)
-        return "" if interval is None or value is None or value in interval else str(interval)
+        if interval is None or value is None or isinstance(value, str):  # a word, such as "auto"
+            return ""
+        return "" if value in interval else str(interval)
 
 
 @functools.cache
@@ -150,7 +153,11 @@ def parse_value(hint: Any, word: str) -> Any:
         parts = get_args(hint)
         if types.NoneType in parts and word in ("None", "none"):
             return None
-        return parse_value(next(part for part in parts if part is not types.NoneType), word)
+        *others, last = [part for part in parts if part is not types.NoneType]
+        for part in others:
+            with contextlib.suppress(ValueError):
+                return parse_value(part, word)
+        return parse_value(last, word)
     if get_origin(hint) is Literal:
         if word not in get_args(hint):
             raise ValueError(word)

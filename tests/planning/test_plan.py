@@ -242,3 +242,28 @@ def test_images_that_are_decoded_late_wait_as_files(glyph):
     assert "--decode late would keep image files there" in early.problem
     on_cpu = make_plan(config, glyph, CPU, file_bytes=200.0)
     assert part(on_cpu, "image files and texts")["loss"] == files.nbytes["step"]
+
+
+def test_auto_counts_a_size_that_fits_and_names_the_largest(glyph):
+    config = replace(CONFIG, global_batch_size=2048, micro_batch_size="auto")
+    plan = make_plan(config, glyph, gpus(1, 80))
+    assert plan == replace(
+        make_plan(replace(config, micro_batch_size=512), glyph, gpus(1, 80)), notes=plan.notes
+    )
+    assert plan.notes[0] == (
+        "--micro-batch-size auto: counted with 512 pairs at a time; a run takes the fastest of the "
+        "sizes that fit, up to 2,048"
+    )
+    memory = make_plan(replace(config, micro_batch_size=1024), glyph, gpus(1, 80)).peak
+    some = make_plan(config, glyph, Machine("cuda", 1, memory + (1 << 20)))
+    assert "up to 1,024" in some.notes[0]
+    memory = make_plan(replace(config, micro_batch_size=300), glyph, gpus(1, 80)).peak
+    little = make_plan(config, glyph, Machine("cuda", 1, memory))
+    assert little.fits
+    assert little.config.micro_batch_size == 256
+    assert little.notes[0] == "--micro-batch-size auto: counted with 256 pairs at a time"
+    nothing = make_plan(config, glyph, Machine("cuda", 1, 1 << 20))
+    assert nothing.problem.endswith("or --parallel fsdp on more GPUs would")
+    on_cpu = make_plan(config, glyph, CPU)
+    assert on_cpu.config.micro_batch_size == 512
+    assert "auto" not in " ".join(on_cpu.notes)

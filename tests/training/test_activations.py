@@ -58,7 +58,8 @@ def test_as_many_as_the_bytes_allow(graph: int, count: int) -> None:
 def test_none_on_the_cpu_unless_asked_for_and_with_one_micro_batch(changes: dict[str, Any]) -> None:
     if "micro_batch_size" in changes:
         changes = {**changes, "activation_memory": "1GiB"}
-    assert KeptActivations(config_of(**changes), World(CPU)).count == 0
+    size = changes.get("micro_batch_size", 2)
+    assert KeptActivations(config_of(**changes), World(CPU), size).count == 0
 
 
 def test_what_is_no_size_is_named() -> None:
@@ -81,7 +82,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [(10, "auto", 5), (25, "auto", 4), (10, "40GiB", 2), (10, "1TiB", 5)],
 )
 def test_the_second_step_on_a_gpu_measures(before: int, bound: str, count: int) -> None:
-    kept = KeptActivations(config_of(activation_memory=bound), World(torch.device("cuda")))
+    kept = KeptActivations(config_of(activation_memory=bound), World(torch.device("cuda")), 2)
     memory = StepMemory({"the model": 16 * GIB}, before * GIB)
     assert kept.measures
     kept.after_step(memory)
@@ -91,11 +92,11 @@ def test_the_second_step_on_a_gpu_measures(before: int, bound: str, count: int) 
     kept.after_step(StepMemory({"the model": GIB}, 0))
     assert kept.count == count
 
-    again = KeptActivations(config_of(activation_memory=bound), World(torch.device("cuda")))
+    again = KeptActivations(config_of(activation_memory=bound), World(torch.device("cuda")), 2)
     again.load_state(json.loads(json.dumps(kept.state())))  # as in a checkpoint
     assert again.count == count
     other = config_of(activation_memory=bound, grad_checkpointing=True)
-    anew = KeptActivations(other, World(torch.device("cuda")))
+    anew = KeptActivations(other, World(torch.device("cuda")), 2)
     anew.load_state(kept.state())
     assert anew.measures
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megabatch.config.settings import TrainConfig, activation_bytes
+from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.errors import UsageError
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
@@ -20,6 +20,7 @@ from megabatch.planning.loss import loss_bytes, loss_seconds
 from megabatch.planning.machine import Machine
 from megabatch.planning.state import state_bytes
 from megabatch.planning.towers import AUTOCAST, MicroBatch, Sample, measure, sample_of
+from megabatch.torch_internals import is_batch_norm
 
 #: Bytes of Python objects per image file.
 _FILE_OVERHEAD = 500
@@ -110,7 +111,7 @@ def make_plan(
         NoPlan: the model's memory cannot be estimated.
     """
     planner = _Planner(config, towers, machine, file_bytes)
-    plan = planner.plan(config)
+    plan = planner.auto_plan() if config.micro_batch_size == "auto" else planner.plan(config)
     return plan if plan.fits else replace(plan, problem=planner.advice(plan))
 
 
@@ -121,7 +122,8 @@ def graph_bytes(config: TrainConfig, towers: Towers, device: str) -> int:
         NoPlan: the model's memory cannot be estimated.
     """
     planner = _Planner(config, towers, Machine(device, 1, 0))
-    return planner.micro_batch(min(config.micro_batch_size, config.global_batch_size)).further
+    size = min(unmeasured_micro_batch(config), config.global_batch_size)
+    return planner.micro_batch(size).further
 
 
 @dataclass
@@ -161,7 +163,7 @@ class _Planner:
         """
         machine = machine or self.machine
         rows = -(-config.global_batch_size // machine.count)
-        size = min(config.micro_batch_size, rows)
+        size = min(unmeasured_micro_batch(config), rows)
         on_gpu = machine.device == "cuda"
         parts = [*self._state(machine), *self._features(config, machine, rows)]
         micro = micro or self.micro_batch(size)
@@ -272,9 +274,44 @@ class _Planner:
         size = round(self.file_bytes) + _FILE_OVERHEAD + self.sample.text_bytes
         note = f"{size:,} bytes a pair, three batches"
         yield Part("image files and texts", dict.fromkeys(PHASES, 3 * rows * size), note)
-        decoded = min(rows, _DECODED * config.micro_batch_size) * self.sample.first_bytes
+        decoded = min(rows, _DECODED * unmeasured_micro_batch(config)) * self.sample.first_bytes
         note = f"{_DECODED} micro-batches"
         yield Part("decoded images", dict.fromkeys(PHASES, decoded), note)
+
+    # --- --micro-batch-size auto ------------------------------------------------------------
+
+    def auto_plan(self) -> Plan:
+        """The plan with the size of a run that measures none, or with the next one that fits.
+
+        On a GPU a run may choose a larger one: a note has the largest.
+        """
+        rows = -(-self.config.global_batch_size // self.machine.count)
+        size = min(unmeasured_micro_batch(self.config), rows)
+        plan = self.plan(replace(self.config, micro_batch_size=size))
+        if self.machine.device == "cpu" or any(map(is_batch_norm, self.towers.module.modules())):
+            return plan
+        if plan.peak > self.machine.limit:
+            size = 1 << self._largest_micro_batch(self.config, size).bit_length() >> 1 or 1
+            plan = self.plan(replace(self.config, micro_batch_size=size))
+        largest = self._largest_measured(size, rows) if plan.fits else size
+        counted = f"--micro-batch-size auto: counted with {size:,} pairs at a time"
+        if largest > size:
+            counted += f"; a run takes the fastest of the sizes that fit, up to {largest:,}"
+        return replace(plan, notes=(counted, *plan.notes))
+
+    def _largest_measured(self, size: int, rows: int) -> int:
+        """The largest size that fits: `size`, doubled some times, or all `rows`."""
+        if size == rows:
+            return size
+        first, second = self.micro_batch(size), self.micro_batch(min(2 * size, rows))
+        step = min(2 * size, rows) - size
+        fitting = size
+        for value in [*_doubled(2 * size, rows), rows]:
+            micro = _interpolated(first, second, (value - size) / step)
+            if not self.plan(replace(self.config, micro_batch_size=value), micro=micro).fits:
+                break
+            fitting = value
+        return fitting
 
     # --- suggestions ------------------------------------------------------------------------
 
@@ -292,7 +329,7 @@ class _Planner:
 
     def _suggestion(self, config: TrainConfig) -> str:
         rows = -(-config.global_batch_size // self.machine.count)
-        size = self._largest_micro_batch(config, min(config.micro_batch_size, rows))
+        size = self._largest_micro_batch(config, min(unmeasured_micro_batch(config), rows))
         if size:
             return f"--micro-batch-size {size} fits"
         config = replace(config, micro_batch_size=1)
@@ -339,6 +376,13 @@ class _Planner:
             if self.plan(config, machine).fits:
                 return machine.count
         return 0
+
+
+def _doubled(size: int, below: int) -> Iterator[int]:
+    """A size, doubled again and again, as long as it is below a bound."""
+    while size < below:
+        yield size
+        size *= 2
 
 
 def _bisect(fits: Callable[[int], bool], above: int) -> int:

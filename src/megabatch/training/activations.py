@@ -33,12 +33,12 @@ class KeptActivations:
         news: lines for the user about choices since they were last cleared.
     """
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
+    def __init__(self, config: TrainConfig, world: World, micro_batch_size: int) -> None:
         self._world = world
         self._device = world.device
         self._bound = activation_bytes(config, world.device.type)
         rows = -(-config.global_batch_size // world.size)
-        micro_batches = -(-rows // config.micro_batch_size)
+        micro_batches = -(-rows // micro_batch_size)
         self._micro_batches = micro_batches
         self._possible = kept_at_most(micro_batches, world.size)
         self._steps = 0
@@ -48,7 +48,7 @@ class KeptActivations:
         on_gpu = self._device.type == "cuda"
         self._conditions = [
             torch.cuda.get_device_name(self._device) if on_gpu else "cpu",
-            *(world.size, config.activation_memory, config.micro_batch_size),
+            *(world.size, config.activation_memory, micro_batch_size),
             *(config.parallel, config.grad_checkpointing, config.torchcompile),
         ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from megabatch.config.settings import TrainConfig
+from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.torch_internals import is_batch_norm
 from megabatch.training.world import World
 
@@ -50,7 +50,7 @@ def explanation(module: nn.Module, config: TrainConfig, world: World) -> str:
     layers = len(batch_norms(module))
     if not layers:
         return ""
-    rows = min(config.micro_batch_size, -(-config.global_batch_size // world.size))
+    rows = min(unmeasured_micro_batch(config), -(-config.global_batch_size // world.size))
     over = f"{rows:,} pairs at a time"
     hint = ""
     if world.size > 1 and config.use_bn_sync:

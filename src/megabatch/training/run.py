@@ -174,7 +174,7 @@ class Run:
             self.console.print(line)
 
     def _record(self, values: dict[str, float], speed: dict[str, float]) -> dict[str, float]:
-        step = self.trainer.step
+        step, found = self.trainer.step, self.trainer.micro_batch
         return {
             "step": step,
             "epoch": step / self.loader.batches_per_epoch,  # passes over the data so far
@@ -183,6 +183,7 @@ class Run:
             **speed,
             "seconds": self.meter.seconds,
             "memory_bytes": memory_bytes(self.trainer.device),
+            **({"micro_batch_size": found.rows} if found.measured else {}),
             **({"kept_micro_batches": kept} if (kept := self.trainer.kept.count) else {}),
         }
 
@@ -255,7 +256,7 @@ class Run:
         self.console.print(
             f"{config.model} ({millions:.1f}M parameters) on {len(self.loader.dataset):,} pairs of "
             f"{config.train_data}: {trainer.total_steps} steps of {config.global_batch_size:,} "
-            f"pairs, {config.micro_batch_size:,} at a time, {config.precision} on {self._where()}"
+            f"pairs, {self._at_a_time()}, {config.precision} on {self._where()}"
         )
         if config.workers and not self.loader.processes:
             self.console.print(
@@ -283,6 +284,12 @@ class Run:
         except NoPlan as error:
             self.console.print(f"--activation-memory has no effect: {error}")
             return 0
+
+    def _at_a_time(self) -> str:
+        found = self.trainer.micro_batch
+        if found.gauge is not None and not found.measured:
+            return "micro-batches of a size to be measured"
+        return f"{found.rows:,} at a time"
 
     def _where(self) -> str:
         device, size = self.trainer.device, self.world.size

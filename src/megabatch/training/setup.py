@@ -15,7 +15,7 @@ import torch
 from megabatch.config.file import to_dict
 from megabatch.config.problems import Conflict, problems, wrong_types
 from megabatch.config.resolve import Given, given_in, length_conflicts, resolve
-from megabatch.config.settings import TrainConfig
+from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
@@ -116,7 +116,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         rank=world.rank,
         world_size=world.size,
         timeout=config.data_timeout,
-        late=config.micro_batch_size if config.decode == "late" else None,
+        late=unmeasured_micro_batch(config) if config.decode == "late" else None,
     )
     return Setup(
         config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)), notes

@@ -28,6 +28,7 @@ from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep, ids_of
+from megabatch.training.micro_batch import MicroBatchSize
 from megabatch.training.optimizer import (
     create_optimizer,
     learning_rate,
@@ -62,6 +63,7 @@ class Trainer:
     Attributes:
         step: number of steps done.
         skipped: number of these that were skipped as not finite.
+        micro_batch: the number of pairs that go through the towers at a time, or how it is found.
         kept: chooses how many micro-batches of a step are encoded once.
     """
 
@@ -99,17 +101,9 @@ class Trainer:
         enabled = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
         self.objective = create_objective(config)
-        self.kept = KeptActivations(config, self.world)
-        self._step = CachedStep(
-            self.layout.model,
-            self.objective,
-            config.micro_batch_size,
-            locked=locked_towers(self.module),
-            lengths=trimmed,
-            device=device,
-            # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
-            feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
-        )
+        self._lengths = trimmed
+        self.micro_batch = MicroBatchSize(config, self.module, self.world)
+        self._divide(self.micro_batch.rows)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """Do one step; returns figures for the log, the same on every rank.
@@ -126,6 +120,11 @@ class Trainer:
             TrainingStopped: the loss or the gradient is not finite, and `on_nonfinite` is "stop" or
                 it happened too many times in a row.
         """
+        if self.micro_batch.find(
+            *(self._step, batch, self.layout, self._autocast),
+            optimizer_state=bool(self.optimizer.state),
+        ):
+            self._divide(self.micro_batch.rows)
         lr = learning_rate(self.config, self.step, self.total_steps)
         set_learning_rate(self.optimizer, lr)
         statistics = [buffer.clone() for buffer in self._statistics]
@@ -157,7 +156,8 @@ class Trainer:
 
     def take_news(self) -> list[str]:
         """Lines for the user about choices and compilation since the last call."""
-        news = list(self.kept.news)
+        news = [*self.micro_batch.news, *self.kept.news]
+        self.micro_batch.news.clear()
         self.kept.news.clear()
         if self._compiled is not None:
             news += self._compiled.news
@@ -178,6 +178,7 @@ class Trainer:
             "total_steps": self.total_steps,
             "scaler": self.scaler.state_dict(),
             "skipped_steps": self.skipped,
+            "micro_batch": self.micro_batch.state(),
             "kept_activations": self.kept.state(),
         }
         optimizer = state_tensors(self.module, self.optimizer)
@@ -203,7 +204,24 @@ class Trainer:
             self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.step = checkpoint.state["step"]
         self.skipped = checkpoint.state.get("skipped_steps", 0)  # absent in early versions
+        if self.micro_batch.load_state(checkpoint.state.get("micro_batch", {})):
+            self._divide(self.micro_batch.rows)
         self.kept.load_state(checkpoint.state.get("kept_activations", {}))
+
+    def _divide(self, rows: int) -> None:
+        """Divide batches into micro-batches of this many rows from now on."""
+        config = self.config
+        self.kept = KeptActivations(config, self.world, rows)
+        self._step = CachedStep(
+            self.layout.model,
+            self.objective,
+            rows,
+            locked=locked_towers(self.module),
+            lengths=self._lengths,
+            device=self.device,
+            # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
+            feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
+        )
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":

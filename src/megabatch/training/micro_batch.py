@@ -1,0 +1,437 @@
+"""The number of pairs that go through the towers at a time, found by measurements on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megabatch.config.settings import (
+    TrainConfig,
+    activation_bytes,
+    unmeasured_micro_batch,
+)
+from megabatch.data import Batch
+from megabatch.gradient_cache.feed import to_device
+from megabatch.gradient_cache.state import gradient_wrappers, no_sync, with_sync
+from megabatch.models.locking import locked_towers
+from megabatch.planning.kept import kept_at_most, kept_count
+from megabatch.planning.loss import loss_bytes
+from megabatch.planning.state import state_bytes
+from megabatch.torch_internals import is_compiled
+from megabatch.training.activations import OutOfMemory, gpu_memory
+from megabatch.training.batch_norm import batch_norms
+from megabatch.training.encoders import CachedStep
+from megabatch.training.parallel import Layout
+from megabatch.training.world import World
+
+#: The smallest size that is tried, unless it does not fit.
+SMALLEST = 128
+#: A larger size must be faster by this share: with smaller ones more activations can be kept.
+GAIN = 0.02
+#: The largest sizes without such a gain that are tried one after the other.
+WITHOUT_GAIN = 2
+#: Seconds after which no further size is tried.
+SECONDS = 90.0
+
+_SAMPLE = 64  # pairs of a batch, repeated, that a micro-batch of one shape consists of
+_SPREAD = 3  # micro-batches of a batch that are timed, from its longest texts to its shortest
+_ROUNDS = 3  # timed repetitions, at most
+_ENOUGH = 0.5  # seconds of timed repetitions that make do
+
+
+class Gauge:
+    """A GPU's clock and memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def seconds(self) -> float:
+        """The time when all work so far is done."""
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def usable(self) -> int:
+        """Bytes that tensors can have in addition to those that there are."""
+        return gpu_memory(self.device)[0] - self.allocated()
+
+    def allocated(self) -> int:
+        """Bytes of tensors."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        """The most bytes of tensors since the last `reset`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset(self) -> None:
+        """Return unused memory to the device, and begin a new peak."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The measurements of one size.
+
+    Attributes:
+        first: seconds per pair of a forward pass without a graph.
+        second: seconds per pair of the second pass, and of a locked tower's forward pass.
+        graph: bytes of a micro-batch's activations.
+        peak: the most bytes in addition to those before.
+    """
+
+    first: float
+    second: float
+    graph: int
+    peak: int
+
+
+class MicroBatchSize:
+    """The micro-batch size of a run: given, fixed or, if it is "auto" on a GPU, measured.
+
+    With batch normalisation the size changes what is learnt, so "auto" is a fixed size there.
+
+    Attributes:
+        rows: the size; before a measurement, that of a run without any.
+        measured: whether it was measured, in this run or before it was resumed.
+        gauge: measures sizes; None if there is nothing to measure.
+        news: lines for the user since they were last cleared.
+    """
+
+    def __init__(self, config: TrainConfig, module: nn.Module, world: World) -> None:
+        self._config, self._module, self._world = config, module, world
+        self.rows = unmeasured_micro_batch(config)
+        self.measured = False
+        on_gpu = world.device.type == "cuda"
+        auto = config.micro_batch_size == "auto" and not batch_norms(module)
+        self.gauge = Gauge(world.device) if auto and on_gpu else None
+        self.news: list[str] = []
+        self._conditions = [
+            torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
+            *(world.size, config.parallel, config.grad_checkpointing, config.torchcompile),
+            *(config.trim_texts, config.activation_memory),
+        ]
+
+    def find(
+        self,
+        step: CachedStep,
+        batch: Batch,
+        layout: Layout,
+        autocast: Callable[[], AbstractContextManager[Any]],
+        *,
+        optimizer_state: bool,
+    ) -> bool:
+        """Measure, if that is still to be done; all ranks call it before each step.
+
+        Args:
+            step: of the trainer, whose towers, lengths and device are used.
+            batch: this rank's part of the step's batch.
+            layout: of the module.
+            autocast: makes the context of the forward passes.
+            optimizer_state: whether the optimizer's state is in memory already.
+
+        Returns:
+            Whether the size is known only now. It is not if a rank has no pairs; then the next step
+            measures.
+
+        Raises:
+            OutOfMemory: not even one pair fits on some rank.
+        """
+        gauge, world, config = self.gauge, self._world, self._config
+        if self.measured or gauge is None or min(world.gather(len(batch))) == 0:
+            return False
+        trials = Trials(step, batch, gauge, autocast)
+        rows = -(-config.global_batch_size // world.size)
+
+        def room() -> int:
+            return gauge.usable() - self._reserved(rows, trials.features, optimizer_state)
+
+        with without_a_trace(layout, world.device):
+            search = Search(
+                *(trials, rows, world, room, gauge.seconds),
+                bound=activation_bytes(config, world.device.type),
+            )
+            self.rows = search.find()
+        gauge.reset()
+        self.measured = True
+        self.news.append(search.summary(self.rows))
+        return True
+
+    def _reserved(self, rows: int, features: Tensor, optimizer_state: bool) -> int:
+        """Bytes that a step takes in addition to a micro-batch, and that are not there yet."""
+        config, module = self._config, self._module
+        width, dtype = features.shape[-1], features.dtype
+        locked = locked_towers(module)
+        kind, ranks = self._world.device.type, self._world.size
+        later = 0 if optimizer_state else state_bytes(module, config, ranks).optimizer
+        # At the end of the first pass micro-batches are concatenated: both copies exist.
+        cached = 4 * rows * width * dtype.itemsize
+        return later + cached + loss_bytes(config, rows, width, dtype, kind, ranks, locked)
+
+    def state(self) -> dict[str, Any]:
+        """The choice, for a checkpoint."""
+        return {"rows": self.rows if self.measured else None, "conditions": self._conditions}
+
+    def load_state(self, state: dict[str, Any]) -> bool:
+        """Take over a size that was measured in the same conditions on all ranks.
+
+        Returns:
+            Whether there was one.
+        """
+        same = bool(state.get("rows")) and state["conditions"] == self._conditions
+        if self.gauge is None or not all(self._world.gather(same)):
+            return False
+        self.rows, self.measured = state["rows"], True
+        return True
+
+
+class Search:
+    """Finds the fastest size by trials, the same ones in the same order on all ranks.
+
+    Sizes are doubled as long as that is expected to fit and is worth it; the size of a rank's whole
+    share, which is encoded once, is tried in any case. Of sizes that are equally fast, within
+    `GAIN`, the smallest one is taken.
+
+    Args:
+        trial: measures a size on this rank; None if it does not fit.
+        largest: the most rows that a rank has.
+        world: the ranks.
+        room: bytes that a trial's peak may take; called after the first trial.
+        clock: seconds.
+        bound: bytes for activations that wait, None: all that are left.
+    """
+
+    def __init__(
+        self,
+        trial: Callable[[int], Trial | None],
+        largest: int,
+        world: World,
+        room: Callable[[], int],
+        clock: Callable[[], float],
+        *,
+        bound: int | None = 0,
+    ) -> None:
+        self._trial, self._largest, self._world = trial, largest, world
+        self._measure_room, self._clock, self._bound = room, clock, bound
+        self._room: int | None = None
+        self._began = clock()
+        self._elapsed = 0.0
+        self.tried: dict[int, Trial] = {}
+
+    def find(self) -> int:
+        """The size.
+
+        Raises:
+            OutOfMemory: not even one row fits.
+        """
+        size = first = min(SMALLEST, self._largest)
+        while not self._fits(size):
+            if size == 1:
+                raise OutOfMemory("out of memory with a single pair at a time")
+            size //= 2
+        if size < first:
+            return size
+        in_vain = 0
+        while size * 2 < self._largest and in_vain < WITHOUT_GAIN:
+            best = self._fastest()
+            if not self._promising(size * 2) or not self._fits(size * 2):
+                break
+            size *= 2
+            in_vain = 0 if self.seconds(size) * (1 + GAIN) < best else in_vain + 1
+        if self._largest not in self.tried and self._promising(self._largest):
+            self._fits(self._largest)
+        best = self._fastest()
+        return min(size for size in self.tried if self.seconds(size) <= best * (1 + GAIN))
+
+    def seconds(self, size: int) -> float:
+        """Seconds per pair with a size that was tried, with the activations kept that fit."""
+        trial, micro_batches = self.tried[size], -(-self._largest // size)
+        if micro_batches == 1:
+            return trial.second
+        assert self._room is not None
+        room = self._room - (trial.peak - trial.graph)
+        possible = kept_at_most(micro_batches, self._world.size)
+        kept = kept_count(trial.graph, possible, self._bound, room)
+        return trial.second + trial.first * (1 - kept / micro_batches)
+
+    def summary(self, chosen: int) -> str:
+        """A line for the user, with the rates of one process."""
+        rates = ", ".join(f"{s:,}: {1 / self.seconds(s):,.0f}" for s in sorted(self.tried))
+        return (
+            f"micro-batches of {chosen:,} pairs, found in {self._elapsed:.0f} s (pairs/s through "
+            f"the towers with {rates})"
+        )
+
+    def _fastest(self) -> float:
+        return min(map(self.seconds, self.tried))
+
+    def _promising(self, size: int) -> bool:
+        """Whether a size should fit, in memory and in time, by the largest one that was tried."""
+        assert self._room is not None
+        most = max(self.tried)
+        trial, factor = self.tried[most], size / most
+        once = size * (trial.first + trial.second)
+        repetition = once * min(_SPREAD, -(-self._largest // size))
+        seconds = once + repetition + min(_ROUNDS * repetition, repetition + _ENOUGH)
+        return trial.peak * factor <= self._room and self._elapsed + seconds <= SECONDS
+
+    def _fits(self, size: int) -> bool:
+        """Try a size on all ranks, and keep its measurements: the largest of all ranks."""
+        own = self._trial(size)
+        if self._room is None and own is not None:
+            self._room = self._measure_room()
+        seconds = self._clock() - self._began
+        found = self._world.gather((own and astuple(own), self._room, seconds))
+        trials, rooms, elapsed = zip(*found, strict=True)
+        self._elapsed = max(elapsed)
+        if any(trial is None for trial in trials):
+            return False
+        self._room = min(rooms)
+        trial = Trial(*map(max, zip(*trials, strict=True)))
+        if trial.peak > self._room:
+            return False
+        self.tried[size] = trial
+        return True
+
+
+class Trials:
+    """Runs micro-batches of a size through the towers, as both passes of a step do.
+
+    Texts are those of the batch, sorted and cut as in a step. Other inputs are copies of its first
+    rows: late images are not decoded for nothing.
+
+    Attributes:
+        features: an output (n, width) of the last trial's towers.
+    """
+
+    features: Tensor
+
+    def __init__(
+        self,
+        step: CachedStep,
+        batch: Batch,
+        gauge: Gauge,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._module, self._locked, self._device = step.module, step.locked, step.device
+        self._sorted = step.sorted_towers(batch)
+        self._samples = {
+            tower: to_device(inputs[:_SAMPLE], self._device)
+            for tower, inputs in (("image", batch.images), ("text", batch.texts))
+            if tower not in self._sorted
+        }
+        self._pairs, self._gauge, self._autocast = len(batch), gauge, autocast
+
+    def __call__(self, size: int) -> Trial | None:
+        """The measurements of a size; None if memory runs out."""
+        self._gauge.reset()
+        try:
+            return self._measured(min(size, self._pairs))
+        except torch.OutOfMemoryError:
+            pass
+        finally:  # not in the handler: the exception keeps tensors alive
+            self._module.zero_grad(set_to_none=True)
+        return None
+
+    def _measured(self, size: int) -> Trial:
+        gauge, count = self._gauge, -(-self._pairs // size)
+        before = gauge.allocated()
+        copies = {
+            tower: sample.repeat(-(-size // len(sample)), *[1] * (sample.ndim - 1))[:size]
+            for tower, sample in self._samples.items()
+        }
+        longest = self._inputs(slice(0, size), copies)
+        inputs = gauge.allocated() - before
+        graph = self._graph(longest)
+        spread = min(count, _SPREAD) if self._sorted else 1
+        places = [int((i + 0.5) * count / spread) for i in range(spread)]
+        rows = [slice(i * size, min((i + 1) * size, self._pairs)) for i in places]
+        parts = [self._inputs(part, copies) for part in rows]
+        self._both_passes(parts)
+        timed = [self._both_passes(parts)]
+        while len(timed) < _ROUNDS and sum(map(sum, timed)) < _ENOUGH:
+            timed.append(self._both_passes(parts))
+        pairs = sum(part.stop - part.start for part in rows)
+        first, second = min(timed, key=sum)
+        # Another micro-batch's inputs are on their way while one is computed.
+        return Trial(first / pairs, second / pairs, graph, gauge.peak() - before + inputs)
+
+    def _inputs(self, rows: slice, copies: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Inputs of each tower for these rows of the batch, on the device."""
+        cut = {tower: to_device(part[rows], self._device) for tower, part in self._sorted.items()}
+        return {tower: part[: rows.stop - rows.start] for tower, part in copies.items()} | cut
+
+    def _graph(self, inputs: dict[str, Tensor]) -> int:
+        """The bytes of a graph; also runs its backward pass."""
+        before = self._gauge.allocated()
+        with self._autocast():
+            outputs = self._trained(inputs)
+            graph = self._gauge.allocated() - before
+            _backward(outputs)
+        self.features = next(t.detach() for t in outputs if t.ndim == 2)
+        return graph
+
+    def _both_passes(self, parts: list[dict[str, Tensor]]) -> tuple[float, float]:
+        """Seconds of the first pass and of the rest of a step over these micro-batches."""
+        start = self._gauge.seconds()
+        with torch.no_grad(), self._autocast():
+            for inputs in parts:
+                self._trained(inputs)
+        middle = self._gauge.seconds()
+        with self._autocast():
+            for inputs in parts:
+                if self._locked is not None:
+                    with torch.no_grad():
+                        self._encode({self._locked: inputs[self._locked]})
+                _backward(self._trained(inputs))
+        return middle - start, self._gauge.seconds() - middle
+
+    def _trained(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        return self._encode({t: part for t, part in inputs.items() if t != self._locked})
+
+    def _encode(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        outputs = self._module(inputs.get("image"), inputs.get("text"))
+        return [output for output in outputs.values() if output is not None]
+
+
+def _backward(outputs: list[Tensor]) -> None:
+    trained = [output for output in outputs if output.requires_grad]
+    torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
+
+
+@contextlib.contextmanager
+def without_a_trace(layout: Layout, device: torch.device) -> Iterator[None]:
+    """Run forward and backward passes inside that change nothing and synchronise no gradients.
+
+    Afterwards buffers and torch's random numbers are as before, there are no gradients, and
+    compiled code is translated anew for the shapes that a step has: with those of the trials torch
+    would soon reach its limit of recompilations.
+
+    FSDP2's whole weights are gathered beforehand. So ranks need not make the same passes inside,
+    such as if memory runs out on one of them.
+    """
+    module = layout.module
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    shards = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    unsynchronised = with_sync(no_sync(gradient_wrappers(list(layout.model.modules()))))
+    devices = [device] if device.type == "cuda" else []
+    for shard in shards:
+        shard.unshard()
+    try:
+        with torch.random.fork_rng(devices), torch.enable_grad(), unsynchronised:
+            yield
+    finally:
+        module.zero_grad(set_to_none=True)
+        layout.end_step()
+        module.zero_grad(set_to_none=True)
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+        if any(map(is_compiled, module.modules())):
+            torch.compiler.reset()
