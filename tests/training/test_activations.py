@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.problems import problems
+from megabatch.data import Batch
 from megabatch.gradient_cache.offload import StepMemory
 from megabatch.models import create
+from megabatch.models.layers import Tower
+from megabatch.models.padding import Lengths
 from megabatch.planning import plan
 from megabatch.planning.plan import graph_bytes
 from megabatch.training import activations, train
@@ -25,7 +29,7 @@ from tests.similarity.distributed.processes import World as Ranks
 from tests.similarity.distributed.processes import on_processes
 from tests.training.conftest import MakeConfig
 from tests.training.runs import logged
-from tests.training.toy import CPU, batch_of, config_of, share_of, trainer_of
+from tests.training.toy import CPU, batch_of, config_of, share_of, toy, trainer_of
 
 GIB = 1 << 30
 
@@ -101,6 +105,22 @@ def test_the_second_step_on_a_gpu_measures(before: int, bound: str, count: int) 
     assert anew.measures
 
 
+@pytest.mark.usefixtures("gpu")
+def test_texts_of_later_batches_may_be_longer() -> None:
+    kept = KeptActivations(config_of(activation_memory="auto"), World(torch.device("cuda")), 2)
+    memory = StepMemory({"the model": 16 * GIB}, 10 * GIB)
+    for _ in range(2):  # 86 GiB are free, for the largest graph 8 GiB more
+        kept.after_step(memory, longer_texts=1.5)
+    assert kept.count == 4
+    lengths: dict[Tower, Lengths] = {"text": lambda tokens: tokens.sum(1)}
+    tokens = (torch.arange(24) < torch.tensor([[9], [1]])).long()
+    for known, longer in ((lengths, 24 / 16), (None, 1.0)):
+        trainer = trainer_of(config_of(), lengths=known)
+        batch = Batch(tokens, tokens, torch.arange(2))
+        assert trainer._step.longer_texts(batch) == longer
+        assert trainer._step.longer_texts(share_of(batch, [2, 0], 1)) == 1.0
+
+
 def test_room_is_never_more_than_either_phase_leaves() -> None:
     memory = StepMemory({}, peak_before_second_pass=20)
     assert room_for_graphs(memory, graph=5, usable=100, peak=22) == 80
@@ -151,7 +171,7 @@ def test_a_step_without_memory_is_repeated_with_fewer() -> None:
 
 
 @on_processes(2)
-def test_ranks_agree_and_one_that_runs_out_of_memory_stops(ranks: Ranks) -> None:
+def test_ranks_agree_and_one_that_runs_out_of_memory_alone_stops(ranks: Ranks) -> None:
     world = World(CPU, ranks.rank, ranks.size)
     sizes = [5, 3]
     reference = trainer_of(config_of(global_batch_size=8))
@@ -166,7 +186,53 @@ def test_ranks_agree_and_one_that_runs_out_of_memory_stops(ranks: Ranks) -> None
         trainer.kept.choose(1)
         assert trainer.kept.count == 2  # of three, the last of which synchronises
     with pytest.raises(OutOfMemory, match=f"rank {ranks.rank}: .* --activation-memory"):
-        trainer.kept.fewer()
+        trainer.kept.fewer(trainer.layout, torch.OutOfMemoryError("of the loss"))
+
+
+class Fails(nn.Module):
+    """Runs out of memory once, with the graph of its n-th micro-batch, forward or backward."""
+
+    def __init__(self, tower: nn.Module, call: int, backward: bool) -> None:
+        super().__init__()
+        self.tower, self.left, self.in_backward = tower, call, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = self.tower(x)
+        if torch.is_grad_enabled():
+            self.left -= 1
+            if self.left == 0 and self.in_backward:
+                features.register_hook(self.fail)
+            elif self.left == 0:
+                self.fail()
+        return features
+
+    def fail(self, *_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@on_processes(2)
+def test_all_ranks_repeat_a_step_in_which_one_runs_out_of_memory(ranks: Ranks) -> None:
+    world = World(CPU, ranks.rank, ranks.size)
+    sizes = [5, 3]
+    for parallel in ("ddp", "fsdp"):
+        for backward in (False, True):
+            config = config_of(global_batch_size=12, activation_memory="1000", parallel=parallel)
+            module, call = toy(), 2 if ranks.rank else -1
+            module.visual = Fails(module.visual, call, backward)  # type: ignore[assignment]
+            trainer = trainer_of(config, world, module=module)
+            trainer.kept.choose(1)
+            assert trainer.kept.count == 2
+            if parallel == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
+                with pytest.raises(OutOfMemory):  # on both ranks, none of which waits
+                    trainer.train_step(share_of(batch_of(0), sizes, ranks.rank))
+                continue
+            found = trainer.train_step(share_of(batch_of(0), sizes, ranks.rank))
+            assert trainer.kept.count == 1
+            again = trainer.train_step(share_of(batch_of(1), sizes, ranks.rank))
+            reference = trainer_of(config_of(global_batch_size=8))
+            assert found == pytest.approx(reference.train_step(batch_of(0)), rel=1e-9)
+            assert again == pytest.approx(reference.train_step(batch_of(1)), rel=1e-9)
+            assert "repeated with those of 1" in trainer.kept.news[-1]
 
 
 def test_a_run_keeps_what_is_planned_and_continues_with_it(

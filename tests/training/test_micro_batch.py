@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
@@ -53,7 +54,8 @@ class Machine:
     def search(self, largest: int, room: int | None = None, bound: int | None = 0) -> Search:
         left = self.memory if room is None else room
         world = World(CPU)
-        return Search(self, largest, world, lambda: left, lambda: self.now, bound=bound)
+        given = (self, largest, world, lambda: left, lambda: self.now)
+        return Search(*given, restart=lambda: None, bound=bound)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,10 @@ def test_smaller_micro_batches_keep_more_activations() -> None:
 def test_ranks_take_the_slowest_ones_measurements(ranks: Ranks) -> None:
     world = World(CPU, ranks.rank, ranks.size)
     own = Machine(100 if ranks.rank else 0, (2000 - 1000 * ranks.rank) * MIB)
-    search = Search(own, 1 << 20, world, lambda: own.memory, lambda: own.now)
+    search = Search(
+        *(own, 1 << 20, world, lambda: own.memory, lambda: own.now),
+        restart=lambda: None,
+    )
     assert world.gather(search.find()) == [512, 512]
     assert world.gather(own.sizes) == [[128, 256, 512]] * 2
     assert search.tried[512].second == pytest.approx(2e-3 * (1 + 100 / 512))
@@ -212,6 +217,20 @@ def test_a_search_leaves_no_trace(changes: dict[str, Any], locked: bool) -> None
         assert torch.equal(again.module.state_dict()[name], value), name
 
 
+class Full(nn.Module):
+    """Runs out of memory with more than `most` rows."""
+
+    def __init__(self, tower: nn.Module, most: int) -> None:
+        super().__init__()
+        self.tower, self.most = tower, most
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = self.tower(x)
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return features
+
+
 class Texts(nn.Module):
     """A tower of tokens, which notes the shapes that it gets."""
 
@@ -230,26 +249,23 @@ def test_texts_are_those_of_the_batch_sorted_and_cut() -> None:
     module = toy()
     module.text = texts = Texts()  # type: ignore[assignment]
     rows = torch.tensor([24, 12, 3, 16, 9, 1, 2, 12])  # lengths
-    tokens = (torch.arange(24) < rows[:, None]).long()
+    tokens = (torch.arange(30) < rows[:, None]).long()
     lengths: dict[Tower, Lengths] = {"text": lambda t: t.sum(1)}
     trainer = measured(config_of(global_batch_size=8), module=module, lengths=lengths)
     batch = Batch(batch_of(0).images, tokens, torch.arange(8))
     arguments = (trainer._step, batch, trainer.layout, trainer._autocast)
     trainer.micro_batch.find(*arguments, optimizer_state=False)
-    assert texts.shapes == {(2, 24), (2, 16), (2, 8), (4, 24), (4, 16), (8, 24)}
+    assert texts.shapes == {(2, 24), (2, 16), (2, 8), (4, 24), (4, 16), (8, 24)} | {
+        (2, 30),
+        (4, 30),
+        (8, 30),  # for the peak: other batches may have longer texts
+    }
 
 
 @pytest.mark.usefixtures("small")
 def test_a_size_for_which_memory_runs_out_is_left_out() -> None:
     module = toy()
-
-    class Full(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if len(x) > 4:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return x
-
-    module.visual.first = nn.Sequential(module.visual.first, Full())  # type: ignore[assignment]
+    module.visual = Full(module.visual, most=4)  # type: ignore[assignment]
     trainer = measured(config_of(global_batch_size=8), module=module)
     trainer.train_step(batch_of(0))
     assert trainer.micro_batch.rows in (2, 4)
@@ -263,15 +279,22 @@ def test_ranks_find_the_same_size_and_train_as_with_it(ranks: Ranks) -> None:
     for parallel in ("ddp", "fsdp"):
         config = config_of(global_batch_size=8, parallel=parallel)
         before, micro_batch.SMALLEST = micro_batch.SMALLEST, 1
+        possible = parallel == "ddp" or hasattr(FSDPModule, "reset_iter_state")
+        most = 2 if ranks.rank and possible else 8  # on one rank the others' size does not fit
+        module = toy()
+        module.visual = Full(module.visual, most)  # type: ignore[assignment]
         try:
-            trainer = measured(config, world)
+            trainer = measured(config, world, module=module)
             found = [trainer.train_step(share_of(batch_of(i), sizes, ranks.rank)) for i in (0, 1)]
         finally:
             micro_batch.SMALLEST = before
         rows = trainer.micro_batch.rows
         assert trainer.micro_batch.measured
         assert world.gather(rows) == [rows, rows]
-        fixed = trainer_of(replace(config, micro_batch_size=rows), world)
+        assert rows <= (2 if possible else 5)
+        module = toy()
+        module.visual = Full(module.visual, 8)  # type: ignore[assignment]
+        fixed = trainer_of(replace(config, micro_batch_size=rows), world, module=module)
         steps = [fixed.train_step(share_of(batch_of(i), sizes, ranks.rank)) for i in (0, 1)]
         assert found == steps
         weights = trainer.weights()

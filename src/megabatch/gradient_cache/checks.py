@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import struct
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megabatch.ranks import all_gather_numbers
 
 #: Training steps at whose beginning weights are compared: after the first update, and later, since
 #: an update may take several steps.
@@ -23,6 +26,27 @@ PARAMETERS = 4
 TOLERANCE = 1e-9
 
 _NOTHING = [0] * PARAMETERS
+
+
+class OutOfMemoryOnAllRanks(torch.OutOfMemoryError):
+    """Memory ran out on a rank, and all ranks stopped at the same place: they may try again."""
+
+
+@contextlib.contextmanager
+def out_of_memory_on_all_ranks(call: str, group: Any) -> Iterator[None]:
+    """Raise an OutOfMemoryOnAllRanks on all ranks if memory runs out inside on one of them.
+
+    Inside there must be no exchange between ranks. `call`: what it is, for messages.
+    """
+    failed = False
+    try:
+        yield
+    except torch.OutOfMemoryError:  # raised again below, where it keeps no tensors alive
+        failed = True
+    table = all_gather_numbers(call, [int(failed)], group)
+    if any(row[0] for row in table):
+        ranks = ", ".join(str(rank) for rank, row in enumerate(table) if row[0])
+        raise OutOfMemoryOnAllRanks(f"{call}: out of memory on rank {ranks}")
 
 
 class DriftCheck:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class SecondPass:
         offload: OffloadPolicy,
         gradients_on_host: bool | None,
         announce: Callable[[], None],
+        kept_backward: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Save the context that the second pass needs.
 
@@ -48,6 +50,7 @@ class SecondPass:
             offload: decides where gradients of features wait.
             gradients_on_host: as in GradientCache.
             announce: tells the other ranks that the backward pass begins here.
+            kept_backward: makes the context in which graphs that were kept go backward.
         """
         self.encodings = encodings
         self.begun = False
@@ -55,6 +58,7 @@ class SecondPass:
         self._offload = offload
         self._gradients_on_host = gradients_on_host
         self._announce = announce
+        self._kept_backward = kept_backward
         modules = [module for encoding in encodings for module in encoding.modules]
         self._devices = set().union(*(encoding.devices for encoding in encodings), cuda_devices())
         self._context = ForwardContext(dict.fromkeys(modules), self._devices)
@@ -199,8 +203,9 @@ class SecondPass:
                 encoding.backward_once(sums)
             return
         self._offload.memory.second_pass_begins(self._devices)
-        for encoding in self.encodings:  # all of them, so that what is encoded again has the memory
-            encoding.backward_kept(sums)
+        with self._kept_backward():  # of all encodings: what is encoded again has the memory
+            for encoding in self.encodings:
+                encoding.backward_kept(sums)
         replayed = [encoding for encoding in self.encodings if encoding.has_gradients()]
         for i, encoding in enumerate(replayed):
             again = any(encoding.encoder is later.encoder for later in replayed[i + 1 :])

@@ -19,8 +19,10 @@ those of a DistributedDataParallel around the whole training step, see one gradi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,7 +32,7 @@ from megabatch.gradient_cache.arguments import Settings
 from megabatch.gradient_cache.autograd import attach
 from megabatch.gradient_cache.batches import batch_size
 from megabatch.gradient_cache.by_length import Orders, in_encoders_order
-from megabatch.gradient_cache.checks import DriftCheck, UnusedLoss
+from megabatch.gradient_cache.checks import DriftCheck, UnusedLoss, out_of_memory_on_all_ranks
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.offload import OffloadPolicy, StepMemory
@@ -78,7 +80,9 @@ class GradientCache:
     encoded with a graph in the first pass, and not again: their activations wait in memory, and go
     first in the second pass, before others take memory. Gradients are the same to rounding. With
     DistributedDataParallel and FSDP2 inside, the micro-batch that synchronises is always encoded
-    again. FSDP1 and encoders with parameters that are out of sight keep none.
+    again. FSDP1 and encoders with parameters that are out of sight keep none. If memory runs out on
+    one of several ranks while graphs are kept, all of them raise a `torch.OutOfMemoryError`, before
+    any gradient is reduced; after clearing `.grad` they may repeat the step with fewer.
 
     **Frozen encoders** run once: if no output requires a gradient, there is no second pass. A
     module with trainable parameters is known to need one; for anything else (a locked tower, a
@@ -177,6 +181,7 @@ class GradientCache:
         self._offload = OffloadPolicy()
         self._drift = DriftCheck()
         self._steps = 0
+        self._keeps = False
         self._last: UnusedLoss | None = None
 
     def __call__(self, /, *batches: Any, **keywords: Any) -> Tensor:
@@ -238,13 +243,15 @@ class GradientCache:
             offload=self._offload,
             gradients_on_host=self.gradients_on_host,
             announce=lambda: self._begin_backward(unused, call),
+            kept_backward=lambda: self._memory_for_kept("kept graphs"),
         )
         try:
-            for encoding in encodings:
-                if once:
-                    encoding.forward_once()
-                else:
-                    encoding.forward(second_pass=True)
+            with self._memory_for_kept("first pass"):
+                for encoding in encodings:
+                    if once:
+                        encoding.forward_once()
+                    else:
+                        encoding.forward(second_pass=True)
             # Autocast caches casts of weights; those made without a graph pass no gradient on.
             torch.clear_autocast_cache()
             args, kwargs = self._loss_arguments(encodings)
@@ -256,6 +263,13 @@ class GradientCache:
             raise
         self._last = unused = UnusedLoss(second_pass.inputs)
         return attach(value, second_pass.inputs, second_pass)
+
+    def _memory_for_kept(self, part: str) -> AbstractContextManager[None]:
+        """Raise an error for lack of memory inside on all ranks, if activations are kept there."""
+        if not self._keeps or len(global_ranks(self.group)) == 1:
+            return contextlib.nullcontext()
+        call = f"GradientCache, {part} of step {self._steps}"
+        return out_of_memory_on_all_ranks(call, self.group)
 
     def _evaluate(self, encodings: list[Encoding], loss_kwargs: dict[str, Any]) -> Tensor:
         for encoding in encodings:
@@ -293,6 +307,7 @@ class GradientCache:
             starts = range(0, rows, size)
             encoding.micro_batches = [slice(start, min(start + size, rows)) for start in starts]
         counts, kept = self._agreed([len(e.micro_batches) for e in encodings], training)
+        self._keeps = any(kept)
         for encoding, count, most in zip(encodings, counts, kept, strict=True):
             rows = encoding.feed.rows
             encoding.micro_batches += [slice(rows, rows)] * (count - len(encoding.micro_batches))

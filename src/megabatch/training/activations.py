@@ -8,9 +8,11 @@ import torch
 
 from megabatch.config.settings import TrainConfig, activation_bytes
 from megabatch.errors import UsageError
+from megabatch.gradient_cache.checks import OutOfMemoryOnAllRanks
 from megabatch.gradient_cache.offload import StepMemory, free
 from megabatch.planning.kept import kept_at_most, kept_count
 from megabatch.planning.machine import FRAGMENTATION
+from megabatch.training.parallel import Layout
 from megabatch.training.world import World
 
 
@@ -72,8 +74,13 @@ class KeptActivations:
             "twice"
         )
 
-    def after_step(self, memory: StepMemory) -> None:
-        """Measure, if a number is still to be chosen; all ranks call it after each step."""
+    def after_step(self, memory: StepMemory, longer_texts: float = 1.0) -> None:
+        """Measure, if a number is still to be chosen; all ranks call it after each step.
+
+        Args:
+            memory: of the steps so far.
+            longer_texts: how many times as many tokens the longest text of another batch may have.
+        """
         if not self.measures:
             return
         self._steps += 1
@@ -81,18 +88,21 @@ class KeptActivations:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
         graph = sum(memory.activations.values())
-        self.choose(graph, room_for_graphs(memory, graph, *gpu_memory(self._device)))
+        room = room_for_graphs(memory, graph, *gpu_memory(self._device))
+        # The longest texts are in the first micro-batch, so only one graph would be as much larger.
+        self.choose(graph, room - int((longer_texts - 1) * graph))
 
-    def fewer(self) -> bool:
+    def fewer(self, layout: Layout, error: torch.OutOfMemoryError) -> bool:
         """Halve the number after memory ran out; False if no activations were kept.
 
         Raises:
-            OutOfMemory: there are other ranks. They may be waiting for this one inside a
-                collective, so it cannot repeat the step.
+            OutOfMemory: the step cannot be repeated. Other ranks do not know of the error, and may
+                be waiting for this one inside a collective; or FSDP2 cannot.
         """
         if not self.count:
             return False
-        if self._world.size > 1:
+        agreed = self._world.size == 1 or isinstance(error, OutOfMemoryOnAllRanks)
+        if not (agreed and layout.abandon_step()):
             raise OutOfMemory(
                 f"rank {self._world.rank}: out of memory with the activations of {self.count} "
                 "micro-batches kept; continue with --resume and a smaller --activation-memory "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
+from megabatch.gradient_cache.batches import CutRows
 from megabatch.gradient_cache.by_length import Orders, in_encoders_order
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.offload import StepMemory
@@ -90,10 +91,18 @@ class CachedStep:
         """GPU memory of the steps so far."""
         return self._cache.memory
 
-    def sorted_towers(self, batch: Batch) -> dict[str, Any]:
-        """The batches of the towers that take them by length, in that order: `CutRows`."""
-        named = {"image": batch.images, "text": batch.texts}
-        return in_encoders_order({t: self._sorted(t, named[t]) for t in self._lengths})
+    def sorted_towers(self, batch: Batch) -> dict[Tower, CutRows]:
+        """The batches of the towers that take them by length, in that order."""
+        named: dict[Tower, Any] = {"image": batch.images, "text": batch.texts}
+        return {tower: self._sorted(tower, named[tower]).rows for tower in self._lengths}
+
+    def longer_texts(self, batch: Batch) -> float:
+        """How many times as many tokens the longest text of another batch may have, at least 1."""
+        sorted_texts = self.sorted_towers(batch).values() if len(batch) else ()
+        return max(
+            (texts.tensor.shape[1] / texts[slice(0, 1)].shape[1] for texts in sorted_texts),
+            default=1.0,
+        )
 
     def _step(self, batch: Batch, ids: Tensor | None) -> Tensor:
         named = {} if ids is None else {"ids": ids}

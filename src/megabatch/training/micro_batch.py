@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.settings import (
     TrainConfig,
@@ -153,9 +152,18 @@ class MicroBatchSize:
         def room() -> int:
             return gauge.usable() - self._reserved(rows, trials.features, optimizer_state)
 
+        def restart() -> None:
+            if not layout.abandon_step():
+                raise OutOfMemory(
+                    "out of memory while sizes of micro-batches were tried, after which FSDP2 of "
+                    "this torch cannot go on; give --micro-batch-size a number"
+                )
+            layout.gather_weights()
+
         with without_a_trace(layout, world.device):
             search = Search(
                 *(trials, rows, world, room, gauge.seconds),
+                restart=restart,
                 bound=activation_bytes(config, world.device.type),
             )
             self.rows = search.find()
@@ -205,6 +213,7 @@ class Search:
         world: the ranks.
         room: bytes that a trial's peak may take; called after the first trial.
         clock: seconds.
+        restart: called on all ranks after a size did not fit on some of them.
         bound: bytes for activations that wait, None: all that are left.
     """
 
@@ -216,8 +225,10 @@ class Search:
         room: Callable[[], int],
         clock: Callable[[], float],
         *,
+        restart: Callable[[], None],
         bound: int | None = 0,
     ) -> None:
+        self._restart = restart
         self._trial, self._largest, self._world = trial, largest, world
         self._measure_room, self._clock, self._bound = room, clock, bound
         self._room: int | None = None
@@ -279,7 +290,7 @@ class Search:
         trial, factor = self.tried[most], size / most
         once = size * (trial.first + trial.second)
         repetition = once * min(_SPREAD, -(-self._largest // size))
-        seconds = once + repetition + min(_ROUNDS * repetition, repetition + _ENOUGH)
+        seconds = 2 * once + repetition + min(_ROUNDS * repetition, repetition + _ENOUGH)
         return trial.peak * factor <= self._room and self._elapsed + seconds <= SECONDS
 
     def _fits(self, size: int) -> bool:
@@ -292,6 +303,7 @@ class Search:
         trials, rooms, elapsed = zip(*found, strict=True)
         self._elapsed = max(elapsed)
         if any(trial is None for trial in trials):
+            self._restart()
             return False
         self._room = min(rooms)
         trial = Trial(*map(max, zip(*trials, strict=True)))
@@ -304,8 +316,9 @@ class Search:
 class Trials:
     """Runs micro-batches of a size through the towers, as both passes of a step do.
 
-    Texts are those of the batch, sorted and cut as in a step. Other inputs are copies of its first
-    rows: late images are not decoded for nothing.
+    Texts are those of the batch, sorted and cut as in a step; but the peak is that of whole ones,
+    as another batch may have longer texts. Other inputs are copies of its first rows: late images
+    are not decoded for nothing.
 
     Attributes:
         features: an output (n, width) of the last trial's towers.
@@ -347,18 +360,21 @@ class Trials:
             tower: sample.repeat(-(-size // len(sample)), *[1] * (sample.ndim - 1))[:size]
             for tower, sample in self._samples.items()
         }
-        longest = self._inputs(slice(0, size), copies)
-        inputs = gauge.allocated() - before
-        graph = self._graph(longest)
+        rows = slice(0, size)
+        whole = {tower: texts.tensor[rows] for tower, texts in self._sorted.items()}
+        largest = copies | {t: to_device(texts, self._device) for t, texts in whole.items()}
+        self._graph(largest)
+        inputs = sum(tensor.nbytes for tensor in largest.values())
+        graph = self._graph(self._inputs(rows, copies))
         spread = min(count, _SPREAD) if self._sorted else 1
         places = [int((i + 0.5) * count / spread) for i in range(spread)]
-        rows = [slice(i * size, min((i + 1) * size, self._pairs)) for i in places]
-        parts = [self._inputs(part, copies) for part in rows]
+        timed_rows = [slice(i * size, min((i + 1) * size, self._pairs)) for i in places]
+        parts = [self._inputs(part, copies) for part in timed_rows]
         self._both_passes(parts)
         timed = [self._both_passes(parts)]
         while len(timed) < _ROUNDS and sum(map(sum, timed)) < _ENOUGH:
             timed.append(self._both_passes(parts))
-        pairs = sum(part.stop - part.start for part in rows)
+        pairs = sum(part.stop - part.start for part in timed_rows)
         first, second = min(timed, key=sum)
         # Another micro-batch's inputs are on their way while one is computed.
         return Trial(first / pairs, second / pairs, graph, gauge.peak() - before + inputs)
@@ -419,11 +435,9 @@ def without_a_trace(layout: Layout, device: torch.device) -> Iterator[None]:
     """
     module = layout.module
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    shards = [part for part in module.modules() if isinstance(part, FSDPModule)]
     unsynchronised = with_sync(no_sync(gradient_wrappers(list(layout.model.modules()))))
     devices = [device] if device.type == "cuda" else []
-    for shard in shards:
-        shard.unshard()
+    layout.gather_weights()
     try:
         with torch.random.fork_rng(devices), torch.enable_grad(), unsynchronised:
             yield

@@ -56,6 +56,25 @@ class Layout:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def gather_weights(self) -> None:
+        """Make FSDP2's weights whole on all ranks, as a forward pass does."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+    def abandon_step(self) -> bool:
+        """Clear FSDP2's state after an error inside a step; all ranks must call this.
+
+        Returns:
+            Whether another step is possible: versions of torch without `reset_iter_state` cannot.
+        """
+        if not isinstance(self.module, FSDPModule):
+            return True
+        reset = getattr(self.module, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+        return reset is not None
+
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors on rank 0's host, in the shapes of one process; {} on other ranks.
 

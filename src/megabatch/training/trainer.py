@@ -142,7 +142,8 @@ class Trainer:
         with torch.no_grad():
             self.logit_scale.clamp_(0, math.log(self.config.max_logit_scale))
         self.step += 1
-        self.kept.after_step(self._step.memory)
+        if self.kept.measures:
+            self.kept.after_step(self._step.memory, self._step.longer_texts(batch))
         if self._compiled is not None:
             self._compiled.tell_time(self.step)
         if self.ema is not None and math.isfinite(loss) and math.isfinite(norm):
@@ -238,8 +239,8 @@ class Trainer:
             self._step.keep(self.kept.count or 0)
             try:
                 return self._gradients(batch)
-            except torch.OutOfMemoryError:
-                if not self.kept.fewer():
+            except torch.OutOfMemoryError as error:
+                if not self.kept.fewer(self.layout, error):
                     raise
             except RuntimeError as error:
                 self._go_on_uncompiled(error)
