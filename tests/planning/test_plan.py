@@ -67,7 +67,7 @@ def test_the_peak_of_a_real_step_that_keeps_activations(precision):
     images, texts = torch.zeros(256, 1, 32, 32, dtype=torch.uint8), torch.ones(256, 64).long()
     batch = Batch(images, texts, torch.arange(256))
     trainer = Trainer(config, towers.module, torch.device("cpu"), 10)
-    trainer.kept.choose(graph)
+    trainer.kept.choose([graph])
     trainer.train_step(batch)  # the optimizer's state is there now
     actual = peak_bytes(lambda: trainer.train_step(batch))
     there = ("weights", "optimizer state", "raw inputs")

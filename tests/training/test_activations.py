@@ -19,6 +19,7 @@ from megabatch.models import create
 from megabatch.models.layers import Tower
 from megabatch.models.padding import Lengths
 from megabatch.planning import plan
+from megabatch.planning.kept import kept_count
 from megabatch.planning.plan import graph_bytes
 from megabatch.training import activations, train
 from megabatch.training.activations import KeptActivations, OutOfMemory, room_for_graphs
@@ -48,8 +49,9 @@ def test_as_many_as_the_bytes_allow(graph: int, count: int) -> None:
     reference = trainer_of(config_of())
     expected, calls = passes(reference)
     assert calls == 8
+    assert reference._step.memory.graphs == {"the model": [0] * 4}  # bytes of a GPU
     trainer = trainer_of(config_of(global_batch_size=8, activation_memory="1000"))
-    trainer.kept.choose(graph)
+    trainer.kept.choose([graph])
     found, calls = passes(trainer)
     assert (trainer.kept.count, calls) == (count, 8 - count)
     assert f"activations of {count} of 4 micro-batches" in trainer.kept.news[0]
@@ -79,6 +81,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "gpu_memory", lambda device: (100 * GIB, 30 * GIB))
 
 
+def memory_of(graphs: list[int], before: int) -> StepMemory:
+    """With graphs of so many GiB, and so many in use before the second pass."""
+    return StepMemory({}, {"the model": [n * GIB for n in graphs]}, before * GIB)
+
+
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("before", "bound", "count"),
@@ -87,13 +94,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_second_step_on_a_gpu_measures(before: int, bound: str, count: int) -> None:
     kept = KeptActivations(config_of(activation_memory=bound), World(torch.device("cuda")), 2)
-    memory = StepMemory({"the model": 16 * GIB}, before * GIB)
+    memory = memory_of([16, 16, 16, 16, 16, 16], before)
     assert kept.measures
     kept.after_step(memory)
     assert kept.count is None
     kept.after_step(memory)
     assert kept.count == count
-    kept.after_step(StepMemory({"the model": GIB}, 0))
+    kept.after_step(memory_of([1], 0))
     assert kept.count == count
 
     again = KeptActivations(config_of(activation_memory=bound), World(torch.device("cuda")), 2)
@@ -108,7 +115,7 @@ def test_the_second_step_on_a_gpu_measures(before: int, bound: str, count: int) 
 @pytest.mark.usefixtures("gpu")
 def test_texts_of_later_batches_may_be_longer() -> None:
     kept = KeptActivations(config_of(activation_memory="auto"), World(torch.device("cuda")), 2)
-    memory = StepMemory({"the model": 16 * GIB}, 10 * GIB)
+    memory = memory_of([16] * 6, 10)
     for _ in range(2):  # 86 GiB are free, for the largest graph 8 GiB more
         kept.after_step(memory, longer_texts=1.5)
     assert kept.count == 4
@@ -121,8 +128,22 @@ def test_texts_of_later_batches_may_be_longer() -> None:
         assert trainer._step.longer_texts(share_of(batch, [2, 0], 1)) == 1.0
 
 
+@pytest.mark.usefixtures("gpu")
+def test_shorter_texts_leave_room_for_more_micro_batches() -> None:
+    kept = KeptActivations(config_of(activation_memory="auto"), World(torch.device("cuda")), 2)
+    memory = memory_of([40, 30, 20, 14, 12, 10], 0)  # the median, 17, leaves 87
+    for _ in range(2):
+        kept.after_step(memory)
+    assert kept.count == 5
+    assert f"({86 / 5 * 1024:,.1f} MiB each) wait" in kept.news[0]
+    assert kept_count([40, 30, 20], 3, None, 50) == 2
+    assert kept_count([40, 30, 20], 1, None, 50) == 1
+    assert kept_count([40, 30, 20], 3, None, None) == 3
+    assert kept_count([0, 0, 0], 3, 0) == 0
+
+
 def test_room_is_never_more_than_either_phase_leaves() -> None:
-    memory = StepMemory({}, peak_before_second_pass=20)
+    memory = StepMemory({}, {}, 20)
     assert room_for_graphs(memory, graph=5, usable=100, peak=22) == 80
     assert room_for_graphs(memory, graph=5, usable=100, peak=60) == 45
 
@@ -149,7 +170,7 @@ def test_a_step_without_memory_is_repeated_with_fewer() -> None:
     expected = trainer_of(config_of()).train_step(batch_of(0))
     trainer = trainer_of(config_of(global_batch_size=8, activation_memory="1000"))
     trainer.module.visual = full = Full(trainer.module.visual, most=4)
-    trainer.kept.choose(250)
+    trainer.kept.choose([250])
     trainer.kept.news.clear()
     reset = trainer.optimizer.zero_grad
 
@@ -179,11 +200,11 @@ def test_ranks_agree_and_one_that_runs_out_of_memory_alone_stops(ranks: Ranks) -
     for parallel in ("ddp", "fsdp"):
         config = config_of(global_batch_size=12, activation_memory="1000", parallel=parallel)
         trainer = trainer_of(config, world)
-        trainer.kept.choose(400 + 300 * ranks.rank)
+        trainer.kept.choose([400 + 300 * ranks.rank])
         assert trainer.kept.count == 1
         found = trainer.train_step(share_of(batch_of(0), sizes, ranks.rank))
         assert found == pytest.approx(expected, rel=1e-9)
-        trainer.kept.choose(1)
+        trainer.kept.choose([1])
         assert trainer.kept.count == 2  # of three, the last of which synchronises
     with pytest.raises(OutOfMemory, match=f"rank {ranks.rank}: .* --activation-memory"):
         trainer.kept.fewer(trainer.layout, torch.OutOfMemoryError("of the loss"))
@@ -220,7 +241,7 @@ def test_all_ranks_repeat_a_step_in_which_one_runs_out_of_memory(ranks: Ranks) -
             module, call = toy(), 2 if ranks.rank else -1
             module.visual = Fails(module.visual, call, backward)  # type: ignore[assignment]
             trainer = trainer_of(config, world, module=module)
-            trainer.kept.choose(1)
+            trainer.kept.choose([1])
             assert trainer.kept.count == 2
             if parallel == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
                 with pytest.raises(OutOfMemory):  # on both ranks, none of which waits

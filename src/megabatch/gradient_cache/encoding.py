@@ -44,7 +44,7 @@ class Encoding:
 
     After `forward`, `cached` holds the outputs of the whole batch as leaves of the loss's graph,
     and `per_sample` the keys of those that have a row per sample. After `backward`, `activations`
-    is the largest GPU memory of a micro-batch's graph, in bytes.
+    has the GPU memory of each micro-batch's graph, in bytes, by the number of the micro-batch.
 
     The last `kept` micro-batches are encoded once: `forward` records their graphs, which wait in
     `graphs`, by their outputs, for `backward_kept`. The graph of `forward_once` waits there, too.
@@ -90,7 +90,7 @@ class Encoding:
         self.random_states: list[dict[torch.device, Tensor]] = []
         self.cached: Outputs = {}
         self.gradients: Outputs = {}
-        self.activations = 0
+        self.activations: dict[int, int] = {}
         self.kept = 0
         self.graphs: list[Outputs] = []
         self._preparation = object()
@@ -158,7 +158,7 @@ class Encoding:
             with self._statistics_of(rows):
                 graph = self._encode(parts)
         self.graphs = [graph]
-        self.activations = allocated(self.devices) - before
+        self.activations[0] = allocated(self.devices) - before
         self._inspect_graph(graph)
         for key, output in self._without_graph(graph).items():
             self._cache(key, [output])
@@ -254,7 +254,7 @@ class Encoding:
         self.random_states.append(get_random_state(self.devices))
         with self._statistics_of(rows):
             outputs = self._encode(parts)
-        self.activations = max(self.activations, allocated(self.devices) - before)
+        self.activations[i] = allocated(self.devices) - before
         self._inspect_graph(outputs)
         # Leaves out of sight are FSDP2's whole parameters. Else their wrapper may be out of sight,
         # too, which would synchronise in the first of several backward passes only.
@@ -306,7 +306,7 @@ class Encoding:
         before = allocated(self.devices)
         with self.frozen.second_pass(i):
             encoded = self._encode(parts)
-        self.activations = max(self.activations, allocated(self.devices) - before)
+        self.activations[i] = allocated(self.devices) - before
         self._backpropagate(encoded, rows, last, sums)
 
     def _backpropagate(self, encoded: Outputs, rows: slice, last: bool, sums: GradientSums) -> None:

@@ -21,16 +21,21 @@ class StepMemory:
 
     Attributes:
         activations: for each encoder, by name, the largest graph of a micro-batch.
+        graphs: for each encoder, by name, the graphs of the last step's micro-batches.
         peak_before_second_pass: the allocator's peak when the last second pass began, after the
             first pass, the loss and the loss's backward pass.
     """
 
     activations: dict[str, int] = field(default_factory=dict)
+    graphs: dict[str, list[int]] = field(default_factory=dict)
     peak_before_second_pass: int = 0
 
-    def measured(self, encoder: str, activations: int) -> None:
-        """Note the memory of a micro-batch's graph."""
-        self.activations[encoder] = max(activations, self.activations.get(encoder, 0))
+    def measured(self, encoder: str, graphs: Iterable[int]) -> None:
+        """Note the memory of each micro-batch's graph."""
+        self.graphs[encoder] = [*graphs]
+        known = self.activations.get(encoder, 0)
+        self.activations[encoder] = max(self.graphs[encoder], default=known)
+        self.activations[encoder] = max(known, self.activations[encoder])
 
     def second_pass_begins(self, devices: Iterable[torch.device]) -> None:
         """Note the peak so far."""

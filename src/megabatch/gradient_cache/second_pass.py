@@ -210,7 +210,8 @@ class SecondPass:
         for i, encoding in enumerate(replayed):
             again = any(encoding.encoder is later.encoder for later in replayed[i + 1 :])
             encoding.backward(sums, synchronise=not again)
-            self._offload.memory.measured(encoding.name, encoding.activations)
+            graphs = [size for _, size in sorted(encoding.activations.items())]
+            self._offload.memory.measured(encoding.name, graphs)
 
     def _detached(self, value: Any) -> Any:
         """Replace a tensor that is the result of another graph by a leaf.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 
 def kept_at_most(micro_batches: int, ranks: int) -> int:
     """The most graphs that can wait for the second pass; a single micro-batch has none.
@@ -11,7 +14,13 @@ def kept_at_most(micro_batches: int, ranks: int) -> int:
     return 0 if micro_batches == 1 else micro_batches - (ranks > 1)
 
 
-def kept_count(graph: int, possible: int, *limits: int | None) -> int:
-    """How many of the `possible` graphs, each of this many bytes, are within all limits."""
-    counts = [limit // max(1, graph) for limit in limits if limit is not None]
-    return max(0, min([possible, *counts]))
+def kept_count(graphs: Sequence[int], possible: int, *limits: int | None) -> int:
+    """How many of the graphs, the last ones, are together within all limits of bytes.
+
+    graphs: their bytes, in the order of the micro-batches. `possible`: at most so many.
+    """
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    if limit is None:
+        return possible
+    sums = itertools.accumulate(max(1, graph) for graph in reversed(graphs))
+    return min(possible, sum(total <= limit for total in sums))

@@ -187,7 +187,8 @@ class _Planner:
             encode, loss, second = map(plan.total, PHASES[:3])
             room = machine.limit - max(encode, loss, second - graph)
         possible = kept_at_most(micro_batches, machine.count)
-        count = kept_count(graph, possible, activation_bytes(plan.config, machine.device), room)
+        bound = activation_bytes(plan.config, machine.device)
+        count = kept_count([graph] * micro_batches, possible, bound, room)
         if not count:
             return plan
         waiting = {"encode": count * graph, "loss": count * graph}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,8 +29,9 @@ class KeptActivations:
 
     On a GPU it follows from measurements. The first two steps keep none: the first one creates the
     optimizer's state and libraries' workspaces, and the second one's peak shows how much memory is
-    free. On the CPU, whose allocator reports no peak, memory is bounded by the setting alone, and
-    a micro-batch's activations are counted as in a plan.
+    free, and the size of each micro-batch's graph: with sorted texts the last micro-batches, which
+    are kept, are the smallest. On the CPU, whose allocator reports no peak, memory is bounded by
+    the setting alone, and a micro-batch's activations are counted as in a plan.
 
     Attributes:
         count: micro-batches kept per step; None before it is known.
@@ -59,18 +62,22 @@ class KeptActivations:
         """Whether the number follows from steps on a GPU, and is not known yet."""
         return self.count is None and self._device.type == "cuda"
 
-    def choose(self, graph: int, room: int | None = None) -> None:
+    def choose(self, graphs: Sequence[int], room: int | None = None) -> None:
         """Set the number, by agreement of all ranks.
 
         Args:
-            graph: bytes of a micro-batch's activations.
+            graphs: bytes of each micro-batch's activations, of which the last ones are kept; or of
+                one micro-batch, if all have as many.
             room: bytes that are free for them; None if only the setting bounds them.
         """
-        own = kept_count(graph, self._possible, self._bound, room)
+        if len(graphs) == 1:
+            graphs = [*graphs] * self._micro_batches
+        own = kept_count(graphs, self._possible, self._bound, room)
         self.count = min(self._world.gather(own))
+        mean = statistics.mean(graphs[-self.count :])  # of all if none is kept
         self.news.append(
             f"the activations of {self.count} of {self._micro_batches} micro-batches "
-            f"({graph / 2**20:,.1f} MiB each) wait for the backward pass; the others are encoded "
+            f"({mean / 2**20:,.1f} MiB each) wait for the backward pass; the others are encoded "
             "twice"
         )
 
@@ -87,10 +94,11 @@ class KeptActivations:
         if self._steps == 1:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        graph = sum(memory.activations.values())
-        room = room_for_graphs(memory, graph, *gpu_memory(self._device))
+        graphs = [*map(sum, zip(*memory.graphs.values(), strict=True))]
+        # Not the largest: the first one has autocast's casts of weights, too, and longer texts.
+        room = room_for_graphs(memory, int(statistics.median(graphs)), *gpu_memory(self._device))
         # The longest texts are in the first micro-batch, so only one graph would be as much larger.
-        self.choose(graph, room - int((longer_texts - 1) * graph))
+        self.choose(graphs, room - int((longer_texts - 1) * max(graphs)))
 
     def fewer(self, layout: Layout, error: torch.OutOfMemoryError) -> bool:
         """Halve the number after memory ran out; False if no activations were kept.

@@ -82,7 +82,7 @@ class Trial:
     Attributes:
         first: seconds per pair of a forward pass without a graph.
         second: seconds per pair of the second pass, and of a locked tower's forward pass.
-        graph: bytes of a micro-batch's activations.
+        graph: bytes of a micro-batch's activations, with texts of medium length.
         peak: the most bytes in addition to those before.
     """
 
@@ -269,7 +269,7 @@ class Search:
         assert self._room is not None
         room = self._room - (trial.peak - trial.graph)
         possible = kept_at_most(micro_batches, self._world.size)
-        kept = kept_count(trial.graph, possible, self._bound, room)
+        kept = kept_count([trial.graph] * micro_batches, possible, self._bound, room)
         return trial.second + trial.first * (1 - kept / micro_batches)
 
     def summary(self, chosen: int) -> str:
@@ -365,11 +365,11 @@ class Trials:
         largest = copies | {t: to_device(texts, self._device) for t, texts in whole.items()}
         self._graph(largest)
         inputs = sum(tensor.nbytes for tensor in largest.values())
-        graph = self._graph(self._inputs(rows, copies))
         spread = min(count, _SPREAD) if self._sorted else 1
         places = [int((i + 0.5) * count / spread) for i in range(spread)]
         timed_rows = [slice(i * size, min((i + 1) * size, self._pairs)) for i in places]
         parts = [self._inputs(part, copies) for part in timed_rows]
+        graph = self._graph(parts[spread // 2])
         self._both_passes(parts)
         timed = [self._both_passes(parts)]
         while len(timed) < _ROUNDS and sum(map(sum, timed)) < _ENOUGH:

@@ -44,7 +44,7 @@ class Run:
             setup.towers.lengths,
         )
         if graph:
-            self.trainer.kept.choose(graph)
+            self.trainer.kept.choose([graph])
         self.meter = Meter(0.0, 0.0)
         self._saved_step: int | None = None
         self._checkpoints = self.folder / "checkpoints"
