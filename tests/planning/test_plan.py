@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
@@ -14,6 +15,7 @@ from megabatch.planning.plan import PHASES, graph_bytes
 from megabatch.planning.state import state_bytes
 from megabatch.training.optimizer import create_optimizer
 from megabatch.training.trainer import Trainer
+from tests.models.tiny import TINY
 from tests.planning.allocator import peak_bytes
 
 CONFIG = replace(TrainConfig(), global_batch_size=256, micro_batch_size=64, warmup=1)
@@ -53,6 +55,35 @@ def test_the_peak_of_a_real_step(pairs, micro_batch_size, precision, least, most
     there = ("weights", "optimizer state", "raw inputs")
     planned = plan.peak - sum(part(plan, name)["loss"] for name in there)
     assert least < planned / actual < most
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_the_peak_of_a_real_step_with_trimmed_texts(keep):
+    towers = create(TINY)
+    config = replace(CONFIG, model=TINY, precision="fp32")
+    whole = make_plan(config, towers, CPU)
+    texts = torch.zeros(256, towers.tokenizer(["a"]).shape[1], dtype=torch.int64)
+    texts[:, 0], texts[:, 1] = 49406, 49407  # begin and end, so that two tokens count
+    images = torch.zeros(256, *towers.train_transform(Image.new("RGB", (32, 32))).shape).byte()
+    short = make_plan(config, towers, CPU, text_tokens=2)
+    assert short.notes == ("texts count with 8 tokens",)
+    assert short.peak < whole.peak
+    padded = make_plan(replace(config, trim_texts=False), towers, CPU, text_tokens=2)
+    assert padded.notes == ("texts count with all of their tokens: none is cut",)
+    assert padded.peak == whole.peak
+    keeping = replace(config, activation_memory="1TiB")
+    waiting = part(make_plan(keeping, towers, CPU, text_tokens=2), "kept activations")
+    graph = waiting["loss"] // 4
+    config = replace(config, activation_memory=str(keep * graph))
+    plan = make_plan(config, towers, CPU, text_tokens=2)
+    trainer = Trainer(config, towers.module, torch.device("cpu"), 10, lengths=towers.lengths)
+    trainer.kept.choose([graph])
+    batch = Batch(images, texts, torch.arange(256))
+    trainer.train_step(batch)  # the optimizer's state is there now
+    actual = peak_bytes(lambda: trainer.train_step(batch))
+    there = ("weights", "optimizer state", "raw inputs")
+    planned = plan.peak - sum(part(plan, name)["loss"] for name in there)
+    assert 0.97 < planned / actual < 1.03
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

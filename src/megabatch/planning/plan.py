@@ -30,6 +30,8 @@ _DECODED = 5
 COMPILED = "activations are those of towers that are not compiled: at most what compiled ones take"
 #: The note of a plan with trimmed texts.
 TRIMMED = "texts count with all of their tokens: at most what trimmed ones take"
+#: The notes of a plan with a number of tokens.
+TOKENS, PADDED = "texts count with {} tokens", "texts count with all of their tokens: none is cut"
 #: Phases of a step, in order.
 PHASES = ("encode", "loss", "second pass", "update")
 
@@ -95,7 +97,12 @@ class Plan:
 
 
 def make_plan(
-    config: TrainConfig, towers: Towers, machine: Machine, *, file_bytes: float | None = None
+    config: TrainConfig,
+    towers: Towers,
+    machine: Machine,
+    *,
+    file_bytes: float | None = None,
+    text_tokens: int | None = None,
 ) -> Plan:
     """Estimate a run's memory, whether it fits, and if not, settings that would.
 
@@ -106,11 +113,13 @@ def make_plan(
         towers: its model.
         machine: its devices.
         file_bytes: mean size of an image file if images are decoded late; else None.
+        text_tokens: tokens of a micro-batch's longest text, if texts are trimmed; None: all that
+            the model takes.
 
     Raises:
         NoPlan: the model's memory cannot be estimated.
     """
-    planner = _Planner(config, towers, machine, file_bytes)
+    planner = _Planner(config, towers, machine, file_bytes, text_tokens)
     plan = planner.auto_plan() if config.micro_batch_size == "auto" else planner.plan(config)
     return plan if plan.fits else replace(plan, problem=planner.advice(plan))
 
@@ -132,11 +141,15 @@ class _Planner:
     towers: Towers
     machine: Machine
     file_bytes: float | None = None
+    text_tokens: int | None = None
     _measured: dict[int, MicroBatch] = field(default_factory=dict)
 
     @cached_property
     def sample(self) -> Sample:
-        return sample_of(self.towers)
+        sample = sample_of(self.towers)
+        if self.text_tokens is None or not self.config.trim_texts:
+            return sample
+        return sample.with_tokens(self.text_tokens, self.towers.lengths)
 
     def micro_batch(self, size: int) -> MicroBatch:
         if size not in self._measured:
@@ -171,13 +184,18 @@ class _Planner:
         parts.append(Part("activations", _passes(micro, once=size == rows), kept))
         if on_gpu:
             parts.append(_inputs_on_gpu(size * self.sample.nbytes, once=size == rows))
-        trimmed = config.trim_texts and bool(self.towers.lengths)
         compiled = on_gpu if config.torchcompile is None else config.torchcompile
-        notes = (COMPILED,) * compiled + (TRIMMED,) * trimmed
+        notes = (COMPILED,) * compiled + self._texts_note()
         plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)
         return self._with_kept(self._with_host(plan, rows), micro, -(-rows // size))
+
+    def _texts_note(self) -> tuple[str, ...]:
+        trimmed = self.config.trim_texts and bool(self.towers.lengths)
+        if self.text_tokens is None:
+            return (TRIMMED,) * trimmed
+        return (TOKENS.format(self.sample.text[0][0]) if trimmed else PADDED,)
 
     def _with_kept(self, plan: Plan, micro: MicroBatch, micro_batches: int) -> Plan:
         """Add the activations that wait for the second pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -62,6 +62,19 @@ class Sample:
     def text_bytes(self) -> int:
         """Bytes of a text."""
         return _size(*self.text)
+
+    def with_tokens(self, tokens: int, towers: Collection[str]) -> Sample:
+        """The sample with texts of at most so many tokens for these towers, as trimmed ones have.
+
+        Trimmed texts have a multiple of 8 tokens, or all.
+        """
+
+        def cut(tower: str, one: tuple[tuple[int, ...], torch.dtype]) -> Any:
+            (context, *more), dtype = one
+            width = min(context, -(-tokens // 8) * 8) if tower in towers else context
+            return (width, *more), dtype
+
+        return Sample(cut("image", self.first), cut("text", self.text))
 
     def __iter__(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
         return iter((self.first, self.text))

@@ -34,6 +34,9 @@ class PlanOptions:
     gpu_name: str = ""
     """Name of the GPUs of another machine; for a measured kind the time of the loss is estimated.
     """
+    text_tokens: Annotated[int | None, Interval(at_least=1)] = None
+    """Tokens of a micro-batch's longest text, where texts are trimmed (trim_texts). Default: all
+    that the model takes, which some text of a large batch usually has."""
     json: bool = False
     """Print JSON, sizes in bytes."""
 
@@ -61,7 +64,11 @@ def main(argv: list[str]) -> int:
     for note in notes:
         print(note, file=sys.stderr)
     files = mean_bytes(open_data(config)) if late else None
-    plan = make_plan(config, build_towers(config), _machine(options, config), file_bytes=files)
+    plan = make_plan(
+        *(config, build_towers(config), _machine(options, config)),
+        file_bytes=files,
+        text_tokens=options.text_tokens,
+    )
     if options.json:
         print(json.dumps(to_json(plan), indent=1))
     else:
