@@ -65,6 +65,8 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
         ("hf_pooling", "max", "'mean' or 'cls' or 'last'"),
         ("matryoshka_dims", (8, 0.5), "a list, each a whole number"),
         ("global_batch_size", 4096.0, "a whole number"),
+        ("micro_batch_size", 1.5, "a whole number or 'auto'"),
+        ("micro_batch_size", "large", "a whole number or 'auto'"),
         ("workers", True, "a whole number"),
         ("lr", "fast", "a number"),
         ("resume", "yes", "true or false"),

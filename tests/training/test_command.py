@@ -32,6 +32,7 @@ def test_a_packaged_configuration_is_known_by_name() -> None:
 
 def test_underscores_will_do() -> None:
     assert parse(["--micro_batch_size", "7"])[0].micro_batch_size == 7
+    assert parse(["--micro-batch-size", "auto"])[0].micro_batch_size == "auto"
 
 
 def test_an_unknown_configuration_is_refused() -> None:

@@ -38,14 +38,14 @@ class Machine:
     second.
     """
 
-    def __init__(self, overhead: float, memory: int, rank: int = 0) -> None:
-        self.overhead, self.memory, self.rank = overhead, memory, rank
-        self.now, self.sizes = 0.0, list[int]()
+    def __init__(self, overhead: float, memory: int) -> None:
+        self.overhead, self.memory = overhead, memory
+        self.now, self.sizes, self.compilation = 0.0, list[int](), 0.0
 
     def __call__(self, size: int) -> Trial | None:
         self.sizes.append(size)
         pair = 1e-3 * (1 + self.overhead / size)
-        self.now += 10 * size * pair
+        self.now += 10 * size * pair + self.compilation
         graph = size * MIB
         if graph > self.memory:
             return None
@@ -58,27 +58,32 @@ class Machine:
         return Search(*given, restart=lambda: None, bound=bound)
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_batch, "SECONDS", 1e9)
+
+
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize(
     ("overhead", "memory", "found", "sizes"),
     [
-        (0, 1 << 35, 128, [128, 256, 512]),  # nothing is gained by larger ones
-        (100, 1 << 35, 4096, [2**k for k in range(7, 15)]),
-        (100, 1024 * MIB, 1024, [128, 256, 512, 1024]),  # the next is not even tried
-        (100, 1100 * MIB, 1024, [128, 256, 512, 1024]),
-        (100, 100 * MIB, 64, [128, 64]),
-        (100, 1 * MIB, 1, [128, 64, 32, 16, 8, 4, 2, 1]),
+        (0, 1 << 35, 512, [512, 1024, 2048]),  # nothing is gained by larger ones
+        (400, 1 << 35, 16384, [2**k for k in range(9, 16)]),
+        (400, 4096 * MIB, 4096, [512, 1024, 2048, 4096]),  # the next is not even tried
+        (400, 4500 * MIB, 4096, [512, 1024, 2048, 4096]),
+        (400, 100 * MIB, 64, [512, 256, 128, 64]),
+        (400, 1 * MIB, 1, [2**k for k in range(9, -1, -1)]),
     ],
 )
 def test_sizes_are_doubled_while_that_is_faster_and_fits(
-    overhead: float, memory: int, found: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+    overhead: float, memory: int, found: int, sizes: list[int]
 ) -> None:
-    monkeypatch.setattr(micro_batch, "SECONDS", 1e9)
     machine = Machine(overhead, memory)
     search = machine.search(1 << 20)
     assert search.find() == found
     assert machine.sizes == sizes
-    best = min(1 + overhead / 2**k for k in range(7, 20) if 2**k * MIB <= memory or k == 7)
-    if found >= micro_batch.SMALLEST:
+    best = min(1 + overhead / 2**k for k in range(9, 20) if 2**k * MIB <= memory or k == 9)
+    if found >= micro_batch.FIRST:
         assert (1 + overhead / found) < 1.05 * best
     assert f"micro-batches of {found:,} pairs, found in {machine.now:.0f} s" in search.summary(
         found
@@ -90,39 +95,49 @@ def test_no_more_is_tried_than_there_is_time_for() -> None:
     search = machine.search(1 << 20)
     found = search.find()
     assert machine.now <= micro_batch.SECONDS
-    assert found == max(machine.sizes) < 1 << 10
+    assert found == max(machine.sizes) < 1 << 12
+    machine = Machine(1e3, 1 << 40)
+    machine.compilation = 40.0
+    assert machine.search(1 << 20).find() == 512  # another 40 s and its trial would be too much
+    assert machine.sizes == [512]
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_the_whole_share_is_tried_as_it_is_encoded_once() -> None:
     machine = Machine(0, 1 << 40)
-    assert machine.search(3000).find() == 3000
-    assert machine.sizes == [128, 256, 512, 3000]
-    machine = Machine(0, 2999 * MIB)
-    assert machine.search(3000).find() == 128
+    assert machine.search(12_000).find() == 12_000
+    assert machine.sizes == [512, 1024, 2048, 12_000]
+    machine = Machine(0, 11_999 * MIB)
+    assert machine.search(12_000).find() == 512
     assert machine.search(100).find() == 100
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_smaller_micro_batches_keep_more_activations() -> None:
-    # Of 4,096 pairs 4,000 could wait, in micro-batches of 1,024 only 3,072.
-    machine = Machine(20, 4000 * MIB)
-    search = machine.search(4096, bound=None)
-    assert search.find() == 256
-    assert machine.search(4096).find() == 1024
+    # Of 16,384 pairs 16,000 could wait, in micro-batches of 4,096 only 12,288.
+    machine = Machine(80, 16_000 * MIB)
+    search = machine.search(16_384, bound=None)
+    assert search.find() == 1024
+    assert machine.search(16_384).find() == 4096
+
+
+def test_a_single_pair_is_the_least() -> None:
+    assert Machine(0, 4000 * MIB).search(4096, room=-1).find() == 1  # it ran, as it may in a step
     with pytest.raises(OutOfMemory, match="with a single pair"):
-        machine.search(4096, room=-1).find()
+        Machine(0, 0).search(4096).find()
 
 
 @on_processes(2)
 def test_ranks_take_the_slowest_ones_measurements(ranks: Ranks) -> None:
     world = World(CPU, ranks.rank, ranks.size)
-    own = Machine(100 if ranks.rank else 0, (2000 - 1000 * ranks.rank) * MIB)
+    own = Machine(400 if ranks.rank else 0, (8000 - 4000 * ranks.rank) * MIB)
     search = Search(
         *(own, 1 << 20, world, lambda: own.memory, lambda: own.now),
         restart=lambda: None,
     )
-    assert world.gather(search.find()) == [512, 512]
-    assert world.gather(own.sizes) == [[128, 256, 512]] * 2
-    assert search.tried[512].second == pytest.approx(2e-3 * (1 + 100 / 512))
+    assert world.gather(search.find()) == [2048, 2048]
+    assert world.gather(own.sizes) == [[512, 1024, 2048]] * 2
+    assert search.tried[2048].second == pytest.approx(2e-3 * (1 + 400 / 2048))
 
 
 class Paper(Gauge):
@@ -172,7 +187,7 @@ def noisy() -> nn.Module:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch, "SMALLEST", 2)
+    monkeypatch.setattr(micro_batch, "FIRST", 2)
 
 
 def measured(config: TrainConfig, world: World | None = None, **more: Any) -> Trainer:
@@ -278,7 +293,7 @@ def test_ranks_find_the_same_size_and_train_as_with_it(ranks: Ranks) -> None:
     sizes = [5, 3]
     for parallel in ("ddp", "fsdp"):
         config = config_of(global_batch_size=8, parallel=parallel)
-        before, micro_batch.SMALLEST = micro_batch.SMALLEST, 1
+        before, micro_batch.FIRST = micro_batch.FIRST, 1
         possible = parallel == "ddp" or hasattr(FSDPModule, "reset_iter_state")
         most = 2 if ranks.rank and possible else 8  # on one rank the others' size does not fit
         module = toy()
@@ -287,7 +302,7 @@ def test_ranks_find_the_same_size_and_train_as_with_it(ranks: Ranks) -> None:
             trainer = measured(config, world, module=module)
             found = [trainer.train_step(share_of(batch_of(i), sizes, ranks.rank)) for i in (0, 1)]
         finally:
-            micro_batch.SMALLEST = before
+            micro_batch.FIRST = before
         rows = trainer.micro_batch.rows
         assert trainer.micro_batch.measured
         assert world.gather(rows) == [rows, rows]

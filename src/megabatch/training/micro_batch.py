@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.config.settings import (
+    UNMEASURED_MICRO_BATCH,
     TrainConfig,
     activation_bytes,
     unmeasured_micro_batch,
@@ -24,21 +25,20 @@ from megabatch.models.locking import locked_towers
 from megabatch.planning.kept import kept_at_most, kept_count
 from megabatch.planning.loss import loss_bytes
 from megabatch.planning.state import state_bytes
-from megabatch.torch_internals import is_compiled
 from megabatch.training.activations import OutOfMemory, gpu_memory
 from megabatch.training.batch_norm import batch_norms
 from megabatch.training.encoders import CachedStep
 from megabatch.training.parallel import Layout
 from megabatch.training.world import World
 
-#: The smallest size that is tried, unless it does not fit.
-SMALLEST = 128
+#: The first size that is tried, and the smallest unless it does not fit.
+FIRST = UNMEASURED_MICRO_BATCH
 #: A larger size must be faster by this share: with smaller ones more activations can be kept.
 GAIN = 0.02
 #: The largest sizes without such a gain that are tried one after the other.
 WITHOUT_GAIN = 2
-#: Seconds after which no further size is tried.
-SECONDS = 90.0
+#: Seconds that all trials may take together.
+SECONDS = 100.0
 
 _SAMPLE = 64  # pairs of a batch, repeated, that a micro-batch of one shape consists of
 _SPREAD = 3  # micro-batches of a batch that are timed, from its longest texts to its shortest
@@ -141,7 +141,7 @@ class MicroBatchSize:
             measures.
 
         Raises:
-            OutOfMemory: not even one pair fits on some rank.
+            OutOfMemory: memory runs out with one pair on some rank.
         """
         gauge, world, config = self.gauge, self._world, self._config
         if self.measured or gauge is None or min(world.gather(len(batch))) == 0:
@@ -233,16 +233,16 @@ class Search:
         self._measure_room, self._clock, self._bound = room, clock, bound
         self._room: int | None = None
         self._began = clock()
-        self._elapsed = 0.0
+        self._elapsed = self._last = 0.0
         self.tried: dict[int, Trial] = {}
 
     def find(self) -> int:
         """The size.
 
         Raises:
-            OutOfMemory: not even one row fits.
+            OutOfMemory: memory runs out with one row.
         """
-        size = first = min(SMALLEST, self._largest)
+        size = first = min(FIRST, self._largest)
         while not self._fits(size):
             if size == 1:
                 raise OutOfMemory("out of memory with a single pair at a time")
@@ -287,11 +287,16 @@ class Search:
         """Whether a size should fit, in memory and in time, by the largest one that was tried."""
         assert self._room is not None
         most = max(self.tried)
-        trial, factor = self.tried[most], size / most
+        trial = self.tried[most]
+        compilation = max(0.0, self._last - self._duration(most, trial))
+        seconds = self._elapsed + self._duration(size, trial) + compilation
+        return seconds <= SECONDS and trial.peak * size / most <= self._room
+
+    def _duration(self, size: int, trial: Trial) -> float:
+        """Seconds that the trial of a size takes with the speed of another, without compilation."""
         once = size * (trial.first + trial.second)
         repetition = once * min(_SPREAD, -(-self._largest // size))
-        seconds = 2 * once + repetition + min(_ROUNDS * repetition, repetition + _ENOUGH)
-        return trial.peak * factor <= self._room and self._elapsed + seconds <= SECONDS
+        return 2 * once + repetition + min(_ROUNDS * repetition, repetition + _ENOUGH)
 
     def _fits(self, size: int) -> bool:
         """Try a size on all ranks, and keep its measurements: the largest of all ranks."""
@@ -301,16 +306,17 @@ class Search:
         seconds = self._clock() - self._began
         found = self._world.gather((own and astuple(own), self._room, seconds))
         trials, rooms, elapsed = zip(*found, strict=True)
-        self._elapsed = max(elapsed)
+        self._last = max(elapsed) - self._elapsed
+        self._elapsed += self._last
         if any(trial is None for trial in trials):
             self._restart()
             return False
         self._room = min(rooms)
         trial = Trial(*map(max, zip(*trials, strict=True)))
-        if trial.peak > self._room:
-            return False
-        self.tried[size] = trial
-        return True
+        fits = trial.peak <= self._room or size == 1  # nothing smaller could be tried
+        if fits:
+            self.tried[size] = trial
+        return fits
 
 
 class Trials:
@@ -366,7 +372,8 @@ class Trials:
         self._graph(largest)
         inputs = sum(tensor.nbytes for tensor in largest.values())
         spread = min(count, _SPREAD) if self._sorted else 1
-        places = [int((i + 0.5) * count / spread) for i in range(spread)]
+        # All micro-batches of whole texts are alike, but for the last one, which may be smaller.
+        places = [int((i + 0.5) * count / spread) if self._sorted else 0 for i in range(spread)]
         timed_rows = [slice(i * size, min((i + 1) * size, self._pairs)) for i in places]
         parts = [self._inputs(part, copies) for part in timed_rows]
         graph = self._graph(parts[spread // 2])
@@ -426,9 +433,8 @@ def _backward(outputs: list[Tensor]) -> None:
 def without_a_trace(layout: Layout, device: torch.device) -> Iterator[None]:
     """Run forward and backward passes inside that change nothing and synchronise no gradients.
 
-    Afterwards buffers and torch's random numbers are as before, there are no gradients, and
-    compiled code is translated anew for the shapes that a step has: with those of the trials torch
-    would soon reach its limit of recompilations.
+    Afterwards buffers and torch's random numbers are as before, and there are no gradients. (Blocks
+    stay compiled for the shapes that they had inside, as a step needs some of them.)
 
     FSDP2's whole weights are gathered beforehand. So ranks need not make the same passes inside,
     such as if memory runs out on one of them.
@@ -447,5 +453,3 @@ def without_a_trace(layout: Layout, device: torch.device) -> Iterator[None]:
         module.zero_grad(set_to_none=True)
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
-        if any(map(is_compiled, module.modules())):
-            torch.compiler.reset()
