@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.settings import TrainConfig
@@ -285,6 +287,22 @@ def test_a_size_for_which_memory_runs_out_is_left_out() -> None:
     trainer.train_step(batch_of(0))
     assert trainer.micro_batch.rows in (2, 4)
     assert "8: " not in trainer.micro_batch.news[0].split("with")[1]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_search_goes_on_uncompiled_if_a_backward_pass_cannot_be_compiled() -> None:
+    trainer = measured(config_of(global_batch_size=8))
+    trainer._compiled = compiled = mock.Mock()
+    compiled.give_up.side_effect = lambda _: hook.remove()
+
+    def fail(*_: object) -> None:
+        raise TorchDynamoException("no kernel for this")
+
+    hook = trainer.module.visual.register_full_backward_hook(fail)
+    expected = trainer_of(config_of(global_batch_size=8, micro_batch_size=8))
+    assert trainer.train_step(batch_of(0)) == expected.train_step(batch_of(0))
+    assert trainer.micro_batch.measured
+    compiled.give_up.assert_called_once()
 
 
 @on_processes(2)

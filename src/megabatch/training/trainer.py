@@ -120,11 +120,7 @@ class Trainer:
             TrainingStopped: the loss or the gradient is not finite, and `on_nonfinite` is "stop" or
                 it happened too many times in a row.
         """
-        if self.micro_batch.find(
-            *(self._step, batch, self.layout, self._autocast),
-            optimizer_state=bool(self.optimizer.state),
-        ):
-            self._divide(self.micro_batch.rows)
+        self._find_micro_batch(batch)
         lr = learning_rate(self.config, self.step, self.total_steps)
         set_learning_rate(self.optimizer, lr)
         statistics = [buffer.clone() for buffer in self._statistics]
@@ -223,6 +219,20 @@ class Trainer:
             # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
         )
+
+    def _find_micro_batch(self, batch: Batch) -> None:
+        """Measure the size of micro-batches, if that is still to be done."""
+        while True:
+            try:
+                found = self.micro_batch.find(
+                    *(self._step, batch, self.layout, self._autocast),
+                    optimizer_state=bool(self.optimizer.state),
+                )
+                break
+            except RuntimeError as error:
+                self._go_on_uncompiled(error)
+        if found:
+            self._divide(self.micro_batch.rows)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
