@@ -132,7 +132,8 @@ def run(
         *("--train-num-samples", options.batch_size * options.steps, "--epochs", 1),
         *("--batch-size", options.batch_size // processes // accum, "--accum-freq", accum),
         *("--precision", options.precision, "--device", options.device, "--workers", 0),
-        *("--lr", 1e-3, "--warmup", min(10, options.steps), "--log-every-n-steps", 1),
+        # OpenCLIP's cosine divides by the steps after the warm-up.
+        *("--lr", 1e-3, "--warmup", min(10, options.steps // 2), "--log-every-n-steps", 1),
         *("--report-to", "tensorboard", "--save-frequency", 0),
         *("--logs", folder / "logs", "--name", name),
         *(("--local-loss", "--gather-with-grad") if processes > 1 else ()),
