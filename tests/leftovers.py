@@ -84,7 +84,9 @@ class State:
         settings.set_gather(self.gather)
         settings.set_overlap(self.overlap)
         if torch.empty(0).device != self.default_device:
-            torch.set_default_device(self.default_device)
+            # None and not "cpu", which would leave a mode that sees every function's call.
+            on_cpu = self.default_device.type == "cpu"
+            torch.set_default_device(None if on_cpu else self.default_device)
         os.chdir(self.folder)
         for name in os.environ.keys() - self.variables.keys():
             if not name.startswith(OWN):
