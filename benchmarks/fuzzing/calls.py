@@ -44,11 +44,14 @@ def _with_temperature(make: Callable[[Any], Any], case: Case, g: Given) -> Calla
 
 def infonce(case: Case, g: Given, group: Any) -> list[Tensor]:
     o, f = case["options"], g.features
-    settings = {k: v for k, v in o.items() if k not in ("negatives", "own", "queue", "in_call")}
+    others = ("negatives", "own", "queue", "guide", "in_call")
+    settings = {k: v for k, v in o.items() if k not in others}
     settings |= {"normalize": case["normalize"], "group": group}
     loss = _with_temperature(lambda t: losses.InfoNCELoss(t, **settings), case, g)
-    queue, pairs = f.get("queue"), g.ids.get("x")
-    return [loss(f["x"], f["y"], f.get("negatives"), queue=queue, ids=pairs, weights=g.weights)]
+    further = {"queue": f.get("queue"), "ids": g.ids.get("x"), "weights": g.weights}
+    names = {"query": "x", "positive": "y", "negatives": "negatives", "queue": "queue"}
+    guides = {f"guide_{name}": f.get(f"guide {matrix}") for name, matrix in names.items()}
+    return [loss(f["x"], f["y"], f.get("negatives"), **further, **guides)]
 
 
 def views(case: Case, g: Given, group: Any) -> list[Tensor]:

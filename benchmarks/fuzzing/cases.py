@@ -179,6 +179,8 @@ def _infonce_options(rng: random.Random, margin: float | None) -> Case:
         options |= {"margin": None, "same_tower": [], "reverse": None}
         name = "label_smoothing" if further == "smoothed" else "tau_plus"
         options[name] = rng.choice([0.05, 0.5])
+    #: The width of a guide model's features, whose similarities the margin is then about.
+    options["guide"] = rng.choice([None, 1, 8, 24]) if options["margin"] is not None else None
     return options
 
 
@@ -196,6 +198,8 @@ def _features(rng: random.Random, case: Case) -> Case:
             sizes["negatives"] = rows
         if options["queue"] is not None:
             sizes["queue"] = [options["queue"]] * case["ranks"]
+        if options["guide"]:
+            sizes |= {f"guide {matrix}": on_ranks for matrix, on_ranks in sizes.items()}
     elif name == "distill":
         sizes |= {"teacher x": rows, "teacher y": rows}
     elif name in ("ntxent", "dcl"):
@@ -210,15 +214,15 @@ def _features(rng: random.Random, case: Case) -> Case:
         sizes["y"] = columns
     made: Case = {}
     for matrix, on_ranks in sizes.items():
-        own = matrix == "negatives" and options["negatives"] == "own"
+        own = matrix.endswith("negatives") and options["negatives"] == "own"
         layout = rng.choice(["plain", "strided"] if own else LAYOUTS)
         layout = "plain" if case["values"] == "learnt" else layout
         if case["normalize"] and case["dtype"] != "float64" and layout == "one column":
             layout = "plain"  # a gradient that cancels: all that is left of it are roundings
         same = [m for m in made if made[m]["rows"] == on_ranks and not made[m]["is"]]
         other = rng.choice(same) if same and rng.random() < 0.12 else None
-        frozen = rng.random() < 0.2 or matrix == "queue" or name in RANKING
-        if matrix in ("negatives", "queue") or matrix.startswith("teacher"):
+        frozen = rng.random() < 0.2 or matrix.endswith("queue") or name in RANKING
+        if matrix in ("negatives", "queue") or matrix.startswith(("teacher", "guide")):
             other = None
         made[matrix] = {"rows": on_ranks, "layout": layout, "frozen": frozen, "is": other}
     return made
@@ -233,7 +237,8 @@ def generator(case: Case, *what: object) -> torch.Generator:
 
 
 def width(case: Case, name: str) -> int:
-    d: int = case["options"]["teacher_d"] if name.startswith("teacher") else case["d"]
+    further = {"teacher": "teacher_d", "guide": "guide"}.get(name.split()[0])
+    d: int = case["options"][further] if further else case["d"]
     return d
 
 
@@ -249,9 +254,9 @@ def leaf(case: Case, name: str, rank: int) -> Tensor:
         "one row": (1, d),
         "one column": (n, 1),
     }[layout]
-    if name == "negatives" and case["options"].get("negatives") == "own":
+    if name.endswith("negatives") and case["options"].get("negatives") == "own":
         shape = (n, case["options"]["own"], shape[1])
-    owner = 0 if name == "queue" else rank  # which all ranks hold alike
+    owner = 0 if name.endswith("queue") else rank  # which all ranks hold alike
     source = generator(case, name, owner)
     if case["values"] == "integers":
         return torch.randint(-2, 3, shape, generator=source).double()

@@ -63,7 +63,7 @@ class Side:
 
     def _features(self, name: str) -> Tensor:
         parts = []
-        for rank in self.ranks[:1] if name == "queue" else self.ranks:
+        for rank in self.ranks[:1] if name.endswith("queue") else self.ranks:
             leaf = cases.leaf(self.case, name, rank)
             # Rounded as the library's are, whichever side this is.
             leaf = leaf.to(getattr(torch, self.case["dtype"])).to(self.device, self.dtype)

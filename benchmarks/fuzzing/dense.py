@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -140,59 +140,78 @@ def siglip(case: Case, g: Given, product: Product) -> list[Tensor]:
     return [siglip_of(_pair(case, g, product) + bias, g.ids.get("x"), g.weights)]
 
 
+class Negatives(NamedTuple):
+    """One kind of candidates of all queries; `judged`: the similarities that a margin is about."""
+
+    products: Tensor
+    judged: Tensor
+    there: Tensor | None  #: which of them are negatives; None: all
+    mode: str = ""  #: the hardness mode that names their kind
+
+
 def infonce(case: Case, g: Given, product: Product) -> list[Tensor]:
     o = case["options"]
     f = {name: unit(value, case["normalize"]) for name, value in g.features.items()}
-    query, positive, own = f["x"], f["y"], f.get("negatives") if o["negatives"] == "own" else None
-    b, device = len(query), query.device
+    b, device = len(f["x"]), f["x"].device
     others = ~same(g.ids.get("x"), b, device)
-    s = product(query, positive)
-    hit = s.diagonal()
-    towers = {"query": query, "positive": positive}
-    # Products with each kind of candidates, those that are there, the mode that names their kind.
-    parts: list[tuple[Tensor, Tensor | None, str]] = [(s, others, "in_batch_negatives")]
-    parts += [(product(towers[name], towers[name]), others, "") for name in o["same_tower"]]
+
+    def against(row: str, col: str, there: Tensor | None, mode: str = "") -> Negatives:
+        made = product(f[row], f[col].flatten(0, -2))
+        guided = o["guide"] and product(f[f"guide {row}"], f[f"guide {col}"].flatten(0, -2))
+        return Negatives(made, guided if o["guide"] else made, there, mode)
+
+    pairs = against("x", "y", others, "in_batch_negatives")
+    towers = {"query": "x", "positive": "y"}
+    parts = [pairs, *(against(towers[name], towers[name], others) for name in o["same_tower"])]
     if o["negatives"] == "shared":
-        parts.append((product(query, f["negatives"]), None, "in_batch_negatives"))
-    if own is not None:
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        products = (query.to(wide)[:, None] * own.to(wide)).sum(-1)
-        parts.append((products, None, "hard_negatives"))
-    if own is not None and o["share_negatives"]:
-        flat = own.flatten(0, 1)
-        foreign = ~same(None, b, device).repeat_interleave(own.shape[1], 1)
-        parts.append((product(query, flat), foreign, "in_batch_negatives"))
+        parts.append(against("x", "negatives", None, "in_batch_negatives"))
+    if o["negatives"] == "own":
+        made = _products_of_rows(f["x"], f["negatives"])
+        guided = o["guide"] and _products_of_rows(f["guide x"], f["guide negatives"])
+        parts.append(Negatives(made, guided if o["guide"] else made, None, "hard_negatives"))
+    if o["negatives"] == "own" and o["share_negatives"]:
+        foreign = ~same(None, b, device).repeat_interleave(f["negatives"].shape[1], 1)
+        parts.append(against("x", "negatives", foreign, "in_batch_negatives"))
         if "positive" in o["same_tower"]:
-            parts.append((product(positive, flat), foreign, ""))
+            parts.append(against("y", "negatives", foreign))
     if o["queue"] is not None:
-        parts.append((product(query, f["queue"].detach()), None, "in_batch_negatives"))
-    if o["reverse"] == "joint":
-        parts.append((s.T, others, ""))
-    logits, kept = _negatives(case, g, hit, parts)
-    hit = g.scale * hit
-    losses = _against(case, g, hit, logits, kept)
+        f["queue"] = f["queue"].detach()
+        parts.append(against("x", "queue", None, "in_batch_negatives"))
+    reverse = Negatives(pairs.products.T, pairs.judged.T, others)
+    parts += [reverse] * (o["reverse"] == "joint")
+    hit = g.scale * pairs.products.diagonal()
+    judged = pairs.judged.diagonal()
+    losses = _against(case, g, hit, *_negatives(case, g, judged, parts))
     if o["reverse"] == "separate":
         plain_case = {"options": o | {"hardness_mode": None}}
-        back = _negatives(plain_case, g, s.diagonal(), [(s.T, others, "")])
+        back = _negatives(plain_case, g, judged, [reverse])
         losses = (losses + _against(case, g, hit, *back)) / 2
     return [weighted_mean(losses, g.weights)]
 
 
+def _products_of_rows(x: Tensor, own: Tensor) -> Tensor:
+    """(b, d) and (b, k, d) -> (b, k): each row with its own others."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (x.to(wide)[:, None] * own.to(wide)).sum(-1)
+
+
 def _negatives(
-    case: Case, g: Given, hit: Tensor, parts: list[tuple[Tensor, Tensor | None, str]]
+    case: Case, g: Given, judged: Tensor, parts: list[Negatives]
 ) -> tuple[Tensor, Tensor]:
-    """Logits of all negatives, (b, n), and which of them are there."""
+    """Logits of all negatives, (b, n), and which of them are there; `judged`: of the positives."""
     o = case["options"]
     logits, masks = [], []
-    for products, there, mode in parts:
-        weighted = mode and o["hardness_mode"] in (mode, "all_negatives")
+    for part in parts:
+        weighted = part.mode and o["hardness_mode"] in (part.mode, "all_negatives")
         strength = o["hardness_strength"] if weighted else 0.0
-        logits.append(g.scale * products + strength * products.detach())
-        kept = torch.ones_like(products, dtype=torch.bool) if there is None else there
+        logits.append(g.scale * part.products + strength * part.products.detach())
+        kept = part.there
+        if kept is None:
+            kept = torch.ones_like(part.products, dtype=torch.bool)
         if o["margin"] is not None:
-            limit = hit.detach()[:, None] + o["margin"]
-            note_gaps(g, products.detach() - limit, kept)
-            kept = kept & ~(products.detach() > limit)
+            limit = judged.detach()[:, None] + o["margin"]
+            note_gaps(g, part.judged.detach() - limit, kept)
+            kept = kept & ~(part.judged.detach() > limit)
         masks.append(kept)
     return torch.cat(logits, 1), torch.cat(masks, 1)
 
