@@ -16,9 +16,27 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 Mark = TypeVar("Mark")
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_REFERENCE = re.compile(r"(?!hf:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+class Reference(str):
+    """The type of a setting that names a Python object, as `module:name`. Values are plain str."""
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Reference: "module:name",
+}
+
+
+def is_reference(value: object) -> bool:
+    """Whether a value has the form `module:name`; `hf:FOLDER` names a folder."""
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
 
 
 @dataclass(frozen=True)
@@ -129,6 +147,8 @@ def accepts(hint: Any, value: Any) -> bool:
         return isinstance(value, tuple) and all(accepts(item, part) for part in value)
     if hint in (int, float) and isinstance(value, bool):
         return False
+    if hint is Reference:
+        return is_reference(value)
     return isinstance(value, (int, float) if hint is float else hint)
 
 
@@ -160,6 +180,10 @@ def parse_value(hint: Any, word: str) -> Any:
         return parse_value(last, word)
     if get_origin(hint) is Literal:
         if word not in get_args(hint):
+            raise ValueError(word)
+        return word
+    if hint is Reference:
+        if not is_reference(word):
             raise ValueError(word)
         return word
     return hint(word)

@@ -11,6 +11,7 @@ from megabatch.config.openclip_options import INSTEAD, VALUES
 from megabatch.config.resolve import Given, levels
 from megabatch.config.settings import GROUPS, TrainConfig
 from megabatch.options import Parser
+from megabatch.references import refuse_references
 
 _DESCRIPTION = """Train two towers on pairs with one contrastive loss over the whole global batch.
 
@@ -20,11 +21,14 @@ Name a model and data (--model ViT-B-32 --train-data 'shards/{{000..099}}.tar'),
 
 @dataclass(frozen=True)
 class Start:
-    """The source of all settings that are not given as options."""
+    """The source of all settings that are not given as options, and whether it is trusted."""
 
     config: str | None = None
     """A TOML file with settings: a packaged one by name, or your own, such as a run's config.toml.
     """
+    trust: bool = False
+    """Let the configuration, also that of a resumed run, name code to run: a model or a loss of the
+    form module:name. Otherwise only the command line may."""
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, Given]:
@@ -36,7 +40,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, Given]:
         The configuration and the sources of its values.
 
     Raises:
-        UsageError: an option or the file is invalid.
+        UsageError: an option or the file is invalid, or the file names code and is not trusted.
         SystemExit: after `--help`.
     """
     return configure(parser((Start, TrainConfig), "megabatch train", _DESCRIPTION).parse(argv))
@@ -52,10 +56,12 @@ def parser(classes: Sequence[type], prog: str, description: str, **groups: str) 
 def configure(chosen: dict[str, Any]) -> tuple[TrainConfig, Given]:
     """The configuration from parsed options, and the sources of its values; see `parse`."""
     options = dict(chosen)
-    name = options.pop("config", None)
+    name, trust = options.pop("config", None), options.pop("trust", False)
     config = TrainConfig(**options)
     own = config.output / "config.toml"
     if name is None and config.resume and own.is_file():
         name = own
     settings = {} if name is None else read_settings(name)
+    if not trust:
+        refuse_references({k: v for k, v in settings.items() if k not in options}, f"{name}")
     return replace(TrainConfig(), **settings | options), levels(settings, options)

@@ -14,6 +14,7 @@ from megabatch import files
 from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError
 from megabatch.hints import accepts, describe_type, settings_of
+from megabatch.references import refuse_references
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,18 +30,27 @@ def packaged() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in _CONFIGS.iterdir() if ".toml" in f.name)
 
 
-def load_config(name_or_path: str | Path) -> TrainConfig:
+def load_config(name_or_path: str | Path, *, trust: bool = False) -> TrainConfig:
     """Read a configuration: a packaged one by name, or a TOML file. Missing fields have defaults.
 
+    With `trust`, its model and loss may be code to run (`module:name`).
+
     Raises:
-        UsageError: there is no such file, it is not TOML, or it has unknown keys or values of the
-            wrong type; the message has all of them.
+        UsageError: there is no such file, it is not TOML, it has unknown keys or values of the
+            wrong type, in which case the message has all of them, or it names code to run.
     """
-    return replace(TrainConfig(), **read_settings(name_or_path))
+    settings = read_settings(name_or_path)
+    if not trust:
+        refuse_references(settings, name_or_path)
+    return replace(TrainConfig(), **settings)
 
 
 def read_settings(name_or_path: str | Path) -> dict[str, Any]:
-    """The settings that a configuration contains, by field; otherwise as `load_config`."""
+    """The settings that a configuration contains, by field, code to run among them.
+
+    Raises:
+        UsageError: as `load_config`.
+    """
     name = str(name_or_path)
     if name in packaged():
         return _parse((_CONFIGS / f"{name}.toml").read_text(encoding="utf-8"), name)

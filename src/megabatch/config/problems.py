@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megabatch.config.settings import TrainConfig, activation_bytes, resolve_device
-from megabatch.hints import accepts, describe_type, option, settings_of, with_value
+from megabatch.hints import (
+    accepts,
+    describe_type,
+    is_reference,
+    option,
+    settings_of,
+    with_value,
+)
 from megabatch.losses.registry import TRAINABLE, losses_with
 
 
@@ -105,8 +112,16 @@ def _of_data(config: TrainConfig) -> Iterator[Conflict]:
 
 
 def _of_loss(config: TrainConfig) -> Iterator[Conflict]:
-    supported = TRAINABLE[config.loss].duplicates
-    if config.duplicates not in supported:
+    own = is_reference(config.loss)
+    supported = ("negatives",) if own else tuple(TRAINABLE[config.loss].duplicates)
+    if own and config.duplicates not in supported:
+        yield Conflict(
+            f"--duplicates {config.duplicates}: expected without it, as a loss of your own gets "
+            "ids if it takes them",
+            ("duplicates", "loss"),
+            {"duplicates": "negatives"},
+        )
+    elif config.duplicates not in supported:
         yield Conflict(
             f"--duplicates {config.duplicates}: the {config.loss} loss can take them for "
             + " or ".join(supported),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megabatch.hints import Details, Interval, parse_bytes
+from megabatch.hints import Details, Interval, Reference, parse_bytes
 from megabatch.losses.registry import LossName, describe_duplicates, describe_losses
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class TrainConfig:
     model: str = ""
     """Required: the name of an open_clip architecture such as ViT-B-32; local-dir:PATH, a folder
     that open_clip saved for the hub; hf:PATH, a folder that transformers saved, with a model of
-    images and texts (CLIP, SigLIP) or a text encoder for pairs of texts; or glyph-small or
-    icon-small."""
+    images and texts (CLIP, SigLIP) or a text encoder for pairs of texts; glyph-small or icon-small;
+    or module:function, your own (docs/recipes.md)."""
     pretrained: Path | None = None
     """Initial weights: a local .safetensors file, a .pt file of OpenCLIP's trainer, or a folder
     that open_clip or a run wrote."""
@@ -137,8 +137,8 @@ class TrainConfig:
     steps: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
     """Optimizer steps, instead of epochs."""
 
-    loss: Annotated[LossName, Details(describe_losses())] = "clip"
-    """The loss over the global batch."""
+    loss: Annotated[LossName | Reference, Details(describe_losses())] = "clip"
+    """The loss over the global batch: one of these, or module:Class, your own (docs/recipes.md)."""
     duplicates: Annotated[
         Literal["negatives", "positives", "ignored"], Details(describe_duplicates())
     ] = "negatives"

@@ -37,11 +37,13 @@ class EvalConfig:
     run: Annotated[Path | None, Positional("RUN")] = None
     """The run's folder: config.toml with model.safetensors or checkpoints."""
     model: str | None = None
-    """Instead of RUN: the name of a model, such as ViT-B-32."""
+    """Instead of RUN: the name of a model, such as ViT-B-32, or module:function, your own."""
     pretrained: Path | None = None
     """The weights of --model: a local .safetensors or .pt file, or a folder."""
     weights: Literal["final", "ema"] = "final"
     """Weights of RUN: the trained ones, or their moving average (model-ema.safetensors)."""
+    trust: bool = False
+    """Let the configuration of RUN name code to run: a model of the form module:function."""
     output: Path | None = None
     """Folder for evaluation.json and report.html. Default: RUN."""
 
@@ -114,6 +116,8 @@ def check(config: EvalConfig) -> None:
         for alternatives in ("output",), ("val_data", "class_data"):
             if not any(getattr(config, name) for name in alternatives):
                 raise UsageError(f"{' or '.join(map(_option, alternatives))}: needed with --model")
+        if config.trust:
+            raise UsageError("--trust: goes with RUN; code that --model names is run in any case")
         if config.weights != "final":
             raise UsageError("--weights: a choice between a run's; with --model give --pretrained")
     for needs, names in _ONLY_WITH.items():

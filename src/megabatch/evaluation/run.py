@@ -240,7 +240,7 @@ def _refuse_images(config: EvalConfig, model: str) -> None:
 
 def _open(config: EvalConfig) -> Opened:
     if config.run is not None:
-        return open_run(config.run, ema=config.weights == "ema")
+        return open_run(config.run, ema=config.weights == "ema", trust=config.trust)
     assert config.model is not None  # by `check`
     return open_model(config.model, config.pretrained)
 

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from megabatch import files
 from megabatch.errors import UsageError, one_line
+from megabatch.hints import is_reference
 from megabatch.models import ModelOptions, Towers, create
+from megabatch.references import refuse_references
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,14 +38,15 @@ class Opened:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def open_run(folder: Path, *, ema: bool = False) -> Opened:
+def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
     """Build the run's towers with `model.safetensors`, or with the newest complete checkpoint.
 
-    With `ema`, the weights are those of `model-ema.safetensors`, their moving average.
+    With `ema`, the weights are those of `model-ema.safetensors`, their moving average. With
+    `trust`, the model may be code to run (`module:function`).
 
     Raises:
-        UsageError: the folder is not a run, it has no weights, or they are damaged or belong to
-            another model.
+        UsageError: the folder is not a run, it names code to run, it has no weights, or they are
+            damaged or belong to another model.
     """
     config = read_config(folder)
     candidates = _moving_average(folder) if ema else _weight_files(folder)
@@ -52,6 +55,8 @@ def open_run(folder: Path, *, ema: bool = False) -> Opened:
     model = config.get("model")
     if not isinstance(model, str):
         raise UsageError(f"{folder / 'config.toml'}: model must name a model, got {model!r}")
+    if not trust:
+        refuse_references({"model": model}, folder / "config.toml")
     try:
         towers = create(model, options=ModelOptions.of(config))
     except (UsageError, ValueError, TypeError, RuntimeError) as error:
@@ -68,7 +73,8 @@ def open_model(name: str, pretrained: Path | None) -> Opened:
     """
     torch.manual_seed(0)  # all ranks evaluate the same weights
     towers = create(name, pretrained=pretrained)
-    own = Path(name.partition(":")[2]) if ":" in name else None  # local-dir:FOLDER
+    in_folder = ":" in name and not is_reference(name)
+    own = Path(name.partition(":")[2]) if in_folder else None  # local-dir:FOLDER
     return Opened(towers, pretrained or own)
 
 

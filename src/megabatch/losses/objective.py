@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 import megabatch.losses
+from megabatch.hints import is_reference
+from megabatch.losses import own
 from megabatch.losses.registry import TRAINABLE
 
 
@@ -16,7 +18,7 @@ class LossSettings(Protocol):
 
     @property
     def loss(self) -> str:
-        """A key of `registry.TRAINABLE`."""
+        """A key of `registry.TRAINABLE`, or a reference `module:Class`."""
 
     @property
     def duplicates(self) -> str:
@@ -32,7 +34,7 @@ class Objective(nn.Module):
 
     Args:
         loss: called as `loss(image_features, text_features, **others)`.
-        scale_as, takes_bias: see `registry.LossEntry`.
+        scale_as, takes_bias: see `registry.LossEntry`; scale_as "": the loss takes no scale.
         takes_ids: whether ids reach the loss; else `ids` must be None.
     """
 
@@ -66,9 +68,9 @@ class Objective(nn.Module):
             expected = "the batch's" if self.takes_ids else "None"
             raise ValueError(f"ids: expected {expected}, got {'None' if ids is None else 'ids'}")
         reciprocal = self.scale_as == "temperature"
-        others: dict[str, Any] = {
-            self.scale_as: logit_scale.reciprocal() if reciprocal else logit_scale
-        }
+        others: dict[str, Any] = {}
+        if self.scale_as:
+            others[self.scale_as] = logit_scale.reciprocal() if reciprocal else logit_scale
         if self.takes_bias:
             others["logit_bias"] = logit_bias
         if ids is not None:
@@ -82,16 +84,36 @@ def create_objective(config: LossSettings, *, group: Any = None) -> Objective:
     Args:
         config: has no problem (`megabatch.config.problems`).
         group: processes that share one batch: None, "local" or a process group.
+
+    Raises:
+        UsageError: `config.loss` is a reference to no loss; see `own.create`.
     """
+    if is_reference(config.loss):
+        return _create_own(config, group)
     entry = TRAINABLE[config.loss]
     settings = {argument: getattr(config, name) for name, argument in entry.settings.items()}
     arguments = {**entry.arguments, **entry.duplicates[config.duplicates], **settings}
     loss = getattr(megabatch.losses, entry.name)(**arguments, group=group)
-    if config.matryoshka_dims:
-        loss = megabatch.losses.MatryoshkaLoss(loss, config.matryoshka_dims)
     return Objective(
-        loss,
+        _with_prefixes(loss, config),
         scale_as=entry.scale_as,
         takes_bias=entry.takes_bias,
         takes_ids=config.duplicates != "negatives",
     )
+
+
+def _create_own(config: LossSettings, group: Any) -> Objective:
+    loss, takes = own.create(config.loss, group=group)
+    scales = [name for name in ("logit_scale", "temperature") if name in takes]
+    return Objective(
+        _with_prefixes(loss, config),
+        scale_as=scales[0] if scales else "",
+        takes_bias="logit_bias" in takes,
+        takes_ids="ids" in takes,
+    )
+
+
+def _with_prefixes(loss: Any, config: LossSettings) -> Any:
+    if not config.matryoshka_dims:
+        return loss
+    return megabatch.losses.MatryoshkaLoss(loss, config.matryoshka_dims)

@@ -3,5 +3,6 @@
 from megabatch.models.options import ModelOptions
 from megabatch.models.registry import available, create
 from megabatch.models.towers import Towers
+from megabatch.models.two_towers import TwoTowers
 
-__all__ = ["ModelOptions", "Towers", "available", "create"]
+__all__ = ["ModelOptions", "Towers", "TwoTowers", "available", "create"]

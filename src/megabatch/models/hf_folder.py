@@ -17,6 +17,9 @@ from megabatch.extras import named_extras
 #: Default for tokens per text: a larger one costs time for every short text.
 CONTEXT_LENGTH = 128
 
+#: Nothing is downloaded, and no code of the folder is run; by default transformers would ask.
+_READING: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
 
 @dataclass(frozen=True)
 class FolderTokenizer:
@@ -44,7 +47,7 @@ class FolderTokenizer:
 def _read_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, **_READING)
 
 
 def read_config(folder: Path) -> Any:
@@ -59,7 +62,7 @@ def read_config(folder: Path) -> Any:
         import tokenizers  # noqa: F401  (without it transformers' message is misleading)
         import transformers
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(folder, **_READING)
     except Exception as error:  # whatever the architecture's own code raises
         raise UsageError(f"--model: {folder} cannot be read: {one_line(error, 240)}") from error
 
@@ -79,11 +82,11 @@ def read_model(folder: Path, config: Any, unused: str = "") -> Any:
     try:
         if has_weights(folder):
             model, found = transformers.AutoModel.from_pretrained(
-                folder, local_files_only=True, output_loading_info=True
+                folder, output_loading_info=True, **_READING
             )
             missing = sorted(n for n in found["missing_keys"] if not (unused and unused in n))
         else:
-            model = transformers.AutoModel.from_config(config)
+            model = transformers.AutoModel.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever the architecture's own code raises
         raise UsageError(f"--model: {folder} cannot be read: {one_line(error, 240)}") from error
     if missing:  # transformers would use random ones

@@ -71,7 +71,7 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
         except Exception as error:
             # Its type depends on the architecture's own library and on the weights.
             raise UsageError(_could_not_build(name, weights, error)) from error
-        tokenizer = _tokenizer(name, options.force_context_length)
+        tokenizer = _tokenizer(name, config, options.force_context_length)
     bias = module.logit_bias
     if weights is not None and bias is not None and "logit_bias" not in stored:
         start = options.init_logit_bias
@@ -124,12 +124,17 @@ def _could_not_build(name: str, weights: Path | None, error: Exception) -> str:
     return f"--pretrained: {weights} does not hold the weights of {name}: {reason}"
 
 
-def _tokenizer(name: str, context_length: int | None) -> Callable[[Any], torch.Tensor]:
+def _tokenizer(
+    name: str, config: dict[str, Any], context_length: int | None
+) -> Callable[[Any], torch.Tensor]:
     import open_clip
 
+    # A folder's configuration could ask transformers to run code of the folder.
+    of_hugging_face = bool(config.get("text_cfg", {}).get("hf_tokenizer_name"))
+    safely = {"trust_remote_code": False} if of_hugging_face else {}
     try:
         tokenizer: Callable[[Any], torch.Tensor] = open_clip.get_tokenizer(
-            name, context_length=context_length
+            name, context_length=context_length, **safely
         )
     except Exception as error:  # Hugging Face tokenizers: not installed, not in the local cache ...
         raise UsageError(f"--model: the tokenizer of {name}: {one_line(error, 240)}") from error

@@ -6,7 +6,8 @@ import difflib
 from pathlib import Path
 
 from megabatch.errors import UsageError
-from megabatch.models import glyph, hf_text_pair, hf_two_towers, icon, openclip, weights
+from megabatch.hints import is_reference
+from megabatch.models import glyph, hf_text_pair, hf_two_towers, icon, openclip, own, weights
 from megabatch.models.hf_folder import read_config
 from megabatch.models.options import ModelOptions
 from megabatch.models.towers import Towers
@@ -35,7 +36,8 @@ def create(
         name: one of `available()`; "local-dir:PATH", a folder that open_clip saved for the hub
             (open_clip_config.json and weights); or "hf:PATH", a folder that transformers saved: a
             model of images and texts with tokenizer and image processor, or a text encoder and its
-            tokenizer, for pairs of texts. Without weights in the folder they are random.
+            tokenizer, for pairs of texts. Without weights in the folder they are random. Or
+            "module:function", whose code is run, a function that returns `Towers`: see `own.create`
         pretrained: the model's weights: a .safetensors file such as the `model.safetensors` of a
             run or one that open_clip publishes; a .pt file of OpenCLIP's trainer or of torch; or a
             folder that open_clip or a run wrote.
@@ -49,6 +51,8 @@ def create(
     file = None if pretrained is None else weights.find(Path(pretrained))
     if name in _OWN:
         return _OWN[name](file, options)
+    if is_reference(name):
+        return own.create(name, file, options)
     if name.startswith(_HUGGING_FACE):
         return _create_hugging_face(name, file, options)
     if not name.startswith(openclip.FOLDER) and name not in openclip.names():

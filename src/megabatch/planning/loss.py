@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megabatch.config.settings import TrainConfig
+from megabatch.hints import is_reference
 from megabatch.losses.objective import create_objective
 from megabatch.losses.registry import TRAINABLE
 from megabatch.planning.counter import counted
@@ -35,8 +36,11 @@ def loss_bytes(
 ) -> int:
     """Peak memory of the loss in bytes, for `rows` pairs of this rank, beside the features (b, d).
 
-    It includes the features' gradients. `locked`: towers whose features need none.
+    It includes the features' gradients. `locked`: towers whose features need none. For a loss of
+    the user's own it is these gradients alone: the rest is unknown.
     """
+    if is_reference(config.loss):
+        return (2 - len(locked)) * rows * width * dtype.itemsize
     # Without ids, as fake ones have no values to check; they are a few bytes per row.
     objective = create_objective(replace(config, duplicates="negatives"), group="local")
 
@@ -89,9 +93,9 @@ def _workspace(run: Run) -> Callable[[Any, Sequence[Any]], int]:
 
 
 def loss_seconds(config: TrainConfig, width: int, name: str, ranks: int) -> float | None:
-    """Seconds per step for the loss, if the rate of such GPUs has been measured; else None."""
+    """Seconds per step for the loss, if its rate on such GPUs has been measured; else None."""
     rate = next((rate for part, rate in RATES.items() if part in name), None)
-    if rate is None or config.precision == "fp32":
+    if rate is None or config.precision == "fp32" or is_reference(config.loss):
         return None
     widths = sum(config.matryoshka_dims) or width
     return TRAINABLE[config.loss].work * config.global_batch_size**2 * widths / ranks / rate

@@ -12,6 +12,7 @@ from torch import nn
 
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.errors import UsageError
+from megabatch.hints import is_reference
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
 from megabatch.models.locking import locked_towers
@@ -32,6 +33,8 @@ COMPILED = "activations are those of towers that are not compiled: at most what 
 TRIMMED = "texts count with all of their tokens: at most what trimmed ones take"
 #: The notes of a plan with a number of tokens.
 TOKENS, PADDED = "texts count with {} tokens", "texts count with all of their tokens: none is cut"
+#: The note of a plan with a loss of the user's own.
+OWN_LOSS = "the memory of {} is unknown and not counted, except for the features' gradients"
 #: Phases of a step, in order.
 PHASES = ("encode", "loss", "second pass", "update")
 
@@ -185,7 +188,8 @@ class _Planner:
         if on_gpu:
             parts.append(_inputs_on_gpu(size * self.sample.nbytes, once=size == rows))
         compiled = on_gpu if config.torchcompile is None else config.torchcompile
-        notes = (COMPILED,) * compiled + self._texts_note()
+        own_loss = (OWN_LOSS.format(config.loss),) * is_reference(config.loss)
+        notes = (COMPILED,) * compiled + self._texts_note() + own_loss
         plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)
@@ -244,12 +248,15 @@ class _Planner:
         live = (2 - len(locked)) * one
         loss = loss_bytes(config, rows, width, dtype, machine.device, machine.count, locked)
         kind = str(dtype).removeprefix("torch.")
+        name = "loss and its gradients"
+        if is_reference(config.loss):
+            name = "gradients of the loss"
         # At the end of the first pass micro-batches are concatenated: both copies exist.
         return [
             Part(
                 "features", {"encode": 4 * one, "loss": 2 * one}, f"{rows:,} x {width} x 2, {kind}"
             ),
-            Part("loss and its gradients", {"loss": loss}, config.loss),
+            Part(name, {"loss": loss}, config.loss),
             Part("feature gradients", {"second pass": live}),
         ]
 

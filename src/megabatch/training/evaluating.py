@@ -64,6 +64,7 @@ def evaluate(config: TrainConfig, world: World, console: Console) -> None:
             device=world.device.type if several else str(world.device),
             group=None if several else "local",
             val_data=config.val_data,
+            trust=True,  # this run wrote the folder, and has run the model's code
         )
     if world.main:
         print_evaluation(evaluation, console)

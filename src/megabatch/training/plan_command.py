@@ -12,7 +12,7 @@ from megabatch.config.problems import problems
 from megabatch.config.resolve import resolve
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of
-from megabatch.hints import Interval, parse_bytes
+from megabatch.hints import Interval, is_reference, parse_bytes
 
 if TYPE_CHECKING:
     from megabatch.planning.machine import Machine
@@ -74,7 +74,8 @@ def main(argv: list[str]) -> int:
     else:
         console = Console(highlight=False, soft_wrap=True)
         print_plan(plan, console)
-        console.print(plan.problem or "fits")
+        unknown = f" without {config.loss}, whose memory is unknown" * is_reference(config.loss)
+        console.print(plan.problem or f"fits{unknown}")
     return 0 if plan.fits else 1
 
 

@@ -14,6 +14,7 @@ from megabatch.config.file import save_config
 from megabatch.config.settings import activation_bytes
 from megabatch.data import Batch
 from megabatch.errors import UsageError
+from megabatch.hints import is_reference
 from megabatch.planning.plan import NoPlan, graph_bytes
 from megabatch.training import checkpoint
 from megabatch.training.batch_norm import explanation
@@ -157,7 +158,8 @@ class Run:
         self.console.print(f"weights: {weights}")
         self.console.print(f"curves:  tensorboard --logdir {self.folder / 'tensorboard'}")
         if not self.config.evaluate:
-            self.console.print(f"next:    megabatch eval {self.folder}")
+            trust = " --trust" if is_reference(self.config.model) else ""
+            self.console.print(f"next:    megabatch eval {self.folder}{trust}")
 
     def _batches(self) -> Iterator[Batch]:
         """Batches up to the last step, over as many epochs as that takes."""

@@ -77,7 +77,9 @@ def folder_problems(config: TrainConfig) -> list[str]:
 
 
 def _differences(config: TrainConfig) -> list[str]:
-    now, before = to_dict(config), to_dict(load_config(config.output / "config.toml"))
+    # Trusted, as the values are compared only.
+    own = load_config(config.output / "config.toml", trust=True)
+    now, before = to_dict(config), to_dict(own)
     settings = settings_of(TrainConfig)
     changed = [
         f"{option(key)} was {_shown(before[key])}, is {_shown(now[key])}"

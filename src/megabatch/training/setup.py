@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from megabatch.config.file import to_dict
 from megabatch.config.problems import Conflict, problems, wrong_types
@@ -21,7 +22,9 @@ from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of
 from megabatch.extras import MissingLibrary
-from megabatch.hints import option, with_value
+from megabatch.hints import is_reference, option, with_value
+from megabatch.losses import own
+from megabatch.losses.objective import create_objective
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids
@@ -64,7 +67,11 @@ def prepare(
     """
     world = world or World(torch.device("cpu"))
     known = given_in(config) if given is None else given
-    return world.attempt(lambda: _prepare(config, world, known))
+    setup = world.attempt(lambda: _prepare(config, world, known))
+    if is_reference(setup.config.loss):
+        # By itself, since the loss may communicate: no rank may have failed before.
+        world.attempt(lambda: _check_loss(setup))
+    return setup
 
 
 def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
@@ -254,10 +261,7 @@ def build_towers(config: TrainConfig) -> Towers:
         lock(module, "image", unlocked=unlocked, freeze_bn_stats=config.lock_image_freeze_bn_stats)
     if config.lock_text:
         lock(module, "text", unlocked=config.lock_text_unlocked_layers)
-    bias = getattr(module, "logit_bias", None)
-    if bias is not None and not TRAINABLE[config.loss].takes_bias:
-        # It cancels in a softmax and gets no gradient, for which DDP would wait.
-        bias.requires_grad_(False)
+    _freeze_unused(config, module)
     if config.layer_decay is not None and not layer_ids(module):
         raise UsageError(f"--layer-decay: {config.model} has no numbered layers")
     if max(config.matryoshka_dims, default=0) > towers.embed_dim:
@@ -266,6 +270,31 @@ def build_towers(config: TrainConfig) -> Towers:
             f"have only {towers.embed_dim}"
         )
     return towers
+
+
+def _freeze_unused(config: TrainConfig, module: nn.Module) -> None:
+    """Freeze a scale or bias on which the loss does not depend: DDP would wait for its gradient.
+
+    A bias cancels in a softmax.
+    """
+    takes_scale, bias = True, getattr(module, "logit_bias", None)
+    if is_reference(config.loss):
+        objective = create_objective(config, group="local")
+        takes_scale, takes_bias = bool(objective.scale_as), objective.takes_bias
+    else:
+        takes_bias = TRAINABLE[config.loss].takes_bias
+    if bias is not None and not takes_bias:
+        bias.requires_grad_(False)
+    if not takes_scale:
+        module.get_parameter("logit_scale").requires_grad_(False)
+
+
+def _check_loss(setup: Setup) -> None:
+    """Raise a UsageError if a loss of the user's own cannot be trained with; see `own.check`."""
+    config, towers, device = setup.config, setup.towers, setup.world.device
+    has_bias = getattr(towers.module, "logit_bias", None) is not None
+    objective = create_objective(config).to(device)
+    own.check(objective, config.loss, towers.embed_dim, device, has_bias=has_bias)
 
 
 def _total_steps(config: TrainConfig, pairs: int) -> int:

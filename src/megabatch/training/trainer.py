@@ -100,7 +100,7 @@ class Trainer:
         self.ema = None if config.ema_decay is None else Ema(self.module, config.ema_decay)
         enabled = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
-        self.objective = create_objective(config)
+        self.objective = create_objective(config).to(device)
         self._lengths = trimmed
         self.micro_batch = MicroBatchSize(config, self.module, self.world)
         self._divide(self.micro_batch.rows)

@@ -1,0 +1,132 @@
+"""References to Python objects, `module:name`: the user's own losses and models.
+
+Loading one imports its module, which runs code. So a reference counts only if it comes from the
+command line or from a Python call; from a file it is refused unless the user trusts the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megabatch.errors import UsageError, one_line
+from megabatch.hints import is_reference, option
+
+#: Settings that may be references.
+SETTINGS = ("model", "loss")
+
+
+def refuse_references(settings: Mapping[str, Any], file: Path | str) -> None:
+    """Raise a UsageError if settings that were read from a file name code to run."""
+    for name in SETTINGS:
+        value = settings.get(name)
+        if is_reference(value):
+            module = str(value).partition(":")[0]
+            raise UsageError(
+                f"{file}: {name} = {value!r} would run code, the module {module}, for which only "
+                "the command line may ask; --trust allows it if you trust this file"
+            )
+
+
+def load(reference: str, setting: str) -> Any:
+    """Import the callable that a reference names.
+
+    Modules are also found in the working directory, as with `python -m`. It stays on `sys.path`,
+    where worker processes look too.
+
+    Args:
+        reference: `module:name`.
+        setting: the setting that has it, for messages.
+
+    Raises:
+        UsageError: there is no such module or name, importing it fails, or it is not callable.
+    """
+    label = f"{option(setting)} {reference}"
+    module_name, _, name = reference.partition(":")
+    module = _import(module_name, label)
+    if not hasattr(module, name):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        close = difflib.get_close_matches(name, public, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        place = getattr(module, "__file__", None) or "a namespace package"
+        raise UsageError(f"{label}: the module {module_name} ({place}) has no {name}{hint}")
+    found = getattr(module, name)
+    if not callable(found):
+        raise UsageError(f"{label}: expected a class or a function, got {describe(found)}")
+    return found
+
+
+def call(found: Any, label: str, **arguments: Any) -> Any:
+    """Call a loaded class or function with those of the arguments that its signature has.
+
+    Raises:
+        UsageError: it needs others, or it fails.
+    """
+    known = accepted(found, arguments, label)
+    try:
+        return found(**{name: arguments[name] for name in known})
+    except UsageError:
+        raise
+    except Exception as error:
+        raise failure(label, error) from error
+
+
+def accepted(found: Any, names: Collection[str], label: str, *, positional: int = 0) -> set[str]:
+    """Those of the names that a callable has as parameters, after `positional` first ones.
+
+    Raises:
+        UsageError: it needs a parameter of another name.
+    """
+    try:
+        parameters = list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError):  # written in C
+        parameters = []
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    rest = named[positional:]
+    unknown = [p.name for p in rest if p.default is p.empty and p.name not in names]
+    if unknown:
+        raise UsageError(
+            f"{label}: it needs {', '.join(unknown)}; expected parameters with a default, or "
+            f"{' or '.join(names)}"
+        )
+    return {p.name for p in rest} & set(names)
+
+
+def describe(value: object) -> str:
+    """A value's type, with the value if that is short."""
+    text = repr(value)
+    return f"{text} ({type(value).__name__})" if len(text) < 40 else type(value).__name__
+
+
+def failure(label: str, error: Exception) -> UsageError:
+    """The error of the user's code, on one line with its place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return UsageError(f"{label}: {type(error).__name__}: {one_line(error, 400)}{place}")
+
+
+def _import(name: str, label: str) -> ModuleType:
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name == missing or name.startswith(f"{missing}."):
+            raise UsageError(
+                f"{label}: there is no module {missing}, neither installed nor in the working "
+                f"directory {folder}"
+            ) from error
+        raise failure(f"{label}: importing {name}", error) from error
+    except Exception as error:
+        raise failure(f"{label}: importing {name}", error) from error

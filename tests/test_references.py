@@ -1,0 +1,113 @@
+"""References to the user's own code: their form, their import, their calls."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabatch import references
+from megabatch.errors import UsageError
+from megabatch.hints import is_reference
+from tests.own_parts import WriteModule, user_modules
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriteModule]:
+    with user_modules(tmp_path, monkeypatch) as written:
+        yield written
+
+
+@pytest.mark.parametrize("value", ["mine:Loss", "a.b_2.c:make", "größe:Verlust"])
+def test_references(value: str) -> None:
+    assert is_reference(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("clip", "ViT-B-32", "hf:folder", "hf:Folder", "local-dir:folder", "local-dir:/a/b"),
+        *(
+            "mine:",
+            ":Loss",
+            "mine:a.b",
+            "mine:a:b",
+            "a-b:c",
+            "2a:b",
+            ".a:b",
+            "a..b:c",
+            "mine:Loss\n",
+        ),
+        *(None, 3, Path("a:b")),
+    ],
+)
+def test_no_references(value: object) -> None:
+    assert not is_reference(value)
+
+
+def test_modules_come_from_the_working_directory_and_from_what_is_installed(
+    write: WriteModule, tmp_path: Path
+) -> None:
+    assert str(tmp_path) not in sys.path
+    write("user_module", "def make(): return 3\n")
+    assert references.load("user_module:make", "loss")() == 3
+    assert references.load("pathlib:Path", "loss") is Path
+
+
+@pytest.mark.parametrize(
+    ("source", "reference", "message"),
+    [
+        (
+            "",
+            "user_nowhere:Loss",
+            "--loss user_nowhere:Loss: there is no module user_nowhere, neither installed nor in "
+            "the working directory ",
+        ),
+        ("", "user_nowhere.part:Loss", "there is no module user_nowhere, neither"),
+        ("", "user_module.part:Loss", "--loss user_module.part:Loss: there is no module user_mod"),
+        ("class Loss: pass", "user_module:loss", "has no loss; did you mean Loss?"),
+        ("", "user_module:Loss", "user_module.py) has no Loss"),
+        ("Loss = 3", "user_module:Loss", "expected a class or a function, got 3 (int)"),
+        (
+            "import user_library",
+            "user_module:Loss",
+            "importing user_module: ModuleNotFoundError: No module named 'user_library' (",
+        ),
+        ("\n1 / 0", "user_module:Loss", "ZeroDivisionError: division by zero ("),
+        ("def (", "user_module:Loss", "importing user_module: SyntaxError: "),
+    ],
+)
+def test_a_module_or_name_that_cannot_be_used_says_why(
+    write: WriteModule, source: str, reference: str, message: str
+) -> None:
+    path = write("user_module", source)
+    with pytest.raises(UsageError) as caught:
+        references.load(reference, "loss")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"--loss {reference}: ")
+    if "1 / 0" in source:
+        assert f"({path}, line 2)" in str(caught.value)
+
+
+def test_a_call_gets_the_arguments_that_it_has() -> None:
+    def two(a: int, b: int = 5) -> tuple[int, int]:
+        return a, b
+
+    def anything(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    assert references.call(two, "--loss m:f", a=1, c=3) == (1, 5)
+    assert references.call(anything, "--loss m:f", a=1) == ((), {})
+    with pytest.raises(UsageError, match=r"^--loss m:f: it needs a; expected parameters with"):
+        references.call(two, "--loss m:f", b=1)
+
+
+def test_an_error_in_a_call_names_its_place() -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(UsageError, match=r"^--loss m:f: KeyError: 'x' \(.*test_references.py, "):
+        references.call(fail, "--loss m:f")
