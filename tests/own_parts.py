@@ -24,6 +24,25 @@ def __getattr__(name):
 """
 
 
+def writing_when_imported(path: Path) -> str:
+    """The source of a module with a tokenizer and a configuration that leaves a file behind."""
+    return f"""
+from pathlib import Path
+
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+Path({str(path)!r}).touch()
+
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+
+
+class Config(PretrainedConfig):
+    model_type = "evil"
+"""
+
+
 @contextmanager
 def user_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriteModule]:
     """Make `folder` the working directory, and forget its modules afterwards."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from megabatch.training.encoders import CachedStep
 from megabatch.training.setup import build_towers
 from megabatch.training.trainer import Trainer
 from tests.models.tiny_bert import save_tiny_bert
+from tests.own_parts import writing_when_imported
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +212,19 @@ def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(UsageError, match="has no tokenizer"):
         create(f"hf:{tmp_path}")
+
+
+def test_code_of_a_folder_is_not_run_even_if_the_user_would_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_bert(tmp_path / "bert")
+    (folder / "evil.py").write_text(writing_when_imported(tmp_path / "it-ran"))
+    own = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with contextlib.suppress(UsageError):  # transformers takes another class if it knows one
+        create(f"hf:{folder}")
+    assert not (tmp_path / "it-ran").exists()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 from pathlib import Path
 
 import open_clip
@@ -12,7 +15,9 @@ from safetensors.torch import save_file
 
 from megabatch.errors import UsageError
 from megabatch.models import create
-from tests.models.tiny import TINY
+from tests.models.tiny import CONFIG, TINY
+from tests.models.tiny_bert import save_tiny_bert
+from tests.own_parts import writing_when_imported
 
 
 def test_features_transforms_and_tokenizer_fit_together() -> None:
@@ -83,3 +88,26 @@ def test_nothing_is_printed_about_random_weights(
     create(TINY)
     assert not caplog.records
     assert capfd.readouterr().err == ""
+
+
+def test_a_folder_cannot_ask_transformers_to_run_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_bert(tmp_path / "folder")  # its tokenizer
+    state = create(TINY).module.state_dict()
+    save_file(state, folder / "open_clip_model.safetensors")
+    config = json.loads(CONFIG.read_text())
+    config["text_cfg"] |= {
+        "hf_tokenizer_name": "any",
+        "tokenizer_kwargs": {"trust_remote_code": True},
+    }
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
+    (folder / "evil.py").write_text(writing_when_imported(tmp_path / "it-ran"))
+    path = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "Tokenizer", "auto_map": {"AutoTokenizer": [None, "evil.Tokenizer"]}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with contextlib.suppress(UsageError):  # transformers takes another class if it knows one
+        create(f"local-dir:{folder}")
+    assert not (tmp_path / "it-ran").exists()

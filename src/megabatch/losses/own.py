@@ -70,8 +70,8 @@ def check(
     try:
         value = objective(x, y, scale, bias if has_bias else None, ids=ids)
     except Exception as error:
-        lacking = objective.takes_bias and not has_bias
-        hint = "; the model has no logit_bias (--init-logit-bias gives it one)" * lacking
+        lacking = bool(objective.takes_bias) and not has_bias
+        hint = "; the model has no logit_bias (--init-logit-bias gives it one)" if lacking else ""
         raise UsageError(f"{references.failure(label, error)}{hint}") from error
     if not isinstance(value, Tensor) or value.shape != ():
         raise UsageError(f"{label}: expected to return a tensor of shape (), got {_shown(value)}")

@@ -1,0 +1,232 @@
+"""Runs with a loss and a model of the user's own, and which sources may name them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megabatch.cli import main
+from megabatch.errors import UsageError
+from megabatch.evaluation import evaluate_run
+from megabatch.evaluation.run_folder import open_run
+from megabatch.training import load_config
+from tests.own_parts import MALICIOUS, WriteModule, user_modules
+
+RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
+OWN = ["--loss", "mine:FocalClipLoss", "--model", "mine:towers"]
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriteModule]:
+    with user_modules(tmp_path, monkeypatch) as written:
+        yield written
+
+
+@pytest.fixture
+def mine(write: WriteModule) -> Path:
+    """The example of the documentation."""
+    section = RECIPES.read_text().partition("## Your own loss or model")[2]
+    found = re.search(r"^```python\n(.*?)^```", section, re.M | re.S)
+    assert found
+    return write("mine", found[1])
+
+
+@pytest.fixture
+def command(tmp_path: Path, pictures: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command; returns its exit code and all that it printed."""
+
+    def run(*words: str) -> tuple[int, str]:
+        small = (
+            "--global-batch-size 8 --steps 2 --precision fp32 --device cpu --warmup 1 --plan off"
+        )
+        where = ["--train-data", str(pictures), "--output", str(tmp_path / "run")]
+        more = {"train": [*small.split(), *where], "plan": ["--device", "cpu"]}
+        code = main([words[0], *more.get(words[0], []), *words[1:]])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run
+
+
+@pytest.fixture
+def malicious(write: WriteModule, tmp_path: Path) -> Iterator[None]:
+    """A module `evil` in the working directory, which must not run."""
+    write("evil", MALICIOUS)
+    yield
+    assert not (tmp_path / "it-ran").exists()
+
+
+def test_the_example_is_trained_resumed_and_evaluated(
+    mine: Path, command: Command, tmp_path: Path, pictures: Path
+) -> None:
+    code, out = command("train", *OWN)
+    assert code == 0, out
+    assert f"next:    megabatch eval {tmp_path / 'run'} --trust" in out
+    saved = (tmp_path / "run/config.toml").read_text()
+    assert 'loss = "mine:FocalClipLoss"' in saved
+    code, out = command("train", *OWN, "--steps", "3", "--resume")
+    assert (code, "continuing after step 2" in out) == (0, True), out
+    evaluated = ["--steps", "4", "--val-data", str(pictures)]
+    code, out = command("train", "--resume", "--trust", *evaluated)
+    assert (code, "continuing after step 3" in out, "report:" in out) == (0, True, True), out
+    evaluation = ["eval", str(tmp_path / "run"), "--val-data", str(pictures)]
+    code, out = command(*evaluation)
+    assert code == 2
+    assert f"{tmp_path / 'run/config.toml'}: model = 'mine:towers' would run code" in out
+    code, out = command(*evaluation, "--trust")
+    assert (code, "mine:towers" in out) == (0, True), out
+
+
+def test_a_plan_says_that_the_memory_of_the_loss_is_unknown(mine: Path, command: Command) -> None:
+    code, out = command("plan", *OWN, "--global-batch-size", "64")
+    assert code == 0, out
+    unknown = "the memory of mine:FocalClipLoss is unknown and not counted, except for the features"
+    assert unknown in out
+    assert out.endswith("fits without mine:FocalClipLoss, whose memory is unknown\n")
+    _, out = command("plan", *OWN, "--global-batch-size", "64", "--json")
+    plan = json.loads(out)
+    assert plan["notes"][-1].startswith(unknown)
+    (part,) = (part for part in plan["parts"] if part["name"] == "gradients of the loss")
+    assert part["nbytes"] == {"loss": 64 * 64 * 2 * 2}  # bfloat16, of images and texts
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("return image.sum().detach()", "mine:Loss: expected to return a tensor with a gradient"),
+        ("return image @ text", "mine:Loss: RuntimeError: "),
+        ("return 3", "mine:Loss: expected to return a tensor of shape (), got 3 (int)"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_with_is_refused_before_anything_is_written(
+    write: WriteModule, command: Command, tmp_path: Path, source: str, message: str
+) -> None:
+    write("mine", f"class Loss:\n    def __call__(self, image, text):\n        {source}\n")
+    code, out = command("train", "--model", "glyph-small", "--loss", "mine:Loss")
+    assert (code, message in out) == (2, True), out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_scale_that_the_loss_does_not_take_is_not_trained(
+    write: WriteModule, command: Command, tmp_path: Path
+) -> None:
+    source = "def Loss():\n    return lambda image, text: -(image * text).sum(1).mean()\n"
+    write("mine", source)
+    code, out = command("train", "--model", "glyph-small", "--loss", "mine:Loss", "--wd", "0")
+    assert code == 0, out
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["logit_scale"] for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--loss", "mine:"], "--loss mine:: expected 'clip' or 'siglip'"),
+        (["--loss", "bogus"], "or 'dcl' or module:name"),
+        (["--loss", "mine:FocalClip"], "has no FocalClip; did you mean FocalClipLoss?"),
+        (["--model", "mine:tower"], "has no tower; did you mean towers?"),
+        (["--model", "mine:tokenize"], "it needs texts; expected parameters with a default, or op"),
+        (
+            ["--duplicates", "positives"],
+            "--duplicates positives: expected without it, as a loss of your own gets ids",
+        ),
+        (["--label-smoothing", "0.1"], "--label-smoothing 0.1: only the clip loss has it"),
+    ],
+)
+def test_mistakes_are_one_line(
+    mine: Path, command: Command, words: list[str], message: str
+) -> None:
+    code, out = command("train", *OWN, *words)
+    assert code == 2
+    assert message in out
+    assert len(out.splitlines()) == 1
+
+
+# --- what may name code ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["loss", "model"])
+@pytest.mark.parametrize("name", ["train", "plan"])
+@pytest.mark.usefixtures("malicious")
+def test_a_configuration_may_not(command: Command, tmp_path: Path, setting: str, name: str) -> None:
+    path = tmp_path / "theirs.toml"
+    settings = {"model": "glyph-small", "loss": "clip", setting: "evil:thing"}
+    path.write_text("".join(f'{key} = "{value}"\n' for key, value in settings.items()))
+    code, out = command(name, "--config", str(path))
+    assert code == 2
+    assert out.startswith(
+        f"megabatch {name}: {path}: {setting} = 'evil:thing' would run code, the module evil, for "
+        "which only the command line may ask; --trust allows it if you trust this file\n"
+    )
+    with pytest.raises(UsageError, match=r"theirs\.toml: .* = 'evil:thing' would run code"):
+        load_config(path)
+    assert getattr(load_config(path, trust=True), setting) == "evil:thing"
+
+
+@pytest.mark.usefixtures("malicious")
+def test_a_configuration_may_not_trust_itself(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "theirs.toml"
+    path.write_text('model = "glyph-small"\nloss = "evil:thing"\ntrust = true\n')
+    code, out = command("train", "--config", str(path))
+    assert (code, "trust is not a setting" in out) == (2, True)
+
+
+@pytest.mark.usefixtures("malicious")
+def test_an_option_replaces_the_code_that_a_configuration_names(
+    command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "theirs.toml"
+    path.write_text('model = "glyph-small"\nloss = "evil:thing"\n')
+    code, out = command("plan", "--config", str(path), "--loss", "clip")
+    assert (code, "fits" in out) == (0, True), out
+
+
+def test_with_trust_it_may(mine: Path, command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('model = "mine:towers"\nloss = "mine:FocalClipLoss"\n')
+    code, out = command("plan", "--config", str(path), "--trust")
+    assert (code, "fits without mine:FocalClipLoss" in out) == (0, True), out
+
+
+@pytest.mark.parametrize("setting", ["loss", "model"])
+@pytest.mark.usefixtures("malicious")
+def test_a_runs_folder_may_not(
+    command: Command, tmp_path: Path, pictures: Path, setting: str
+) -> None:
+    assert command("train", "--model", "glyph-small")[0] == 0
+    run = tmp_path / "run"
+    config = run / "config.toml"
+    changed = re.sub(
+        rf'^{setting} = ".*"', f'{setting} = "evil:thing"', config.read_text(), flags=re.M
+    )
+    config.write_text(changed)
+    code, out = command("train", "--resume", "--steps", "3")
+    assert code == 2
+    assert f"{config}: {setting} = 'evil:thing' would run code, the module evil" in out
+    # The folder's settings are compared only.
+    code, out = command("train", "--model", "glyph-small", "--loss", "clip", "--resume")
+    assert (code, f"--{setting} was evil:thing, is " in out) == (2, True)
+    if setting == "loss":  # of which an evaluation has no need
+        assert open_run(run).towers.name == "glyph-small"
+        return
+    code, out = command("eval", str(run), "--val-data", str(pictures))
+    assert (code, f"{config}: model = 'evil:thing' would run" in out) == (2, True)
+    with pytest.raises(UsageError, match=r"config\.toml: model = 'evil:thing' would run code"):
+        evaluate_run(run, val_data=str(pictures))
+
+
+@pytest.mark.usefixtures("malicious")
+def test_a_checkpoint_may_not(command: Command, tmp_path: Path) -> None:
+    assert command("train", "--model", "glyph-small")[0] == 0
+    (path,) = tmp_path.glob("run/checkpoints/step-*/state.json")
+    state = json.loads(path.read_text())
+    code = {"model": "evil:thing", "loss": "evil:thing", "trust": True}
+    path.write_text(json.dumps({**state, **code, "state": {**state.get("state", {}), **code}}))
+    exit_code, out = command("train", "--model", "glyph-small", "--resume", "--steps", "3")
+    assert (exit_code, "continuing after step 2" in out) == (0, True), out
