@@ -17,23 +17,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megabatch.errors import UsageError, one_line
+from megabatch.errors import UsageError, all_of, one_line
 from megabatch.hints import is_reference, option
 
 #: Settings that may be references.
 SETTINGS = ("model", "loss")
 
 
+def named(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that name code to run, by name: of a model or a loss."""
+    return {name: settings[name] for name in SETTINGS if is_reference(settings.get(name))}
+
+
 def refuse_references(settings: Mapping[str, Any], file: Path | str) -> None:
     """Raise a UsageError if settings that were read from a file name code to run."""
-    for name in SETTINGS:
-        value = settings.get(name)
-        if is_reference(value):
-            module = str(value).partition(":")[0]
-            raise UsageError(
-                f"{file}: {name} = {value!r} would run code, the module {module}, for which only "
-                "the command line may ask; --trust allows it if you trust this file"
-            )
+    reasons = [
+        f"{file}: {name} = {value!r} would run code, the module {value.partition(':')[0]}, for "
+        "which only the command line may ask; --trust allows it if you trust this file"
+        for name, value in named(settings).items()
+    ]
+    if reasons:
+        raise UsageError(all_of(reasons))
 
 
 def load(reference: str, setting: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from megabatch.errors import UsageError
 from megabatch.losses import own
 from megabatch.losses.objective import create_objective
 from megabatch.training import TrainConfig
+from tests.similarity.distributed.processes import World, on_processes
 
 IDS = torch.tensor([7, 3, 7, 1, 7, 3])
 CPU = torch.device("cpu")
@@ -181,3 +183,16 @@ def test_what_cannot_be_trained_with_says_why(call: Any, message: str) -> None:
 def test_a_bias_that_the_model_lacks() -> None:
     with pytest.raises(UsageError, match=r"TypeError: .* logit_bias \(--init-logit-bias gives it"):
         checked(lambda x, y, bias: x.sum() + bias, takes_bias=True)
+
+
+@on_processes(2)
+def test_ranks_share_a_batch(world: World) -> None:
+    objective = create_objective(TrainConfig(loss="megabatch:ClipLoss"))
+    own.check(objective, "megabatch:ClipLoss", 8, CPU, has_bias=False)
+    torch.manual_seed(0)
+    x, y = (F.normalize(torch.randn(6, 8, dtype=torch.float64), dim=-1) for _ in range(2))
+    mine = [world.shard(part, [2, 4]) for part in (x, y, IDS)]
+    value = objective(*mine[:2], torch.tensor(12.0), ids=mine[2])
+    dist.all_reduce(value)
+    whole = mb.ClipLoss(group="local")(x, y, torch.tensor(12.0), ids=IDS)
+    torch.testing.assert_close(value / 2, whole, rtol=0, atol=1e-12)

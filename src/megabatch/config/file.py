@@ -14,7 +14,7 @@ from megabatch import files
 from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError
 from megabatch.hints import accepts, describe_type, settings_of
-from megabatch.references import refuse_references
+from megabatch.references import named, refuse_references
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -70,8 +70,11 @@ def save_config(config: TrainConfig, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    lines = ["# To repeat this run: megabatch train --config THIS_FILE --output ANOTHER_FOLDER"]
-    for key, value in to_dict(config).items():
+    values = to_dict(config)
+    trust = " --trust" if named(values) else ""
+    again = f"megabatch train --config THIS_FILE{trust} --output ANOTHER_FOLDER"
+    lines = [f"# To repeat this run: {again}"]
+    for key, value in values.items():
         # TOML has no null.
         lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
     files.write_text(path, "\n".join(lines) + "\n")
