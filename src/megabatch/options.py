@@ -21,6 +21,7 @@ from megabatch.hints import (
     Positional,
     Setting,
     describe_type,
+    is_union,
     option,
     parse_value,
     placeholder,
@@ -216,7 +217,7 @@ def _add(group: Any, setting: Setting, text: str) -> None:
     elif hint in (bool, bool | None):
         group.add_argument(option(name), option(f"no_{name}"), dest=name, action=_Flag, **more)
     else:
-        if get_origin(hint) is tuple:
+        if _item(hint) is not None:
             more["nargs"] = "*"
         group.add_argument(option(name), dest=name, metavar=placeholder(hint), **more)
 
@@ -225,16 +226,23 @@ def _value(setting: Setting, words: Any) -> Any:
     """The value that the words after an option mean; a ValueError says what was expected."""
     if isinstance(words, bool):
         return words
-    several = get_origin(setting.type) is tuple
-    item = get_args(setting.type)[0] if several else setting.type
+    item = _item(setting.type)
     try:
-        values = tuple(parse_value(item, word) for word in (words if several else [words]))
+        if item is None:
+            value = parse_value(setting.type, words)
+        else:
+            value = tuple(parse_value(item, word) for word in words)
     except ValueError:
         raise ValueError(describe_type(setting.type)) from None
-    value = values if several else values[0]
     if expected := setting.expected(value):
         raise ValueError(expected)
     return value
+
+
+def _item(hint: Any) -> Any:
+    """The type of the items if the hint is `tuple[item, ...]` or that or None; else None."""
+    parts = get_args(hint) if is_union(hint) else (hint,)
+    return next((get_args(part)[0] for part in parts if get_origin(part) is tuple), None)
 
 
 def _label(setting: Setting) -> str:

@@ -42,12 +42,15 @@ def test_contenders_take_turns_and_sizes_follow_each_other(
         order.append((case.b, case.contender))
         return Result("ok", "", (float(len(order)),), (1e9, 3e9), 10 * len(order), 0.1, 0.1, 0.1)
 
-    told: list[str] = []
+    starts: list[str] = []
+    ends: list[str] = []
     monkeypatch.setattr(bench, "in_process", start)
-    first, second = bench.run(plan(), told.append)
+    first, second = bench.run(plan(), starts.append, ends.append)
     assert order[:4] == [(100, n) for n in ("dense", "megabatch") * 2]
     assert order[4:] == [(200, n) for n in ("dense", "megabatch") * 2]
-    assert told[0] == "dense, b = 100, round 1 of 2"
+    assert len(starts) == len(ends) == 8
+    assert starts[1] == "megabatch, b = 100, round 1 of 2"
+    assert ends[1].startswith("megabatch, b = 100, round 1 of 2: 2.0 ms a call, measured in ")
     assert [(r.contender, r.b, r.ms) for r in first] == [("dense", 100, 2), ("megabatch", 100, 3)]
     assert first[0].extra_bytes == 30
     assert second[1].times_ms == (6.0, 8.0)
@@ -65,7 +68,9 @@ def test_out_of_memory_is_not_tried_again_and_the_others_go_on(
         return Result("ok", "", (1.0,), (1e9, 1e9), 10, 0.1, 0.1, 0.1)
 
     monkeypatch.setattr(bench, "in_process", start)
-    ((dense, mine),) = bench.run(plan(batch_sizes=(100,)), lambda _: None)
+    ends: list[str] = []
+    ((dense, mine),) = bench.run(plan(batch_sizes=(100,)), lambda _: None, ends.append)
+    assert ends[0].startswith("dense, b = 100, round 1 of 2: out of memory, measured in ")
     assert order == ["dense", "megabatch", "megabatch"]
     assert (dense.status, dense.note, dense.ms) == (
         "out of memory",
@@ -139,7 +144,7 @@ def lines(*made: records.Record) -> list[str]:
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
         console.print(bench.table(made))
-    return [" ".join(line.split()) for line in capture.get().splitlines()[1:]]
+    return [" ".join(line.split()) for line in capture.get().splitlines()[2:]]
 
 
 def test_beside_the_first_of_the_same_size() -> None:
@@ -151,6 +156,22 @@ def test_beside_the_first_of_the_same_size() -> None:
     assert shown[0] == "1,000 megabatch 10.0 1.0 8% 1.0 MiB 1.0 1.0e-06"
     assert shown[1] == "1,000 dense 25.0 2.5 3% 9.0 MiB 9.0 1.0e-06"
     assert shown[2] == "2,000 dense 1,100.0 1.0 0% 3.00 GiB 1.0 1.0e-06"
+
+
+def test_the_widest_rows_fit_into_80_columns() -> None:
+    made = [record(name, 1 << 20, 123_456.7, 1100 << 20) for name in CLIP.contenders]
+    made.append(record("megabatch", 1 << 20, 0.1, 999 << 20))
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(bench.table(made))
+    shown = capture.get()
+    assert "…" not in shown
+    assert len(shown.splitlines()) == len(made) + 2
+    for one in made:
+        assert f"{one.contender} " in shown
+    assert shown.count("1,048,576") == len(made)
+    assert "123,456.7" in shown
+    assert "999.0 MiB" in shown
 
 
 def test_what_has_no_figures_says_why() -> None:

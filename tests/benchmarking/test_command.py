@@ -21,8 +21,11 @@ def test_measures_prints_and_records(tmp_path: Path, capsys: pytest.CaptureFixtu
     output = tmp_path / "new" / "r.json"
     words = ["loss", "--batch-size", "64", "--contenders", "megabatch", *TINY]
     assert command.main([*words, "--output", str(output)]) == 0
-    shown = capsys.readouterr().out
+    shown, progress = capsys.readouterr()
     assert "clip loss, forward + backward, d = 8, float32" in shown
+    assert "Not measured" not in shown
+    assert progress.startswith("megabatch, b = 64, round 1 of 1: ")
+    assert progress.count("\n") == 1
     content = json.loads(output.read_text())
     assert content["command"].startswith("megabatch bench loss --batch-size 64 --contenders")
     (record,) = content["records"]
@@ -39,7 +42,27 @@ def test_exit_code(
     monkeypatch.setattr(bench, "in_process", lambda case, effort: result)
     assert command.main(["loss", "--contenders", "dense", *TINY]) == code
     shown = capsys.readouterr().out
-    assert (f"dense, b = 16,384: {status}: because" in shown) == (status != "ok")
+    assert (f"dense, b = 8,192: {status}: because" in shown) == (status != "ok")
+
+
+def test_says_what_the_defaults_leave_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = Result("ok", "", (1.0,), (1e9, 1e9), 10, 0.1, 0.1, 0.1)
+    measured: list[str] = []
+
+    def start(case: Case, effort: Effort) -> Result:
+        measured.append(f"{case.contender} {case.b}")
+        return result
+
+    monkeypatch.setattr(bench, "in_process", start)
+    assert command.main(["loss", *TINY]) == 0
+    assert measured == [
+        f"{n} 8192" for n in ("megabatch", "megabatch-keeping", "dense", "openclip")
+    ]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Not measured, to save time: two-products, which computes the same as openclip" in shown
+    assert "Not measured, to save time: larger batches" in shown
 
 
 def test_records_of_the_sizes_done_survive_an_interrupt(

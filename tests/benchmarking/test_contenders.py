@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from megabatch.benchmarking.inputs import Case
 from megabatch.errors import UsageError
 
 
-@pytest.mark.parametrize("name", [contender.name for contender in CLIP.choose((), "cpu")])
+@pytest.mark.parametrize("name", [c.name for c in CLIP.contenders.values() if c.runs_on("cpu")])
 def test_every_contender_is_the_loss(name: str) -> None:
     made = Case("clip", name, "cpu", "float64", b=20, d=8, scale=30.0)
     inputs = step.make_inputs(made)
@@ -23,10 +25,20 @@ def test_every_contender_is_the_loss(name: str) -> None:
 def test_none_named_means_all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = Contender("gone", "", lambda: contenders.two_products, ("no_such_module", "gone"))
     monkeypatch.setitem(CLIP.contenders, "gone", missing)
-    here = [n for n, c in CLIP.contenders.items() if n != "gone" and not c.cuda]
+    here = ["megabatch", "megabatch-keeping", "dense", "openclip"]
     assert [c.name for c in CLIP.choose((), "cpu")] == here
     with pytest.raises(UsageError, match="pip install gone"):
         CLIP.choose(("gone",), "cpu")
+
+
+def test_two_products_are_measured_if_openclip_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [c.name for c in CLIP.duplicates("cpu")] == ["two-products"]
+    gone = dataclasses.replace(CLIP.contenders["openclip"], needs=("no_such_module", "gone"))
+    monkeypatch.setitem(CLIP.contenders, "openclip", gone)
+    assert CLIP.duplicates("cpu") == []
+    assert "two-products" in [c.name for c in CLIP.choose((), "cpu")]
 
 
 def test_what_needs_cuda_is_not_measured_on_the_cpu() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,11 +43,14 @@ class Plan:
         ]
 
 
-def run(plan: Plan, tell: Callable[[str], None]) -> Iterator[list[Record]]:
+def run(
+    plan: Plan, starts: Callable[[str], None], ends: Callable[[str], None]
+) -> Iterator[list[Record]]:
     """Measure one batch size after another; yields the records of each.
 
     Contenders take turns, A B A B, so that a machine that slows down affects all of them. One that
-    fails in its first round is not tried again.
+    fails in its first round is not tried again. Before each measurement `starts` is called with its
+    description, and afterwards `ends` with its result, a line of text each.
     """
     for b in plan.batch_sizes:
         cases = plan.cases(b)
@@ -54,9 +59,19 @@ def run(plan: Plan, tell: Callable[[str], None]) -> Iterator[list[Record]]:
             for case in cases:
                 if any(result.status != "ok" for result in results[case]):
                     continue
-                tell(f"{case.contender}, b = {b:,}, round {turn + 1} of {plan.rounds}")
-                results[case].append(in_process(case, plan.effort))
+                name = f"{case.contender}, b = {b:,}, round {turn + 1} of {plan.rounds}"
+                starts(name)
+                started = time.monotonic()
+                result = in_process(case, plan.effort)
+                results[case].append(result)
+                ends(f"{name}: {_outcome(result)}, measured in {time.monotonic() - started:.0f} s")
         yield [combine(case, results[case], plan.loss.work) for case in cases]
+
+
+def _outcome(result: Result) -> str:
+    if result.status != "ok":
+        return result.status
+    return f"{statistics.median(result.times_ms):,.1f} ms a call"
 
 
 def in_process(case: Case, effort: Effort) -> Result:
@@ -78,12 +93,18 @@ def in_process(case: Case, effort: Effort) -> Result:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """A row per record, with time and memory relative to the first contender of the same size."""
-    made = Table(box=None, padding=(0, 1), header_style="bold")
-    made.add_column("b", justify="right")
-    made.add_column("contender", no_wrap=True)
-    for column in ("ms", "×", "of product", "extra memory", "×", "row error"):
-        made.add_column(column, justify="right", no_wrap=True)
+    """A row per record, with time and memory relative to the first contender of the same size.
+
+    It fits into 80 columns for every contender up to a million pairs.
+    """
+    made = Table(
+        box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold"
+    )
+    for column in ("b", "contender", "ms", "×", "of\nproduct", "extra\nmemory", "×", "row\nerror"):
+        left = column == "contender"
+        made.add_column(
+            column, justify="left" if left else "right", vertical="bottom", no_wrap=True
+        )
     for record in records:
         first = next(r for r in records if r.b == record.b)
         made.add_row(f"{record.b:,}", record.contender, *_cells(record, first))

@@ -31,6 +31,7 @@ class Contender:
     load: Callable[[], LossFunction]
     needs: tuple[str, str] | None = None  #: (module, what pip calls it)
     cuda: bool = False  #: runs on CUDA only
+    like: str = ""  #: contender with the same computation; by default only that one is measured
 
     def installed(self) -> bool:
         """Whether its package is installed."""
@@ -52,13 +53,15 @@ class Loss:
     bias: float | None = None  #: of the logits, where the loss takes one
 
     def choose(self, names: tuple[str, ...], device: str) -> list[Contender]:
-        """The contenders with these names, or without names all that run here.
+        """The contenders with these names, or without names all that run here but duplicates.
 
         Raises:
             UsageError: a name is unknown or given twice, or its package or device is missing.
         """
         if not names:
-            return [c for c in self.contenders.values() if c.runs_on(device)]
+            left_out = self.duplicates(device)
+            here = [c for c in self.contenders.values() if c.runs_on(device)]
+            return [c for c in here if c not in left_out]
         for name in names:
             if name not in self.contenders:
                 known = ", ".join(self.contenders)
@@ -71,6 +74,11 @@ class Loss:
             if not contender.runs_on(device):
                 raise UsageError(f"--contenders {name}: needs --device cuda")
         return [self.contenders[name] for name in names]
+
+    def duplicates(self, device: str) -> list[Contender]:
+        """Contenders that run here but compute as another one that runs here does."""
+        here = {name: c for name, c in self.contenders.items() if c.runs_on(device)}
+        return [c for c in here.values() if c.like in here]
 
 
 def two_products(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
@@ -233,7 +241,12 @@ CLIP = Loss(
             captured(compiled(_dense)),
             cuda=True,
         ),
-        Contender("two-products", "as OpenCLIP writes it: two matrices", lambda: two_products),
+        Contender(
+            "two-products",
+            "as OpenCLIP writes it: two matrices",
+            lambda: two_products,
+            like="openclip",
+        ),
         Contender("openclip", "open_clip.ClipLoss", _openclip, ("open_clip", "open_clip_torch")),
         Contender("inf-cl", "one sweep a direction", _inf_cl, ("inf_cl", "inf-cl"), cuda=True),
         Contender("memeff", "stable=False", _memeff, ("memeff", "memeff"), cuda=True),
