@@ -2,6 +2,7 @@
 # make test          install, run the tests
 # make check         what CI runs: lint, types, test
 # make test-gpu      the tests that need a CUDA device
+# make dist          build the sdist and the wheel into dist/
 #
 # VENV=folder uses another environment, RUN=folder another run, PYTEST_ARGS=... reaches pytest.
 
@@ -13,10 +14,10 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test test-gpu lint types format check
+.PHONY: help quickstart test test-gpu lint types format check dist
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
 
 # A second call continues a run that was interrupted, and only evaluates one that is complete.
 quickstart: $(VENV)/.installed-train
@@ -45,6 +46,12 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format
 
 check: lint types test
+
+# From the files as they are; build/ of an earlier one would put deleted modules into the wheel.
+dist: $(BIN)/python
+	rm -rf build dist
+	$(PIP) build
+	$(BIN)/python -m build
 
 # Installed again whenever pyproject.toml changes.
 $(VENV)/.installed-train: pyproject.toml | $(BIN)/python
