@@ -43,6 +43,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_every_page_has_an_entry_in_the_table_of_contents() -> None:
+    contents = ROOT / "docs/README.md"
+    entries = re.findall(r"\]\((?!https?:)([^)#]+)", contents.read_text())
+    pages = {page.resolve() for page in (ROOT / "docs").rglob("*.md")} - {contents.resolve()}
+    assert pages <= {(contents.parent / entry).resolve() for entry in entries}
+    assert "(docs/README.md)" in README.read_text()
+
+
 def test_commands_in_the_readme_exist() -> None:
     shown = "\n".join(blocks(README, "bash"))
     words = set(re.findall(r"^megabatch (\w+)", shown, flags=re.M))
