@@ -117,7 +117,7 @@ def test_python_m_megabatch_is_the_same_program() -> None:
 
 
 COMMANDS = [
-    *(["train"], ["eval"], ["plan"], ["tune"], ["bench", "loss"]),
+    *(["train"], ["eval"], ["export"], ["plan"], ["tune"], ["bench", "loss"]),
     *(["data", name] for name in ("glyphs", "icons", "inspect")),
 ]
 GUARD = """

@@ -50,7 +50,8 @@ CASES = [(asked, library) for asked, names in NEEDS.items() for library in names
 
 UNNEEDED = "jinja2 matplotlib open_clip resvg_py sklearn timm tokenizers torchvision transformers"
 ALL = " ".join(sorted(set().union(*EXTRAS.values())))
-HELP = ["train --help", "plan --help", "eval --help", "data icons --help", "tune --help"]
+HELPFUL = ("train", "plan", "eval", "export", "data icons", "tune")
+HELP = [f"{command} --help" for command in HELPFUL]
 WITHOUT = [(TRAIN, UNNEEDED), *((asked, ALL) for asked in [*HELP, "bench loss --help"])]
 
 

@@ -33,7 +33,9 @@ KINDS = {"clip": False, "metaclip_2": False, "siglip": False, "vision-text-dual-
 #: PIL's filters by number, those that open_clip's transforms support.
 _FILTERS = {2: "bilinear", 3: "bicubic"}
 _NEEDED = ("image_mean", "image_std", "resample")
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+#: Files of a folder's image processor: of older releases of transformers, and of newer ones.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def create(
@@ -172,9 +174,9 @@ def _transform(folder: Path, vision: Any, train: bool) -> Any:
 
 def _processor(folder: Path) -> dict[str, Any]:
     """Read a folder's image processor; newer folders have it in the file of all processors."""
-    path = next((folder / name for name in _PROCESSORS if (folder / name).is_file()), None)
+    path = next((folder / name for name in PROCESSORS if (folder / name).is_file()), None)
     if path is None:
-        raise UsageError(f"--model: {folder} has no image processor: no {_PROCESSORS[0]}")
+        raise UsageError(f"--model: {folder} has no image processor: no {PROCESSORS[0]}")
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
         processor: dict[str, Any] = read.get("image_processor", read)

@@ -45,7 +45,7 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
 
     if options.given("hf_pooling", "hf_share"):
         raise UsageError(f"--hf-pooling, --hf-share: {name} is no 'hf:' model")
-    config = _config(name)
+    config = read_config(name)
     if name.startswith(FOLDER):
         if weights is not None:
             raise UsageError(
@@ -91,7 +91,12 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     )
 
 
-def _config(name: str) -> dict[str, Any]:
+def read_config(name: str) -> dict[str, Any]:
+    """A new copy of the configuration of a model that `create` takes, as open_clip has it.
+
+    Raises:
+        UsageError: a folder's configuration cannot be read.
+    """
     import open_clip
 
     if not name.startswith(FOLDER):

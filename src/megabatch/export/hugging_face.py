@@ -1,0 +1,76 @@
+"""Folders as transformers' `save_pretrained` writes them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megabatch.evaluation.run_folder import Opened
+from megabatch.models.hf_folder import FolderTokenizer, read_config
+from megabatch.models.hf_text_pair import TextEncoder
+from megabatch.models.hf_two_towers import PROCESSORS
+from megabatch.models.pooling import Pooling
+
+_POOLED: dict[Pooling, str] = {
+    "mean": "the mean over the tokens",
+    "cls": "the first token",
+    "last": "the last token",
+}
+
+
+def write_encoder(opened: Opened, folder: Path) -> list[str]:
+    """Write a text encoder and its tokenizer; see `Writer`."""
+    module: Any = opened.towers.module
+    tokenizer: Any = opened.towers.tokenizer
+    save_encoder(module.first, tokenizer, folder)
+    return [
+        "the folder has the encoder alone: an embedding is "
+        f"{_POOLED[module.first.pooling]} of its last hidden states, normalised"
+    ]
+
+
+def save_encoder(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
+    """Save an encoder as `AutoModel` loads it, and its tokenizer.
+
+    A pooler, which no feature uses, is left out: `AutoModel` initialises one at random.
+    """
+    model: Any = encoder.encoder
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: FolderTokenizer, folder: Path) -> None:
+    """Save a tokenizer that truncates texts to the run's context length."""
+    from transformers import AutoTokenizer
+
+    # Read again: the one in use also stores its padding and truncation.
+    own = AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True)
+    own.model_max_length = tokenizer.context_length
+    own.save_pretrained(folder)
+
+
+def write_clip(opened: Opened, folder: Path) -> list[str]:
+    """Write a model of images and texts, its tokenizer and image processor; see `Writer`."""
+    import transformers
+
+    module: Any = opened.towers.module
+    tokenizer: Any = opened.towers.tokenizer
+    model = transformers.AutoModel.from_config(read_config(tokenizer.folder)).float()
+    state = {
+        name.removeprefix("visual.").removeprefix("text."): value
+        for name, value in module.state_dict().items()
+    }
+    bias = None if hasattr(model, "logit_bias") else state.pop("logit_bias", None)
+    model.load_state_dict(state)
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    for name in PROCESSORS:
+        if (tokenizer.folder / name).is_file():
+            shutil.copyfile(tokenizer.folder / name, folder / name)
+    if bias is None:
+        return []
+    return [
+        f"{type(model).__name__} has no logit bias: the run's, {float(bias):.4g}, is left out; "
+        "embeddings do not depend on it"
+    ]

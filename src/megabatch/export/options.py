@@ -1,0 +1,29 @@
+"""The options of an export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from megabatch.options import Positional
+
+Target = Literal["openclip", "huggingface", "sentence-transformers"]
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a run's model as a folder that another library loads, with the same embeddings.
+
+    Nothing is downloaded. The folder appears when it is complete.
+    """
+
+    run: Annotated[Path, Positional("RUN")]
+    """The run's folder: config.toml with model.safetensors or checkpoints."""
+    to: Target
+    """The library: openclip for OpenCLIP's models; huggingface for models and text encoders of
+    transformers; sentence-transformers for models of pairs of texts, such as retrievers."""
+    output: Path
+    """Folder to create. If it exists, it must be empty."""
+    ema: bool = False
+    """Export the moving average of the weights (model-ema.safetensors)."""

@@ -1,0 +1,85 @@
+"""Export a run's model to another library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from safetensors import SafetensorError
+
+from megabatch.errors import UsageError, one_line
+from megabatch.evaluation.run_folder import Opened, open_run
+from megabatch.export import hugging_face, openclip, sentence_transformers
+from megabatch.export.options import Target
+from megabatch.extras import named_extras
+from megabatch.files import new_folder
+from megabatch.models import Towers
+from megabatch.models.hf_text_pair import TextPair
+from megabatch.models.hf_two_towers import HuggingFaceTwoTowers
+from megabatch.models.two_towers import TwoTowers
+
+#: Writes a model's files into an empty folder; returns sentences that its users must know.
+Writer: TypeAlias = Callable[[Opened, Path], list[str]]
+
+
+@named_extras()
+def export_run(run: str | Path, *, to: Target, output: str | Path, ema: bool = False) -> list[str]:
+    """Write a run's model as a folder that another library loads, with the same embeddings.
+
+    Args:
+        run: the run's folder: `config.toml` with `model.safetensors` or checkpoints. A folder that
+            its `model` names (`hf:PATH`, `local-dir:PATH`) must still be in its place.
+        to: the library.
+        output: the folder to create, which appears when it is complete.
+        ema: whether to write the moving average of the weights.
+
+    Returns:
+        Sentences on differences that a user of the folder must know, if there are any.
+
+    Raises:
+        UsageError: the run cannot be read, the library has no such models, or `output` exists and
+            is not an empty folder, or cannot be written.
+    """
+    output = Path(output)
+    with new_folder(output) as folder:
+        opened = open_run(Path(run), ema=ema)
+        opened.towers.module.eval()
+        write = _writer(opened.towers, to)
+        try:
+            return write(opened, folder)
+        except SafetensorError as error:  # a full disk, say
+            raise UsageError(f"cannot write {output}: {one_line(error, 200)}") from error
+
+
+def _writer(towers: Towers, to: Target) -> Writer:
+    """The function that writes this model for a library; UsageError if the library has no such."""
+    kind, writers = _writers(towers)
+    if to in writers:
+        return writers[to]
+    if not writers:
+        raise UsageError(
+            f"--to {to}: {towers.name} is {kind}, which no other library has; "
+            f"megabatch.models.create({towers.name!r}, pretrained=RUN) loads it"
+        )
+    raise UsageError(
+        f"--to {to}: {towers.name} is {kind}, for which {to} has no format; "
+        f"expected --to {' or '.join(writers)}"
+    )
+
+
+def _writers(towers: Towers) -> tuple[str, dict[Target, Writer]]:
+    """The model's kind in words, and its writers by library."""
+    module = towers.module
+    if isinstance(module, TextPair) and module.share:
+        return "a Hugging Face text encoder", {
+            "sentence-transformers": sentence_transformers.write,
+            "huggingface": hugging_face.write_encoder,
+        }
+    if isinstance(module, TextPair):
+        return "a pair of two text encoders", {"sentence-transformers": sentence_transformers.write}
+    if isinstance(module, HuggingFaceTwoTowers):
+        return "a Hugging Face model of images and texts", {"huggingface": hugging_face.write_clip}
+    if isinstance(module, TwoTowers):
+        return "an architecture of megabatch's own", {}
+    return "an OpenCLIP model", {"openclip": openclip.write}

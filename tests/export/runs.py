@@ -1,0 +1,40 @@
+"""Folders of runs with tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from megabatch.models import ModelOptions, Towers, create
+from megabatch.training import TrainConfig, save_config
+from megabatch.training.checkpoint import save_tensors
+
+
+def write_run(folder: Path, model: str, **settings: Any) -> Towers:
+    """A run's folder with weights that no initialisation has; returns the model as evaluated."""
+    folder.mkdir(parents=True)
+    save_config(TrainConfig(model=model, **settings), folder / "config.toml")
+    towers = create(model, options=ModelOptions.of({"loss": "clip", **settings}))
+    with torch.no_grad():
+        for parameter in towers.module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    towers.module.eval()
+    save_tensors(towers.module.state_dict(), folder / "model.safetensors")
+    return towers
+
+
+def pictures() -> list[Image.Image]:
+    """Noise, wider than high and square."""
+    random = np.random.default_rng(0)
+    sizes = ((40, 60), (32, 32))
+    return [Image.fromarray(random.integers(0, 256, (*s, 3), dtype=np.uint8)) for s in sizes]
+
+
+def change_json(path: Path, **values: Any) -> None:
+    """Set some values in a file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))

@@ -1,0 +1,121 @@
+"""Which weights are exported, what is refused, and the folder that is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from megabatch.cli import main
+from megabatch.errors import UsageError
+from megabatch.export import export_run
+from megabatch.training.checkpoint import save_tensors
+from tests.export.runs import write_run
+from tests.models.tiny import TINY
+from tests.models.tiny_bert import save_tiny_bert
+from tests.models.tiny_clip import save_tiny_clip
+
+WEIGHTS = "open_clip_model.safetensors"
+
+
+def test_the_moving_average_where_asked_for(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    towers = write_run(run, TINY)
+    with pytest.raises(UsageError, match=r"no model-ema\.safetensors"):
+        export_run(run, to="openclip", output=tmp_path / "out", ema=True)
+    averages = {name: value + 1 for name, value in towers.module.state_dict().items()}
+    save_tensors(averages, run / "model-ema.safetensors")
+    assert main(["export", str(run), "--to", "openclip", "--ema", "--output", str(run / "a")]) == 0
+    assert main(["export", str(run), "--to", "openclip", "--output", str(run / "b")]) == 0
+    average, last = (load_file(run / name / WEIGHTS) for name in ("a", "b"))
+    for name, value in towers.module.state_dict().items():
+        assert torch.equal(average[name], averages[name]), name
+        assert torch.equal(last[name], value), name
+
+
+def test_a_run_without_final_weights_gives_its_newest_checkpoint(tmp_path: Path) -> None:
+    towers = write_run(tmp_path / "run", TINY)
+    place = tmp_path / "run" / "checkpoints" / "step-00000002"
+    place.mkdir(parents=True)
+    (tmp_path / "run" / "model.safetensors").rename(place / "model.safetensors")
+    export_run(tmp_path / "run", to="openclip", output=tmp_path / "out")
+    for name, value in load_file(tmp_path / "out" / WEIGHTS).items():
+        assert torch.equal(towers.module.state_dict()[name], value), name
+
+
+def test_what_a_model_cannot_become_is_refused_with_what_it_can(tmp_path: Path) -> None:
+    clip = f"hf:{save_tiny_clip(tmp_path / 'clip', 'clip')}"
+    bert = f"hf:{save_tiny_bert(tmp_path / 'bert')}"
+    cases: list[tuple[str, dict[str, Any], set[str], str]] = [
+        (TINY, {}, {"openclip"}, "is an OpenCLIP model, .* expected --to openclip"),
+        (clip, {}, {"huggingface"}, "model of images and texts, .* expected --to huggingface"),
+        (
+            bert,
+            {},
+            {"sentence-transformers", "huggingface"},
+            "a Hugging Face text encoder, .* expected --to sentence-transformers or huggingface",
+        ),
+        (
+            bert,
+            {"hf_share": False},
+            {"sentence-transformers"},
+            "two text encoders, .* expected --to sentence-transformers",
+        ),
+        ("glyph-small", {}, set(), r"megabatch's own, .*models\.create\('glyph-small'"),
+    ]
+    for i, (model, settings, possible, sentence) in enumerate(cases):
+        run = tmp_path / f"run-{i}"
+        write_run(run, model, **settings)
+        for to in {"openclip", "huggingface", "sentence-transformers"} - possible:
+            with pytest.raises(UsageError, match=sentence) as refused:
+                export_run(run, to=to, output=tmp_path / "out")  # type: ignore[arg-type]
+            assert str(refused.value).startswith(f"--to {to}: {model} is ")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_an_output_that_is_in_use_is_refused_and_stays(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "mine").write_text("")
+    with pytest.raises(UsageError, match="not an empty folder"):  # before the run is read
+        export_run(tmp_path / "nowhere", to="openclip", output=output)
+    assert [path.name for path in output.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")]
+)
+def test_a_folder_that_could_not_be_completed_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    write_run(tmp_path / "run", TINY)
+
+    def full(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("megabatch.export.openclip.save_tensors", full)
+    with pytest.raises(UsageError, match=r"cannot write .*out: No space left on device"):
+        export_run(tmp_path / "run", to="openclip", output=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_command_says_how_to_load_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bert = save_tiny_bert(tmp_path / "bert")
+    write_run(tmp_path / "run", f"hf:{bert}")
+    asked = ["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+    assert main([*asked, "--to", "huggingface"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"load it with transformers.AutoModel.from_pretrained('{tmp_path}/out')")
+    assert second.startswith("note: the folder has the encoder alone")
+    for wrong, words in (
+        (["--to", "onnx"], "expected 'openclip' or 'huggingface' or 'sentence-transformers'"),
+        ([], "--to: needed, but not given"),
+    ):
+        assert main([*asked, *wrong]) == 2
+        assert words in capsys.readouterr().err
