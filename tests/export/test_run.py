@@ -26,11 +26,12 @@ def test_the_moving_average_where_asked_for(tmp_path: Path) -> None:
     run = tmp_path / "run"
     towers = write_run(run, TINY)
     with pytest.raises(UsageError, match=r"no model-ema\.safetensors"):
-        export_run(run, to="openclip", output=tmp_path / "out", ema=True)
+        export_run(run, to="openclip", output=tmp_path / "out", weights="ema")
     averages = {name: value + 1 for name, value in towers.module.state_dict().items()}
     save_tensors(averages, run / "model-ema.safetensors")
-    assert main(["export", str(run), "--to", "openclip", "--ema", "--output", str(run / "a")]) == 0
-    assert main(["export", str(run), "--to", "openclip", "--output", str(run / "b")]) == 0
+    words = ["export", str(run), "--to", "openclip"]
+    assert main([*words, "--weights", "ema", "--output", str(run / "a")]) == 0
+    assert main([*words, "--output", str(run / "b")]) == 0
     average, last = (load_file(run / name / WEIGHTS) for name in ("a", "b"))
     for name, value in towers.module.state_dict().items():
         assert torch.equal(average[name], averages[name]), name

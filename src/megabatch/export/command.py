@@ -20,7 +20,13 @@ def main(argv: list[str]) -> int:
     options = parse(Export, argv, prog="megabatch export", description=description)
     from megabatch.export.run import export_run  # --help imports as little as possible
 
-    notes = export_run(options.run, to=options.to, output=options.output, ema=options.ema)
+    notes = export_run(
+        options.run,
+        to=options.to,
+        output=options.output,
+        weights=options.weights,
+        trust=options.trust,
+    )
     print(f"{options.output}: load it with {_LOADED_BY[options.to].format(options.output)}")
     for note in notes:
         print(f"note: {note}")

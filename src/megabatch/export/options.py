@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from megabatch.options import Positional
 
 Target = Literal["openclip", "huggingface", "sentence-transformers"]
+Weights = Literal["final", "ema"]
 
 
 @dataclass(frozen=True)
@@ -25,5 +26,7 @@ class Export:
     transformers; sentence-transformers for models of pairs of texts, such as retrievers."""
     output: Path
     """Folder to create. If it exists, it must be empty."""
-    ema: bool = False
-    """Export the moving average of the weights (model-ema.safetensors)."""
+    weights: Weights = "final"
+    """The trained weights, or their moving average (model-ema.safetensors)."""
+    trust: bool = False
+    """Let the configuration of RUN name code to run: a model of the form module:function."""

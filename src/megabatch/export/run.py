@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
 from megabatch.export import hugging_face, openclip, sentence_transformers
-from megabatch.export.options import Target
+from megabatch.export.options import Target, Weights
 from megabatch.extras import named_extras
 from megabatch.files import new_folder
 from megabatch.models import Towers
@@ -24,7 +24,14 @@ Writer: TypeAlias = Callable[[Opened, Path], list[str]]
 
 
 @named_extras()
-def export_run(run: str | Path, *, to: Target, output: str | Path, ema: bool = False) -> list[str]:
+def export_run(
+    run: str | Path,
+    *,
+    to: Target,
+    output: str | Path,
+    weights: Weights = "final",
+    trust: bool = False,
+) -> list[str]:
     """Write a run's model as a folder that another library loads, with the same embeddings.
 
     Args:
@@ -32,7 +39,8 @@ def export_run(run: str | Path, *, to: Target, output: str | Path, ema: bool = F
             its `model` names (`hf:PATH`, `local-dir:PATH`) must still be in its place.
         to: the library.
         output: the folder to create, which appears when it is complete.
-        ema: whether to write the moving average of the weights.
+        weights: the trained ones, or "ema", their moving average.
+        trust: whether the run's `model` may be code to run (`module:function`).
 
     Returns:
         Sentences on differences that a user of the folder must know, if there are any.
@@ -43,7 +51,7 @@ def export_run(run: str | Path, *, to: Target, output: str | Path, ema: bool = F
     """
     output = Path(output)
     with new_folder(output) as folder:
-        opened = open_run(Path(run), ema=ema)
+        opened = open_run(Path(run), ema=weights == "ema", trust=trust)
         opened.towers.module.eval()
         write = _writer(opened.towers, to)
         try:
