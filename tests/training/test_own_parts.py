@@ -82,6 +82,9 @@ def test_the_example_is_trained_resumed_and_evaluated(
     assert f"{tmp_path / 'run/config.toml'}: model = 'mine:towers' would run code" in out
     code, out = command(*evaluation, "--trust")
     assert (code, "mine:towers" in out) == (0, True), out
+    export = ["export", str(tmp_path / "run"), "--to", "openclip", "--output", "out", "--trust"]
+    code, out = command(*export)  # the module is imported; OpenCLIP has no such model
+    assert (code, "mine:towers" in out, "would run" in out) == (2, True, False), out
 
 
 def test_a_plan_says_that_the_memory_of_the_loss_is_unknown(mine: Path, command: Command) -> None:
@@ -218,6 +221,9 @@ def test_a_runs_folder_may_not(
         return
     code, out = command("eval", str(run), "--val-data", str(pictures))
     assert (code, f"{config}: model = 'evil:thing' would run" in out) == (2, True)
+    code, out = command("export", str(run), "--to", "openclip", "--output", str(tmp_path / "out"))
+    assert (code, f"{config}: model = 'evil:thing' would run" in out) == (2, True)
+    assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match=r"config\.toml: model = 'evil:thing' would run code"):
         evaluate_run(run, val_data=str(pictures))
 
