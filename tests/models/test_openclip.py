@@ -111,3 +111,23 @@ def test_a_folder_cannot_ask_transformers_to_run_its_code(
     with contextlib.suppress(UsageError):  # transformers takes another class if it knows one
         create(f"local-dir:{folder}")
     assert not (tmp_path / "it-ran").exists()
+
+
+def test_code_of_a_text_towers_folder_is_not_run_even_if_the_user_would_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_bert(tmp_path / "folder")
+    path = folder / "config.json"
+    evil = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **evil}))
+    (folder / "evil.py").write_text(writing_when_imported(tmp_path / "it-ran"))
+    config = json.loads(CONFIG.read_text())
+    config["text_cfg"] = {"hf_model_name": str(folder)}
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
+    save_file({"any": torch.ones(1)}, folder / "open_clip_model.safetensors")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(UsageError, match=r"custom code|trust_remote_code"):
+        create(f"local-dir:{folder}")
+    assert not (tmp_path / "it-ran").exists()

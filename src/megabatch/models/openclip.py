@@ -55,7 +55,7 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     if "multimodal_cfg" in config:
         raise UsageError(f"--model: {name} also writes captions (CoCa), expected two towers")
     stored = set() if weights is None else files.names(weights)
-    with _without_warnings():
+    with _without_warnings(), _without_questions(config):
         try:
             module, train_transform, eval_transform = open_clip.create_model_and_transforms(
                 name,
@@ -144,6 +144,28 @@ def _tokenizer(
     except Exception as error:  # Hugging Face tokenizers: not installed, not in the local cache ...
         raise UsageError(f"--model: the tokenizer of {name}: {one_line(error, 240)}") from error
     return tokenizer
+
+
+@contextlib.contextmanager
+def _without_questions(config: dict[str, Any]) -> Iterator[None]:
+    """Keep transformers from asking the user whether to run the code of a text tower's folder.
+
+    It asks if it is not told `trust_remote_code`, and open_clip does not tell it.
+    """
+    if not config.get("text_cfg", {}).get("hf_model_name"):
+        yield
+        return
+    try:
+        from transformers import dynamic_module_utils as settings
+    except ImportError:  # open_clip says so
+        yield
+        return
+    before = settings.TIME_OUT_REMOTE_CODE
+    settings.TIME_OUT_REMOTE_CODE = 0  # seconds to answer; then it is refused
+    try:
+        yield
+    finally:
+        settings.TIME_OUT_REMOTE_CODE = before
 
 
 @contextlib.contextmanager
