@@ -201,7 +201,7 @@ def test_the_evaluation_follows_where_it_is_asked_for(
     )
     config = make_config(tmp_path / "run", steps=2, evaluate=True, val_data=str(pictures))
     assert train(config) == 0
-    options = {"device": "cpu", "group": "local", "val_data": str(pictures)}
+    options = {"device": "cpu", "group": "local", "val_data": str(pictures), "trust": True}
     assert seen == [(config.output, options), {"figures": 1}]
 
 
