@@ -245,8 +245,8 @@ class TrainConfig:
     batches that would not fit the host's memory otherwise."""
     image_resize: Literal["pillow", "torch"] = "pillow"
     """Library that resizes the images of training. pillow: OpenCLIP's pixels, bit for bit. torch: a
-    quarter of the time, with the same crops; of a photograph's values 0.4% differ, by at most 2 of
-    255. For OpenCLIP's transforms."""
+    quarter of the time, with the same crops; few values differ, by at most 3 of 255. For OpenCLIP's
+    transforms."""
     data_timeout: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 600
     """Seconds to wait for a worker's data before the run stops; 0: no limit."""
     log_every: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 1
