@@ -1,4 +1,4 @@
-"""A retriever in sentence-transformers' trainer, with its cached ranking loss and with megabatch's.
+"""A retriever in sentence-transformers' trainer, with its cached loss and ours, and in our trainer.
 
     python benchmarks/retriever.py --output benchmarks/results/retriever.json
 
@@ -7,8 +7,13 @@ random weights, with a tokenizer of these texts. Both contenders start from the 
 the same batches, ours in order of the texts' lengths, and are evaluated before and after by the
 library's own evaluator on pairs that were never seen. Losses are compared step by step. Mini-batch
 sizes are `--mini-batch-size` texts or, for both, `--mini-batch-tokens` tokens without the padding.
-By torchrun each process takes its share of a batch, with `gather_across_devices`. `--smallest` runs
-a tiny model on the CPU, which only shows that it runs.
+By torchrun each process takes its share of a batch, with `gather_across_devices`.
+
+`trainer` is `Trainer.train_step` of megabatch on the same tokens, with `--loss infonce` and its own
+choice of micro-batches and kept activations. Its scale is learnt and its learning rate decays
+otherwise, so only its first loss is compared, and its weights are not. One process only.
+
+`--smallest` runs a tiny model on the CPU, which only shows that it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +44,22 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, Trainer
 
 from machinery.definitions import words_and_definitions
 from megabatch.benchmarking import memory, records
+from megabatch.config.settings import TrainConfig
+from megabatch.data import Batch
 from megabatch.integrations.sentence_transformers import MegabatchRankingLoss
+from megabatch.models import create
+from megabatch.training.trainer import Trainer
 
 HELD_OUT = 500
 #: As torchrun has them.
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 #: (layers, width, heads) by name.
 SIZES = {"tiny": (1, 64, 4), "minilm": (6, 384, 12), "bert-base": (12, 768, 12)}
-CONTENDERS = {
+LOSSES = {
     "sentence-transformers": losses.CachedMultipleNegativesRankingLoss,
     "megabatch": MegabatchRankingLoss,
 }
+CONTENDERS = (*LOSSES, "trainer")
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Record:
     b: int
     d: int
     model: str
-    mini_batch_size: int
+    mini_batch_size: int  #: texts, or pairs of the trainer
     mini_batch_tokens: int | None
     steps: int
     seconds: float  #: a step's, median after the first two
@@ -71,7 +81,8 @@ class Record:
     pairs_a_second: float
     extra_bytes: int  #: peak above what was in use before training
     losses: tuple[float, ...]
-    loss_difference: float | None  #: largest of all steps, relative to the first contender's
+    #: largest of all steps, relative to the first contender's; of the trainer the first step's
+    loss_difference: float | None
     #: distance of the last weights from the first contender's, by how far these moved
     weight_difference: float | None
     recall_before: float  #: at 1, of 500 words among as many definitions
@@ -88,18 +99,20 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self.losses: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.begun = self._now()
+        self.begun = self.now(self.device)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(self._now())
+        self.ends.append(self.now(self.device))
         self.seconds.append(self.ends[-1] - self.begun)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in (logs or {}):
             self.losses.append(float(logs["loss"]))
 
-    def _now(self) -> float:
-        if self.device == "cuda":
+    @staticmethod
+    def now(device: str) -> float:
+        """Seconds, when the device has done its work."""
+        if device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -145,6 +158,18 @@ def random_bert(size: str, pairs: list[tuple[str, str]], folder: Path) -> Path:
     return folder
 
 
+@dataclass
+class Trained:
+    """What a training left behind: step times, its mini-batches, losses and memory."""
+
+    seconds: list[float]
+    loops: list[float]
+    losses: list[float]
+    extra_bytes: int
+    mini_batch_size: int
+    mini_batch_tokens: int | None
+
+
 def run(
     name: str,
     folder: Path,
@@ -163,15 +188,57 @@ def run(
     queries, corpus = (dict(zip(ids, side, strict=True)) for side in zip(*held_out, strict=True))
     evaluator = InformationRetrievalEvaluator(queries, corpus, {i: {i} for i in ids})
     before, start = evaluator(model)["cosine_recall@1"], weights(model)
-    clock = Clock(options.device)
-    trainer = SentenceTransformerTrainer(
+    if name in LOSSES:
+        done = by_library(library_trainer(model, LOSSES[name], train, options, output), options)
+    else:
+        done = by_trainer(model, folder, train, options, output)
+    seconds = statistics.median(done.seconds[2:] or done.seconds)
+    last = weights(model)
+    theirs, their_last = (first[0][0].losses, first[0][1]) if first else (done.losses, last)
+    compared = len(theirs) if name in LOSSES else 1
+    both = zip(done.losses[:compared], theirs[:compared], strict=True)
+    difference = max(abs(a - b) / abs(b) for a, b in both)
+    moved = float((last - their_last).norm() / (their_last - start).norm())
+    record = Record(
+        contender=name,
+        device=options.device,
+        n_devices=RANKS,
+        dtype="bfloat16" if options.device == "cuda" else "float32",
+        b=options.batch_size,
+        d=width,
+        model=options.model,
+        mini_batch_size=done.mini_batch_size,
+        mini_batch_tokens=done.mini_batch_tokens,
+        steps=options.steps,
+        seconds=seconds,
+        loop_seconds=statistics.median(done.loops[1:] or done.loops),
+        pairs_a_second=options.batch_size / seconds,
+        extra_bytes=done.extra_bytes,
+        losses=tuple(done.losses),
+        loss_difference=difference if first else None,
+        weight_difference=moved if first and name in LOSSES else None,
+        recall_before=before,
+        recall_after=evaluator(model)["cosine_recall@1"],
+    )
+    return record, last
+
+
+def library_trainer(
+    model: SentenceTransformer,
+    loss: type[torch.nn.Module],
+    train: list[tuple[str, str]],
+    options: argparse.Namespace,
+    output: str,
+) -> SentenceTransformerTrainer:
+    """The library's trainer."""
+    return SentenceTransformerTrainer(
         model,
         SentenceTransformerTrainingArguments(
             output_dir=output,
             max_steps=options.steps,
             per_device_train_batch_size=options.batch_size // RANKS,
             learning_rate=options.lr,
-            warmup_steps=max(1, options.steps // 10),
+            warmup_steps=warm_up(options),
             logging_steps=1,
             save_strategy="no",
             report_to="none",
@@ -183,40 +250,76 @@ def run(
         train_dataset=Dataset.from_dict(
             {"anchor": [word for word, _ in train], "positive": [text for _, text in train]}
         ),
-        loss=CONTENDERS[name](model, **mini_batches(options)),
-        callbacks=[clock],
+        loss=loss(model, **mini_batches(options)),
     )
+
+
+def by_library(trainer: SentenceTransformerTrainer, options: argparse.Namespace) -> Trained:
+    """Train as the library does."""
+    clock = Clock(options.device)
+    trainer.add_callback(clock)
     extra = memory.extra_bytes(trainer.train, options.device)
-    seconds = statistics.median(clock.seconds[2:] or clock.seconds)
     loops = [end - before for before, end in itertools.pairwise(clock.ends)]
-    values = clock.losses
-    theirs = first[0][0].losses if first else values
-    difference = max(abs(a - b) / abs(b) for a, b in zip(values, theirs, strict=True))
-    last = weights(model)
-    their_last = first[0][1] if first else last
-    moved = float((last - their_last).norm() / (their_last - start).norm())
-    record = Record(
-        contender=name,
-        device=options.device,
-        n_devices=RANKS,
-        dtype="bfloat16" if options.device == "cuda" else "float32",
-        b=options.batch_size,
-        d=width,
-        model=options.model,
-        mini_batch_size=options.mini_batch_size,
-        mini_batch_tokens=options.mini_batch_tokens,
-        steps=options.steps,
-        seconds=seconds,
-        loop_seconds=statistics.median(loops[1:] or loops),
-        pairs_a_second=options.batch_size / seconds,
-        extra_bytes=extra,
-        losses=tuple(values),
-        loss_difference=difference if first else None,
-        weight_difference=moved if first else None,
-        recall_before=before,
-        recall_after=evaluator(model)["cosine_recall@1"],
+    sizes = options.mini_batch_size, options.mini_batch_tokens
+    return Trained(clock.seconds, loops, clock.losses, extra, *sizes)
+
+
+def by_trainer(
+    model: SentenceTransformer,
+    folder: Path,
+    train: list[tuple[str, str]],
+    options: argparse.Namespace,
+    output: str,
+) -> Trained:
+    """Train by megabatch's trainer, on the library's batches, and copy the weights to the model."""
+    if RANKS > 1:
+        raise SystemExit("--contenders trainer: expected one process")
+    batches = token_batches(
+        library_trainer(model, LOSSES["megabatch"], train, options, output), options.steps
     )
-    return record, last
+    config = TrainConfig(
+        model=f"hf:{folder}",
+        loss="infonce",
+        global_batch_size=options.batch_size,
+        lr=options.lr,
+        warmup=warm_up(options),
+        precision="bf16" if options.device == "cuda" else "fp32",
+        activation_memory="auto",
+    )
+    if options.device == "cpu":
+        config = replace(config, micro_batch_size=options.mini_batch_size)
+    towers = create(config.model)
+    trainer = Trainer(
+        config, towers.module, torch.device(options.device), options.steps, lengths=towers.lengths
+    )
+    seconds, found = [], []
+
+    def steps() -> None:
+        for batch in batches:
+            begun = Clock.now(options.device)
+            found.append(trainer.train_step(batch)["loss"])
+            seconds.append(Clock.now(options.device) - begun)
+
+    extra = memory.extra_bytes(steps, options.device)
+    encoder = towers.module.first.encoder.state_dict()
+    absent, _ = model[0].auto_model.load_state_dict(encoder, strict=False)
+    assert all(name.startswith("pooler.") for name in absent)  # of another task
+    return Trained(seconds, seconds, found, extra, trainer.micro_batch.rows, None)
+
+
+def token_batches(trainer: SentenceTransformerTrainer, count: int) -> list[Batch]:
+    """The tokens of the first batches that the library's trainer would take."""
+    batches = []
+    for batch in itertools.islice(itertools.cycle(trainer.get_train_dataloader()), count):
+        features, _ = trainer.collect_features(batch)
+        first, second = (side["input_ids"].cpu() for side in features)
+        batches.append(Batch(first, second, torch.arange(len(first))))
+    return batches
+
+
+def warm_up(options: argparse.Namespace) -> int:
+    """Steps of the warm-up."""
+    return max(1, int(options.steps // 10))
 
 
 def weights(model: SentenceTransformer) -> Tensor:
@@ -237,7 +340,8 @@ def mini_batches(options: argparse.Namespace) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/retriever.json"))
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, 
+                        default=list(CONTENDERS if RANKS == 1 else LOSSES))  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", choices=SIZES, default="minilm")
     parser.add_argument("--batch-size", type=int, default=32768)

@@ -18,6 +18,7 @@ from machinery.definitions import captions, tokenized
 from megabatch.config.problems import wrong_types
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
+from megabatch.data.collect import Memory
 from megabatch.models import Towers, create
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
@@ -40,9 +41,13 @@ class Pairs:
         return Pairs(self.images, self.tokens[:n])
 
     def bytes(self) -> Tensor:
-        """Images uint8 (n, 3, s, s), as the trainer's loader makes them."""
-        repeats = -(-len(self.tokens) // len(self.images))
-        return self.images.repeat(repeats, 1, 1, 1)[: len(self.tokens)]
+        """Images uint8 (n, 3, s, s), pinned for a GPU, as the trainer's loader makes them."""
+        memory = Memory(pinned=torch.cuda.is_available())
+        images = memory.empty((len(self.tokens), *self.images.shape[1:]), torch.uint8)
+        for start in range(0, len(images), len(self.images)):
+            part = images[start : start + len(self.images)]
+            part.copy_(self.images[: len(part)])
+        return images
 
 
 def make_pairs(towers: Towers, size: int, world: World) -> Pairs:

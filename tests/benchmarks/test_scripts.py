@@ -203,8 +203,11 @@ def test_openclip_trainer(tmp_path: Path) -> None:
 def test_retriever(tmp_path: Path) -> None:
     output = tmp_path / "r.json"
     run("retriever.py", "--smallest", f"--output={output}")
-    theirs, ours = json.loads(output.read_text())["records"]
+    theirs, ours, trainer = json.loads(output.read_text())["records"]
     assert (theirs["contender"], ours["contender"]) == ("sentence-transformers", "megabatch")
+    assert trainer["loss_difference"] < 1e-5
+    assert trainer["recall_before"] == theirs["recall_before"]
+    assert trainer["losses"][-1] < trainer["losses"][0]
     assert len(ours["losses"]) == ours["steps"] == 3
     assert ours["loss_difference"] < 1e-5
     assert ours["weight_difference"] < 1e-2  # AdamW's first steps divide gradients by themselves

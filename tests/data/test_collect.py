@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.data.collect import Collected, Memory, ahead, fill, group
+from megabatch.data.collect import Collected, Memory, ahead, fill, group, pin
 from megabatch.data.fetch import Chunk, Fetcher, Request
 
 from .samples import Numbers, to_pixels, to_tokens
@@ -164,3 +164,28 @@ def test_memory_is_used_again_when_no_tensor_refers_to_it() -> None:
     assert again.data_ptr() == place
     assert again.dtype == torch.int32
     assert memory.empty((2, 3), torch.bfloat16).shape == (2, 3)
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned_and_used_again() -> None:
+    memory = Memory(pinned=True)
+    first = memory.empty((4, 3, 5), torch.uint8)
+    place = first.data_ptr()
+    assert first.is_pinned()
+    assert first[2:].is_pinned()
+    first.copy_(torch.arange(60, dtype=torch.uint8).view(4, 3, 5))
+    assert first.to("cuda", non_blocking=True).sum().item() == 59 * 30
+    del first
+    gc.collect()
+    again = memory.empty((60,), torch.uint8)
+    assert again.data_ptr() == place
+    assert again.is_pinned()
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_pinned_stays_as_it_is() -> None:
+    array = np.zeros(1 << 20, np.uint8)
+    pin(array)
+    pin(array)  # refused: it is pinned
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    assert torch.from_numpy(array).is_pinned()

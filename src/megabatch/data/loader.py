@@ -82,6 +82,8 @@ class PairLoader:
         late: None, or the number of rows of a batch's images that are accessed at a time. Images
             are then `LateImages`, decoded on access by further processes, as many as `workers`,
             which must be at least 1.
+        pinned: images that are put together from several chunks lie in pinned memory, for copies to
+            a GPU; a batch must be dropped only when its copies are complete.
         timeout: seconds without a sample from the workers after which iterating is an error; 0:
             no limit. It has no effect without worker processes.
 
@@ -112,6 +114,7 @@ class PairLoader:
         world_size: int = 1,
         timeout: float = 0,
         late: int | None = None,
+        pinned: bool = False,
     ) -> None:
         _check_range("batch_size", batch_size, 1)
         _check_range("workers", workers, 0)
@@ -134,7 +137,7 @@ class PairLoader:
             raise UsageError(
                 f"the batch size {batch_size} is smaller than the number of ranks, {world_size}"
             )
-        self._memory = Memory()
+        self._memory = Memory(pinned=pinned)
         self.skipped: Counter[str] = Counter()
         self.skipped_first: dict[str, str] = {}
         self._decoder: Decoder | None = None

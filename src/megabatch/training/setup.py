@@ -124,6 +124,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         world_size=world.size,
         timeout=config.data_timeout,
         late=unmeasured_micro_batch(config) if config.decode == "late" else None,
+        pinned=world.device.type == "cuda",
     )
     return Setup(
         config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)), notes
