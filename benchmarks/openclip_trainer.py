@@ -9,8 +9,8 @@ OpenCLIP's run of the same options, and with its run of the undivided batch, if 
 default is a small model on the CPU, one and two processes, with and without accumulation. On a GPU:
 
     python benchmarks/openclip_trainer.py --device cuda --processes 1 --model ViT-B-32 \\
-        --batch-size 32768 --accum-freq 64 --steps 4 --precision amp_bf16 --data SHARDS \\
-        --options "--workers 12" --output benchmarks/results/openclip-trainer-gpu.json
+        --batch-size 32768 --accum-freq 64 --steps 4 --precision amp_bf16 \\
+        --options "--workers 24" --output benchmarks/results/openclip-trainer-gpu.json
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONFIG = {
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
 }
 #: OpenCLIP's loader wants a shard for each worker.
-SHARDS = 16
+SHARDS = 32
 #: First argument of the processes of a run.
 WORKER = "worker"
 #: Tolerance of losses and logit scales in float32.

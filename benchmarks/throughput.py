@@ -9,10 +9,11 @@ autocast. The pairs are on the host, as loaders leave them there: random images,
 trainer and normalised, in pinned memory, for OpenCLIP's; and WordNet's definitions, which are as
 long as captions. `openclip` is `open_clip_train.train.train_one_epoch`, with `accum_freq` if there
 are several micro-batches, `openclip-compiled` the same after `torch.compile`, `megabatch` is
-`Trainer.train_step`, compiled and with as many activations kept as fit, `megabatch-eager` not
-compiled. Three steps warm up, of OpenCLIP two on a few micro-batches and a whole one; then whole
-steps are timed. First losses must agree. `--append` keeps the records of an earlier call but for
-those of the same configuration, so that a long plan can be measured in several calls.
+`Trainer.train_step` with its defaults, compiled and with as many activations kept as fit,
+`megabatch-eager` not compiled. Three steps warm up, of OpenCLIP two on a few micro-batches and a
+whole one; then whole steps are timed. First losses must agree. `--append` keeps the records of an
+earlier call but for those of the same configuration, so that a long plan can be measured in several
+calls.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from megabatch.training.world import World, joined
 
 #: Settings of this trainer's contenders; those of `--set` come on top.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "megabatch": {"torchcompile": True, "activation_memory": "auto"},
-    "megabatch-eager": {"torchcompile": False, "activation_memory": "auto"},
+    "megabatch": {"torchcompile": True},
+    "megabatch-eager": {"torchcompile": False},
 }
 CONTENDERS = (*SETTINGS, "openclip", "openclip-compiled")
 EAGER = ("megabatch-eager", "openclip")
@@ -75,6 +76,7 @@ class Record:
     loss_difference: float | None = None  #: relative to the first contender's
     parts: dict[str, float] | None = None  #: seconds of each part of one more step
     tokens: dict[str, float] = field(default_factory=dict)  #: lengths of the texts
+    news: tuple[str, ...] = ()  #: lines of this trainer about its choices and compilation
     command: str = ""
     date: str = ""
 
@@ -192,6 +194,7 @@ def measured(
         first_loss=losses[0],
         parts=split(contender, step) if options.parts else None,
         tokens=text_lengths(contender, pairs),
+        news=tuple(contender.trainer.take_news()) if isinstance(contender, Megabatch) else (),
     )
 
 

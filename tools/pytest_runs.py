@@ -169,12 +169,20 @@ def _counted(report: Path) -> dict[str, Any]:
         if bad:
             counts["failed"] += 1
             name = f"{case.get('classname')}::{case.get('name')}"
-            failures.append({"test": name, "message": (bad[0].text or "")[-MESSAGE:]})
+            failures.append({"test": name, "message": _shortened(bad[0].text or "")})
         elif case.find("skipped") is not None:
             counts["skipped"] += 1
         else:
             counts["passed"] += 1
     return {**counts, "failures": failures}
+
+
+def _shortened(message: str) -> str:
+    """The beginning and the end, without the list of modules of a process that crashed."""
+    lines = [line for line in message.splitlines() if not line.startswith("Extension modules:")]
+    text = "\n".join(lines)
+    half = MESSAGE // 2
+    return text if len(text) <= MESSAGE else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def _now() -> str:

@@ -45,7 +45,8 @@ def output(script: str) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured on Linux only")
 def test_peak_above_what_was_there() -> None:
     torch.ones(512 << 18)
-    assert 63 * MIB < int(output(PEAK)) < 72 * MIB
+    # Linux counts pages by core, and adds them up only now and then: 62.7 MiB on 32 cores.
+    assert 60 * MIB < int(output(PEAK)) < 72 * MIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers memory on Linux only")

@@ -18,7 +18,9 @@ from megabatch.training.trainer import Trainer
 from tests.models.tiny import TINY
 from tests.planning.allocator import peak_bytes
 
-CONFIG = replace(TrainConfig(), global_batch_size=256, micro_batch_size=64, warmup=1)
+CONFIG = replace(
+    TrainConfig(), global_batch_size=256, micro_batch_size=64, warmup=1, activation_memory="0"
+)
 CPU = Machine("cpu", 1, 1 << 40)
 
 

@@ -215,7 +215,7 @@ class TrainConfig:
     """Compute little on the padding of texts, where features do not depend on it: a tower gets the
     texts in order of their lengths, each micro-batch cut to its longest. Features change by
     rounding. Towers that read their padding (SigLIP) get whole texts all the same."""
-    activation_memory: Annotated[str, MAY_CHANGE] = "0"
+    activation_memory: Annotated[str, MAY_CHANGE] = "auto"
     """Memory of each device, such as 20GiB, for activations that wait for the backward pass, so
     that their micro-batches go through the towers once; 0: none; auto: on GPUs all that is free,
     measured in the first two steps, on the CPU 0."""
