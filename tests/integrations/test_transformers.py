@@ -158,6 +158,25 @@ class Watched(ClipLoss):
         return super().forward(*arguments, **keywords)
 
 
+@pytest.mark.gpu
+def test_float16_scales_the_loss(tmp_path: Path) -> None:
+    data, moves, scales = rows_of(images_and_texts()), [], []
+    for trainer_class, extra in ((Plain, {}), (Cached, {"micro_batch_size": 3})):
+        trainer = trainer_class(
+            model_of("clip"), arguments(tmp_path, fp16=True, use_cpu=False, num_train_epochs=4),
+            data_collator=collate, train_dataset=data, **extra,
+        )  # fmt: skip
+        before = {name: value.cpu() for name, value in weights_of(trainer.model).items()}
+        trainer.train()
+        after = weights_of(trainer.model)
+        moves.append(torch.cat([(after[n].cpu() - before[n]).flatten() for n in before]))
+        scales.append(trainer.accelerator.scaler.get_scale())
+    plain, cached = moves
+    assert scales[0] == scales[1] > 1
+    assert plain.norm() > 0.05
+    assert (plain - cached).norm() < 0.05 * plain.norm()
+
+
 def test_bfloat16_is_autocast_in_the_loss_too(tmp_path: Path) -> None:
     """The model's own forward pass uses it too, and rounds in another order."""
     data, gradients, loss = rows_of(images_and_texts()), [], Watched()

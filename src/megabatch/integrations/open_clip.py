@@ -18,6 +18,7 @@ import functools
 import itertools
 import logging
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from open_clip_train import main as trainer
 from torch import Tensor, nn
 
 import megabatch
+from megabatch.ahead import one_ahead
 from megabatch.errors import UsageError
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
@@ -137,7 +139,8 @@ def train_one_epoch(
     if args.accum_freq > 1:
         model = CachedStep(model, loss, args.batch_size, args.device)
         loss = model.loss
-        loader = JoinedBatches(data["train"].dataloader, args.accum_freq)
+        batches = data["train"].dataloader
+        loader = JoinedBatches(batches, args.accum_freq, ahead=args.workers > 0)
         data = data | {"train": dataclasses.replace(data["train"], dataloader=loader)}
         args = copy.copy(args)
         args.accum_freq, args.batch_size = 1, args.batch_size * args.accum_freq
@@ -179,35 +182,68 @@ class CachedStep:
 
 
 class JoinedBatches:
-    """A loader's batches, `count` at a time, as one; left-over batches are dropped, as theirs."""
+    """A loader's batches, `count` at a time, as one; left-over batches are dropped, as theirs.
 
-    def __init__(self, loader: Any, count: int) -> None:
-        self._loader, self._count = loader, count
+    With `ahead` a thread loads those of the next step as soon as batches of the current one have
+    been encoded for the last time. So the host never holds more than `count`, apart from the
+    loader's own. The loader must have processes: without any it would draw random numbers, of
+    augmentation, beside those of the step, which sets the generator back for its second pass.
+    """
+
+    def __init__(self, loader: Any, count: int, *, ahead: bool) -> None:
+        self._loader, self._count, self._ahead = loader, count, ahead
         self.num_batches = loader.num_batches // count
         self.num_samples = loader.num_samples
 
     def __iter__(self) -> Iterator[tuple[HeldBatches, ...]]:
         batches = iter(self._loader)
-        while len(joined := list(itertools.islice(batches, self._count))) == self._count:
-            held = tuple(map(HeldBatches, zip(*joined, strict=True)))
-            joined.clear()
-            yield held
-            # OpenCLIP's loop holds references to these until it gets the next ones.
-            for batch in held:
-                batch.release()
+        room = threading.Semaphore(self._count)
+        stop = threading.Event()
+
+        def load(_: None) -> list[Sequence[Tensor]]:
+            joined = []
+            while len(joined) < self._count and room.acquire() and not stop.is_set():
+                if (batch := next(batches, None)) is None:
+                    break
+                joined.append(batch)
+            return joined
+
+        steps = (load(None) for _ in itertools.repeat(None))
+        if self._ahead:
+            steps = one_ahead(load, itertools.repeat(None), "megabatch-joined-batches")
+        try:
+            for joined in steps:
+                if len(joined) < self._count:
+                    return
+                images, *others = map(HeldBatches, zip(*joined, strict=True))
+                images.when_freed = room.release
+                joined.clear()
+                yield images, *others
+                # OpenCLIP's loop holds references to these until it gets the next ones.
+                for batch in (images, *others):
+                    batch.release()
+        finally:
+            stop.set()
+            room.release(self._count)
+            steps.close()
 
 
 class HeldBatches:
     """Equally large batches one after another, each moved to the device when it is encoded.
 
     OpenCLIP's trainer moves what its loader gives; this stays on the host until `GradientCache`
-    takes its rows, a batch at a time.
+    takes its rows, a batch at a time. It does so twice, and a batch is freed with the second time.
+
+    Attributes:
+        when_freed: called after each batch that is freed.
     """
 
     def __init__(self, batches: Sequence[Tensor]) -> None:
-        self._batches = batches
+        self._batches: list[Tensor | None] = [*batches]
         self._size, self._rows = len(batches[0]), sum(map(len, batches))
+        self._encoded = [0] * len(batches)
         self._dtype: torch.dtype | None = None
+        self.when_freed: Callable[[], None] = lambda: None
 
     def to(
         self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
@@ -217,17 +253,31 @@ class HeldBatches:
         return self
 
     def release(self) -> None:
-        """Free the batches."""
-        self._batches = ()
+        """Free the batches that are still there."""
+        for number in range(len(self._batches)):
+            self._free(number)
 
     def __len__(self) -> int:
         return self._rows
 
     def __getitem__(self, rows: slice) -> Tensor:
         number = rows.start // self._size  # no slice spans two batches
+        batch = self._batches[number]
+        if batch is None:
+            raise RuntimeError(
+                f"rows {rows.start} to {rows.stop}: encoded twice already, and freed"
+            )
+        self._encoded[number] += 1
+        if self._encoded[number] == 2:
+            self._free(number)
         start = number * self._size
-        taken = self._batches[number][rows.start - start : rows.stop - start]
+        taken = batch[rows.start - start : rows.stop - start]
         return taken if self._dtype is None else taken.to(self._dtype)
+
+    def _free(self, number: int) -> None:
+        if self._batches[number] is not None:
+            self._batches[number] = None
+            self.when_freed()
 
 
 class _LoggedMean(nn.Module):
