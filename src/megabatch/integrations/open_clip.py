@@ -20,7 +20,7 @@ import logging
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import open_clip
@@ -208,6 +208,7 @@ class JoinedBatches:
                 joined.append(batch)
             return joined
 
+        steps: Generator[list[Sequence[Tensor]], None, None]
         steps = (load(None) for _ in itertools.repeat(None))
         if self._ahead:
             steps = one_ahead(load, itertools.repeat(None), "megabatch-joined-batches")
