@@ -23,7 +23,13 @@ from megabatch.similarity.functions import (
 )
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
-from megabatch.similarity.settings import set_gather, set_overlap, set_piece, set_workspace
+from megabatch.similarity.settings import (
+    set_gather,
+    set_grid,
+    set_overlap,
+    set_piece,
+    set_workspace,
+)
 
 __all__ = [
     "SoftTargets",
@@ -37,6 +43,7 @@ __all__ = [
     "replicated",
     "set_abort_on_lost_rank",
     "set_gather",
+    "set_grid",
     "set_overlap",
     "set_piece",
     "set_workspace",

@@ -7,7 +7,7 @@ block into dS and adds dS y to the rows' gradient and dSᵀ x to the columns'.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -19,7 +19,14 @@ from megabatch.similarity.backends.eager import add_product
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed import schedule as routes
 from megabatch.similarity.distributed.ranks import Ranks
-from megabatch.similarity.distributed.schedule import Chunk, Partials, Route, Schedule, Shard
+from megabatch.similarity.distributed.schedule import (
+    Chunk,
+    Gathered,
+    Partials,
+    Route,
+    Schedule,
+    Shard,
+)
 from megabatch.similarity.masks import SortedMatrix
 from megabatch.similarity.reductions.base import StateTiles, Tiles
 
@@ -28,47 +35,51 @@ Deferred = list[Callable[[], None]]
 
 
 class Sweep(Generic[T]):
-    """A loop over the blocks of this rank's rows against all columns, as a schedule brings them."""
+    """A loop over the blocks of rows against columns, as a schedule brings them."""
 
     def __init__(
         self,
         schedule: Schedule,
         own: T,
-        shards: Sequence[Shard],
-        against: Callable[[Chunk], T],
+        sides: tuple[Sequence[Shard], Sequence[Shard]],
+        against: Callable[[Gathered, Chunk], T],
     ) -> None:
-        """`own`: tiles of this rank's rows against its own columns; `against` makes a chunk's.
+        """`own`: tiles of this rank's rows against its own columns.
 
-        `shards`: this rank's columns and the tensors that are sent with them, the features first.
+        `sides`: this rank's rows and the tensors that belong to them, the features first, and its
+        columns likewise. `against` makes the tiles of the rows' tensors against a chunk of columns.
         """
-        self.schedule, self.own, self.shards, self.against = schedule, own, shards, against
+        self.schedule, self.own, self.sides, self.against = schedule, own, sides, against
+        self.m = schedule.rows.bounds(own.m)[-1]  #: rows against which chunks are computed
 
     def run(
         self,
-        on_tiles: Callable[[T, Chunk], None],
+        on_tiles: Callable[[T, Gathered, Chunk], None],
         partials: Partials | None,
         meanwhile: Callable[[], None] = lambda: None,
-        extra: Tensor | None = None,
+        extra: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Iterator[tuple[slice, Tensor]]:
-        """`Schedule.run`; `on_tiles` gets the tiles of each chunk that has pairs with these rows.
+        """`Schedule.run`; `on_tiles` gets the tiles of each chunk that has pairs with the rows.
 
-        `extra` (k, n): a further tensor that is sent, the last of a chunk. `partials` None: there
-        are no partial results for other ranks' columns. For x against itself, a rank's own part is
-        one sweep over half of the blocks, with its own tiles.
+        It also gets the rows' tensors and the chunk. `extra` (k, m), (k, n): further tensors of
+        rows and columns, the last ones. `partials` None: there are no partial results for other
+        ranks' columns. For x against itself, a rank's own part is one sweep over half of the
+        blocks, with its own tiles.
         """
         own, alone = self.own, self.schedule.alone
+        rows, cols = ([*side, Shard(t, 1)] for side, t in zip(self.sides, extra, strict=True))
+        arrived = cache(self.schedule.rows.gather(rows))
 
         def on_chunk(chunk: Chunk) -> None:
             if own.symmetric and chunk.owner == self.schedule.rank:
                 if chunk.rows.start == 0:  # the whole shard, in the first round
-                    on_tiles(own, chunk)
+                    on_tiles(own, arrived(), chunk)
             elif alone:
-                on_tiles(own, chunk)
-            elif own.m and chunk.size:
-                on_tiles(self.against(chunk), chunk)
+                on_tiles(own, arrived(), chunk)
+            elif self.m and chunk.size:
+                on_tiles(self.against(arrived(), chunk), arrived(), chunk)
 
-        shards = [*self.shards, Shard(extra, dim=1)]
-        return self.schedule.run(shards, on_chunk, self._route(partials), partials, meanwhile)
+        return self.schedule.run(cols, on_chunk, self._route(partials), partials, meanwhile)
 
     def _route(self, partials: Partials | None) -> Route:
         n = self.schedule.n
@@ -86,16 +97,16 @@ def reduce(sweep: Sweep[Any], cols: bool) -> tuple[Tensor, Tensor | None]:
 
     def unwritten(size: int) -> Tensor:
         state = own.new_state(size)
-        return state if own.m else own.clear(state)  # a rank without rows computes no block
+        return state if sweep.m else own.clear(state)  # without rows no block is computed
 
-    def on_tiles(tiles: StateTiles, chunk: Chunk) -> None:
+    def on_tiles(tiles: StateTiles, _: Gathered, chunk: Chunk) -> None:
         nonlocal started
         tiles.forward(row_state, chunk.partial, (not started, True))
         started = True
 
-    row_state = unwritten(own.m)
+    row_state = unwritten(sweep.m)
     col_results = own.new_results(own.n) if cols else None
-    partials = Partials(unwritten, 1, own.merge) if cols or own.symmetric else None
+    partials = Partials(unwritten, 1, own.merge, own.clear) if cols or own.symmetric else None
     for rows, states in sweep.run(on_tiles, partials):
         if own.symmetric:
             row_state[:, rows] = own.merge(torch.cat([row_state[None, :, rows], states]))
@@ -104,7 +115,7 @@ def reduce(sweep: Sweep[Any], cols: bool) -> tuple[Tensor, Tensor | None]:
     if not started:  # no rank has a column
         own.clear(row_state)
     row_results = own.new_results(own.m)
-    own.write_results(row_state[None], row_results)
+    own.write_results(sweep.schedule.rows.exchange(row_state), row_results)
     return row_results, col_results
 
 
@@ -209,17 +220,18 @@ def add_up_gradients(
             `Tiles.gradient_block`.
         after: called with the tiles of each chunk when their blocks are done.
     """
-    own, alone = sweep.own, sweep.schedule.alone
-    m, symmetric = own.m, sweep.own.symmetric
+    own, alone, shared = sweep.own, sweep.schedule.alone, sweep.schedule.rows.shared
+    m, symmetric = sweep.m, sweep.own.symmetric
     # On one process each strip of rows is complete after its blocks: no accumulator of all rows.
     strip_by_strip = alone and not symmetric
     total = own.new_total(m) if x and not strip_by_strip else None
     deferred: Deferred = []
     started = False
 
-    def on_tiles(tiles: Tiles, chunk: Chunk) -> None:
+    def on_tiles(tiles: Tiles, row_tensors: Gathered, chunk: Chunk) -> None:
         nonlocal started
         flush(deferred)
+        ours = tiles.upstream(row_tensors[-1]) if shared else rows
         theirs = cols if tiles is own else tiles.upstream(chunk.tensors[-1])
         for i in tiles.row_blocks():
             if strip_by_strip:
@@ -230,7 +242,7 @@ def add_up_gradients(
             overwrite = (first, first) if tiles.symmetric else (not started, first)
             others = total if tiles.symmetric else chunk.partial
             last = not (alone or tiles.symmetric) and i.stop == m
-            add_strip(tiles, i, rows, theirs, strip, others, overwrite, deferred if last else None)
+            add_strip(tiles, i, ours, theirs, strip, others, overwrite, deferred if last else None)
             if strip_by_strip and strip is not None:
                 write("x", i, strip)
             del strip  # before the next strip's is made
@@ -241,11 +253,12 @@ def add_up_gradients(
         """Write the sums of x, which are this rank's own, during the last transfer of y's."""
         flush(deferred)
         if total is not None and not symmetric:
-            write("x", slice(0, m), total if started else total.zero_())
+            sums = sweep.schedule.rows.sum(total if started else total.zero_())
+            write("x", slice(0, own.m), sums)
 
     partials = Partials(own.new_total) if y or symmetric else None
-    numbers = None if alone else own.numbers(cols)
-    for part, arrived in sweep.run(on_tiles, partials, complete, numbers):
+    sent = own.numbers(rows) if shared else None, None if alone else own.numbers(cols)
+    for part, arrived in sweep.run(on_tiles, partials, complete, sent):
         if symmetric and total is not None:
             total[part] += arrived
         else:

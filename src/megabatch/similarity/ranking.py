@@ -154,7 +154,7 @@ class _Columns:
                 f"{backends.arithmetic(y)}, {plan(y)}"
             )
             table = comm.agree(name, terms, table[0], y.device)
-            self.schedule = Ranks(name, [size for size, *_ in table], call)
+            self.schedule = Ranks(name, [size for size, *_ in table], call, y.device)
         self.number = sum(size for size, *_ in table)
         self.numbers = [rest for _, *rest in table]
 

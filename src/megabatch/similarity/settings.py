@@ -36,6 +36,7 @@ _workspace: int | None = None
 _piece = DEFAULT_PIECE
 _gather = DEFAULT_GATHER
 _overlap = True
+_grid = -1
 
 
 class Settings(NamedTuple):
@@ -46,6 +47,7 @@ class Settings(NamedTuple):
     piece: int  #: bytes of features in a chunk
     gather: int  #: bytes of features of all ranks that are gathered at once
     overlap: int  #: whether transfers overlap computation
+    grid: int  #: ranks that share rows; 0: none do; -1: as the hosts suggest
 
 
 class _Held(threading.local):
@@ -58,7 +60,7 @@ _held = _Held()
 def of_call(x: Tensor) -> Settings:
     """The current settings, for a call with features like x."""
     products = precision(x.device.type) if _has_float32_products(x) else 0
-    return Settings(_limit(x), products, _piece, _gather, int(_overlap))
+    return Settings(_limit(x), products, _piece, _gather, int(_overlap), _grid)
 
 
 # The functions below return the settings of the call that runs on this thread, if there is one, or
@@ -97,6 +99,11 @@ def gather() -> int:
 def overlap() -> bool:
     """Whether transfers overlap computation."""
     return _overlap if _held.settings is None else bool(_held.settings.overlap)
+
+
+def grid() -> int:
+    """Number of ranks that share rows, 0: none do, or -1: as the hosts suggest."""
+    return _grid if _held.settings is None else _held.settings.grid
 
 
 class Holding:
@@ -222,6 +229,31 @@ def set_overlap(on: bool) -> bool:
     global _overlap
     before, _overlap = _overlap, bool(on)
     return before
+
+
+def set_grid(columns: int | None) -> int | None:
+    """Set which groups are arranged as a grid of ranks; returns the previous setting.
+
+    In a grid of rows and columns of ranks, those of one row share the rows of their matrix, and
+    those of one column its columns (docs/distributed.md). None, the default: a group on several
+    hosts, with as many ranks on each, is a grid whose rows are whole hosts. 0: a group is never
+    one. A number: every group whose size it divides is a grid with that many columns. A
+    two-dimensional DeviceMesh is a grid of its own shape, whatever is set.
+
+    Results are the same but for rounding. All ranks must set the same value. It applies to all
+    later calls and their backward passes.
+
+    Raises:
+        TypeError: `columns` is neither None nor an integer.
+        ValueError: `columns` is negative.
+    """
+    global _grid
+    if columns is not None and (not isinstance(columns, int) or isinstance(columns, bool)):
+        raise TypeError(f"columns: expected a number of ranks, got {type(columns).__name__}")
+    if columns is not None and columns < 0:
+        raise ValueError(f"columns: expected at least 0, got {columns}")
+    before, _grid = _grid, -1 if columns is None else columns
+    return None if before < 0 else before
 
 
 def _check_bytes(size: Any, least: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -121,6 +122,13 @@ def strips(n: int, step: int) -> Iterator[slice]:
     """Slices of at most `step` that cover range(n)."""
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
+
+
+def within(bounds: Sequence[int], parts: Callable[[int], Iterator[slice]]) -> Iterator[slice]:
+    """The parts of each range between two bounds; `parts` makes those of a number of rows."""
+    for start, stop in pairwise(bounds):
+        for part in parts(stop - start):
+            yield slice(start + part.start, start + part.stop)
 
 
 class EagerTiles:

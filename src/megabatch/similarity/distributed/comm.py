@@ -6,7 +6,8 @@ import functools
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,10 @@ from torch import Tensor
 from megabatch import torch_internals
 from megabatch.errors import CommunicationError
 from megabatch.similarity.distributed import control
+from megabatch.torch_internals import constant_in_graphs
+
+if TYPE_CHECKING or dist.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
 
 LOCAL = "local"
 
@@ -22,16 +27,22 @@ LOCAL = "local"
 TERMS = 1024
 
 
+#: Between the names of a group and of the groups of this rank's sides, if it is a grid.
+SEPARATOR = "|"
+
+_meshes: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()
+
+
 def group_name(group: object) -> str:
     """The name of a group for operators; "" if this process is alone.
 
     Args:
         group: a process group, None for the default one where torch.distributed is initialised,
-            or "local" for this process alone.
+            "local" for this process alone, or a DeviceMesh of one or two dimensions.
 
     Raises:
         TypeError: `group` is none of these.
-        ValueError: this process is no member of the group.
+        ValueError: this process is no member of the group, or a mesh has more dimensions.
     """
     if isinstance(group, str) and group == LOCAL:
         return ""
@@ -41,8 +52,12 @@ def group_name(group: object) -> str:
         return ""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group: expected a group that this process is a member of")
+    if isinstance(group, DeviceMesh):
+        return _name_of_mesh(group)
     if not (group is None or isinstance(group, dist.ProcessGroup)):
-        raise TypeError(f"group: expected None, 'local' or a process group, got {group!r}")
+        raise TypeError(
+            f"group: expected None, 'local' or a process group or DeviceMesh, got {group!r}"
+        )
     if group is None:
         if not dist.is_initialized():
             return ""
@@ -53,15 +68,58 @@ def group_name(group: object) -> str:
 
 def rank_and_size(group: object) -> tuple[int, int]:
     """This process's rank in a group, as `group_name` takes it, and the group's size."""
-    if not group_name(group):
+    name = group_name(group)
+    if not name:
         return 0, 1
+    if dist.is_available() and isinstance(group, DeviceMesh):
+        group = resolve(name)
     assert group is None or isinstance(group, dist.ProcessGroup)
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def resolve(name: str) -> dist.ProcessGroup:
-    """The group of that name."""
-    return torch_internals.resolve_group(name)
+    """The group of that name; if it is a grid, of all its ranks."""
+    return torch_internals.resolve_group(name.split(SEPARATOR)[0])
+
+
+def sides(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """If a mesh's name: the ranks that share this one's rows, and those that share its columns."""
+    _, *named = name.split(SEPARATOR)
+    if not named:
+        return None
+    rows, cols = map(torch_internals.resolve_group, named)
+    return rows, cols
+
+
+def new_group(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> Any:
+    """A group of these global ranks, which alone call this, with the backends of another one."""
+    backend = torch_internals.group_backend(like, device)
+    return dist.new_group(
+        list(ranks),
+        timeout=torch_internals.backend_timeout(backend),
+        backend=dist.get_backend_config(like),
+        use_local_synchronization=True,
+    )
+
+
+@constant_in_graphs
+def _name_of_mesh(mesh: DeviceMesh) -> str:
+    if mesh.get_coordinate() is None:
+        raise ValueError("group: expected a mesh that this process is a member of")
+    if mesh.ndim > 2:
+        raise ValueError(f"group: expected a mesh of 1 or 2 dimensions, got {mesh.ndim}")
+    if mesh.ndim == 1:
+        return group_name(mesh.get_group())
+    if mesh.size() == 1:
+        return ""
+    if mesh not in _meshes:
+        ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
+        assert world is not None
+        if len(ranks) < world.size():
+            world = new_group(ranks, world, torch.device(mesh.device_type))
+        groups = world, mesh.get_group(1), mesh.get_group(0)
+        _meshes[mesh] = SEPARATOR.join(group.group_name for group in groups)
+    return _meshes[mesh]
 
 
 def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
@@ -82,7 +140,7 @@ def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -
     group = resolve(name)
     head = struct.Struct(f"{len(numbers)}q")
     text = terms.encode()[:TERMS].ljust(TERMS)
-    with _failures_of(f"{_operation(terms)}: before the first transfer, rank {dist.get_rank()}"):
+    with failures_of(f"{_operation(terms)}: before the first transfer, rank {dist.get_rank()}"):
         shown = control.channel(group, device).gather(text + head.pack(*numbers).ljust(64))
     if any(row[:TERMS] != text for row in shown):
         raise ValueError(_disagreement(group, [row[:TERMS].decode().strip() for row in shown]))
@@ -92,7 +150,7 @@ def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -
 def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.ReduceOp.SUM) -> Tensor:
     """`tensor` (changed in place) reduced over the group of that name."""
     group, what = resolve(name), f"{operation}: all-reduce, rank {dist.get_rank()}"
-    with _failures_of(what):
+    with failures_of(what):
         dist.all_reduce(tensor, how, group=group)
     control.note(group, tensor, what)
     return tensor
@@ -112,7 +170,7 @@ class Pending:
     def wait(self) -> None:
         """Wait for its end: on the CPU in this thread, on a GPU in its stream."""
         if self._work is not None:
-            with _failures_of(self.what):
+            with failures_of(self.what):
                 self._work.wait()
             self._end()
         self._work = None
@@ -122,7 +180,7 @@ def all_gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple
     """All ranks' (m, ...) as (n, m, ...), filled at the end; shapes are the same on all ranks."""
     gathered = shard.new_empty((group.size(), *shard.shape))
     what = _collective(operation, "gathering")
-    with _failures_of(what):
+    with failures_of(what):
         flat = gathered.view(-1, *shard.shape[1:])
         work = dist.all_gather_into_tensor(flat, shard.contiguous(), group=group, async_op=True)
     return gathered, Pending(work, what, group, shard)
@@ -135,7 +193,7 @@ def reduce_scatter(
     size, rank = parts.shape[0] // group.size(), group.rank()
     total = parts[rank * size : (rank + 1) * size]
     what = _collective(operation, "adding up all ranks' results")
-    with _failures_of(what):
+    with failures_of(what):
         work = dist.reduce_scatter_tensor(total, parts, group=group, async_op=True)
     return total, Pending(work, what, group, total)
 
@@ -155,7 +213,7 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tenso
     """(n, ...): from every rank its part for this one, of (n, ...) each; waits for them."""
     own = torch.empty_like(parts)
     what = _collective(operation, "exchanging all ranks' results")
-    with _failures_of(what):
+    with failures_of(what):
         dist.all_to_all_single(own, parts, group=group)
     control.note(group, parts, what)
     return own
@@ -196,7 +254,7 @@ class P2PExchange:
     def start(self) -> None:
         """Begin all transfers."""
         if self._operations:
-            with _failures_of(self.what):
+            with failures_of(self.what):
                 self._works = dist.batch_isend_irecv(self._operations)
 
     def wait(self) -> None:
@@ -207,7 +265,7 @@ class P2PExchange:
             if len(works) == len(operations):
                 sends = operations[i].op is dist.isend
                 what += f", {'sending to' if sends else 'receiving from'} rank {operations[i].peer}"
-            with _failures_of(what):
+            with failures_of(what):
                 work.wait()
         if works:
             control.note(self.group, operations[0].tensor, self.what)
@@ -215,7 +273,8 @@ class P2PExchange:
 
 
 @contextmanager
-def _failures_of(what: str) -> Iterator[None]:
+def failures_of(what: str) -> Iterator[None]:
+    """Name the operation in errors of transfers, which become `CommunicationError`s."""
     try:
         yield
     except RuntimeError as error:

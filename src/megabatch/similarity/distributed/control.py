@@ -23,6 +23,8 @@ from megabatch import torch_internals
 from megabatch.similarity.distributed.watchdog import Watch
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+#: The group whose channel watches the transfers of another one, of some of its ranks.
+_watched_with: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 class Channel(Protocol):
@@ -59,8 +61,14 @@ def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
 
 def note(group: dist.ProcessGroup, like: Tensor, what: str) -> None:
     """Tell the watchdog that the stream of `like`, if on a GPU, waits for other ranks in `what`."""
-    if like.is_cuda and isinstance(known := _channels.get(group), SocketChannel):
+    known = _channels.get(_watched_with.get(group, group))
+    if like.is_cuda and isinstance(known, SocketChannel):
         known.watch.note(what)
+
+
+def watch_with(part: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
+    """Let the channel of a group watch the transfers of a part of it, which has none."""
+    _watched_with[part] = whole
 
 
 class GlooChannel:

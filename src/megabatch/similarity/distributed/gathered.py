@@ -1,11 +1,11 @@
-"""Shards of one size: all ranks gather chunks of all of them at once.
+"""The gathered schedule: all ranks of a group gather chunks of all of its shards at once.
 
 For small shards, launching n ring steps takes longer than the computation, and at each step every
 rank waits for the slowest. Here each rank computes its rows against a chunk of all ranks' columns
 at once; then an all-to-all exchanges states, to be merged, and a reduce-scatter sums gradients.
 Large shards are gathered in rounds, one chunk of each shard per round, so that the memory in flight
 is bounded for any shard size: while one round is computed, the next one's columns arrive and the
-gradients of the previous one are summed.
+gradients of the previous one are summed. Shards of different sizes are padded to the largest.
 
 In the first round a rank's own columns come first, while the others' arrive (262,144 rows on 4
 H200s: 181.6 ms instead of 182.1, 65,536: 12.07 instead of 12.21;
@@ -17,9 +17,12 @@ of its computation as well gained nothing (there and in scaling-two-parts.json).
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity import settings
@@ -30,7 +33,7 @@ from megabatch.similarity.distributed.comm import (
     let_begin,
     reduce_scatter,
 )
-from megabatch.similarity.distributed.schedule import Chunk, OnChunk, Partials, Shard
+from megabatch.similarity.distributed.schedule import Chunk, OnChunk, Partials, Route, Shard
 
 #: With at least this many rows of a rank in a round, its own columns come first, and `let_begin` is
 #: called for transfers of results. With fewer, launches by the host decide the time.
@@ -59,6 +62,11 @@ def round_rows(size: int, row: int) -> int:
     return -(-size // (rounds * TILE)) * TILE  # even rounds, of whole tiles
 
 
+def rounds_of(size: int, step: int) -> list[slice]:
+    """The rows of each round of `step` rows of the largest shard, of `size` rows."""
+    return [slice(i, min(i + step, size)) for i in range(0, size, step)]
+
+
 def fits_one_round(features: Tensor, ranks: int, limit: int) -> bool:
     """Whether shards of this size, one a rank, are gathered in one round of up to `limit` bytes.
 
@@ -67,12 +75,74 @@ def fits_one_round(features: Tensor, ranks: int, limit: int) -> bool:
     return 0 < ranks * features.numel() * features.element_size() <= limit
 
 
+class Layout:
+    """The rows of a group's ranks, one rank after another, and their transfers.
+
+    A transfer takes as many rows of each rank, so shorter shards are padded.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], operation: str) -> None:
+        """`sizes`: rows by rank of the group, not all 0. `operation`: for errors."""
+        self.group, self.operation = group, operation
+        self.size = sizes[group.rank()]  #: of this rank's rows
+        self.starts = list(accumulate(sizes, initial=0))  #: of each rank's rows; the end of all
+        self.padded = max(sizes)
+        self._sizes = sizes
+        self._even = min(sizes) == self.padded
+        self._places: Tensor | None = None
+
+    def gather(self, own: Tensor, dim: int) -> tuple[Tensor, Pending]:
+        """Begin to gather all ranks' tensors, rows along `dim`; see `join`."""
+        missing = self.padded - self.size
+        if missing:
+            own = F.pad(own, [0, 0] * (own.dim() - dim - 1) + [0, missing])
+        return all_gather(own, self.group, self.operation)
+
+    def join(self, gathered: Tensor, dim: int) -> Tensor:
+        """All rows along `dim`, without padding, from what `gather` returned."""
+        joined = gathered.movedim(0, dim).flatten(dim, dim + 1)
+        return joined if self._even else joined.index_select(dim, self._rows(joined))
+
+    def exchange(self, states: Tensor, dim: int) -> Tensor:
+        """Every rank's states of this rank's rows, (ranks, ...); each gives states of all rows."""
+        n = self.group.size()
+        by_rank = self._pad(states, dim).unflatten(dim, (n, self.padded)).movedim(dim, 0)
+        found = all_to_all(by_rank.contiguous(), self.group, self.operation)
+        return found if self._even else found.narrow(dim + 1, 0, self.size).contiguous()
+
+    def sum(self, totals: Tensor) -> tuple[Tensor, Pending]:
+        """Begin to sum all ranks' totals of all rows, in place; those of this rank's rows."""
+        found, pending = reduce_scatter(self._pad(totals, 0), self.group, self.operation)
+        return found[: self.size], pending
+
+    def _pad(self, joined: Tensor, dim: int) -> Tensor:
+        """The inverse of `join`'s removal of padding, which is left uninitialised."""
+        if self._even:
+            return joined
+        shape = list(joined.shape)
+        shape[dim] = self.group.size() * self.padded
+        return joined.new_empty(shape).index_copy_(dim, self._rows(joined), joined)
+
+    def _rows(self, like: Tensor) -> Tensor:
+        """The place of each row among the padded ones."""
+        if self._places is None:
+            sizes = torch.tensor(self._sizes)
+            shift = torch.arange(len(sizes)) * self.padded - torch.tensor(self.starts[:-1])
+            total = self.starts[-1]
+            shift, sizes = (t.to(like.device, non_blocking=True) for t in (shift, sizes))
+            by_row = torch.repeat_interleave(shift, sizes, output_size=total)
+            self._places = by_row + torch.arange(total, device=like.device)
+        return self._places
+
+
 class Place(NamedTuple):
-    """This rank in its group."""
+    """The ranks whose columns are gathered, and this rank's place among all columns."""
 
     group: dist.ProcessGroup
-    rank: int
-    size: int  #: rows of every shard
+    sizes: Sequence[int]  #: columns by rank of the group
+    start: int  #: index of this rank's first column among those of all ranks
+    behind: int  #: an index behind those of all rows that this rank computes
+    consecutive: bool  #: the columns of this group are those of all ranks, in their order
     operation: str  #: for errors
     overlap: bool  #: transfers of a round run beside the computation of others
 
@@ -83,45 +153,51 @@ class Round:
     def __init__(
         self, place: Place, rows: slice, shards: Sequence[Shard], features: Tensor | None
     ) -> None:
-        self.place, self.rows = place, rows
-        self.size = rows.stop - rows.start
-        self.own = [Shard(shard.narrow(rows), shard.dim) for shard in shards]
+        self.place = place
+        parts = [slice(min(rows.start, size), min(rows.stop, size)) for size in place.sizes]
+        self.rows = parts[place.group.rank()]
+        sizes = [part.stop - part.start for part in parts]
+        self.layout = Layout(place.group, sizes, place.operation)
+        self.own = [Shard(shard.narrow(self.rows), shard.dim) for shard in shards]
         self.gathered: list[Tensor | None] = [features] + [None] * (len(shards) - 1)
         self._pending: dict[int, Pending] = {}
-        for k, shard in enumerate(self.own):
-            if shard.tensor is not None and self.gathered[k] is None:
-                self.gathered[k], self._pending[k] = all_gather(
-                    shard.tensor, place.group, place.operation
-                )
+        for k, (tensor, dim) in enumerate(self.own):
+            if tensor is not None and self.gathered[k] is None:
+                self.gathered[k], self._pending[k] = self.layout.gather(tensor, dim)
+        #: Chunks have their true index among the columns of all ranks.
+        self._consecutive = place.consecutive and self.layout.padded == max(place.sizes)
 
     def wait(self) -> None:
         """Wait for the whole transfer, on this rank's stream."""
         for k, pending in self._pending.items():
             pending.wait()
-            whole, dim = self.gathered[k], self.own[k].dim
+            whole = self.gathered[k]
             assert whole is not None
-            self.gathered[k] = whole.movedim(0, dim).flatten(dim, dim + 1)
+            self.gathered[k] = self.layout.join(whole, self.own[k].dim)
         self._pending = {}
 
-    def chunks(self, found: Tensor | None, partials: Partials | None) -> Iterator[Chunk]:
+    def chunks(
+        self, route: Route, found: Tensor | None, partials: Partials | None
+    ) -> Iterator[Chunk]:
         """This rank's own columns, then the others', which arrive meanwhile; or all at once.
 
         All at once if they are consecutive and have arrived, or will soon.
         """
-        m, rank, size = self.size, self.place.rank, self.place.size
-        own, end = rank * m, self.place.group.size() * m  # places among the columns of this round
-        if m == size and not (0 in self._pending and m >= LARGE):
+        starts, rank = self.layout.starts, self.place.group.rank()
+        own_first = 0 in self._pending and self.layout.size >= LARGE
+        if self._consecutive and route.complete and not own_first:
             self.wait()
-            yield self._chunk(0, end, 0, found, partials)
+            yield self._chunk(0, starts[-1], 0, found, partials)
             return
         tensors = tuple(shard.tensor for shard in self.own)
-        start = rank * size + self.rows.start
-        yield Chunk(rank, self.rows, start, tensors, _share(found, partials, own, own + m))
+        part = found if 0 in route.carried else None
+        part = _share(part, partials, starts[rank], starts[rank + 1])
+        yield Chunk(rank, self.rows, self.place.start + self.rows.start, tensors, part)
         self.wait()
-        # Columns of several ranks are not consecutive: they begin somewhere before this rank's
-        # rows, or behind them.
-        yield self._chunk(0, own, rank * size - own, found, partials)
-        yield self._chunk(own + m, end, (rank + 1) * size, found, partials)
+        for ranks, carried in route.others(rank, self.place.group.size()):
+            a, b = starts[ranks.start], starts[ranks.stop]
+            start = a if self._consecutive else self.place.behind
+            yield self._chunk(a, b, start, found if carried else None, partials)
 
     def _chunk(
         self, a: int, b: int, start: int, found: Tensor | None, partials: Partials | None
@@ -138,6 +214,7 @@ def run(
     rounds: Sequence[slice],
     shards: Sequence[Shard],
     on_chunk: OnChunk,
+    route: Route,
     partials: Partials | None,
     meanwhile: Callable[[], None],
     features: Tensor | None,
@@ -150,14 +227,14 @@ def run(
     now = None
     coming = [Round(place, rounds[0], shards, features if len(rounds) == 1 else None)]
     summing: tuple[slice, Tensor, Pending] | None = None
-    for k, rows in enumerate(rounds):
+    for k in range(len(rounds)):
         now = coming.pop()
         if place.overlap and k + 1 < len(rounds):
             coming.append(Round(place, rounds[k + 1], shards, None))
         if not place.overlap:
             now.wait()
-        found = None if partials is None else partials.empty(place.group.size() * now.size)
-        for chunk in now.chunks(found, partials):
+        found = None if partials is None else _unwritten(partials, route, now.layout.starts[-1])
+        for chunk in now.chunks(route, found, partials):
             if chunk.size:
                 on_chunk(chunk)
         if summing is not None:
@@ -165,9 +242,9 @@ def run(
             summing = None
         if partials is not None and found is not None:
             if partials.merge is not None:
-                yield rows, _of_all_ranks(found, now, partials)
+                yield now.rows, now.layout.exchange(found, partials.dim)
             else:
-                summing = (rows, *reduce_scatter(found, place.group, place.operation))
+                summing = (now.rows, *now.layout.sum(found))
         if not place.overlap:
             if summing is not None:
                 yield _summed(*summing)
@@ -181,15 +258,14 @@ def run(
     return now.gathered[0] if now is not None and len(rounds) == 1 else None
 
 
+def _unwritten(partials: Partials, route: Route, rows: int) -> Tensor:
+    """Room for partial results; those that this rank does not compute count as nothing."""
+    found = partials.empty(rows)
+    return found if route.complete else partials.clear(found)
+
+
 def _share(found: Tensor | None, partials: Partials | None, a: int, b: int) -> Tensor | None:
     return None if found is None or partials is None else found.narrow(partials.dim, a, b - a)
-
-
-def _of_all_ranks(found: Tensor, now: Round, partials: Partials) -> Tensor:
-    """The results of every rank for this one's rows, (ranks, ...)."""
-    n = now.place.group.size()
-    by_rank = found.unflatten(partials.dim, (n, now.size)).movedim(partials.dim, 0).contiguous()
-    return all_to_all(by_rank, now.place.group, now.place.operation)
 
 
 def _summed(rows: slice, total: Tensor, pending: Pending) -> tuple[slice, Tensor]:

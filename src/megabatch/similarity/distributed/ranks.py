@@ -2,7 +2,9 @@
 
 Shards of one size are gathered (`gathered`), which is faster on GPUs of one host: 262,144 x 768 on
 4 H200s take 179 ms instead of 184 around the ring, most of it ranks' waiting for each other at each
-step (benchmarks/results/transfers-4gpu.json). Other shards use the ring (`ring`).
+step (benchmarks/results/transfers-4gpu.json). Shards of different sizes, and x against itself, use
+the ring (`ring`) on one host. It passes chunks from one rank to the next, by one network card of a
+host; between hosts they are gathered too, by all cards.
 """
 
 from __future__ import annotations
@@ -10,18 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import comm, gathered, ring
-from megabatch.similarity.distributed.schedule import OnChunk, Partials, Route, Shard
+from megabatch.similarity.distributed import comm, gathered, hosts, ring
+from megabatch.similarity.distributed.schedule import OnChunk, Partials, Route, Rows, Shard
 
 
 def plan(features: Tensor) -> str:
     """Description of how features like these (n, d) are sent, on which all ranks must agree."""
+    grid = settings.grid()
     return (
         f"pieces of {ring.chunk_rows(features)} rows, gathered up to {settings.gather()} bytes, "
-        f"transfers {'overlap' if settings.overlap() else 'one by one'}"
+        f"transfers {'overlap' if settings.overlap() else 'one by one'}, "
+        f"grid: {'by hosts' if grid < 0 else f'{grid} columns' if grid else 'never'}"
     )
 
 
@@ -30,13 +35,20 @@ class Ranks:
 
     alone = False
 
-    def __init__(self, name: str, sizes: Sequence[int], operation: str) -> None:
-        """`name`: of the group. `sizes`: columns by rank. `operation`: its name in errors."""
+    def __init__(
+        self, name: str, sizes: Sequence[int], operation: str, device: torch.device
+    ) -> None:
+        """`name`: of the group. `sizes`: columns by rank. `operation`: its name in errors.
+
+        `device`: of the features.
+        """
         self.group = comm.resolve(name)
         self.name, self.operation = name, operation
         self.rank, self.n = self.group.rank(), self.group.size()
         self.sizes = list(sizes)
         self.starts = list(accumulate(self.sizes, initial=0))
+        self.rows = Rows(self.starts[self.rank])
+        self._several_hosts = hosts.several(self.group, device)
         #: the features of all ranks, once they are gathered; a later run may start with them
         self.gathered: Tensor | None = None
 
@@ -53,12 +65,13 @@ class Ranks:
         assert features is not None
         rounds = self._gathered_rounds(features, route)
         if rounds:
+            start, behind = self.starts[self.rank : self.rank + 2]
             place = gathered.Place(
-                self.group, self.rank, self.sizes[0], self.operation, settings.overlap()
+                self.group, self.sizes, start, behind, True, self.operation, settings.overlap()
             )
             carried = partials if route.carried else None
             self.gathered = yield from gathered.run(
-                place, rounds, shards, on_chunk, carried, meanwhile, self.gathered
+                place, rounds, shards, on_chunk, route, carried, meanwhile, self.gathered
             )
             return
         in_ring = ring.Place(self.group, self.rank, self.n, self.starts, self.operation)
@@ -70,10 +83,11 @@ class Ranks:
 
         The result is the same on all ranks.
         """
-        size = self.sizes[0]
-        if not route.complete or size == 0 or len(set(self.sizes)) > 1:
+        size = max(self.sizes)
+        even = route.complete and len(set(self.sizes)) == 1
+        if size == 0 or not (even or self._several_hosts):
             return []
-        step = gathered.round_rows(size, self.n * features.nbytes // size)
+        step = gathered.round_rows(size, self.n * features.shape[1] * features.element_size())
         if step == 0 or (route.consecutive and step < size):
             return []
-        return [slice(i, min(i + step, size)) for i in range(0, size, step)]
+        return gathered.rounds_of(size, step)

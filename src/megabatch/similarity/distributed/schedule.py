@@ -1,8 +1,9 @@
-"""The interface of a schedule, which exchanges columns and results between ranks.
+"""The interface of a schedule, which exchanges rows, columns and results between ranks.
 
-A schedule brings chunks of all ranks' columns to this rank, and returns this rank's partial results
-for them to their owners. `Local` is the schedule of one process; `ranks.Ranks` that of a group,
-which gathers (`gathered`) or passes chunks around a ring (`ring`).
+A schedule brings chunks of other ranks' columns to this rank, and returns this rank's partial
+results for them to their owners. `Local` is the schedule of one process; `ranks.Ranks` that of a
+group, which gathers (`gathered`) or passes chunks around a ring (`ring`). These compute this rank's
+rows against all columns; `grid.Grid` shares rows between ranks as well.
 """
 
 from __future__ import annotations
@@ -20,6 +21,18 @@ class Route(NamedTuple):
     carried: range  #: steps whose partial results are passed on; after the last, to the owner
     complete: bool = True  #: every rank gets every other rank's columns
     consecutive: bool = False  #: the rows of a chunk must be consecutive among those of all ranks
+
+    def others(self, rank: int, n: int) -> Iterator[tuple[slice, bool]]:
+        """Slices of the other ranks whose chunks reach this one; whether it has partials of them.
+
+        At step s a rank has the chunk of rank - s (modulo n).
+        """
+        end = max(1, self.carried.stop)
+        for first, last, carried in ((1, end, True), (end, self.steps, False)):
+            start, stop = rank - last + 1, rank - first + 1
+            for part in (slice(start + n, min(stop, 0) + n), slice(max(start, 0), stop)):
+                if part.start < part.stop and part.start < n:
+                    yield part, carried
 
 
 def full(n: int) -> Route:
@@ -67,6 +80,8 @@ class Partials(NamedTuple):
     dim: int = 0
     #: (k, ...) -> k of them merged; the owner then gets (k, ...). None: the owner gets their sum.
     merge: Callable[[Tensor], Tensor] | None = None
+    #: sets a tensor to the results of no row at all, in place
+    clear: Callable[[Tensor], Tensor] = Tensor.zero_
 
 
 class Chunk(NamedTuple):
@@ -86,6 +101,41 @@ class Chunk(NamedTuple):
 
 
 OnChunk = Callable[[Chunk], None]
+Gathered = tuple[Tensor | None, ...]  #: tensors of several shards, in their order
+
+
+class Rows:
+    """The rows that a rank computes against the columns of its chunks: its own.
+
+    `grid.SharedRows` are those of several ranks, each of which computes them against other columns.
+    """
+
+    shared = False
+
+    def __init__(self, start: int) -> None:
+        """`start`: index of the first among the columns of all ranks, as in `Chunk`."""
+        self.start = start
+
+    def bounds(self, own: int) -> list[int]:
+        """Where the rows of each rank begin, and where the last one's end; `own`: of this rank."""
+        return [0, own]
+
+    def gather(self, shards: Sequence[Shard]) -> Callable[[], Gathered]:
+        """Begin to bring these tensors of all rows here; the result waits for them."""
+        tensors = tuple(shard.tensor for shard in shards)
+        return lambda: tensors
+
+    def exchange(self, states: Tensor) -> Tensor:
+        """Every rank's states (k, numbers, own rows) of this rank's rows, of (numbers, rows)."""
+        return states[None]
+
+    def sum(self, totals: Tensor) -> Tensor:
+        """The sums over ranks for this rank's rows, of (rows, ...)."""
+        return totals
+
+    def sum_by_rank(self, parts: Tensor) -> Tensor:
+        """This rank's part of the sum over ranks of (ranks that share rows, ...)."""
+        return parts[0]
 
 
 class Schedule(Protocol):
@@ -95,6 +145,7 @@ class Schedule(Protocol):
     rank: int
     n: int  #: number of ranks
     starts: list[int]  #: index of each rank's first column among those of all ranks
+    rows: Rows
 
     def run(
         self,
@@ -129,7 +180,7 @@ class Local:
     alone, rank, n = True, 0, 1
 
     def __init__(self) -> None:
-        self.starts = [0]
+        self.starts, self.rows = [0], Rows(0)
 
     def run(
         self,

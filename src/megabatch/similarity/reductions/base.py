@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megabatch.similarity import backends
-from megabatch.similarity.distributed import comm
-from megabatch.similarity.distributed.ranks import Ranks
+from megabatch.similarity.distributed import comm, grid
 from megabatch.similarity.distributed.schedule import Local, Schedule
 from megabatch.similarity.masks import Pairs, SortedMatrix
 
@@ -147,21 +146,24 @@ class Handshake(NamedTuple):
     sizes: Tensor
 
 
-def handshake(group: str, call: str, terms: str, rows: int, cols: int, x: Tensor) -> Handshake:
+def handshake(
+    group: str, call: str, terms: str, rows: int, cols: int, x: Tensor, symmetric: bool = False
+) -> Handshake:
     """The schedule of a call over the group, after its ranks agreed on the terms of the call.
 
     Args:
         group: its name; "" for this process alone, without communication.
         call: the public function's name and, after a comma, more on which ranks must agree.
         terms: a description of the operator's arguments, on which they must agree. rows, cols: of
-            this rank.
+            this rank. symmetric: x against itself.
     """
     if not group:
         # On the features' device: CUDA graphs of torch.compile hold no result on the CPU.
         return Handshake(Local(), x.new_empty(2, 0, dtype=torch.int64))
     numbers = comm.agree(group, f"{call}, {terms}", [rows, cols], x.device)
     sizes = torch.tensor(numbers, device="cpu").T
-    return Handshake(Ranks(group, sizes[1].tolist(), call.split(",", 1)[0]), sizes)
+    schedule = grid.choose(group, sizes.tolist(), call.split(",", 1)[0], x, symmetric)
+    return Handshake(schedule, sizes)
 
 
 def new_sizes(x: Tensor, ranks: int) -> Tensor:
@@ -169,11 +171,14 @@ def new_sizes(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(2, ranks, dtype=torch.int64, device="cpu" if ranks else x.device)
 
 
-def schedule_again(group: str, call: str, sizes: Tensor, columns: Tensor) -> Schedule:
+def schedule_again(
+    group: str, call: str, sizes: Tensor, x: Tensor, columns: Tensor, symmetric: bool = False
+) -> Schedule:
     """The schedule of a backward pass. `columns`: those of all ranks, if they were saved."""
     if not group:
         return Local()
-    ranks = Ranks(group, sizes[1].tolist(), f"{call.split(',', 1)[0]}, backward")
-    if columns.numel() and len(set(ranks.sizes)) == 1:
-        ranks.gathered = columns
-    return ranks
+    operation = f"{call.split(',', 1)[0]}, backward"
+    schedule = grid.choose(group, sizes.tolist(), operation, x, symmetric)
+    if columns.numel() and len(set(schedule.sizes)) == 1:
+        schedule.gathered = columns
+    return schedule

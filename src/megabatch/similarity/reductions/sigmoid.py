@@ -23,7 +23,7 @@ from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.backends.eager import STRIP, strips
 from megabatch.similarity.distributed import comm, ranks
 from megabatch.similarity.distributed.ranks import Ranks
-from megabatch.similarity.distributed.schedule import Chunk, Schedule, Shard
+from megabatch.similarity.distributed.schedule import Chunk, Gathered, Schedule, Shard
 from megabatch.similarity.masks import Pairs
 from megabatch.similarity.memory import Run
 from megabatch.similarity.ops import Body, reduction_operators
@@ -102,7 +102,7 @@ def _forward(
         own = sweep.own
         dx, dy = DeferredGrad.like(x, need_x), DeferredGrad.like(y, need_y)
         factor = own.factor(divisor(x))
-        sums: list[Tensor] = []
+        sums: list[Tensor] = []  # of the rows of each rank that shares them, (ranks, 3)
         scale_parts: list[Tensor] = []
 
         def write(side: str, part: slice, total: Tensor) -> None:
@@ -115,7 +115,9 @@ def _forward(
         engine.add_up_gradients(
             sweep, write, need_x, need_y, after=lambda tiles: sums.append(tiles.sums())
         )
-        total = sums[0] if len(sums) == 1 else torch.stack([own.sums(), *sums]).sum(0)
+        ranks = len(schedule.rows.bounds(own.m)) - 1
+        parts = sums[0] if len(sums) == 1 else sum(sums, own.sums().new_zeros(ranks, 3))
+        total = schedule.rows.sum_by_rank(parts)
         if scale_parts:  # one launch less if there is one part
             dscale = scale_parts[0] if len(scale_parts) == 1 else torch.stack(scale_parts).sum()
         else:
@@ -262,30 +264,41 @@ def _sweep(
         # Each rank sorts its own shard, so that its pairs (i, i) stay on the diagonal.
         start = schedule.starts[schedule.rank]
         pairs = replace(pairs, row_start=start, col_start=start)
-    own = _tiles(matrix.x, matrix.y, pairs, terms, teacher, need)
+    own = _tiles(matrix.x, matrix.y, pairs, terms, teacher, need, (0, len(matrix.x)))
+    bounds = schedule.rows.bounds(own.m)
 
-    def against(chunk: Chunk) -> Tiles:
-        features, ids, teacher_y, *_ = chunk.tensors
-        assert features is not None
-        cols = replace(pairs, col_ids=ids, col_start=chunk.start)
-        theirs = teacher
-        if teacher is not None and teacher_y is not None:
-            theirs = teacher._replace(y=teacher_y)
-        return _tiles(own.x, features, cols, terms, theirs, need)
+    def against(rows: Gathered, chunk: Chunk) -> Tiles:
+        x, row_ids, weight, teacher_x, *_ = rows
+        y, col_ids, teacher_y, *_ = chunk.tensors
+        assert x is not None
+        assert y is not None
+        places = schedule.rows.start, chunk.start
+        block = Pairs(pairs.diagonal, row_ids, col_ids, None, None, *places)
+        theirs = None
+        if teacher is not None and teacher_x is not None and teacher_y is not None:
+            theirs = teacher._replace(x=teacher_x, y=teacher_y)
+        return _tiles(x, y, block, terms._replace(weight=weight), theirs, need, bounds)
 
-    columns = None if teacher is None else teacher.y
-    shards = [Shard(own.y), Shard(pairs.col_ids), Shard(columns)]
-    return engine.Sweep(schedule, own, shards, against)
+    teacher_rows, teacher_cols = (None, None) if teacher is None else teacher[:2]
+    rows = [Shard(own.x), Shard(pairs.row_ids), Shard(terms.weight), Shard(teacher_rows)]
+    cols = [Shard(own.y), Shard(pairs.col_ids), Shard(teacher_cols)]
+    return engine.Sweep(schedule, own, (rows, cols), against)
 
 
 def _tiles(
-    x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, teacher: Teacher | None, need: Need
+    x: Tensor,
+    y: Tensor,
+    pairs: Pairs,
+    terms: Terms,
+    teacher: Teacher | None,
+    need: Need,
+    bounds: Sequence[int],
 ) -> Tiles:
-    """The blocks of x (m, d) against y (n, d)."""
+    """The blocks of x (m, d) against y (n, d); see `SigmoidTiles`."""
     if teacher is not None:
-        return SoftLabelTiles(x, y, pairs, terms, need, teacher)
+        return SoftLabelTiles(x, y, pairs, terms, need, bounds, teacher)
     if not backends.uses_kernels(x):
-        return SigmoidTiles(x, y, pairs, terms, need)
+        return SigmoidTiles(x, y, pairs, terms, need, bounds)
     from megabatch.similarity.backends.triton.sigmoid_tiles import SigmoidKernelTiles
 
-    return SigmoidKernelTiles(x, y, pairs, terms, need)
+    return SigmoidKernelTiles(x, y, pairs, terms, need, bounds)

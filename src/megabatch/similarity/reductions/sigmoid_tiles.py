@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity.backends import eager
-from megabatch.similarity.backends.eager import EagerTiles, buffer_views, row_dots
+from megabatch.similarity.backends.eager import EagerTiles, buffer_views, row_dots, strips, within
 from megabatch.similarity.masks import Pairs
 from megabatch.similarity.reductions.operands import DeferredGrad, Need, Teacher, Terms
 
@@ -18,9 +21,18 @@ GAIN = 2.0**15
 class SigmoidTiles(EagerTiles):
     """See `base.Tiles`; `gradient_block` also adds the block's losses to `sums`."""
 
-    def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        pairs: Pairs,
+        terms: Terms,
+        need: Need,
+        bounds: Sequence[int],
+    ) -> None:
+        """`bounds`: where the rows of each rank begin, and where the last one's end."""
         super().__init__(x, y, pairs)
-        self.terms, self.need = terms, need
+        self.terms, self.need, self.bounds = terms, need, bounds
         self._scratch = self._buffers(1)
         self._gain: Tensor | None = None
         if x.dtype == torch.float16 and eager.rounds_left(x):
@@ -28,7 +40,11 @@ class SigmoidTiles(EagerTiles):
             size = torch.ones_like(terms.scale) if terms.weight_size is None else terms.weight_size
             self._gain = GAIN / size
         # There are b² terms: a block is summed in float32, the blocks in float64.
-        self._sums = x.new_zeros(3, dtype=torch.float64)
+        self._sums = x.new_zeros((len(bounds) - 1, 3), dtype=torch.float64)
+
+    def row_blocks(self) -> Iterator[slice]:
+        """See `base.Tiles`; a block has rows of one rank."""
+        return within(self.bounds, lambda rows: strips(rows, self.block_rows))
 
     def upstream(self, numbers: Tensor | None) -> None:
         """None: a pair's gradient needs no statistic of its row or column."""
@@ -42,14 +58,15 @@ class SigmoidTiles(EagerTiles):
         s = eager.logits(self.x[i], self.y[j], self.terms.scale, out=scratch).add_(self.terms.bias)
         weight = None if self.terms.weight is None else self.terms.weight[i]
         loss, ds = self._loss_and_grad(s, i, j, weight)
-        self._sums[0] += loss
+        sums = self._sums[bisect_right(self.bounds, i.start) - 1]
+        sums[0] += loss
         if self.need.bias:
-            self._sums[1] += ds.sum()
+            sums[1] += ds.sum()
         if self.need.features:
             return ds if self._gain is None else ds.mul_(self._gain)
         if self.need.scale:
             one = torch.ones_like(self.terms.scale)
-            self._sums[2] += (ds * eager.logits(self.x[i], self.y[j], one)).sum()
+            sums[2] += (ds * eager.logits(self.x[i], self.y[j], one)).sum()
         return None
 
     def _loss_and_grad(
@@ -59,7 +76,7 @@ class SigmoidTiles(EagerTiles):
         return _loss_and_grad(s, self.pairs.view(i, j), weight)
 
     def sums(self) -> Tensor:
-        """(3,) float64: of losses, of dS, and of dS * products if x and y are frozen."""
+        """(ranks, 3) float64: of losses, dS, and of dS * products if x and y are frozen."""
         return self._sums
 
     def factor(self, divisor: int) -> Tensor:
@@ -98,9 +115,16 @@ class SoftLabelTiles(SigmoidTiles):
     """Tiles with soft labels: sigmoid(t) of a teacher's logits t, instead of 0 and 1."""
 
     def __init__(
-        self, x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need, teacher: Teacher
+        self,
+        x: Tensor,
+        y: Tensor,
+        pairs: Pairs,
+        terms: Terms,
+        need: Need,
+        bounds: Sequence[int],
+        teacher: Teacher,
     ) -> None:
-        super().__init__(x, y, pairs, terms, need)
+        super().__init__(x, y, pairs, terms, need, bounds)
         self.teacher = teacher
         self._teacher_scratch = self._buffers(1)
 

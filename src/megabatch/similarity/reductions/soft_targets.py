@@ -20,7 +20,6 @@ the cross-entropy, gradient of the logit (i, i)]`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -30,7 +29,7 @@ from megabatch.similarity import backends, engine
 from megabatch.similarity.backends import eager
 from megabatch.similarity.backends.eager import buffer_views
 from megabatch.similarity.distributed import comm, ranks
-from megabatch.similarity.distributed.schedule import Chunk, Schedule, Shard
+from megabatch.similarity.distributed.schedule import Chunk, Gathered, Schedule, Shard
 from megabatch.similarity.engine import Side
 from megabatch.similarity.masks import PAIRED, Pairs, SortedMatrix
 from megabatch.similarity.memory import Run, gradient_bytes
@@ -112,10 +111,11 @@ def _backward(
     settings: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, y and scale, empty if not needed: see `engine.gradients`."""
-    if group and col_gradient is None:  # other ranks wait for this one's part
-        col_gradient = torch.zeros_like(columns)
+    if group:  # other ranks wait for this one's part
+        row_gradient = torch.zeros_like(rows) if row_gradient is None else row_gradient
+        col_gradient = torch.zeros_like(columns) if col_gradient is None else col_gradient
     with Holding(settings, x), torch.cuda.device_of(x):
-        schedule = schedule_again(group, call, sizes, x.new_empty(0))
+        schedule = schedule_again(group, call, sizes, x, x.new_empty(0))
         teacher = Teacher(teacher_x, teacher_y, teacher_scale)
         matrix, sweep = _sweep(x, y, scale, teacher, schedule)
         sides = Side(rows, row_gradient), Side(columns, col_gradient)
@@ -185,15 +185,20 @@ def _sweep(
     matrix = SortedMatrix(x, y, Pairs(PAIRED, row_start=start, col_start=start))
     own = _tiles(matrix, scale, teacher)
 
-    def against(chunk: Chunk) -> Tiles:
-        features, columns, *_ = chunk.tensors
-        assert features is not None
-        assert columns is not None
-        pairs = replace(matrix.pairs, col_start=chunk.start)
-        theirs = SortedMatrix(own.x, features, pairs)
-        return _tiles(theirs, scale, Teacher(own.teacher.x, columns, teacher.scale))
+    def against(rows: Gathered, chunk: Chunk) -> Tiles:
+        x, teacher_x, *_ = rows
+        y, teacher_y, *_ = chunk.tensors
+        assert x is not None
+        assert y is not None
+        assert teacher_x is not None
+        assert teacher_y is not None
+        pairs = Pairs(PAIRED, row_start=schedule.rows.start, col_start=chunk.start)
+        block = SortedMatrix(x, y, pairs)
+        return _tiles(block, scale, Teacher(teacher_x, teacher_y, teacher.scale))
 
-    return matrix, engine.Sweep(schedule, own, [Shard(own.y), Shard(own.teacher.y)], against)
+    rows = [Shard(own.x), Shard(own.teacher.x)]
+    cols = [Shard(own.y), Shard(own.teacher.y)]
+    return matrix, engine.Sweep(schedule, own, (rows, cols), against)
 
 
 def _tiles(matrix: SortedMatrix, scale: Tensor, teacher: Teacher) -> Tiles:

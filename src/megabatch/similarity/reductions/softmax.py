@@ -19,7 +19,7 @@ from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.backends import eager
 from megabatch.similarity.distributed import comm, gathered, ranks
 from megabatch.similarity.distributed.ranks import Ranks
-from megabatch.similarity.distributed.schedule import Chunk, Schedule, Shard
+from megabatch.similarity.distributed.schedule import Chunk, Gathered, Schedule, Shard
 from megabatch.similarity.engine import Side
 from megabatch.similarity.masks import Guide, Pairs, SortedMatrix
 from megabatch.similarity.memory import Run, gradient_bytes, padded_bytes
@@ -78,7 +78,7 @@ def _forward(
     with Holding(settings, x), torch.cuda.device_of(x):
         terms = _terms(x, y, pairs, cols, wanted) if group else ""
         own_sizes = x.shape[0], (x if y is None else y).shape[0]
-        schedule, sizes = handshake(group, call, terms, *own_sizes, x)
+        schedule, sizes = handshake(group, call, terms, *own_sizes, x, y is None)
         saved = _new_saved(x, y, sizes.shape[1], save, settings)
         matrix, sweep = _sweep(x, y, scale, pairs, schedule, saved)
         row_results, col_results = engine.reduce(sweep, cols)
@@ -131,12 +131,12 @@ def _backward(
     """Gradients of x, y and scale, empty if not needed: see `engine.gradients`."""
     pairs = Pairs(diagonal, row_ids, col_ids, ceiling, _guide(guide_x, guide_y))
     if group:  # other ranks wait for this one's part, whether or not its own loss used it
-        if y is None and row_gradient is None:
+        if row_gradient is None:
             row_gradient = torch.zeros_like(rows)
         if cols and col_gradient is None:
             col_gradient = torch.zeros_like(columns)
     with Holding(settings, x), torch.cuda.device_of(x):
-        schedule = schedule_again(group, call, sizes, saved)
+        schedule = schedule_again(group, call, sizes, x, saved, y is None)
         matrix, sweep = _sweep(x, y, scale, pairs, schedule, saved)
         sides = Side(rows, row_gradient), Side(columns, col_gradient if cols else None)
         return engine.gradients(sweep, matrix, x, y, scale, sides, (need_x, need_y, need_scale))
@@ -245,15 +245,18 @@ def _sweep(
     own = _tiles(matrix.x, matrix.y, pairs, scale, y is None, saved)
     guide_x, guide_columns = (None, None) if pairs.guide is None else pairs.guide
 
-    def against(chunk: Chunk) -> Tiles:
-        features, ids, guide_y, *_ = chunk.tensors
-        assert features is not None
-        guide = _guide(guide_x, guide_y)
-        theirs = replace(pairs, col_ids=ids, guide=guide, col_start=chunk.start)
-        return _tiles(own.x, features, theirs, scale)
+    def against(rows: Gathered, chunk: Chunk) -> Tiles:
+        x, row_ids, ceiling, guide_x, *_ = rows
+        y, col_ids, guide_y, *_ = chunk.tensors
+        assert x is not None
+        assert y is not None
+        guide, places = _guide(guide_x, guide_y), (schedule.rows.start, chunk.start)
+        block = Pairs(pairs.diagonal, row_ids, col_ids, ceiling, guide, *places)
+        return _tiles(x, y, block, scale)
 
-    shards = [Shard(own.y), Shard(pairs.col_ids), Shard(guide_columns)]
-    return matrix, engine.Sweep(schedule, own, shards, against)
+    rows = [Shard(own.x), Shard(pairs.row_ids), Shard(pairs.ceiling), Shard(guide_x)]
+    cols = [Shard(own.y), Shard(pairs.col_ids), Shard(guide_columns)]
+    return matrix, engine.Sweep(schedule, own, (rows, cols), against)
 
 
 def _tiles(

@@ -33,7 +33,7 @@ def test_the_last_product_of_dx_can_be_deferred(kind: str, monkeypatch: pytest.M
         upstreams: list[Any] = [None, None]
         if kind == "sigmoids":
             need = Need(True, True, True, True)
-            tiles = SigmoidKernelTiles(x, y, Pairs(), Terms(SCALE, BIAS, None), need)
+            tiles = SigmoidKernelTiles(x, y, Pairs(), Terms(SCALE, BIAS, None), need, (0, len(x)))
         else:
             tiles = SoftmaxKernelTiles(x, y, Pairs(), SCALE)
             sides = tiles.reduce(True)

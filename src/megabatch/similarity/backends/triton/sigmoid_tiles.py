@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
+from megabatch.similarity.backends.eager import within
 from megabatch.similarity.backends.triton import sigmoid
-from megabatch.similarity.backends.triton.blocking import TILE, cdiv
+from megabatch.similarity.backends.triton.blocking import TILE, cdiv, product_parts
 from megabatch.similarity.backends.triton.blocks import KernelTiles, diagonal_in
 from megabatch.similarity.backends.triton.configs import sigmoid_config
-from megabatch.similarity.backends.triton.operands import new_descriptor
+from megabatch.similarity.backends.triton.operands import new_descriptor, ranges_of
 from megabatch.similarity.masks import Pairs
 from megabatch.similarity.reductions.operands import DeferredGrad, Need, Terms
 
@@ -27,19 +32,37 @@ ROWS, COLS = 16, 128
 class SigmoidKernelTiles(KernelTiles):
     """See `reductions.base.Tiles`; `gradient_block` also adds the block's losses to `sums`."""
 
-    def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, terms: Terms, need: Need) -> None:
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        pairs: Pairs,
+        terms: Terms,
+        need: Need,
+        bounds: Sequence[int],
+    ) -> None:
+        """`bounds`: where the rows of each rank begin, and where the last one's end."""
         super().__init__(x, y, pairs)
-        self.terms, self.need = terms, need
+        self.terms, self.need, self.bounds = terms, need, bounds
+        # A rank's rows need not begin with a tile of all rows.
+        self._row_ranges = [self._ranges[0]]
+        if len(bounds) > 2 and pairs.row_ids is not None:
+            self._row_ranges = [ranges_of(pairs.row_ids[a:b]) for a, b in pairwise(bounds)]
         self.gain = HALF_GAIN if x.dtype == torch.float16 else 1.0
         self.weight = None if terms.weight is None else terms.weight.contiguous()
         if self.weight is not None and terms.weight_size is not None:
             self.weight = self.weight / terms.weight_size
         self.config = sigmoid_config(x)
         tiles = cdiv(min(self.block_rows, len(x)), TILE) * cdiv(min(self.block_cols, len(y)), TILE)
-        #: by program of `sigmoid.masked_tiles`: losses, dS, dS times products
-        self._sums = x.new_zeros((3, cdiv(tiles, CHUNKS[1])), dtype=torch.float64)
+        #: by rank and program of `sigmoid.masked_tiles`: losses, dS, dS times products
+        shape = len(bounds) - 1, 3, cdiv(tiles, CHUNKS[1])
+        self._sums = x.new_zeros(shape, dtype=torch.float64)
         #: by program of `sigmoid.unmasked_tiles`: losses, dS
         self._partials = self._empty(2 * sigmoid.PARTS.value * tiles)
+
+    def row_blocks(self) -> Iterator[slice]:
+        """See `reductions.base.Tiles`; a block has rows of one rank."""
+        return within(self.bounds, lambda rows: product_parts(rows, self.block_rows))
 
     def upstream(self, numbers: Tensor | None) -> None:
         """None: a pair's gradient needs no statistic of its row or column."""
@@ -55,7 +78,11 @@ class SigmoidKernelTiles(KernelTiles):
         tiles, cols = cdiv(m, TILE), cdiv(n, TILE)
         groups = cdiv(tiles, config.rows)
         weight = None if self.weight is None else self.weight[i]
-        row_ranges, col_ranges = self._id_ranges(i, j)
+        rank = bisect_right(self.bounds, i.start) - 1
+        sums, start = self._sums[rank], self.bounds[rank]
+        row_ranges = self._row_ranges[rank if len(self._row_ranges) > 1 else 0]
+        row_ranges = row_ranges.view(slice(i.start - start, i.stop - start))
+        col_ranges = self._ranges[1].view(j)
         offset = pairs.col_start - pairs.row_start
         xd, yd = self._descriptors(config.bk)
         diagonal = diagonal_in(pairs, i, j)
@@ -85,7 +112,7 @@ class SigmoidKernelTiles(KernelTiles):
         chunk = CHUNKS[0] if tiles * cols >= LARGE else CHUNKS[1]
         sigmoid.masked_tiles.launch(
             cdiv(tiles * cols, chunk), x=xd, y=yd, ds=out, partials=self._partials,
-            sums=self._sums, stride=self._sums.stride(0),
+            sums=sums, stride=sums.stride(0),
             scale=self.terms.scale, bias=self.terms.bias, weight=weight,
             row_ids=pairs.row_ids, row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
             col_ids=pairs.col_ids, col_ranges=col_ranges.values,
@@ -98,8 +125,8 @@ class SigmoidKernelTiles(KernelTiles):
         return ds
 
     def sums(self) -> Tensor:
-        """(3,) float64: of losses, of dS, and of dS * products if x and y are frozen."""
-        total = self._sums.sum(1)
+        """(ranks, 3) float64: of losses, dS, and of dS * products if x and y are frozen."""
+        total = self._sums.sum(2)
         return total if self.terms.weight_size is None else total * self.terms.weight_size
 
     def factor(self, divisor: int) -> Tensor:

@@ -1,0 +1,62 @@
+"""The hosts of a group's ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from megabatch.similarity.distributed import control
+from megabatch.similarity.distributed.comm import failures_of
+
+#: Bytes of a host's name in the exchange.
+LENGTH = 128
+
+_known: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
+
+
+def by_rank(group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """The name of each rank's host; the ranks exchange it once, on first use.
+
+    Args:
+        device: of the group's tensors.
+
+    Raises:
+        CommunicationError: a rank is gone or sends nothing in time.
+    """
+    if group not in _known:
+        channel = control.channel(group, device)
+        if isinstance(channel, control.SocketChannel):  # these reach one host alone
+            _known[group] = [""] * group.size()
+        else:
+            with failures_of(f"hosts of a group, rank {dist.get_rank()}"):
+                rows = channel.gather(_own().encode()[:LENGTH].ljust(LENGTH))
+            _known[group] = [row.decode(errors="replace").strip() for row in rows]
+    return _known[group]
+
+
+def several(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's ranks are on more than one host."""
+    return len(set(by_rank(group, device))) > 1
+
+
+def in_order(names: Sequence[str]) -> tuple[list[int], int]:
+    """The ranks host by host, and the number of ranks of each host; 0 if they differ in it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks.setdefault(name, []).append(rank)
+    sizes = {len(own) for own in ranks.values()}
+    return [rank for own in ranks.values() for rank in own], sizes.pop() if len(sizes) == 1 else 0
+
+
+def _own() -> str:
+    """A name that processes share if they are on one host, in one network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return f"{boot.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # no Linux
+        return socket.gethostname()

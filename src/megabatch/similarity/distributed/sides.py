@@ -1,0 +1,79 @@
+"""The sides of a grid of ranks: its shape, and the groups of ranks that share rows or columns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from megabatch.similarity import settings
+from megabatch.similarity.distributed import comm, control, hosts
+
+
+class Sides(NamedTuple):
+    """The groups of this rank (r, c) of a grid of R x C."""
+
+    rows: dist.ProcessGroup  #: the ranks (r, *), which share rows
+    cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
+
+
+#: By the setting under which they were made; None: the group is no grid.
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[int, Sides | None]] = WeakKeyDictionary()
+
+
+def of(name: str, device: torch.device) -> Sides | None:
+    """The sides of a group that is a grid: a mesh, or as the setting and its hosts decide.
+
+    Args:
+        name: of the group. device: of its tensors.
+
+    Raises:
+        CommunicationError: a rank is gone or does not come in time.
+    """
+    group, of_mesh = comm.resolve(name), comm.sides(name)
+    if of_mesh is not None:
+        found: Sides | None = Sides(*of_mesh)
+    else:
+        known, setting = _known.setdefault(group, {}), settings.grid()
+        if setting not in known:
+            known[setting] = _new_sides(group, setting, device)
+        found = known[setting]
+    for side in found or ():
+        control.watch_with(side, group)
+    return found
+
+
+def _new_sides(group: dist.ProcessGroup, columns: int, device: torch.device) -> Sides | None:
+    """The sides of a grid with so many columns; -1: as the hosts suggest."""
+    order = list(range(group.size()))
+    if columns < 0:
+        order, on_each = hosts.in_order(hosts.by_rank(group, device))
+        columns = columns_for(len(order) // on_each, on_each) if on_each else 0
+    if columns == 0 or len(order) % columns:
+        return None
+    members = dist.get_process_group_ranks(group)
+    r, c = divmod(order.index(group.rank()), columns)
+    same_row, same_col = order[r * columns : (r + 1) * columns], order[c::columns]
+    return Sides(
+        *(
+            comm.new_group([members[k] for k in ranks], group, device)
+            for ranks in (same_row, same_col)
+        )
+    )
+
+
+def columns_for(number: int, ranks: int) -> int:
+    """Ranks of a row of the grid for so many hosts of `ranks` ranks each; 0: no grid.
+
+    A row is whole hosts. Of the divisions that leave several rows and columns, it is the one with
+    which a host receives the fewest shards from others.
+    """
+
+    def received(width: int) -> int:
+        columns, rows = width * ranks, number // width
+        return columns - ranks + ranks * (rows - 1)
+
+    widths = [w for w in range(1, number) if number % w == 0 and w * ranks > 1]
+    return min(widths, key=received) * ranks if widths else 0
