@@ -60,10 +60,11 @@ def all_gather_rows(rows: Tensor, group: object) -> Tensor:
     counts = all_gather_values(len(rows), group)
     if len(counts) == 1:
         return rows
+    members = comm.resolve(group_name(group))
     padded = rows.new_zeros(max(counts), *rows.shape[1:])  # backends expect equal sizes
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=cast("dist.ProcessGroup | None", group))
+    dist.all_gather(parts, padded, group=members)
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 

@@ -122,10 +122,15 @@ def _check_unknown(unknown: Mapping[str, Any]) -> None:
 
 
 def _check_group(group: Any) -> None:
-    available = torch.distributed.is_available()
-    is_group = available and isinstance(group, torch.distributed.ProcessGroup)
-    if not (group is None or group == "local" or is_group):
-        raise TypeError(f'group: expected a process group, None or "local", got {group!r}')
+    is_group = False
+    if torch.distributed.is_available():
+        from torch.distributed.device_mesh import DeviceMesh
+
+        is_group = isinstance(group, (torch.distributed.ProcessGroup, DeviceMesh))
+    if not (group is None or is_group or (isinstance(group, str) and group == "local")):
+        raise TypeError(
+            f'group: expected a process group, None or "local", or a DeviceMesh, got {group!r}'
+        )
 
 
 def _check_feature_dtype(feature_dtype: Any) -> None:

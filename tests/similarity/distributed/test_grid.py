@@ -2,53 +2,233 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from megabatch import similarity
-from tests.similarity.distributed import test_sigmoid_ring, test_statistics_ring
-from tests.similarity.distributed.processes import World, on_devices
+from megabatch import ClipLoss, GradientCache, SigLipLoss, similarity
+from megabatch.similarity import settings
+from megabatch.similarity.distributed import gathered, grid
+from megabatch.similarity.distributed.comm import P2PExchange, rank_and_size
+from tests.gradient_cache.parallel import batches_of, gradients, new_model, on_one_process
+from tests.similarity.distributed import test_losses, test_sigmoid_ring, test_statistics_ring
+from tests.similarity.distributed.processes import World, on_devices, on_processes
+from tests.similarity.distributed.test_statistics_ring import D, some_ids
+from tests.similarity.distributed.transfers import gathered_in_rounds, grid_of
 
-some_ids = test_statistics_ring.some_ids
-D = 5
-
-
-@contextmanager
-def grid_of(columns: int) -> Iterator[None]:
-    before = similarity.set_grid(columns)
-    try:
-        yield
-    finally:
-        similarity.set_grid(before)
+#: Numbers of columns of grids of so many ranks.
+COLUMNS = {4: [2], 6: [2, 3]}
 
 
-def shapes(world: World) -> list[int]:
-    """Numbers of columns of grids of these ranks."""
-    return {4: [2, 1, 4], 6: [2, 3]}[world.size]
+def shapes_of_shards(n: int) -> list[list[int]]:
+    """Equal, unequal and empty shards."""
+    return [[3] * n, [2, 5, 3, 4, 1, 6][:n], [0, 4, 0, 1, 3, 0][:n]]
+
+
+def double(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
 
 
 @on_devices(4, 6)
 def test_log_sum_exps(world: World) -> None:
-    compare, sizes = test_statistics_ring.compare, [3] * world.size
-    both = some_ids(sum(sizes)), some_ids(sum(sizes))
-    for columns in shapes(world):
-        with grid_of(columns):
-            compare(world, sizes, sizes)
-            compare(world, sizes, sizes, ids=both)
-            compare(world, sizes, sizes, ids=both, sides="rows", needs=(True, False, True))
-            compare(world, sizes, sizes, needs=(False, True, False))
-            ceiling = torch.randn(sum(sizes), dtype=torch.float64)
-            compare(world, sizes, sizes, ids=both, ceiling=ceiling, guided=True)
+    compare = test_statistics_ring.compare
+    for columns in COLUMNS[world.size]:
+        for sizes in shapes_of_shards(world.size):
+            ids = some_ids(sum(sizes)), some_ids(sum(sizes))
+            with grid_of(columns):
+                compare(world, sizes, sizes)
+                compare(world, sizes, sizes, ids=ids)
+                compare(world, sizes, sizes, ids=ids, ceiling=double(sum(sizes)), guided=True)
+                compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
+                compare(world, sizes, sizes, needs=(False, True, True))
+                compare(world, sizes, sizes, needs=(False, False, True))
+                compare(world, sizes)
+
+
+@on_devices(4)
+def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
+    for rows, columns in (([2, 0, 3, 1], [4, 1, 0, 2]), ([0, 0, 5, 1], [3, 3, 0, 0])):
+        with grid_of(2):
+            ids = some_ids(sum(rows)), some_ids(sum(columns))
+            test_statistics_ring.compare(world, rows, columns, ids=ids)
+            test_sigmoid_ring.compare(world, rows, columns, ids)
 
 
 @on_devices(4, 6)
-def test_sigmoid(world: World) -> None:
-    compare, sizes = test_sigmoid_ring.compare, [3] * world.size
-    ids = some_ids(sum(sizes)), some_ids(sum(sizes))
-    weight = torch.rand(sum(sizes), dtype=torch.float64)
-    for columns in shapes(world):
-        with grid_of(columns):
-            compare(world, sizes, sizes)
-            compare(world, sizes, sizes, ids, weight)
+def test_sigmoid_sums(world: World) -> None:
+    for columns in COLUMNS[world.size]:
+        for sizes in shapes_of_shards(world.size):
+            ids = some_ids(sum(sizes)), some_ids(sum(sizes))
+            with grid_of(columns):
+                test_sigmoid_ring.compare(world, sizes, sizes)
+                test_sigmoid_ring.compare(world, sizes, sizes, ids, double(sum(sizes)).abs())
+                test_sigmoid_ring.compare(world, sizes, sizes, needs=(False, False, True, True))
+
+
+@on_processes(6)
+def test_a_sigmoid_sum_is_that_of_a_ranks_own_rows(world: World) -> None:
+    x, y = double(4, D) + world.rank, double(4, D)
+    alone = similarity.softplus_sum(x, y, 2.0, -1.0)
+    with grid_of(3):
+        torch.testing.assert_close(similarity.softplus_sum(x, y, 2.0, -1.0), alone)
+
+
+@on_devices(4, 6)
+def test_every_loss_on_a_mesh(world: World) -> None:
+    shape = (2, world.size // 2)
+    ranks = torch.arange(world.size).flip(0).view(shape).T  # an order of its own
+    meshes = DeviceMesh(world.device, ranks), init_device_mesh(world.device, shape)
+    for sizes, mesh in zip(shapes_of_shards(world.size), (*meshes, meshes[0]), strict=True):
+        for loss in test_losses.LOSSES:
+            test_losses.compare(world, sizes, loss, mesh)
+
+
+@on_devices(4)
+def test_rounds(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "_fits", lambda *_: True)
+        for sizes in ([7] * 4, [7, 2, 0, 5]):
+            ids = some_ids(sum(sizes)), some_ids(sum(sizes))
+            for overlap in (True, False):
+                before = settings.set_overlap(overlap)
+                with grid_of(2), gathered_in_rounds(2 * 3 * D * 8):
+                    test_statistics_ring.compare(world, sizes, sizes)
+                    test_statistics_ring.compare(world, sizes, sizes, ids=ids)
+                    test_sigmoid_ring.compare(world, sizes, sizes, ids)
+                settings.set_overlap(before)
+
+
+@on_processes(4)
+def test_upstream_gradients_that_only_one_rank_has(world: World) -> None:
+    with grid_of(2):
+        x, y = (torch.randn(3, D, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        rows, columns = similarity.logsumexp(x, y)
+        (columns.sum(), rows.sum(), 0 * rows.sum(), 0 * columns.sum())[world.rank].backward()
+    found = [x.grad, y.grad]
+    x.grad = y.grad = None
+    rows, columns = similarity.logsumexp(x, y)
+    (columns.sum(), rows.sum(), 0 * rows.sum(), 0 * columns.sum())[world.rank].backward()
+    for a, b in zip(found, (x.grad, y.grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@on_processes(4)
+def test_ranks_and_top_k_go_over_the_whole_mesh(world: World) -> None:
+    x, y, target = double(3, D), double(3, D), torch.arange(3) + 3 * world.rank
+    mesh = init_device_mesh("cpu", (2, 2))
+    assert rank_and_size(mesh) == (world.rank, 4)
+    for found, wanted in (
+        (similarity.ranks(x, y, target, group=mesh), similarity.ranks(x, y, target)),
+        (similarity.topk(x, y, 5, group=mesh), similarity.topk(x, y, 5)),
+    ):
+        assert all(map(torch.equal, found, wanted))
+
+
+@on_processes(6)
+def test_meshes_of_other_shapes(world: World) -> None:
+    """One dimension, one rank; three dimensions or a part of the ranks are an error."""
+    mesh = init_device_mesh("cpu", (3, 2, 1), mesh_dim_names=("a", "b", "c"))
+    x, y = double(3, D), double(3, D)
+    with pytest.raises(ValueError, match="expected a mesh of 1 or 2 dimensions, got 3"):
+        similarity.logsumexp(x, y, group=mesh)
+    with pytest.raises(ValueError, match=r"expected a mesh of all 6 ranks, .* got one of 2 ranks"):
+        similarity.logsumexp(x, y, group=mesh["b", "c"])
+    line, one = mesh["b"], mesh["c"]
+    alone, _ = similarity.logsumexp(x, y, group="local")
+    wanted, _ = similarity.logsumexp(x, y, group=line.get_group())
+    for group, truth in ((line, wanted), (one, alone)):
+        found, _ = similarity.logsumexp(x, y, group=group)
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+
+
+@on_processes(4)
+def test_ranks_whose_grids_differ(world: World) -> None:
+    x = torch.randn(3, D)
+    mesh = init_device_mesh("cpu", (2, 2))
+    with grid_of(world.rank % 2), pytest.raises(ValueError, match=r"grid: never.*grid: 1 columns"):
+        similarity.logsumexp(x, x)
+    with pytest.raises(ValueError, match=r"rank 0: [^;]*mesh: 2 x 2; ranks 1, 2, 3: "):
+        similarity.logsumexp(x, x, group=None if world.rank else mesh)
+
+
+@on_processes(2)
+def test_a_mesh_in_a_compiled_function(world: World) -> None:
+    mesh = init_device_mesh("cpu", (1, 2))
+
+    def value(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ClipLoss(group=mesh)(x, y, 2.0) + SigLipLoss(group=mesh)(x, y, 2.0, -1.0)
+
+    inputs = [torch.randn(3, D, dtype=torch.float64) for _ in range(2)]
+    mine, theirs = ([t.clone().requires_grad_() for t in inputs] for _ in range(2))
+    torch.compile(value, backend="aot_eager")(*mine).backward()
+    value(*theirs).backward()
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def hybrid(model: Any, mesh: DeviceMesh) -> Any:
+    for part in (model.image, model.text, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+@on_processes(4)
+def test_gradient_caching_under_hsdp(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for sizes in ([4] * 4, [5, 1, 2, 3]):
+        own, whole = batches_of(world.rank, sizes)
+        truth, wanted = on_one_process([whole])
+        for cached in (True, False):
+            model = hybrid(new_model(), mesh)
+            loss = ClipLoss(group=mesh)
+            if cached:
+                value = GradientCache(model, loss, 2, group=mesh)(*own)
+            else:
+                value = loss(*model(*own))
+            value.backward()
+            mean = value.detach().clone()
+            dist.all_reduce(mean)
+            torch.testing.assert_close(mean / world.size, truth, rtol=0, atol=1e-10)
+            for name, gradient in gradients(model).items():
+                torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-10)
+
+
+@on_processes(6)
+def test_what_travels(world: World) -> None:
+    """Each rank receives 8 d m [(R - 1) + (C - 1)] bytes in bfloat16, 24 in float64."""
+    m, d = 4, 16
+    for columns in (2, 3):
+        shards = 6 // columns - 1 + columns - 1
+        for dtype, each in ((torch.bfloat16, 8), (torch.float64, 24)):
+            x, y = (torch.randn(m, d, dtype=dtype, requires_grad=True) for _ in range(2))
+            with grid_of(columns), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(P2PExchange, "start", lambda self: pytest.fail("a single transfer"))
+                received = received_bytes(patch)
+                rows, cols = similarity.logsumexp(x, y)
+                (rows.sum() + cols.sum()).backward()
+                # Statistics are vectors: a state and an upstream of two numbers a row each.
+                statistics = 2 * 2 * (4 if dtype == torch.bfloat16 else 8) * m * shards
+                assert sum(received) == each * d * m * shards + statistics
+
+
+def received_bytes(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that receives the bytes that this rank gets from others in each collective."""
+    received: list[int] = []
+
+    def counting(name: str, shards: Any) -> None:
+        function = getattr(gathered, name)
+
+        def call(tensor, group, operation):  # type: ignore[no-untyped-def]
+            received.append((group.size() - 1) * shards(tensor, group.size()))
+            return function(tensor, group, operation)
+
+        patch.setattr(gathered, name, call)
+
+    counting("all_gather", lambda own, n: own.nbytes)
+    counting("all_to_all", lambda parts, n: parts.nbytes // n)
+    counting("reduce_scatter", lambda parts, n: parts.nbytes // n)
+    return received

@@ -187,7 +187,8 @@ def batch(n: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     return features, own
 
 
-def compare(world: World, sizes: list[int], loss: Callable[..., Any]) -> None:
+def compare(world: World, sizes: list[int], loss: Callable[..., Any], group: object = None) -> None:
+    """Compare shares of the loss and their gradients with the whole batch's."""
     features, own = batch(sum(sizes))
     whole = [t.clone().requires_grad_() for t in features]
     local = [world.shard(t, sizes).clone().requires_grad_() for t in features]
@@ -196,7 +197,7 @@ def compare(world: World, sizes: list[int], loss: Callable[..., Any]) -> None:
     scales = [torch.tensor([5.0], dtype=torch.float64, requires_grad=True) for _ in range(2)]
 
     truth = loss("local", *whole, scales[0], own)
-    share = loss(None, *local, scales[1], mine)
+    share = loss(group, *local, scales[1], mine)
     mean = share.detach().clone()
     dist.all_reduce(mean)
     torch.testing.assert_close(mean / world.size, truth.detach(), rtol=0, atol=1e-10)

@@ -45,6 +45,7 @@ def test_ranks_whose_settings_differ(world: World) -> None:
     reported = {
         "piece": "pieces of",
         "no gather": "gathered up to 0 bytes",
+        "grid": "grid: 2 columns",
         "overlap": "one by one",
     }
     reported |= {"gather, smaller": "gathered up to 65536 bytes", "precision": "products: bf16"}

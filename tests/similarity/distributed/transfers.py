@@ -28,6 +28,16 @@ def ring_in_pieces_of(size: int | None) -> Iterator[None]:
 
 
 @contextmanager
+def grid_of(columns: int) -> Iterator[None]:
+    """Make each group whose size `columns` divides a grid with so many columns; 0: none."""
+    before = settings.set_grid(columns)
+    try:
+        yield
+    finally:
+        settings.set_grid(before)
+
+
+@contextmanager
 def gathered_in_rounds(size: int) -> Iterator[pytest.MonkeyPatch]:
     """Gather rounds of so many bytes of all ranks' features, which may be less than a tile."""
     with gathering_up_to(size), pytest.MonkeyPatch.context() as patch:

@@ -38,11 +38,12 @@ def group_name(group: object) -> str:
 
     Args:
         group: a process group, None for the default one where torch.distributed is initialised,
-            "local" for this process alone, or a DeviceMesh of one or two dimensions.
+            "local" for this process alone, or a DeviceMesh of one dimension, or of two with all
+            ranks.
 
     Raises:
         TypeError: `group` is none of these.
-        ValueError: this process is no member of the group, or a mesh has more dimensions.
+        ValueError: this process is no member of the group, or a mesh is none of these.
     """
     if isinstance(group, str) and group == LOCAL:
         return ""
@@ -91,15 +92,10 @@ def sides(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
     return rows, cols
 
 
-def new_group(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> Any:
-    """A group of these global ranks, which alone call this, with the backends of another one."""
-    backend = torch_internals.group_backend(like, device)
-    return dist.new_group(
-        list(ranks),
-        timeout=torch_internals.backend_timeout(backend),
-        backend=dist.get_backend_config(like),
-        use_local_synchronization=True,
-    )
+def shape(name: str) -> str:
+    """If a mesh's name, a description of its shape for the terms of a handshake."""
+    groups = sides(name)
+    return "" if groups is None else f", mesh: {groups[1].size()} x {groups[0].size()}"
 
 
 @constant_in_graphs
@@ -113,10 +109,13 @@ def _name_of_mesh(mesh: DeviceMesh) -> str:
     if mesh.size() == 1:
         return ""
     if mesh not in _meshes:
-        ranks, world = mesh.mesh.flatten().tolist(), dist.group.WORLD
+        world = dist.group.WORLD
         assert world is not None
-        if len(ranks) < world.size():
-            world = new_group(ranks, world, torch.device(mesh.device_type))
+        if mesh.size() < world.size():
+            raise ValueError(
+                f"group: expected a mesh of all {world.size()} ranks, or of one dimension, "
+                f"got one of {mesh.size()} ranks"
+            )
         groups = world, mesh.get_group(1), mesh.get_group(0)
         _meshes[mesh] = SEPARATOR.join(group.group_name for group in groups)
     return _meshes[mesh]

@@ -87,7 +87,7 @@ class Layout:
         self.size = sizes[group.rank()]  #: of this rank's rows
         self.starts = list(accumulate(sizes, initial=0))  #: of each rank's rows; the end of all
         self.padded = max(sizes)
-        self._sizes = sizes
+        self._sizes = list(sizes)
         self._even = min(sizes) == self.padded
         self._places: Tensor | None = None
 
@@ -126,11 +126,11 @@ class Layout:
     def _rows(self, like: Tensor) -> Tensor:
         """The place of each row among the padded ones."""
         if self._places is None:
-            sizes = torch.tensor(self._sizes)
-            shift = torch.arange(len(sizes)) * self.padded - torch.tensor(self.starts[:-1])
             total = self.starts[-1]
-            shift, sizes = (t.to(like.device, non_blocking=True) for t in (shift, sizes))
-            by_row = torch.repeat_interleave(shift, sizes, output_size=total)
+            shift = [rank * self.padded - start for rank, start in enumerate(self.starts[:-1])]
+            # Few numbers leave the host, which therefore waits for no device.
+            table = torch.tensor([shift, self._sizes], device="cpu").to(like.device)
+            by_row = torch.repeat_interleave(table[0], table[1], output_size=total)
             self._places = by_row + torch.arange(total, device=like.device)
         return self._places
 

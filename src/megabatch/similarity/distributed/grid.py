@@ -44,12 +44,15 @@ def choose(
 ) -> Ranks:
     """The schedule of a call over a group; the same on all ranks.
 
+    A grid takes no empty shard, and not x against itself, of which other schedules compute half.
+
     Args:
         name: of the group. sizes: (rows by rank, columns by rank). operation: its name in errors.
         features: this rank's, (m, d). symmetric: x against itself.
     """
     rows, cols = sizes
-    found = None if symmetric or not (any(rows) and any(cols)) else sides.of(name, features.device)
+    takes = not symmetric and min(*rows, *cols) > 0
+    found = sides.of(name, features.device) if takes else None
     if found is not None and _fits(found, max(rows), max(cols), features):
         return Grid(name, rows, cols, operation, features.device, found)
     return Ranks(name, cols, operation, features.device)

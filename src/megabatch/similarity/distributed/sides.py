@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control, hosts
@@ -46,22 +47,20 @@ def of(name: str, device: torch.device) -> Sides | None:
 
 
 def _new_sides(group: dist.ProcessGroup, columns: int, device: torch.device) -> Sides | None:
-    """The sides of a grid with so many columns; -1: as the hosts suggest."""
+    """The sides of a grid with so many columns; -1: as the hosts suggest.
+
+    Only the default group, of all ranks, becomes a grid: torch makes new groups on all ranks.
+    """
+    if group is not dist.group.WORLD:
+        return None
     order = list(range(group.size()))
     if columns < 0:
         order, on_each = hosts.in_order(hosts.by_rank(group, device))
         columns = columns_for(len(order) // on_each, on_each) if on_each else 0
     if columns == 0 or len(order) % columns:
         return None
-    members = dist.get_process_group_ranks(group)
-    r, c = divmod(order.index(group.rank()), columns)
-    same_row, same_col = order[r * columns : (r + 1) * columns], order[c::columns]
-    return Sides(
-        *(
-            comm.new_group([members[k] for k in ranks], group, device)
-            for ranks in (same_row, same_col)
-        )
-    )
+    mesh = DeviceMesh(device.type, torch.tensor(order, device="cpu").view(-1, columns))
+    return Sides(mesh.get_group(1), mesh.get_group(0))
 
 
 def columns_for(number: int, ranks: int) -> int:

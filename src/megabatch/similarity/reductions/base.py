@@ -160,7 +160,7 @@ def handshake(
     if not group:
         # On the features' device: CUDA graphs of torch.compile hold no result on the CPU.
         return Handshake(Local(), x.new_empty(2, 0, dtype=torch.int64))
-    numbers = comm.agree(group, f"{call}, {terms}", [rows, cols], x.device)
+    numbers = comm.agree(group, f"{call}, {terms}{comm.shape(group)}", [rows, cols], x.device)
     sizes = torch.tensor(numbers, device="cpu").T
     schedule = grid.choose(group, sizes.tolist(), call.split(",", 1)[0], x, symmetric)
     return Handshake(schedule, sizes)
