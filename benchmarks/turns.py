@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from machinery import ranks, scaling
-from machinery.parallel import PARALLEL
+from machinery.parallel import PARALLEL, SCHEDULES
 from machinery.ranks import Team
 from megabatch.benchmarking import records, step
 from megabatch.benchmarking.clock import timed_calls
@@ -77,7 +77,8 @@ def compare(options: argparse.Namespace, b: int, teams: dict[int, Team]) -> list
     ready = {}
     for name in options.contenders:
         team = teams[1] if name == ALONE else everyone
-        contender = PARALLEL[options.loss]["megabatch" if name == ALONE else name]
+        known = PARALLEL[options.loss] | SCHEDULES[options.loss]
+        contender = known["megabatch" if name == ALONE else name]
         case = Case(options.loss, name, device, "bfloat16", b, d, scale=14.3)
         inputs = scaling.shard_inputs(case, team)
         ready[name] = contender, step.forward_backward(contender.load(team), case, inputs)
@@ -132,7 +133,7 @@ def arguments() -> argparse.Namespace:
     if options.smallest:
         options.seconds = 0.0
     options.batch_sizes = options.batch_sizes or ([96] if options.smallest else [262_144, 65_536])
-    known = {ALONE, *PARALLEL[options.loss]}
+    known = {ALONE, *PARALLEL[options.loss], *SCHEDULES[options.loss]}
     if unknown := [name for name in options.contenders if name not in known]:
         parser.error(f"--contenders: expected some of {', '.join(sorted(known))}, got {unknown[0]}")
     if rest := [b for b in options.batch_sizes if b < 1 or b % options.gpus]:

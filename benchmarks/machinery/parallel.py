@@ -21,7 +21,7 @@ from machinery.ranks import Team
 from megabatch.benchmarking.contenders import LossFunction, captured
 from megabatch.benchmarking.inputs import PERIOD, Case, features
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity.distributed import gathered, hosts, ring
 from megabatch.similarity.distributed.comm import Pending
 
 
@@ -82,6 +82,26 @@ def gathering_up_to(size: int) -> Iterator[None]:
 in_turn = functools.partial(gathering_up_to, 0)
 #: Five rounds for features that would just fit into one.
 in_rounds = functools.partial(gathering_up_to, settings.DEFAULT_GATHER - 1)
+
+
+@contextlib.contextmanager
+def in_columns(number: int) -> Iterator[None]:
+    """As a grid of ranks with so many columns."""
+    before = settings.set_grid(number)
+    try:
+        yield
+    finally:
+        settings.set_grid(before)
+
+
+@contextlib.contextmanager
+def as_between_hosts() -> Iterator[None]:
+    """Gather what uses the ring on one host: shards of different sizes, and x against itself."""
+    before, hosts.several = hosts.several, lambda group, device: True
+    try:
+        yield
+    finally:
+        hosts.several = before
 
 
 @contextlib.contextmanager
@@ -155,6 +175,23 @@ def _clip(team: Team) -> LossFunction:
 
 def _clip_captured(team: Team) -> LossFunction:
     return captured(functools.partial(_clip, team))()
+
+
+def _clip_unequal(team: Team) -> LossFunction:
+    """Every second rank has one row less, so that shards differ in size."""
+    loss, less = _clip(team), team.rank % 2
+
+    def unequal(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        return loss(x[less:], y[less:], scale)
+
+    return unequal
+
+
+def _nt_xent(team: Team) -> LossFunction:
+    from megabatch import NTXentLoss
+
+    loss = NTXentLoss(1.0, group=team.group)
+    return lambda x, y, scale: loss(x, y, temperature=1 / scale)
 
 
 def _siglip(team: Team) -> LossFunction:
@@ -242,4 +279,18 @@ PARALLEL: dict[str, dict[str, Contender]] = {
             _siglip_kernel, needs=("siglip_kernel", "siglip-kernel"), cuda=True, apart=True
         ),
     },
+}
+
+_grids = {f"megabatch-{n}-columns": functools.partial(in_columns, n) for n in (1, 2, 4, 8)}
+
+#: Further schedules, by loss and contender, which benchmarks/turns.py compares.
+SCHEDULES: dict[str, dict[str, Contender]] = {
+    "clip": {
+        **{name: Contender(_clip, around) for name, around in _grids.items()},
+        "unequal": Contender(_clip_unequal),
+        "unequal-gathered": Contender(_clip_unequal, as_between_hosts),
+        "nt-xent": Contender(_nt_xent),
+        "nt-xent-gathered": Contender(_nt_xent, as_between_hosts),
+    },
+    "siglip": {name: Contender(_siglip, around) for name, around in _grids.items()},
 }

@@ -134,14 +134,17 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
 @pytest.mark.concurrency
 def test_contenders_take_turns(tmp_path: Path) -> None:
     output = tmp_path / "t.json"
-    shown = run("turns.py", "--smallest", "--turns=2", f"--output={output}")
+    names = ["alone", *(f"megabatch{w}" for w in ("", "-no-transfers", "-1-columns", "-2-columns"))]
+    names += ["unequal", "unequal-gathered", "nt-xent", "nt-xent-gathered"]
+    words = ["--smallest", "--turns=2", "--contenders", *names, f"--output={output}"]
+    shown = run("turns.py", *words)
     made = {r["contender"]: r for r in json.loads(output.read_text())["records"]}
-    assert list(made) == ["alone", *(f"megabatch{w}" for w in ("", "-no-overlap", "-no-transfers"))]
+    assert list(made) == names
     alone, ours = made["alone"], made["megabatch"]
     assert (alone["n_devices"], alone["of_ideal"], ours["n_devices"]) == (1, None, 2)
     assert ours["of_ideal"] == pytest.approx(alone["ms"] / 2 / ours["ms"])
     assert all(len(r["turns_ms"]) == 2 and r["ms"] == r["turns_ms"][1] for r in made.values())
-    assert len(shown.splitlines()) == 4
+    assert len(shown.splitlines()) == len(names)
 
 
 def test_turns_names_what_it_cannot_take() -> None:
