@@ -13,7 +13,7 @@ from megabatch.similarity import backends
 from megabatch.similarity.distributed import gathered
 from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.test_statistics_ring import leaf
-from tests.similarity.distributed.transfers import ring_in_pieces_of
+from tests.similarity.distributed.transfers import grid_of, ring_in_pieces_of
 
 pytest.importorskip("triton")
 
@@ -38,12 +38,14 @@ def test_fused_kernels(world: World) -> None:
     ids = torch.randint(-1, 20, (ROWS,))
     weights = torch.rand(6, ROWS) * 1e-3
     weights[:, 40:] /= 100
-    for sizes, self_similar, numbers, piece, own_first in (
-        ([60, 60], False, None, None, 61),  # gathered
-        ([60, 60], False, ids, None, 60),
-        ([40, 80], False, None, None, 1),
-        ([40, 80], False, ids, 60 * 24 * 2, 1),
-        ([40, 80], True, ids, 60 * 24 * 2, 1),
+    for sizes, self_similar, numbers, piece, own_first, columns in (
+        ([60, 60], False, None, None, 61, 0),  # gathered
+        ([60, 60], False, ids, None, 60, 0),
+        ([40, 80], False, None, None, 1, 0),
+        ([40, 80], False, ids, 60 * 24 * 2, 1, 0),
+        ([40, 80], True, ids, 60 * 24 * 2, 1, 0),
+        ([40, 80], False, ids, None, 1, 2),  # a grid whose ranks share rows
+        ([60, 60], False, None, None, 1, 1),  # and columns
     ):
         whole, local = [leaf(x), leaf(y)], [leaf(world.shard(t, sizes)) for t in (x, y)]
         scales = [leaf(torch.tensor(10.0)) for _ in range(2)]
@@ -52,7 +54,11 @@ def test_fused_kernels(world: World) -> None:
             shard = world.shard(numbers, sizes)
             pairs = numbers if self_similar else (numbers, numbers)
             own = shard if self_similar else (shard, shard)
-        with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(piece):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            ring_in_pieces_of(piece),
+            grid_of(columns),
+        ):
             patch.setattr(backends, "uses_kernels", lambda x: True)
             patch.setattr(gathered, "LARGE", own_first)
             truth = similarity.split_logsumexp(
@@ -82,12 +88,14 @@ def test_the_sigmoid_loss(world: World) -> None:
     ids = torch.randint(-1, 40, (ROWS,))
     weights = torch.rand(ROWS)
     weights[:40] *= 1000
-    for sizes, numbers, weight, piece in (
-        ([60, 60], None, None, None),  # gathered
-        ([60, 60], ids, weights, None),
-        ([40, 80], None, weights, None),
-        ([0, ROWS], ids, None, 60 * 24 * 2),
-        ([40, 80], ids, weights, 60 * 24 * 2),
+    for sizes, numbers, weight, piece, columns in (
+        ([60, 60], None, None, None, 0),  # gathered
+        ([60, 60], ids, weights, None, 0),
+        ([40, 80], None, weights, None, 0),
+        ([0, ROWS], ids, None, 60 * 24 * 2, 0),
+        ([40, 80], ids, weights, 60 * 24 * 2, 0),
+        ([40, 80], ids, weights, None, 2),  # a grid whose ranks share rows
+        ([40, 80], None, None, None, 2),
     ):
         whole = [leaf(t) for t in (x, y, torch.tensor(10.0), torch.tensor(-3.0))]
         local = [leaf(world.shard(t.detach(), sizes)) for t in whole[:2]]
@@ -95,7 +103,11 @@ def test_the_sigmoid_loss(world: World) -> None:
         pairs = "paired" if numbers is None else (numbers, numbers)
         own = pairs if numbers is None else (world.shard(numbers, sizes),) * 2
         own_weight = None if weight is None else world.shard(weight, sizes)
-        with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(piece):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            ring_in_pieces_of(piece),
+            grid_of(columns),
+        ):
             patch.setattr(backends, "uses_kernels", lambda x: True)
             truth = similarity.softplus_sum(*whole, ids=pairs, weight=weight, group="local")
             mine = similarity.softplus_sum(*local, ids=own, weight=own_weight)
