@@ -11,6 +11,7 @@ from megabatch.config.settings import TrainConfig
 from megabatch.losses import DistillClipLoss
 from megabatch.losses.objective import create_objective
 from megabatch.planning.loss import loss_bytes, loss_seconds, planned_bytes
+from megabatch.planning.machine import Machine, other_machine
 from megabatch.similarity import set_workspace, settings, split_logsumexp
 from megabatch.similarity.distributed import gathered
 from megabatch.similarity.memory import Run
@@ -72,6 +73,28 @@ def test_the_last_round_is_there_when_the_gradient_of_x_is_made():
     in_rounds = settings.DEFAULT_GATHER // gathered.ROUND * 3
     planned = loss_bytes(TrainConfig(), rows, width, torch.bfloat16, "cuda", ranks)
     assert 0 <= planned - (4 * width + 2 * 2 * width) * rows - in_rounds < 0.03 * planned
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_a_grid_holds_the_rows_and_the_columns_that_ranks_share(loss):
+    """On 128 hosts of 8 GPUs it is 16 x 64; features in bfloat16, gradients in float32."""
+    rows, width = 1024, 768
+    config = replace(TrainConfig(), loss=loss)
+    planned = loss_bytes(config, rows, width, torch.bfloat16, "cuda", 1024, hosts=128)
+    shared = (64 + 16) * rows * width * (2 + 4)
+    assert 0 < planned - shared < (512 << 20) + 8 * rows * width + 0.03 * shared
+    # Shards too large for that are gathered by all ranks, in rounds.
+    planned = [
+        loss_bytes(config, 8192, width, torch.bfloat16, "cuda", 1024, hosts=hosts)
+        for hosts in (1, 128)
+    ]
+    in_rounds = settings.DEFAULT_GATHER // gathered.ROUND * (3 + 2 * 2)
+    assert planned[1] - planned[0] < in_rounds + (512 << 20)
+
+
+def test_hosts_of_another_machine_have_eight_gpus():
+    assert [other_machine(count, 80 << 30).hosts for count in (1, 8, 9, 1024)] == [1, 1, 2, 128]
+    assert Machine("cuda", 8, 0, host=1, per_host=4).hosts == 2
 
 
 def test_rows_too_wide_to_be_gathered_travel_the_ring():

@@ -33,11 +33,13 @@ def loss_bytes(
     device: str,
     ranks: int,
     locked: frozenset[str] = frozenset(),
+    hosts: int = 1,
 ) -> int:
     """Peak memory of the loss in bytes, for `rows` pairs of this rank, beside the features (b, d).
 
-    It includes the features' gradients. `locked`: towers whose features need none. For a loss of
-    the user's own it is these gradients alone: the rest is unknown.
+    It includes the features' gradients. `locked`: towers whose features need none. `hosts`: on
+    which the ranks are, as many on each. For a loss of the user's own it is these gradients alone:
+    the rest is unknown.
     """
     if is_reference(config.loss):
         return (2 - len(locked)) * rows * width * dtype.itemsize
@@ -54,15 +56,17 @@ def loss_bytes(
 
     enabled = config.precision in AUTOCAST
     with torch.autocast("cpu", AUTOCAST.get(config.precision), enabled=enabled):
-        return planned_bytes(prepare, device, ranks)
+        return planned_bytes(prepare, device, ranks, hosts)
 
 
-def planned_bytes(prepare: Callable[[], Callable[[], Tensor]], device: str, ranks: int) -> int:
+def planned_bytes(
+    prepare: Callable[[], Callable[[], Tensor]], device: str, ranks: int, hosts: int = 1
+) -> int:
     """Peak memory of a loss and its backward pass in bytes, beside its inputs.
 
     Args:
         prepare: makes the inputs, and returns the loss of them; called on fake tensors.
-        device: "cpu" or "cuda". ranks: processes that share the batch.
+        device: "cpu" or "cuda". ranks: processes that share the batch. hosts: theirs.
     """
     # Fake tensors are on the CPU, since a backward pass on CUDA needs a device. CUDA differs in the
     # operators' workspace, and in that no logits are saved (`softmax.saved_logits`).
@@ -71,7 +75,7 @@ def planned_bytes(prepare: Callable[[], Callable[[], Tensor]], device: str, rank
     keeps = device == "cpu" and ranks == 1
     settings.set_workspace(limit if keeps else _SMALLEST)
     try:
-        with counted(_workspace(Run(limit, device == "cpu", ranks))) as counter:
+        with counted(_workspace(Run(limit, device == "cpu", ranks, hosts))) as counter:
             loss = prepare()
             start = counter.start()
             loss().backward()

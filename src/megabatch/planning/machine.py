@@ -10,6 +10,8 @@ import torch
 
 #: Share of a GPU's memory that the allocator loses to fragmentation.
 FRAGMENTATION = 0.05
+#: Devices of a host of another machine.
+GPUS = 8
 #: Bytes for CUDA's context, cuBLAS's workspaces and NCCL's buffers, if they cannot be measured.
 CONTEXT = 1 << 30
 
@@ -33,6 +35,12 @@ class Machine:
     host: int | None = None
     per_host: int = 1
     name: str = ""
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts; of 8 devices each if it is another machine."""
+        known = self.host is not None or self.per_host > 1
+        return -(-self.count // (self.per_host if known else GPUS))
 
 
 def this_machine(device: torch.device, count: int) -> Machine:

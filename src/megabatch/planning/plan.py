@@ -246,7 +246,8 @@ class _Planner:
         locked = locked_towers(self.towers.module)
         one = rows * width * dtype.itemsize
         live = (2 - len(locked)) * one
-        loss = loss_bytes(config, rows, width, dtype, machine.device, machine.count, locked)
+        devices = machine.device, machine.count, locked, machine.hosts
+        loss = loss_bytes(config, rows, width, dtype, *devices)
         kind = str(dtype).removeprefix("torch.")
         name = "loss and its gradients"
         if is_reference(config.loss):

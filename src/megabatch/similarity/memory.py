@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megabatch.similarity import settings
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.backends import eager
 from megabatch.similarity.backends.triton.blocking import block_shape, padded
 from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity.distributed.hosts import columns_for
 
 
 class Run(NamedTuple):
@@ -25,17 +27,34 @@ class Run(NamedTuple):
     limit: int  #: bytes of the workspace
     on_cpu: bool
     ranks: int
+    hosts: int = 1  #: with as many ranks on each
 
     def block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
         """(bytes of a block with what a backend holds beside it, its rows)."""
         n = len(x if y is None else y)
         if self.on_cpu:
             return self.eager_block(x, y)
+        m = self.rows(x, y)
         if self.ranks > 1 and y is not None:  # columns at once
-            n = self.ranks * self._round(x) or min(ring.chunk_rows(x), len(x))
+            n = self._sharing(x, y) * self._round(x, y) or min(ring.chunk_rows(x), len(x))
         item = x.element_size()
-        rows, cols = block_shape(len(x), n, x.shape[1], item, y is None, self.limit)
-        return item * min(rows, len(x)) * min(cols, n) + padded_bytes(x, y), rows
+        rows, cols = block_shape(m, n, x.shape[1], item, y is None, self.limit)
+        return item * min(rows, m) * min(cols, n) + padded_bytes(x, y), rows
+
+    def rows(self, x: Tensor, y: Tensor | None) -> int:
+        """Rows that a rank computes: its own, or in a grid those of the ranks that share them."""
+        return len(x) * self.ranks // self._sharing(x, y)
+
+    def _sharing(self, x: Tensor, y: Tensor | None) -> int:
+        """The ranks whose columns a rank computes with: all, or those that share them."""
+        columns = settings.grid()
+        if columns < 0:
+            each, rest = divmod(self.ranks, self.hosts)
+            columns = 0 if rest else columns_for(self.hosts, each)
+        if columns == 0 or self.ranks % columns or y is None:
+            return self.ranks
+        row, others = x.shape[1] * x.element_size(), self.ranks // columns
+        return others if gathered.fits_grid(columns, others, len(x), len(x), row) else self.ranks
 
     def eager_block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
         """`block` for torch operations on any device."""
@@ -51,25 +70,29 @@ class Run(NamedTuple):
         """Bytes of other ranks' features and of gradients for them."""
         if self.ranks == 1:
             return 0
-        rows = self._round(x)
-        if y is None or rows == 0:  # two chunks of features and three of gradients around the ring
+        rows, shared = self._round(x, y), self.rows(x, y)
+        beside = shared * x.shape[1] * x.element_size() if shared > len(x) else 0
+        if rows == 0:  # two chunks of features and three of gradients around the ring
             row = x.shape[1] * (2 * x.element_size() + 3 * accumulator_dtype(x.dtype).itemsize)
             return min(ring.chunk_rows(x), len(x)) * row
         if rows == len(x):
-            return self.in_rounds(x, 1, 1)
+            return beside + self.in_rounds(x, y, 1, 1)
         # Features of this round, of the next, and of the previous one, which its last chunk holds;
         # gradients that are computed, and those that are summed.
-        return self.in_rounds(x, 3, 2)
+        return beside + self.in_rounds(x, y, 3, 2)
 
-    def in_rounds(self, x: Tensor, features: int, gradients: int) -> int:
+    def in_rounds(self, x: Tensor, y: Tensor | None, features: int, gradients: int) -> int:
         """Bytes of all ranks' features of `features` rounds and gradients of `gradients` rounds."""
         item = accumulator_dtype(x.dtype).itemsize
         sizes = features * x.element_size() + gradients * item
-        return self._round(x) * self.ranks * x.shape[1] * sizes
+        return self._round(x, y) * self._sharing(x, y) * x.shape[1] * sizes
 
-    def _round(self, x: Tensor) -> int:
+    def _round(self, x: Tensor, y: Tensor | None) -> int:
         """Rows of each rank that are gathered at once; 0 for the ring."""
-        return gathered.round_rows(len(x), self.ranks * x.shape[1] * x.element_size())
+        if y is None and self.hosts == 1:
+            return 0
+        row = self._sharing(x, y) * x.shape[1] * x.element_size()
+        return gathered.round_rows(len(x), row, self.hosts > 1)
 
 
 def gradient_bytes(run: Run, x: Tensor, y: Tensor | None, numbers: int) -> int:
@@ -83,8 +106,8 @@ def gradient_bytes(run: Run, x: Tensor, y: Tensor | None, numbers: int) -> int:
     temporary = block + product + transfer_bytes
     if not run.on_cpu and y is not None:
         # x's gradient is written when these are freed, except for the last round.
-        temporary = max(run.in_rounds(x, 1, 1), temporary - x.nbytes)
-    return run.totals(x, len(x)) + temporary
+        temporary = max(run.in_rounds(x, y, 1, 1), temporary - x.nbytes)
+    return run.totals(x, run.rows(x, y)) + temporary
 
 
 def padded_bytes(x: Tensor, y: Tensor | None) -> int:

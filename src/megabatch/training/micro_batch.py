@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -181,7 +182,8 @@ class MicroBatchSize:
         later = 0 if optimizer_state else state_bytes(module, config, ranks).optimizer
         # At the end of the first pass micro-batches are concatenated: both copies exist.
         cached = 4 * rows * width * dtype.itemsize
-        return later + cached + loss_bytes(config, rows, width, dtype, kind, ranks, locked)
+        hosts = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+        return later + cached + loss_bytes(config, rows, width, dtype, kind, ranks, locked, hosts)
 
     def state(self) -> dict[str, Any]:
         """The choice, for a checkpoint."""

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megabatch import ClipLoss, GradientCache, SigLipLoss, similarity
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered, grid
+from megabatch.similarity.distributed import gathered
 from megabatch.similarity.distributed.comm import P2PExchange, rank_and_size
 from tests.gradient_cache.parallel import batches_of, gradients, new_model, on_one_process
 from tests.similarity.distributed import test_losses, test_sigmoid_ring, test_statistics_ring
@@ -90,7 +90,7 @@ def test_every_loss_on_a_mesh(world: World) -> None:
 @on_devices(4)
 def test_rounds(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grid, "_fits", lambda *_: True)
+        patch.setattr(gathered, "fits_grid", lambda *_: True)
         for sizes in ([7] * 4, [7, 2, 0, 5]):
             ids = some_ids(sum(sizes)), some_ids(sum(sizes))
             for overlap in (True, False):

@@ -58,7 +58,7 @@ def test_ranks_host_by_host(names: str, order: list[int], on_each: int) -> None:
     ],
 )
 def test_a_row_of_the_grid_is_whole_hosts(number: int, ranks: int, columns: int) -> None:
-    assert sides.columns_for(number, ranks) == columns
+    assert hosts.columns_for(number, ranks) == columns
 
 
 @on_processes(4)

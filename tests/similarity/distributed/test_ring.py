@@ -121,7 +121,7 @@ def test_the_bound_of_gathering(size: int | None) -> None:
 )
 def test_rounds_are_whole_tiles_within_the_bound(limit: int, steps: list[int]) -> None:
     one = object.__new__(Ranks)
-    one.n, one.sizes = 2, [900, 900]
+    one.n, one.sizes, one._several_hosts = 2, [900, 900], False
     features = torch.empty(900, 4)
     before = settings.set_gather(2 * limit * 16)
     found = one._gathered_rounds(features, schedule.full(2))
@@ -138,6 +138,11 @@ def test_rounds_are_even() -> None:
     assert gathered.round_rows(1300, 16) == 256  # six of up to 256, of the 300 that are allowed
     settings.set_gather(16 * 4 * 1000)
     assert gathered.round_rows(4100, 16) == 896  # five of up to 896: not four and a small one
+    settings.set_gather(16 * 4 * 100)  # a round has less than a tile of each rank
+    assert gathered.round_rows(1000, 16) == 0
+    assert gathered.round_rows(1000, 16, several_hosts=True) == 64
+    settings.set_gather(0)
+    assert gathered.round_rows(1000, 16, several_hosts=True) == 0
     settings.set_gather(before)
 
 

@@ -47,19 +47,30 @@ ROUND = 4
 TILE = 128
 
 
-def round_rows(size: int, row: int) -> int:
+def round_rows(size: int, row: int, several_hosts: bool = False) -> int:
     """Rows of each rank's shard of `size` rows that are gathered at a time; 0: use the ring.
 
-    row: bytes of features of one row of each rank.
+    row: bytes of features of one row of each rank. several_hosts: the ring is the last resort, so
+        that a round may have less than a tile's rows of each of many ranks.
     """
-    limit = settings.gather()
+    limit, tile = settings.gather(), TILE
     if size * row <= limit:
         return size
-    most = limit // ROUND // row // TILE * TILE
+    while several_hosts and tile > 1 and limit // ROUND // row < tile:
+        tile //= 2
+    most = limit // ROUND // row // tile * tile
     if most == 0:
         return 0
     rounds = -(-size // most)
-    return -(-size // (rounds * TILE)) * TILE  # even rounds, of whole tiles
+    return -(-size // (rounds * tile)) * tile  # even rounds, of whole tiles
+
+
+def fits_grid(columns: int, others: int, rows: int, cols: int, row: int) -> bool:
+    """Whether so many ranks may share rows of a grid, and so many others columns.
+
+    rows, cols: of the largest shards. row: bytes of features of one row.
+    """
+    return columns * rows * row <= settings.gather() and round_rows(cols, others * row) > 0
 
 
 def rounds_of(size: int, step: int) -> list[slice]:

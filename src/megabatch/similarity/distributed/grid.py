@@ -53,17 +53,12 @@ def choose(
     rows, cols = sizes
     takes = not symmetric and min(*rows, *cols) > 0
     found = sides.of(name, features.device) if takes else None
-    if found is not None and _fits(found, max(rows), max(cols), features):
-        return Grid(name, rows, cols, operation, features.device, found)
+    if found is not None:
+        row = features.shape[1] * features.element_size()
+        sharing = found.rows.size(), found.cols.size()
+        if gathered.fits_grid(*sharing, max(rows), max(cols), row):
+            return Grid(name, rows, cols, operation, features.device, found)
     return Ranks(name, cols, operation, features.device)
-
-
-def _fits(found: Sides, rows: int, cols: int, features: Tensor) -> bool:
-    """Whether shards of up to so many rows and columns are within the bound of gathering."""
-    row = features.shape[1] * features.element_size()
-    if found.rows.size() * rows * row > settings.gather():
-        return False
-    return gathered.round_rows(cols, found.cols.size() * row) > 0
 
 
 class Grid(Ranks):

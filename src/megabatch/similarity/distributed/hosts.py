@@ -53,6 +53,21 @@ def in_order(names: Sequence[str]) -> tuple[list[int], int]:
     return [rank for own in ranks.values() for rank in own], sizes.pop() if len(sizes) == 1 else 0
 
 
+def columns_for(number: int, ranks: int) -> int:
+    """Ranks of a row of the grid for so many hosts of `ranks` ranks each; 0: no grid.
+
+    A row is whole hosts. Of the divisions that leave several rows and columns, it is the one with
+    which a host receives the fewest shards from others.
+    """
+
+    def received(width: int) -> int:
+        columns, rows = width * ranks, number // width
+        return columns - ranks + ranks * (rows - 1)
+
+    widths = [w for w in range(1, number) if number % w == 0 and w * ranks > 1]
+    return min(widths, key=received) * ranks if widths else 0
+
+
 def _own() -> str:
     """A name that processes share if they are on one host, in one network namespace."""
     try:

@@ -87,7 +87,8 @@ class Ranks:
         even = route.complete and len(set(self.sizes)) == 1
         if size == 0 or not (even or self._several_hosts):
             return []
-        step = gathered.round_rows(size, self.n * features.shape[1] * features.element_size())
+        row = self.n * features.shape[1] * features.element_size()
+        step = gathered.round_rows(size, row, self._several_hosts)
         if step == 0 or (route.consecutive and step < size):
             return []
         return gathered.rounds_of(size, step)

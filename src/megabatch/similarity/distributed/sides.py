@@ -56,23 +56,8 @@ def _new_sides(group: dist.ProcessGroup, columns: int, device: torch.device) -> 
     order = list(range(group.size()))
     if columns < 0:
         order, on_each = hosts.in_order(hosts.by_rank(group, device))
-        columns = columns_for(len(order) // on_each, on_each) if on_each else 0
+        columns = hosts.columns_for(len(order) // on_each, on_each) if on_each else 0
     if columns == 0 or len(order) % columns:
         return None
     mesh = DeviceMesh(device.type, torch.tensor(order, device="cpu").view(-1, columns))
     return Sides(mesh.get_group(1), mesh.get_group(0))
-
-
-def columns_for(number: int, ranks: int) -> int:
-    """Ranks of a row of the grid for so many hosts of `ranks` ranks each; 0: no grid.
-
-    A row is whole hosts. Of the divisions that leave several rows and columns, it is the one with
-    which a host receives the fewest shards from others.
-    """
-
-    def received(width: int) -> int:
-        columns, rows = width * ranks, number // width
-        return columns - ranks + ranks * (rows - 1)
-
-    widths = [w for w in range(1, number) if number % w == 0 and w * ranks > 1]
-    return min(widths, key=received) * ranks if widths else 0

@@ -195,7 +195,7 @@ def _forward_bytes(run: Run, x: Tensor, y: Tensor, *rest: Any) -> int:
     """Accumulators of all columns and a strip of rows; over ranks of all rows."""
     teacher = rest[5]
     block, rows = run.block(x, y) if teacher is None else run.eager_block(x, y)
-    totals = len(y) + min(rows, len(x)) if run.ranks == 1 else len(x)
+    totals = len(y) + min(rows, len(x)) if run.ranks == 1 else run.rows(x, y)
     received = run.transfer_bytes(x, y)
     if teacher is not None:
         received += run.transfer_bytes(teacher, teacher)
