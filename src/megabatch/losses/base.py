@@ -17,7 +17,7 @@ class ContrastiveLoss(nn.Module):
 
     Args:
         normalize: scale each row of the features to unit length, as `F.normalize` does.
-        group: processes that share one batch: None, "local" or a process group.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
     """
 
     #: Names of the attributes that `repr` shows.

@@ -35,7 +35,7 @@ class ClipLoss(ContrastiveLoss):
             target spread evenly over them (Khosla et al. 2020, arXiv 2004.11362, L_out).
             "ignored": left out of each other's negatives.
         normalize: scale each row of the features to unit length first, as `F.normalize` does.
-        group: processes that share one batch: None, "local" or a process group.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Raises:
         TypeError, ValueError: the message names the argument; "ignored" excludes label smoothing.

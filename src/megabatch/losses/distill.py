@@ -20,7 +20,7 @@ class DistillClipLoss(ContrastiveLoss):
 
     Args:
         normalize: scale each row of all four features to unit length first, as `F.normalize` does.
-        group: processes that share one batch: None, "local" or a process group.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
     """
 
     def __init__(self, *, normalize: bool = False, group: object = None) -> None:

@@ -76,7 +76,7 @@ class InfoNCELoss(TemperatureLoss):
             `hardness_mode` or `ids`, with which candidates differ in number or in meaning.
         normalize: scale each row of all features, negatives and queue included, to unit length
             first, as `F.normalize` does.
-        group: processes that share one batch: None, "local" or a process group.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Raises:
         TypeError, ValueError: the message names the argument, what came, what was expected.

@@ -29,7 +29,7 @@ class NTXentLoss(TemperatureLoss):
         normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
             take them as they are, and warn at the first eager call if their lengths are far from 1
             (on a GPU at the second, since nothing waits for a look at them); False: do not warn.
-        group: processes that share one batch: None, "local" or a process group.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Raises:
         TypeError, ValueError: the message names the argument, what came, what was expected.

@@ -83,7 +83,7 @@ def create_objective(config: LossSettings, *, group: Any = None) -> Objective:
 
     Args:
         config: has no problem (`megabatch.config.problems`).
-        group: processes that share one batch: None, "local" or a process group.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Raises:
         UsageError: `config.loss` is a reference to no loss; see `own.create`.

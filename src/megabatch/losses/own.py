@@ -22,7 +22,7 @@ def create(reference: str, *, group: Any = None) -> tuple[Callable[..., Any], se
     Args:
         reference: of a class, or of a function that returns a loss. It is called with `group` if it
             has such a parameter.
-        group: processes that share one batch: None, "local" or a process group.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Returns:
         The loss, and the arguments that its call takes beside two matrices of features: those of

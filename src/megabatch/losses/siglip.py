@@ -23,7 +23,7 @@ class SigLipLoss(ContrastiveLoss):
 
     Args:
         normalize: scale each row of the features to unit length first, as `F.normalize` does.
-        group: processes that share one batch: None, "local" or a process group.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
     """
 
     #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.

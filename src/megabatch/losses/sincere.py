@@ -29,8 +29,8 @@ class SincereLoss(TemperatureLoss):
         normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
             take them as they are, and warn at the first eager call if their lengths are far from 1
             (on a GPU at the second, since nothing waits for a look at them); False: do not warn.
-        group: processes that share one batch: None, "local" or a process group. In a group each
-            holds the features of all processes for the time of the positives' products.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh. In a
+            group each holds the features of all processes for the time of the positives' products.
     """
 
     settings = ("temperature", "average", *ContrastiveLoss.settings)

@@ -35,7 +35,7 @@ def global_mean(
 
     Args:
         values: (m,), one number per row; m = 0 is allowed if another process has rows.
-        group: None, "local" or a process group.
+        group: None, "local", a process group or a DeviceMesh.
         weights: (m,), not negative; they get no gradient. All ranks pass weights or none does. If
             all weights are zero, the result and its gradients are 0, with or without rows.
         name: the argument that errors name.
