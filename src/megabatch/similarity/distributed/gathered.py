@@ -98,7 +98,7 @@ class Layout:
         self.size = sizes[group.rank()]  #: of this rank's rows
         self.starts = list(accumulate(sizes, initial=0))  #: of each rank's rows; the end of all
         self.padded = max(sizes)
-        self._sizes = list(sizes)
+        self.sizes = list(sizes)
         self._even = min(sizes) == self.padded
         self._places: Tensor | None = None
 
@@ -140,7 +140,7 @@ class Layout:
             total = self.starts[-1]
             shift = [rank * self.padded - start for rank, start in enumerate(self.starts[:-1])]
             # Few numbers leave the host, which therefore waits for no device.
-            table = torch.tensor([shift, self._sizes], device="cpu").to(like.device)
+            table = torch.tensor([shift, self.sizes], device="cpu").to(like.device)
             by_row = torch.repeat_interleave(table[0], table[1], output_size=total)
             self._places = by_row + torch.arange(total, device=like.device)
         return self._places

@@ -76,8 +76,35 @@ class Grid(Ranks):
         """As of `Ranks`; `rows`, `cols`: numbers of each by rank of the whole group."""
         super().__init__(name, cols, operation, device)
         self._cols, self._col_sizes = groups.cols, self._of(groups.cols, cols)
+        self._features: Tensor | None = None
         layout = Layout(groups.rows, self._of(groups.rows, rows), operation)
         self.rows: SharedRows = SharedRows(layout, self.starts[self.rank])
+
+    @property
+    def gathered(self) -> Tensor | None:
+        """Features of the shared rows, then of the shared columns; a later run may start with them.
+
+        They are copied into a tensor for the columns of all ranks, as operators return it. Both fit
+        on any grid of several rows and columns; None if they do not, or were not gathered at once.
+        """
+        rows, cols = self.rows.features, self._features
+        if rows is None or cols is None or len(set(self.sizes)) > 1:
+            return None
+        m, n = len(rows), len(cols)
+        if m + n > self.starts[-1]:
+            return None
+        kept = cols.new_empty(self.starts[-1], cols.shape[1])
+        kept[:m] = rows
+        kept[m : m + n] = cols
+        return kept
+
+    @gathered.setter
+    def gathered(self, kept: Tensor | None) -> None:
+        self._features = None
+        if kept is not None:
+            m, n = self.rows.bounds(0)[-1], sum(self._col_sizes)
+            if m + n <= len(kept):
+                self.rows.features, self._features = kept[:m], kept[m : m + n]
 
     def _of(self, side: dist.ProcessGroup, sizes: Sequence[int]) -> list[int]:
         """The sizes of a side's ranks."""
@@ -108,7 +135,9 @@ class Grid(Ranks):
             overlap=settings.overlap(),
         )
         route, partials = (full(n), partials) if route.carried else (rows_only(n), None)
-        yield from gathered.run(place, rounds, shards, on_chunk, route, partials, meanwhile, None)
+        self._features = yield from gathered.run(
+            place, rounds, shards, on_chunk, route, partials, meanwhile, self._features
+        )
 
 
 class SharedRows(Rows):
@@ -120,6 +149,8 @@ class SharedRows(Rows):
         """`start`: index of this rank's own rows, as in `Chunk`."""
         super().__init__(start - layout.starts[layout.group.rank()])
         self._layout = layout
+        #: those of all rows, once they are gathered; a later `gather` may start with them
+        self.features: Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -132,19 +163,16 @@ class SharedRows(Rows):
 
     def gather(self, shards: Sequence[Shard]) -> Callable[[], Gathered]:
         """See `Rows`."""
-        coming = [
-            None if tensor is None else self._layout.gather(tensor, dim) for tensor, dim in shards
-        ]
+        layout = self._layout
+        place = gathered.Place(layout.group, layout.sizes, 0, 0, True, layout.operation, True)
+        coming = gathered.Round(place, slice(0, layout.padded), shards, self.features)
+        if not settings.overlap():
+            coming.wait()
 
         def arrived() -> Gathered:
-            tensors: list[Tensor | None] = []
-            for transfer, shard in zip(coming, shards, strict=True):
-                if transfer is not None:
-                    transfer[1].wait()
-                tensors.append(
-                    None if transfer is None else self._layout.join(transfer[0], shard.dim)
-                )
-            return tuple(tensors)
+            coming.wait()
+            self.features = coming.gathered[0]
+            return tuple(coming.gathered)
 
         return arrived
 

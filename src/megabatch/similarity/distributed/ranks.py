@@ -70,9 +70,11 @@ class Ranks:
                 self.group, self.sizes, start, behind, True, self.operation, settings.overlap()
             )
             carried = partials if route.carried else None
-            self.gathered = yield from gathered.run(
+            found = yield from gathered.run(
                 place, rounds, shards, on_chunk, route, carried, meanwhile, self.gathered
             )
+            if len(set(self.sizes)) == 1:
+                self.gathered = found
             return
         in_ring = ring.Place(self.group, self.rank, self.n, self.starts, self.operation)
         chunks = ring.rounds_of(self.sizes, ring.chunk_rows(features))

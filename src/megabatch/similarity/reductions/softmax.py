@@ -82,8 +82,9 @@ def _forward(
         saved = _new_saved(x, y, sizes.shape[1], save, settings)
         matrix, sweep = _sweep(x, y, scale, pairs, schedule, saved)
         row_results, col_results = engine.reduce(sweep, cols)
-    if isinstance(schedule, Ranks) and schedule.gathered is not None and len(saved):
-        saved = schedule.gathered
+    if isinstance(schedule, Ranks) and len(saved):
+        gathered_features = schedule.gathered
+        saved = saved if gathered_features is None else gathered_features
     rows = masks.restore(row_results, matrix.row_order, 1)
     if col_results is None:
         return rows, rows.new_empty(0), sizes, saved
