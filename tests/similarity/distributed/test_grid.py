@@ -50,6 +50,17 @@ def test_log_sum_exps(world: World) -> None:
                 compare(world, sizes)
 
 
+@on_devices(2)
+def test_a_single_row_or_column_of_ranks(world: World) -> None:
+    for columns in (1, 2):
+        for sizes in ([3, 3], [5, 2]):
+            ids = some_ids(sum(sizes)), some_ids(sum(sizes))
+            with grid_of(columns):
+                test_statistics_ring.compare(world, sizes, sizes)
+                test_statistics_ring.compare(world, sizes, sizes, ids=ids)
+                test_sigmoid_ring.compare(world, sizes, sizes, ids, double(sum(sizes)).abs())
+
+
 @on_devices(4)
 def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
     for rows, columns in (([2, 0, 3, 1], [4, 1, 0, 2]), ([0, 0, 5, 1], [3, 3, 0, 0])):

@@ -115,6 +115,16 @@ def test_the_bound_of_gathering(size: int | None) -> None:
     assert settings.set_gather(None) == before
 
 
+@pytest.mark.parametrize("columns", [0, 3, None])
+def test_the_setting_of_the_grid(columns: int | None) -> None:
+    before = settings.set_grid(columns)
+    assert settings.set_grid(before) == columns
+    for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="columns: expected"):
+            settings.set_grid(wrong)  # type: ignore[arg-type]
+    assert settings.set_grid(None) == before
+
+
 @pytest.mark.parametrize(
     ("limit", "steps"),
     [(10**6, [900]), (900, [900]), (899, [128] * 7 + [4]), (512, [128] * 7 + [4])],

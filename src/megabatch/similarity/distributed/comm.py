@@ -7,7 +7,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,6 @@ TERMS = 1024
 
 #: Between the names of a group and of the groups of this rank's sides, if it is a grid.
 SEPARATOR = "|"
-
-_meshes: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()
 
 
 def group_name(group: object) -> str:
@@ -108,17 +105,15 @@ def _name_of_mesh(mesh: DeviceMesh) -> str:
         return group_name(mesh.get_group())
     if mesh.size() == 1:
         return ""
-    if mesh not in _meshes:
-        world = dist.group.WORLD
-        assert world is not None
-        if mesh.size() < world.size():
-            raise ValueError(
-                f"group: expected a mesh of all {world.size()} ranks, or of one dimension, "
-                f"got one of {mesh.size()} ranks"
-            )
-        groups = world, mesh.get_group(1), mesh.get_group(0)
-        _meshes[mesh] = SEPARATOR.join(group.group_name for group in groups)
-    return _meshes[mesh]
+    world = dist.group.WORLD
+    assert world is not None
+    if mesh.size() < world.size():
+        raise ValueError(
+            f"group: expected a mesh of all {world.size()} ranks, or of one dimension, "
+            f"got one of {mesh.size()} ranks"
+        )
+    groups = world, mesh.get_group(1), mesh.get_group(0)
+    return SEPARATOR.join(group.group_name for group in groups)
 
 
 def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
