@@ -160,6 +160,7 @@ def test_turns_names_what_it_cannot_take() -> None:
 
 
 FAILING = f"""
+import os
 import sys
 sys.path.insert(0, {str(SCRIPTS)!r})
 from machinery import ranks
@@ -168,7 +169,7 @@ if len(sys.argv) == 1:
 teams = ranks.join("cpu", [1, 3])
 team = teams[3]
 assert team.share(team.rank) == [0, 1, 2] and team.tell(team.rank) == 0
-print("rank", team.rank, "is here", file=sys.stderr, flush=True)
+os.write(2, f"rank {{team.rank}} is here\\n".encode())  # at once: print's parts may mingle
 try:
     if team.rank == 2:
         raise ValueError("of its own")
