@@ -43,6 +43,7 @@ from megabatch.ranks import all_gather_numbers, global_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 Encoder = Callable[..., Any]
 
@@ -120,7 +121,7 @@ class GradientCache:
         loss: Callable[..., Tensor],
         micro_batch_size: int | Sequence[int],
         *,
-        group: ProcessGroup | Literal["local"] | None = None,
+        group: ProcessGroup | DeviceMesh | Literal["local"] | None = None,
         device: torch.device | str | None = None,
         feature_dtype: torch.dtype | None = None,
         gradients_on_host: bool | None = None,
@@ -142,9 +143,9 @@ class GradientCache:
                 returns one number. Parameters that it uses directly get their gradients directly.
             micro_batch_size: rows per call of an encoder, at least 1; or one number per encoder.
                 The last micro-batch may be smaller; the size may exceed the batch.
-            group: the ranks that must agree on the number of micro-batches: a process group, `None`
-                for the default one if torch.distributed is initialised, or "local" for no
-                communication.
+            group: the ranks that must agree on the number of micro-batches: a process group, a
+                DeviceMesh, `None` for the default group if torch.distributed is initialised, or
+                "local" for no communication.
             device: the encoders' device. Batches then stay where they are, such as on the host, and
                 are moved micro-batch by micro-batch, each during the computation of the previous
                 one; the device holds the rows of two micro-batches. None: batches are not moved.

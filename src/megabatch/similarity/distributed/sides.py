@@ -7,7 +7,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control, hosts
@@ -59,5 +58,7 @@ def _new_sides(group: dist.ProcessGroup, columns: int, device: torch.device) -> 
         columns = hosts.columns_for(len(order) // on_each, on_each) if on_each else 0
     if columns == 0 or len(order) % columns:
         return None
+    from torch.distributed.device_mesh import DeviceMesh  # not in a torch without groups
+
     mesh = DeviceMesh(device.type, torch.tensor(order, device="cpu").view(-1, columns))
     return Sides(mesh.get_group(1), mesh.get_group(0))
