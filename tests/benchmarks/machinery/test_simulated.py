@@ -1,0 +1,43 @@
+"""The simulation beside every committed record of one, two and four GPUs."""
+
+import math
+
+import pytest
+
+from machinery import simulated
+from megabatch.planning.simulation.hardware import Cluster, Gpu
+from tests.benchmarks.test_scripts import SCRIPTS
+
+RESULTS = SCRIPTS / "results"
+FOUND = simulated.measured(RESULTS)
+
+
+def test_the_packages_parameters_are_those_that_the_records_give():
+    has = {**vars(Cluster(8)), **vars(Gpu()), **vars(Gpu().spread)}
+    for name, value in simulated.fit(RESULTS).items():
+        assert has[name] == pytest.approx(value, rel=0.03), name
+
+
+@pytest.mark.parametrize("file", sorted({one.file for one in FOUND}))
+def test_every_record_is_simulated_within_five_per_cent(file):
+    compared = [one for one in FOUND if one.file == file and not one.skipped]
+    assert compared
+    deviations = {one.what: one.deviation(one.simulated()) for one in compared}
+    assert {what: d for what, d in deviations.items() if abs(d) > 0.05} == {}
+
+
+def test_most_records_are_compared_and_few_of_them_fitted():
+    compared = [one for one in FOUND if not one.skipped]
+    assert len(compared) > 2 / 3 * len(FOUND)
+    assert sum(one.fitted for one in compared) < len(compared) / 5
+    reasons = {one.skipped for one in FOUND} - {""}
+    named = (simulated.HOST, simulated.OLD_HOST, simulated.VARIANT, simulated.PADDED)
+    assert reasons == {*named, simulated.PRECISION, simulated.LOSS}
+
+
+def test_memory_is_about_that_of_the_records():
+    for one in FOUND:
+        current = one.file in ("scaling", "rounds-2gpu") and one.what.startswith("clip")
+        if current and not one.skipped and one.transfers and "captured" not in one.what:
+            planned = one.schedule.memory(one.work, one.cluster)
+            assert math.isclose(planned, one.memory, rel_tol=0.12), one  # found: -7% to 11%

@@ -1,0 +1,85 @@
+"""The simulated step, and which schedule is best."""
+
+import time
+
+import pytest
+
+from megabatch.planning.simulation.hardware import Cluster, Gpu, Spread
+from megabatch.planning.simulation.schedules import Grid, Ring, Workload
+from megabatch.planning.simulation.step import Result, Towers, best, compare, grid_shapes, simulate
+
+
+def test_one_gpu_is_ideal_but_for_its_launches():
+    result = simulate(Cluster(1, gpu=Gpu(spread=Spread(0, 0))), Workload(65_536, 768), Grid((1, 1)))
+    assert result.seconds == pytest.approx(result.ideal + 2 * Gpu().chunk)
+    assert (result.exposed, result.received) == (0, 0)
+    assert result.efficiency == pytest.approx(result.ideal / result.seconds)
+
+
+def test_results_are_the_same_each_time():
+    one, two = (simulate(Cluster(16), Workload(1024, 768), Grid((16, 1))) for _ in range(2))
+    assert one == two
+
+
+def test_slow_ranks_cost_more_the_more_there_are():
+    work, lost = Workload(65_536, 768), []
+    for n in (8, 64, 512):
+        result = simulate(Cluster(n), work, Grid((n, 1), 1 << 40))
+        lost.append((result.seconds - result.exposed) / result.ideal)
+    assert 1 < lost[0] < lost[1] < lost[2] < 1.1
+
+
+def test_between_nodes_the_ring_is_bound_by_one_nic_and_the_grid_by_least():
+    found = compare(Cluster(64), Workload(4096, 768))
+    assert set(found) == {"ring", "gather", "grid"}
+    seconds = {kind: result.seconds for kind, (_, result) in found.items()}
+    assert seconds["grid"] < seconds["gather"] < seconds["ring"]
+
+
+def test_a_faster_network_is_never_slower():
+    work = Workload(2048, 768)
+    times = [
+        simulate(Cluster(64, nic=rate), work, Grid((64, 1))).seconds for rate in (5e9, 22e9, 88e9)
+    ]
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_best_has_the_least_memory_of_the_fast_ones_within_the_limit():
+    def result(seconds, memory):
+        return Ring(), Result("x", seconds, 0.5, 0.0, 0.0, memory)
+
+    fast, slim, slow = result(1.0, 100), result(1.005, 50), result(2.0, 10)
+    assert best([fast, slim, slow]) == slim
+    assert best([fast, slow], limit=60) == slow
+    assert best([fast, slow], limit=5) == fast  # none fits: as if there were no limit
+
+
+def test_grids_have_whole_nodes_or_parts_of_one_in_a_row():
+    assert grid_shapes(Cluster(16)) == [(8, 2), (4, 4), (2, 8)]
+    assert (16, 64) in grid_shapes(Cluster(1024))
+    assert grid_shapes(Cluster(24)) == [(12, 2), (6, 4), (3, 8)]
+    assert grid_shapes(Cluster(2)) == []
+
+
+def test_a_training_step_has_the_towers_around_the_loss_and_their_gradients():
+    work, cluster = Workload(1024, 768), Cluster(64)
+    towers = Towers(pairs_per_second=3200, parameter_bytes=6e8)
+    loss = simulate(cluster, work, Grid((4, 16)))
+    step = simulate(cluster, work, Grid((4, 16)), towers)
+    assert step.ideal == pytest.approx(loss.ideal + 1024 / 3200)
+    assert step.seconds > step.ideal + loss.exposed
+    assert step.received == loss.received + 2 * 6e8 * 63 / 64
+    assert step.efficiency > loss.efficiency
+
+
+def test_gpus_that_are_no_whole_nodes_are_refused():
+    with pytest.raises(ValueError, match=r"gpus: expected whole nodes of 8 .* got 12"):
+        Cluster(12)
+    assert Cluster(4).nodes == 1
+
+
+def test_4096_gpus_take_seconds():
+    begin = time.process_time()
+    result = simulate(Cluster(4096), Workload(1024, 768), Grid((32, 128)))
+    assert 0.5 < result.efficiency < 1
+    assert time.process_time() - begin < 60  # found: 0.02 s; around the ring 2 s
