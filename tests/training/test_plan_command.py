@@ -28,6 +28,44 @@ def test_json_of_another_machine(capsys):
     assert plan["loss_seconds"] > 0
 
 
+CLUSTER = [*SMALL, "--global-batch-size", "65536", "--gpu-memory", "80GiB", "--gpus"]
+
+
+def test_the_loss_on_many_gpus_is_simulated(capsys):
+    assert cli.main([*CLUSTER, "64", "--pairs-per-second", "10000"]) == 0
+    out = capsys.readouterr().out
+    assert "64 GPUs, 8 a node, 665 TFLOP/s each" in out
+    for words in ("ring", "gather", "grid", "exposed transfers", "efficiency", "memory"):
+        assert words in out
+    assert "the schedule to take: grid" in out
+
+
+def test_the_simulated_network_is_an_option(capsys):
+    def best(*options):
+        assert cli.main([*CLUSTER, "64", "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)["simulation"]["best"]
+
+    usual = best()
+    assert usual["step"] is None
+    assert 0 < usual["efficiency"] < 1
+    assert best("--nic-gbps", "25")["seconds"] > 2 * usual["seconds"]
+    assert best("--nics-per-node", "1")["seconds"] > usual["seconds"]
+    assert best("--network-latency-us", "100")["seconds"] > usual["seconds"]
+    one_node = best("--gpus-per-node", "64")
+    assert one_node["seconds"] < usual["seconds"]
+    assert best("--product-tflops", "66.5")["ideal"] == pytest.approx(10 * usual["ideal"])
+    assert best("--pairs-per-second", "10000")["step"]["efficiency"] < 1
+
+
+def test_what_cannot_be_simulated_is_planned_all_the_same(capsys):
+    assert cli.main([*CLUSTER, "12"]) == 0
+    assert "not simulated: gpus: expected whole nodes of 8" in capsys.readouterr().out
+    assert cli.main([*CLUSTER, "16", "--loss", "ntxent"]) == 0
+    assert "the simulation knows clip, siglip, infonce, not ntxent" in capsys.readouterr().out
+    assert cli.main([*CLUSTER, "1"]) == 0
+    assert "simulat" not in capsys.readouterr().out
+
+
 def test_what_does_not_fit_ends_with_1_and_a_suggestion(capsys):
     options = ["--global-batch-size", "65536", "--micro-batch-size", "65536"]
     assert cli.main([*SMALL, *options, "--gpu-memory", "4GiB"]) == 1

@@ -15,12 +15,21 @@ from megabatch.errors import UsageError, all_of
 from megabatch.hints import Interval, is_reference, parse_bytes
 
 if TYPE_CHECKING:
+    from megabatch.models import Towers
     from megabatch.planning.machine import Machine
+    from megabatch.planning.plan import Plan
+    from megabatch.planning.simulation.advice import Advice
 
 _DESCRIPTION = """Estimate the memory that a run needs on each GPU, and whether it fits.
 
 Takes the options of `megabatch train` ({names} are packaged configurations). With --decode late it
-reads the sizes of some images. The exit code is 0 if the run fits and 1 if it does not."""
+reads the sizes of some images. For several GPUs it also simulates the loss by each schedule, with
+the speed of H200s unless --product-tflops is given. The exit code is 0 if the run fits and 1 if it
+does not."""
+
+
+#: Share of a network card's nominal rate that transfers reach; assumed, not measured here.
+NIC_SHARE = 0.88
 
 
 @dataclass(frozen=True)
@@ -41,19 +50,44 @@ class PlanOptions:
     """Print JSON, sizes in bytes."""
 
 
+@dataclass(frozen=True)
+class ClusterOptions:
+    """The GPUs and the network that are simulated."""
+
+    gpus_per_node: Annotated[int, Interval(at_least=1)] = 8
+    """GPUs of a node."""
+    nic_gbps: Annotated[float, Interval(above=0)] = 400.0
+    """Gigabits per second of one network card; 88% of them count."""
+    nics_per_node: Annotated[int | None, Interval(at_least=1)] = None
+    """Network cards of a node. Default: one for each GPU."""
+    nvlink_gigabytes: Annotated[float, Interval(above=0)] = 324.0
+    """Gigabytes per second that a GPU receives within a node in a collective, as measured."""
+    network_latency_us: Annotated[float, Interval(at_least=0)] = 14.0
+    """Microseconds of a step of a collective from node to node."""
+    nvlink_latency_us: Annotated[float, Interval(at_least=0)] = 3.4
+    """Microseconds of a step of a collective within a node."""
+    product_tflops: Annotated[float | None, Interval(above=0)] = None
+    """Rate of large matrix products on one GPU. Default: 665, of an H200."""
+    pairs_per_second: Annotated[float | None, Interval(above=0)] = None
+    """Pairs per second that one GPU trains without the loss, to simulate whole steps."""
+
+
 def main(argv: list[str]) -> int:
     """Plan as the options say; returns the exit code."""
-    headings = {"gpus": "machine and output"}
-    classes = (PlanOptions, Start, TrainConfig)
+    headings = {"gpus": "machine and output", "gpus_per_node": "simulation"}
+    classes = (PlanOptions, ClusterOptions, Start, TrainConfig)
     chosen = parser(classes, "megabatch plan", _DESCRIPTION, **headings).parse(argv)
     own = {name: chosen.pop(name) for name in vars(PlanOptions()) if name in chosen}
     options = PlanOptions(**own)
+    network = {name: chosen.pop(name) for name in vars(ClusterOptions()) if name in chosen}
     config, notes = resolve(*configure(chosen))
     from rich.console import Console  # --help imports as little as possible
 
     from megabatch.data.late import mean_bytes
     from megabatch.planning.plan import make_plan
     from megabatch.planning.show import print_plan, to_json
+    from megabatch.planning.simulation.advice import Advice, print_advice
+    from megabatch.planning.simulation.advice import to_json as advice_to_json
     from megabatch.training.setup import build_towers, open_data, unnamed
 
     late = config.decode == "late"
@@ -64,16 +98,23 @@ def main(argv: list[str]) -> int:
     for note in notes:
         print(note, file=sys.stderr)
     files = mean_bytes(open_data(config)) if late else None
+    towers, machine = build_towers(config), _machine(options, config)
     plan = make_plan(
-        *(config, build_towers(config), _machine(options, config)),
+        *(config, towers, machine),
         file_bytes=files,
         text_tokens=options.text_tokens,
     )
+    advice = _advice(ClusterOptions(**network), plan, towers)
     if options.json:
-        print(json.dumps(to_json(plan), indent=1))
+        simulation = advice_to_json(advice) if isinstance(advice, Advice) else None
+        print(json.dumps({**to_json(plan), "simulation": simulation}, indent=1))
     else:
         console = Console(highlight=False, soft_wrap=True)
         print_plan(plan, console)
+        if isinstance(advice, Advice):
+            print_advice(advice, console)
+        elif advice:
+            console.print(f"the loss is not simulated: {advice}")
         unknown = f" without {config.loss}, whose memory is unknown" * is_reference(config.loss)
         console.print(plan.problem or f"fits{unknown}")
     return 0 if plan.fits else 1
@@ -88,3 +129,35 @@ def _machine(options: PlanOptions, config: TrainConfig) -> Machine:
         return other_machine(options.gpus, parse_bytes(options.gpu_memory), options.gpu_name)
     except ValueError as error:
         raise UsageError(f"--gpu-memory {options.gpu_memory}: {error}") from error
+
+
+def _advice(options: ClusterOptions, plan: Plan, towers: Towers) -> Advice | str:
+    """The simulation of a plan for several GPUs, or why there is none; "": no need to say so."""
+    from megabatch.config.settings import unmeasured_micro_batch
+    from megabatch.planning.simulation.advice import SWEEPS, advise
+    from megabatch.planning.simulation.hardware import Cluster, Gpu
+    from megabatch.planning.simulation.step import Towers as Speed
+
+    machine, config = plan.machine, plan.config
+    if machine.device != "cuda" or machine.count == 1:
+        return ""
+    if config.loss not in SWEEPS:
+        return f"the simulation knows {', '.join(SWEEPS)}, not {config.loss}"
+    tflops = options.product_tflops
+    gpu = Gpu() if tflops is None else Gpu(product_rate=1e12 * tflops)
+    try:
+        cluster = Cluster(
+            *(machine.count, options.gpus_per_node, gpu),
+            nvlink=1e9 * options.nvlink_gigabytes,
+            nic=NIC_SHARE * 1e9 / 8 * options.nic_gbps,
+            nics=options.nics_per_node or options.gpus_per_node,
+            nvlink_latency=1e-6 * options.nvlink_latency_us,
+            network_latency=1e-6 * options.network_latency_us,
+        )
+    except ValueError as error:
+        return str(error)
+    speed = None
+    if options.pairs_per_second is not None:
+        trained = sum(p.nbytes for p in towers.module.parameters() if p.requires_grad)
+        speed = Speed(options.pairs_per_second, trained, unmeasured_micro_batch(config))
+    return advise(plan, cluster, towers.embed_dim, speed)
