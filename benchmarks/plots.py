@@ -1,13 +1,16 @@
-"""Figures from the records of single_gpu.py, losses.py and scaling.py.
+"""Figures from the records of single_gpu.py, losses.py, scaling.py and simulation.py.
 
     python benchmarks/plots.py benchmarks/results/single-gpu.json
     python benchmarks/plots.py benchmarks/results/losses.json
     python benchmarks/plots.py benchmarks/results/scaling.json
+    python benchmarks/plots.py benchmarks/results/simulation.json
 
 All figures are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
 memory and share of the matrix product over b (single-gpu-time.png, -memory.png, -fraction.png, in
 the records' folder). For other losses: the share of each at its largest size (losses.png). For
-several GPUs: fraction of ideal and memory per GPU over their number (scaling.png).
+several GPUs: fraction of ideal and memory per GPU over their number (scaling.png). Simulated: the
+fraction of ideal of each schedule on 8 to 4,096 GPUs, of the loss and of a training step
+(simulation.png).
 """
 
 from __future__ import annotations
@@ -185,11 +188,58 @@ def scaling(records: list[dict[str, Any]]) -> plt.Figure:
     return made
 
 
+#: Kind of schedule -> colour, marker.
+SCHEDULES = {"ring": ("#7f7f7f", "D"), "gather": ("#1f77b4", "s"), "grid": ("#d62728", "o")}
+
+
+def simulation(records: list[dict[str, Any]]) -> plt.Figure:
+    """The efficiency of the loss by schedule, of the best one, and of a training step."""
+    made, (kinds, best, steps) = plt.subplots(
+        1, 3, figsize=(17, 5.2), sharey=True, layout="constrained"
+    )
+    usual = [record for record in records if not record["cluster"]]
+    gpus = sorted({record["gpus"] for record in usual})
+    middle = gpus[-3] if len(gpus) > 2 else gpus[-1]
+    for kind, (colour, marker) in SCHEDULES.items():
+        points = [r for r in usual if (r["kind"], r["gpus"]) == (kind, middle)]
+        points.sort(key=lambda r: r["rows"])
+        places = [r["rows"] for r in points], [r["efficiency"] for r in points]
+        kinds.plot(*places, color=colour, marker=marker, label=kind)
+    kinds.set_title(f"the loss on {middle:,} GPUs, by schedule")
+    kinds.set_xlabel("rows of a GPU")
+    sizes = sorted({r["rows"] for r in usual})
+    for rows in sizes[1::2]:
+        colour = plt.get_cmap("viridis")(sizes.index(rows) / len(sizes))
+        for axes, field in ((best, "efficiency"), (steps, "step_efficiency")):
+            line = [
+                max(r[field] for r in usual if (r["rows"], r["gpus"]) == (rows, n)) for n in gpus
+            ]
+            axes.plot(gpus, line, color=colour, marker="o", label=f"{short(rows)} rows")
+    best.set_title("the loss, best schedule")
+    steps.set_title("a training step of ViT-B/32, best schedule")
+    for axes, ticks in ((kinds, sizes), (best, gpus), (steps, gpus)):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [short(tick) for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        axes.set_ylim(0, 1.02)
+        axes.grid(alpha=0.3)
+        axes.axhline(1, color="0.6", linewidth=1)
+        if axes is not kinds:
+            axes.set_xlabel("GPUs, in nodes of 8")
+        axes.legend(fontsize=9)
+    kinds.set_ylabel("time of the computation alone at mean speed / time")
+    return made
+
+
 def fraction_known(record: dict[str, Any]) -> bool:
     return record["n_devices"] == 1 or record["of_ideal"] is not None
 
 
 def short(b: int) -> str:
+    """A number of rows or GPUs; below 1024 as it is."""
+    if b < 1024:
+        return str(b)
     return f"{b // 1024}k" if b < 2**20 else f"{b // 2**20}M"
 
 
@@ -200,11 +250,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder; default: that of the records")
     options = parser.parse_args()
     content = json.loads(options.records.read_text())
-    everything = content["records"]
+    everything = content.get("records", [])
     folder: Path = options.output or options.records.parent
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, plt.Figure] = {}
-    if any("of_ideal" in record for record in everything):
+    if "simulated" in content:
+        figures[""] = simulation(content["simulated"])
+    elif any("of_ideal" in record for record in everything):
         figures[""] = scaling([r for r in everything if r["d"] == options.width])
     elif any(record["loss"] in FAMILY for record in everything):
         bars = family(everything, options.width)
@@ -218,7 +270,8 @@ def main() -> None:
         for name, (field, unit, label) in FIGURES.items():
             figures[f"-{name}"] = figure(records, field, unit, label)
     for name, made in figures.items():
-        made.suptitle(f"{place(content['machine'])}, bf16, d = {options.width}")
+        on = "simulated, H200s" if "simulated" in content else place(content["machine"])
+        made.suptitle(f"{on}, bf16, d = {options.width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)
         plt.close(made)

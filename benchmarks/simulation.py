@@ -1,7 +1,7 @@
 """The simulation of losses on up to 4,096 GPUs: its parameters, its check, its sweep.
 
     python benchmarks/simulation.py                  # the check against the committed records
-    python benchmarks/simulation.py --output benchmarks/results/simulation.json    # 10 minutes
+    python benchmarks/simulation.py --output benchmarks/results/simulation.json    # minutes
     python benchmarks/plots.py benchmarks/results/simulation.json
 
 Without --output it prints the parameters that the records give beside those that the package has,
@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from machinery import simulated
+from machinery import fitted, simulated
 from machinery.simulated import Measured
 from megabatch import files
 from megabatch.benchmarking import records
@@ -44,7 +44,7 @@ TOWERS = Towers(pairs_per_second=3_202.5, parameter_bytes=4 * 151.3e6)
 def parameters(results: Path) -> dict[str, tuple[float, float]]:
     """By name: what the records give, and what the package has."""
     has = {**vars(Cluster(8)), **vars(Gpu()), **vars(Gpu().spread)}
-    return {name: (value, has[name]) for name, value in simulated.fit(results).items()}
+    return {name: (value, has[name]) for name, value in fitted.fit(results).items()}
 
 
 def comparison(one: Measured) -> dict[str, Any]:
@@ -129,8 +129,8 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="of each GPU")
     options = parser.parse_args()
-    fitted = parameters(RESULTS)
-    for name, (value, has) in fitted.items():
+    found = parameters(RESULTS)
+    for name, (value, has) in found.items():
         print(f"{name:14} {value:12.4g} from the records, {has:12.4g} in the package")
     rows = [comparison(one) for one in simulated.measured(RESULTS)]
     for row in rows:
@@ -152,7 +152,7 @@ def main() -> None:
             "parameters": asdict(Cluster(8)),
             "towers": asdict(TOWERS),
             "limit": LIMIT,
-            "fit": {name: value for name, (value, _) in fitted.items()},
+            "fit": {name: value for name, (value, _) in found.items()},
             "comparison": rows,
             "simulated": list(sweep(tuple(options.gpus), tuple(options.rows))),
         }

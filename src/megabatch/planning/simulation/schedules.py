@@ -144,24 +144,24 @@ class _GridSweep:
         """All rounds of columns, then the exchange of results."""
         work, timeline = self.work, self.timeline
         one_round = self.step == work.rows
-        starts = range(0, work.rows, self.step)
         # Features that one round gathered were saved.
         arriving_rows = self._gather(self.row_side, work.rows, self.first or not one_round)
         arriving = self._gather(self.col_side, self.step, self.first or not one_round)
         returning: Transfer | None = None
         timeline.wait(arriving_rows)
-        for start in starts:
+        for start in range(0, work.rows, self.step):
             rows = min(self.step, work.rows - start)
+            following = min(self.step, work.rows - start - rows)
             here, arriving = arriving, None
-            if self.grid.overlap and start + self.step < work.rows:
-                arriving = self._gather(self.col_side, self.step, True)
-            self._compute(rows, here, own_first=start == 0, last=start + self.step >= work.rows)
+            if self.grid.overlap and following:
+                arriving = self._gather(self.col_side, following, True)
+            self._compute(rows, here, own_first=start == 0, last=not following)
             timeline.wait(returning)
             returning = self._return(rows)
             if not self.grid.overlap:
                 timeline.wait(returning)
-                if start + self.step < work.rows:
-                    arriving = self._gather(self.col_side, self.step, True)
+                if following:
+                    arriving = self._gather(self.col_side, following, True)
         if self.gradients:
             if not self.grid.overlap:
                 timeline.wait(returning)

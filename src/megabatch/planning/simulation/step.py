@@ -133,15 +133,17 @@ def compare(
 
 
 def schedules(cluster: Cluster, work: Workload, shapes: int = 3) -> list[Schedule]:
-    """The schedules to compare: the ring, gathering, and the grids with the shortest transfers.
+    """The schedules to compare: the ring, gathering, and some grids.
 
-    Between nodes gathered columns come in rounds of several sizes, as smaller ones hide more of the
-    transfers and larger ones have fewer latencies.
+    These are the ones with the shortest transfers, and the one whose rows are nodes, which takes
+    little memory. Between nodes gathered columns come in rounds of several sizes, as smaller ones
+    hide more of the transfers and larger ones have fewer latencies.
     """
     grids = sorted(grid_shapes(cluster), key=lambda shape: transfer_seconds(cluster, work, shape))
     sizes = (1 / 64, 1 / 8, 1, 8) if cluster.nodes > 1 else (1,)
     found: list[Schedule] = [Ring()]
-    for shape in [(cluster.gpus, 1), *grids[:shapes]]:
+    by_node = [shape for shape in grids[shapes:] if shape[1] == cluster.local]
+    for shape in [(cluster.gpus, 1), *grids[:shapes], *by_node]:
         by_rows = {}
         for size in sizes:
             grid = Grid(shape, round(Grid.gather * size))
