@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -113,6 +114,36 @@ def test_handshakes_by_sockets_and_by_gloo(tmp_path: Path) -> None:
     assert content["processes"] == 2
     times = content["microseconds"]
     assert all(0 < t["min"] <= t["median"] <= t["max"] for t in times.values())
+
+
+@pytest.mark.concurrency
+def test_steps_on_two_hosts(tmp_path: Path) -> None:
+    output = tmp_path / "h.json"
+    words = "--only=speeds", "--ranks-per-host=1", "--rows=32", "--width=8", "--repetitions=1"
+    script = str(SCRIPTS / "two_hosts.py")
+    ended = programs.run([script, *words, "--late=0", f"--output={output}", "--speeds"])
+    if ended.returncode == 77:
+        pytest.skip(ended.stderr)
+    assert ended.returncode == 0, ended.stderr
+    joined, errors, link, *steps = json.loads(output.read_text())["records"]
+    assert len(joined["joined_s"]) == 2
+    assert max(errors["row_error"].values()) < 1e-5
+    assert (link["mbit"], link["channel"]) == (None, "GlooChannel")
+    assert min(link["measured_mbit"], link["handshake_us"]) > 0
+    schedules = {step["schedule"]: step for step in steps}
+    assert schedules.keys() == {*errors["row_error"], "no transfers"}
+    assert all(step["ms"] > 0 for step in steps)
+    least = 2 * 32 * 8 * 4  # the other host's features and a gradient
+    assert schedules["ring"]["received_bytes"] > schedules["no transfers"]["received_bytes"] + least
+
+
+def test_two_hosts_say_so_if_they_cannot_be_made() -> None:
+    ended = programs.run([str(SCRIPTS / "two_hosts.py")], {**os.environ, "PATH": ""})
+    assert ended.returncode == 77
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        "two_hosts.py: no two hosts can be made here: the command unshare is missing\n"
+    )
 
 
 def test_ranking_both_ways(tmp_path: Path) -> None:
