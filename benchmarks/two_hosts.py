@@ -64,40 +64,31 @@ WAYS = {
 # --- on the ranks ---------------------------------------------------------------------------------
 
 
-def step(
-    way: str, rows: int, width: int, repetitions: int = 1, truth: str = "", together: bool = True
-) -> dict[str, Any]:
+def step(way: str, rows: int, width: int, truth: str = "", together: bool = True) -> dict[str, Any]:
     """CLIP's loss, forward and backward, with this rank's rows.
 
     Args:
         way: a key of `WAYS`.
         rows, width: of this rank's features.
-        repetitions: calls.
         truth: a file of the gradients of all ranks' rows, if this rank's are to be compared.
-        together: whether the ranks wait for each other before each call.
+        together: whether the ranks wait for each other first.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = slice(rank * rows, (rank + 1) * rows)
-    x, y = (
-        side[mine].clone().requires_grad_()
-        for side in features(size * rows, width, torch.float32, "cpu")
-    )
+    whole = features(size * rows, width, torch.float32, "cpu")
+    x, y = (side[mine].clone().requires_grad_() for side in whole)
     scale = torch.tensor(SCALE, requires_grad=True)
     function = megabatch.ClipLoss(group=_group(way))
-    taken = []
-    with WAYS[way].around(4 * width * rows * size):
-        for _ in range(repetitions):
-            x.grad = y.grad = scale.grad = None
-            if together:
-                dist.barrier()
-            began = time.perf_counter()
-            loss = function(x, y, scale)
-            loss.backward()
-            taken.append(1e3 * (time.perf_counter() - began))
+    if together:
+        dist.barrier()
+    began = time.perf_counter()
+    with WAYS[way].around(sum(side.nbytes for side in whole) // 2):
+        function(x, y, scale).backward()
+    result: dict[str, Any] = {"ms": 1e3 * (time.perf_counter() - began)}
     assert x.grad is not None
     assert y.grad is not None
     found = torch.stack([x.grad, y.grad]).numpy()
-    result = {"ms": taken, "digest": hashlib.sha256(found.tobytes()).hexdigest()}
+    result["digest"] = hashlib.sha256(found.tobytes()).hexdigest()
     if truth:
         exact = np.load(truth, mmap_mode="r")[:, mine]
         norms = [np.linalg.norm(t, axis=-1) for t in (found / size - exact, exact)]
@@ -142,9 +133,11 @@ def send(size: int, to: int) -> float:
 class Run:
     """A cluster of its own: hosts, the ranks on them and steps of one size."""
 
-    def __init__(self, network: Network, options: argparse.Namespace, timeout: float) -> None:
+    def __init__(
+        self, network: Network, options: argparse.Namespace, timeout: float, late: float = 0.0
+    ) -> None:
         self.network, self.options = network, options
-        self.ranks = Ranks(network, sys.argv[0], options.ranks_per_host, timeout, late=options.late)
+        self.ranks = Ranks(network, sys.argv[0], options.ranks_per_host, timeout, late)
         self.first_of_host_1 = options.ranks_per_host
 
     def arguments(self, way: str) -> dict[str, Any]:
@@ -172,7 +165,7 @@ def speeds(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         truth = Path(folder, "truth.npy")
         size = 2 * options.ranks_per_host
         np.save(truth, _gradients(size * options.rows, options.width))
-        run = Run(network, options, timeout=600)
+        run = Run(network, options, timeout=600, late=options.late)
         yield {"joined_s": run.ranks.joined, "late_s": options.late}
         errors = {}
         for way in WAYS:  # which opens all connections
@@ -183,20 +176,24 @@ def speeds(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for mbit in (*options.speeds, None):
             network.set_speed(mbit)
             yield {"mbit": mbit, **_link(run, mbit)}
+            times: dict[str, list[float]] = {way: [] for way in WAYS}
+            moved = dict.fromkeys(WAYS, 0)
+            for way in (*WAYS,) * options.repetitions:  # in turns
+                found, received = run.step(way)
+                times[way].append(max(rank["ms"] for rank in found))
+                moved[way] += received
             for way in WAYS:
-                found, moved = run.step(way, repetitions=options.repetitions)
-                times = [max(one) for one in zip(*(rank["ms"] for rank in found), strict=True)]
                 yield {
                     "mbit": mbit,
                     "schedule": way,
-                    "ms": statistics.median(times),
-                    "times_ms": times,
-                    "received_bytes": moved // options.repetitions,
+                    "ms": statistics.median(times[way]),
+                    "times_ms": times[way],
+                    "received_bytes": moved[way] // options.repetitions,
                 }
 
 
 def _link(run: Run, mbit: float | None) -> dict[str, Any]:
-    """A link's speed as Gloo has it, and the time of a handshake."""
+    """A link's speed as Gloo has it, the time of a handshake, and how busy the machine is."""
     size = int(min(mbit or 1000, 1000) * 1e6 / 8)
     (seconds, *_) = run.ranks.call("send", size=size, to=run.first_of_host_1)
     shown = run.ranks.call("handshake", calls=20)
@@ -204,6 +201,7 @@ def _link(run: Run, mbit: float | None) -> dict[str, Any]:
         "measured_mbit": size * 8e-6 / seconds,
         "channel": shown[0]["kind"],
         "handshake_us": statistics.median(shown[0]["microseconds"]),
+        "load": os.getloadavg()[0],
     }
 
 
@@ -217,7 +215,7 @@ def late(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         run.ranks.ask("step", others, **call)
         time.sleep(options.late)
         run.ranks.ask("step", [last], **call)
-        waited = [one["value"]["ms"][0] / 1e3 for one in run.ranks.answers()]
+        waited = [one["value"]["ms"] / 1e3 for one in run.ranks.answers()]
         yield {"late_s": options.late, "step_s": waited}
         since = time.monotonic()
         run.ranks.ask("step", others, **call)
@@ -243,7 +241,7 @@ def stall(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "schedule": way,
                 "at_share": options.share,
                 "stall_s": options.stall,
-                "usual_ms": max(rank["ms"][0] for rank in usual),
+                "usual_ms": max(rank["ms"] for rank in usual),
                 "ended_s_after_stall": after,
                 "same_gradients": digests == [rank["digest"] for rank in usual],
                 "errors": [one["error"] for one in found if "error" in one],
@@ -310,7 +308,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=SCENARIOS, help="repeatable")
     parser.add_argument("--speeds", type=float, nargs="*", default=[50, 200, 1000, 5000],
                         help="of the link, Mbit/s; then without a limit")  # fmt: skip
-    parser.add_argument("--rows", type=int, default=1024, help="of a rank")
+    parser.add_argument("--rows", type=int, default=512, help="of a rank")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--repetitions", type=int, default=3, help="of a step")
     parser.add_argument("--ranks-per-host", type=int, default=2)

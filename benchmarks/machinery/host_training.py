@@ -20,12 +20,12 @@ from machinery.hosts import NAMES, Host, Network
 #: Seconds that a run may take.
 LIMIT = 300
 #: Seconds after a failure in which torchrun may end.
-PATIENCE = 400
+PATIENCE = 150
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def training(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The same run on one host, on two, and on two of which one dies and that one host resumes."""
+    """The same run on one host, on two, and on two that fail, after which one host resumes it."""
     size = 2 * options.ranks_per_host
     with tempfile.TemporaryDirectory() as name:
         one, two, broken = (Run(Path(name, n), options) for n in ("one", "two", "broken"))
@@ -40,7 +40,7 @@ def training(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 **two.compared(one),
             }
         for how in ("host dies", "link dies"):
-            # The second time it resumes, and fails once more.
+            # The second time the run resumes.
             with Network() as network:
                 found = broken.until_a_failure(how, network, options.ranks_per_host)
                 yield {"run": f"two hosts, {how}", **found}

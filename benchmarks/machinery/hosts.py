@@ -122,8 +122,10 @@ class Network:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             table = Path(folder, "hosts")
-            lines = (" ".join(pair) for pair in zip(ADDRESSES, NAMES, strict=True))
-            table.write_text("127.0.0.1 localhost\n" + "".join(f"{line}\n" for line in lines))
+            known = [("127.0.0.1", "localhost"), *zip(ADDRESSES, NAMES, strict=True)]
+            # By the addresses of IPv6 sockets too, whose names torch looks up.
+            known += [(f"::ffff:{address}", name) for address, name in known]
+            table.write_text("".join(f"{address} {name}\n" for address, name in known))
             made = []
             for name in ("switch", *NAMES):
                 made.append(Host(name, table))

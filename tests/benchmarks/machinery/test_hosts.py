@@ -87,13 +87,13 @@ def reaches(network: Network, seconds: float) -> bool:
 
 def test_hosts_have_their_own_names_and_interfaces(network: Network) -> None:
     for host, name in zip(network.hosts, NAMES, strict=True):
-        words = ["sh", "-c", "hostname; pwd; cat /proc/net/dev; cat /etc/hosts"]
+        words = ["sh", "-c", "hostname; pwd; cat /etc/hosts; ip -oneline link | cut -d ' ' -f 2"]
         asked = host.start(words, {}, stdout=subprocess.PIPE)
         said, _ = asked.communicate()
         lines = said.decode().splitlines()
         assert lines[:2] == [name, os.getcwd()]
-        assert [line.split(":")[0].strip() for line in lines if ":" in line] == ["lo", "eth0"]
-        assert lines[-2:] == [f"{a} {n}" for a, n in zip(ADDRESSES, NAMES, strict=True)]
+        assert [line.split("@")[0] for line in lines[-2:]] == ["lo:", "eth0"]
+        assert {f"{a} {n}" for a, n in zip(ADDRESSES, NAMES, strict=True)} < set(lines)
 
 
 def test_the_link_is_as_fast_as_asked_for(network: Network) -> None:
