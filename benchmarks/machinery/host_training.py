@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,7 @@ class Run:
         return {
             "dist_timeout_s": self._timeout,
             "trainers_ended_s": ended,
-            "torchrun_ended_s": [
-                _seconds(since, lambda one=one: one.poll() is not None, PATIENCE) for one in left
-            ],
+            "torchrun_ended_s": [_seconds(since, partial(_ended, one), PATIENCE) for one in left],
             "torchrun_exit_codes": [one.poll() for one in left],
             "steps_done": len(self.losses()),
             "said": [x for x in self.log()[said:].splitlines() if x.startswith("megabatch train")],
@@ -146,6 +145,10 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _ended(launcher: subprocess.Popen[bytes]) -> bool:
+    return launcher.poll() is not None
 
 
 def _seconds(since: float, over: Callable[[], bool], limit: float) -> float | None:
