@@ -24,6 +24,7 @@ OWN = (
     "KINETO_",
     "TF_",
     "CUDA_",
+    "WANDB_SERVICE",
 )
 
 

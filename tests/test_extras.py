@@ -32,6 +32,7 @@ NEEDS = {
     f"train --model glyph-small --train-data glyphs {SMALL}": "matplotlib",
     f"{TRAIN} --evaluate --val-data pairs.csv": "torchvision",
     f"{TRAIN} --opt lamb": "timm",
+    f"{TRAIN} --report-to tensorboard,wandb,mlflow": "alembic mlflow sqlalchemy wandb",
     f"train --model ViT-B-32 --train-data pairs.csv {SMALL}": "open_clip",
     f"train --model hf:bert --train-data texts.jsonl {SMALL}": "tokenizers transformers",
     "plan --model glyph-small --device cpu": "numpy PIL psutil rich safetensors",
@@ -90,7 +91,7 @@ def test_a_missing_library_is_named_with_its_extra(
     asked: str, library: str, ended: dict[tuple[str, str], tuple[object, str]]
 ) -> None:
     code, text = ended[asked, library]
-    extra = {"transformers": "hf", "tokenizers": "hf"}.get(library, "train")
+    extra = next(e for e in ("train", "hf", "watch") if library in EXTRAS[e])
     extra = "bench" if asked == BENCH else extra
     sentence = f"{DISTRIBUTIONS.get(library, library)} is not installed, which this needs: pip "
     told = text.splitlines()[0 if is_python(asked) else -1]

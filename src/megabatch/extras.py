@@ -17,6 +17,7 @@ EXTRAS = {
             *("torchvision", "webdataset"),
         }
     ),
+    "watch": frozenset({"alembic", "mlflow", "sqlalchemy", "wandb"}),
     "hf": frozenset({"tokenizers", "transformers"}),
     "bench": frozenset({"matplotlib", "open_clip", "psutil", "rich"}),
     "peers": frozenset(
@@ -27,6 +28,7 @@ EXTRAS = {
 #: Libraries whose distribution has another name than their module.
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "mlflow": "mlflow-skinny",
     "open_clip": "open_clip_torch",
     "resvg_py": "resvg-py",
     "sklearn": "scikit-learn",

@@ -15,19 +15,27 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from megabatch.training import TrainConfig
 from megabatch.training import log as log_module
 from megabatch.training.log import Display, Meter, MetricsLog, duration, memory_bytes
+from megabatch.training.trackers import Trackers
+
+
+def log_of(run: Path) -> MetricsLog:
+    return MetricsLog(run, 0, Trackers())
 
 
 def write(run: Path, resumed: int, steps: range, loss: float) -> None:
-    log = MetricsLog(run, resumed)
-    for step in steps:
-        log.write({"step": step, "epoch": 0, "loss": loss})
-    log.close()
+    with Trackers() as trackers:
+        trackers.start(TrainConfig(output=run), resumed, print)
+        log = MetricsLog(run, resumed, trackers)
+        for step in steps:
+            log.write({"step": step, "epoch": 0, "loss": loss})
+        log.close()
 
 
 def test_a_record_is_there_at_once(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 0)
+    log = log_of(tmp_path)
     log.write({"step": 1, "loss": 2.5})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5}
     log.close()
@@ -81,7 +89,7 @@ class Full:
 
 
 def test_a_full_disk_is_told_once_and_what_was_logged_comes_later(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 0)
+    log = log_of(tmp_path)
     log._file = full = Full(log._file)  # type: ignore[assignment]
     told = [log.write({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
     assert told == ["the log cannot be written: No space left on device", "", ""]

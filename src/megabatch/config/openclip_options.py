@@ -24,7 +24,7 @@ _EVAL = (
     "classification is a command of its own, after the run: megabatch eval RUN --class-data PATH"
 )
 _COCA = "there is no captioning loss (CoCa); leave it out"
-_WANDB = "there is no Weights & Biases logging; leave it out"
+_WANDB = "set the environment variable {0}, which Weights & Biases reads"
 _REMOTE = "nothing is copied elsewhere; --output may be a mounted folder"
 _OUTPUT = "use --output FOLDER, which holds everything that a run writes"
 _RANKS = "the gradient is exact over all processes whatever this says; leave it out"
@@ -69,9 +69,8 @@ INSTEAD = {
     "towers in micro-batches, with the gradient of the whole batch",
     "--dist-url": _LAUNCHER,
     "--dist-backend": _LAUNCHER,
-    "--report-to": "TensorBoard is always written, in --output; leave it out",
-    "--wandb-notes": _WANDB,
-    "--wandb-project-name": _WANDB,
+    "--wandb-notes": _WANDB.format("WANDB_NOTES"),
+    "--wandb-project-name": _WANDB.format("WANDB_PROJECT"),
     "--debug": "there is no such log; metrics.jsonl in --output has every step",
     "--copy-codebase": "the code is not copied; config.toml in --output repeats a run",
     "--horovod": "start processes with torchrun or srun; leave it out",

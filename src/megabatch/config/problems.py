@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megabatch.config.settings import TrainConfig, activation_bytes, resolve_device
+from megabatch.config.settings import (
+    TRACKERS,
+    TrainConfig,
+    activation_bytes,
+    resolve_device,
+    tracker_names,
+)
 from megabatch.hints import (
     accepts,
     describe_type,
@@ -53,6 +59,11 @@ def problems(config: TrainConfig) -> list[str]:
         activation_bytes(config, "cpu")
     except ValueError as error:
         reasons.append(f"--activation-memory {config.activation_memory}: {error}")
+    if set(tracker_names(config)) - set(TRACKERS):
+        reasons.append(
+            f"--report-to {config.report_to}: expected some of {', '.join(TRACKERS)}, joined by "
+            "commas"
+        )
     return reasons + [conflict.reason for conflict in conflicts(config)]
 
 

@@ -250,7 +250,11 @@ class TrainConfig:
     data_timeout: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 600
     """Seconds to wait for a worker's data before the run stops; 0: no limit."""
     log_every: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 1
-    """Steps between two records in metrics.jsonl and TensorBoard."""
+    """Steps between two records in metrics.jsonl and in what report_to names."""
+    report_to: Annotated[str, MAY_CHANGE] = "tensorboard"
+    """Where to show curves, beside metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow, or
+    several joined by commas. wandb and mlflow also get the configuration, and are set up by their
+    own environment variables (docs/tracking.md)."""
     checkpoint_every: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 100
     """Steps between two checkpoints; 0: only at the end and on a signal."""
     keep_checkpoints: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 2
@@ -261,6 +265,15 @@ class TrainConfig:
     val_data: Annotated[str | None, MAY_CHANGE] = None
     """Held-out pairs to evaluate on, as for `megabatch eval --val-data`, with the columns of
     train_data. Default, if the training data are the glyphs: glyphs that were held out."""
+
+
+#: The names that `report_to` may have.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
+
+def tracker_names(config: TrainConfig) -> list[str]:
+    """The parts of `report_to`, each once."""
+    return list(dict.fromkeys(filter(None, map(str.strip, config.report_to.split(",")))))
 
 
 #: The micro-batch size that "auto" stands for where sizes are not measured.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -48,8 +49,11 @@ def readable(folder: Path, world: World) -> bool:
     return all(world.gather(there))
 
 
-def evaluate(config: TrainConfig, world: World, console: Console) -> None:
+def evaluate(config: TrainConfig, world: World, console: Console) -> dict[str, Any]:
     """Evaluate the run on all ranks of the world; rank 0 prints the figures.
+
+    Returns:
+        The content of `evaluation.json`.
 
     Raises:
         UsageError: on all ranks.
@@ -69,3 +73,15 @@ def evaluate(config: TrainConfig, world: World, console: Console) -> None:
     if world.main:
         print_evaluation(evaluation, console)
         console.print(f"report:  {config.output / 'report.html'}")
+    return evaluation
+
+
+def figures(evaluation: dict[str, Any]) -> dict[str, float]:
+    """The model's figures, such as `pairs/image_to_text/recall@1` and `digits/top1`."""
+    tasks = {**evaluation.get("retrieval", {}), **evaluation.get("zero_shot", {})}
+    return {
+        f"{task}/{name}": value
+        for task, contenders in tasks.items()
+        for name, value in contenders["model"].items()
+        if not name.endswith("queries")
+    }

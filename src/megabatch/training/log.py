@@ -1,4 +1,4 @@
-"""Progress of a run: metrics.jsonl, TensorBoard and the terminal."""
+"""Progress of a run: metrics.jsonl, the trackers and the terminal."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils.tensorboard import SummaryWriter
 
 from megabatch import files
+from megabatch.training.trackers import Trackers
 
 _LINE_EVERY = 10.0  # seconds, if the output is a file
 _NO_CURVE = ("step", "epoch", "samples", "seconds")  # the x axes of curves
 
 
 class MetricsLog:
-    """Appends a record per logged step to RUN/metrics.jsonl, and its numbers to RUN/tensorboard.
+    """Appends a record per logged step to RUN/metrics.jsonl, and gives its numbers to trackers.
 
     Records of steps after `resumed_step`, left by a process that was killed, are removed first, as
     these steps are repeated.
     """
 
-    def __init__(self, run: Path, resumed_step: int) -> None:
+    def __init__(self, run: Path, resumed_step: int, trackers: Trackers) -> None:
         self._reported = False
         path = run / "metrics.jsonl"
         if path.exists():
             _truncate(path, resumed_step)
         self._file = path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run / "tensorboard"), purge_step=resumed_step + 1)
+        self._trackers = trackers
 
     def write(self, record: dict[str, Any]) -> str:
         """Log one step; other processes see the record when this returns.
@@ -42,12 +42,11 @@ class MetricsLog:
             "", or the reason for a failure, once per outage. Records that could not be written stay
             in memory and are written when there is room again.
         """
+        curves = {f"train/{name}": v for name, v in record.items() if name not in _NO_CURVE}
+        self._trackers.scalars(curves, record["step"])
         try:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
-            for name, value in record.items():
-                if name not in _NO_CURVE:
-                    self._board.add_scalar(f"train/{name}", value, record["step"])
         except OSError as error:
             reported, self._reported = self._reported, True
             return "" if reported else f"the log cannot be written: {error.strerror or error}"
@@ -55,15 +54,12 @@ class MetricsLog:
         return ""
 
     def close(self) -> None:
-        """Flush and close both.
+        """Flush and close the file.
 
         Raises:
             OSError: the last records cannot be written.
         """
-        try:
-            self._file.close()
-        finally:
-            self._board.close()
+        self._file.close()
 
 
 class Meter:

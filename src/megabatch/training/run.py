@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megabatch.config.file import save_config
-from megabatch.config.settings import activation_bytes
+from megabatch.config.settings import activation_bytes, tracker_names
 from megabatch.data import Batch
 from megabatch.errors import UsageError
 from megabatch.hints import is_reference
@@ -23,13 +23,21 @@ from megabatch.training.interrupt import Interrupt
 from megabatch.training.log import Display, Meter, MetricsLog, duration, memory_bytes
 from megabatch.training.parallel import check_replicas
 from megabatch.training.setup import Setup
+from megabatch.training.trackers import Trackers
 from megabatch.training.trainer import Trainer, TrainingStopped
 
 
 class Run:
-    """A run in progress."""
+    """A run in progress.
 
-    def __init__(self, setup: Setup, console: Console) -> None:
+    Args:
+        setup: what it needs.
+        console: for messages; quiet on all ranks but the first.
+        trackers: started by `train` on the first rank.
+    """
+
+    def __init__(self, setup: Setup, console: Console, trackers: Trackers) -> None:
+        self.trackers = trackers
         self.config = setup.config
         self.world = setup.world
         self.folder = setup.config.output
@@ -68,8 +76,10 @@ class Run:
         self._announce()
         display = Display(self.console, trainer.total_steps, trainer.step)
         with contextlib.ExitStack() as stack:
-            log = MetricsLog(self.folder, trainer.step) if self.world.main else None
-            if log is not None:
+            log = None
+            if self.world.main:
+                self.trackers.start(self.config, trainer.step, self.console.print)
+                log = MetricsLog(self.folder, trainer.step, self.trackers)
                 stack.callback(log.close)
             interrupt = stack.enter_context(Interrupt())
             stack.enter_context(display)
@@ -156,7 +166,8 @@ class Run:
         for line in self.loader.report():
             self.console.print(f"  {line}")
         self.console.print(f"weights: {weights}")
-        self.console.print(f"curves:  tensorboard --logdir {self.folder / 'tensorboard'}")
+        if "tensorboard" in tracker_names(self.config):
+            self.console.print(f"curves:  tensorboard --logdir {self.folder / 'tensorboard'}")
         if not self.config.evaluate:
             trust = " --trust" if is_reference(self.config.model) else ""
             self.console.print(f"next:    megabatch eval {self.folder}{trust}")

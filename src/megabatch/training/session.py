@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
+import torch
 from rich.console import Console
 
 from megabatch.config.resolve import Given
@@ -17,6 +19,7 @@ from megabatch.training.interrupt import exit_code
 from megabatch.training.run import Run
 from megabatch.training.run_folder import check_folder, locked
 from megabatch.training.setup import Setup, prepare
+from megabatch.training.trackers import Trackers
 from megabatch.training.trainer import TrainingStopped
 from megabatch.training.world import Gone, World, joined
 
@@ -48,23 +51,50 @@ def train(
             TrainingStopped, CheckpointError, Gone (another process).
         SystemExit: on ranks other than 0, instead of an error that rank 0 raises.
     """
-    evaluated = False
+    with Trackers() as trackers:
+        trained, device, evaluated = _in_group(config, resume_command, given, trackers)
+        if trained.received:
+            trackers.ended = "interrupted"
+            return exit_code(trained.received)
+        if trained.config.evaluate and not evaluated and trained.main:
+            console = Console(highlight=False, soft_wrap=True)
+            _evaluate(trained, World(device), console, trackers)
+    return 0
+
+
+class _Trained(NamedTuple):
+    """A run that has ended: its settings, steps, and the signal that ended it, or 0."""
+
+    config: TrainConfig
+    steps: int
+    received: int
+    main: bool
+
+
+def _in_group(
+    config: TrainConfig, resume_command: str, given: Given | None, trackers: Trackers
+) -> tuple[_Trained, torch.device, bool]:
+    """Train and, if all processes can, evaluate; also returns the device, and whether they did."""
     with joined(config) as world:
         console = Console(highlight=False, soft_wrap=True, quiet=not world.main)
         try:
-            received, config = _train(config, world, console, resume_command, given)
-            if config.evaluate and not received and evaluating.readable(config.output, world):
-                evaluating.evaluate(config, world, console)
-                evaluated = True
+            trained = _train(config, world, console, resume_command, given, trackers)
+            config = trained.config
+            evaluate = config.evaluate and not trained.received
+            evaluated = evaluate and evaluating.readable(config.output, world)
+            if evaluated:
+                _evaluate(trained, world, console, trackers)
         except UsageError as error:
             if world.main or isinstance(error, (Gone, DecodingStopped, OutOfMemory)):
                 raise  # no other rank knows of it
             raise SystemExit(getattr(error, "exit_code", 2)) from error
-    if received:
-        return exit_code(received)
-    if config.evaluate and not evaluated and world.main:
-        evaluating.evaluate(config, World(world.device), console)
-    return 0
+    return trained, world.device, evaluated
+
+
+def _evaluate(trained: _Trained, world: World, console: Console, trackers: Trackers) -> None:
+    evaluation = evaluating.evaluate(trained.config, world, console)
+    figures = evaluating.figures(evaluation)
+    trackers.scalars({f"val/{name}": value for name, value in figures.items()}, trained.steps)
 
 
 def _train(
@@ -73,8 +103,9 @@ def _train(
     console: Console,
     resume_command: str,
     given: Given | None,
-) -> tuple[int, TrainConfig]:
-    """Train; returns the signal that ended the run, or 0, and the settings that it used."""
+    trackers: Trackers,
+) -> _Trained:
+    """Train; the run and its memory are free again when this returns."""
     setup = prepare(config, world, given=given)
     config = setup.config
     for note in setup.notes:
@@ -84,7 +115,7 @@ def _train(
     with contextlib.ExitStack() as stack:
         world.attempt(lambda: stack.enter_context(_own_folder(config, world)))
         try:
-            run = Run(setup, console)
+            run = Run(setup, console, trackers)
             received = run.train()
             if not received:
                 run.finish()
@@ -95,7 +126,7 @@ def _train(
             f"interrupted after step {run.trainer.step} of {run.trainer.total_steps}; "
             f"continue with: {resume_command}"
         )
-    return received, config
+    return _Trained(config, run.trainer.step, received, world.main)
 
 
 def _plan(setup: Setup, console: Console) -> None:

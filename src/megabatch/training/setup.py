@@ -31,7 +31,7 @@ from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock
 from megabatch.models.resize import TorchResize
 from megabatch.models.weights import load_tower
-from megabatch.training import batch_norm, evaluating
+from megabatch.training import batch_norm, evaluating, trackers
 from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
 
@@ -86,7 +86,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
             notes += more
     reasons = problems(config) + compiler_problems(config, world.device)
     if not reasons and world.main:
-        reasons += folder_problems(config)
+        reasons += folder_problems(config) + trackers.problems(config)
     dataset = _attempt(reasons, lambda: open_data(config))
     if dataset is not None and types_right:
         pairs = pairs_per_epoch(dataset)

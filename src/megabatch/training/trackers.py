@@ -1,0 +1,240 @@
+"""Trackers that show a run's curves: TensorBoard, Weights & Biases, MLflow.
+
+They get the numbers of each logged step (`train/...`) and of each evaluation (`val/...`), and the
+latter two the configuration. A tracker never stops a training: the first failure is a warning, and
+the run goes on without that tracker.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megabatch import files
+from megabatch.config.file import to_dict
+from megabatch.config.settings import TrainConfig, tracker_names
+from megabatch.errors import one_line
+from megabatch.extras import MissingLibrary, missing, named_extras
+
+Ended = Literal["finished", "interrupted", "failed"]
+
+_PROJECT = "megabatch"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME has another
+_IDS = "trackers.json"  # in the run's folder: the run's id in each tracker
+_ONE_BATCH = 100  # parameters that MLflow takes at a time
+
+
+class Tracker(Protocol):
+    """Receives the numbers of one run. Any method may raise anything."""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add a point to each curve, by name."""
+
+    def close(self, ended: Ended) -> None:
+        """Send the rest and say how the run ended."""
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard; points after the resumed step are removed."""
+
+    def __init__(self, config: TrainConfig, resumed_step: int) -> None:
+        folder = str(config.output / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=resumed_step + 1)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """See `Tracker`."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, ended: Ended) -> None:
+        """See `Tracker`."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; its variables (WANDB_MODE, WANDB_ENTITY ...) apply.
+
+    Its files are in RUN/wandb, unless WANDB_DIR names a folder. A step cannot be logged twice:
+    steps that a resumed run repeats, with the same numbers, keep their first points.
+    """
+
+    def __init__(self, config: TrainConfig, resumed_step: int) -> None:
+        wandb = _library("wandb")
+        self._run = wandb.init(
+            id=_own_id(config.output, "wandb", lambda: secrets.token_hex(4)),
+            resume="allow",
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=os.environ.get("WANDB_NAME", config.output.name),
+            dir=os.environ.get("WANDB_DIR", str(config.output)),
+            settings=wandb.Settings(console="off"),  # the progress bar is no log
+        )
+        self._run.config.update(to_dict(config), allow_val_change=True)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """See `Tracker`."""
+        if step >= self._run.step:
+            self._run.log(dict(values), step=step)
+
+    def close(self, ended: Ended) -> None:
+        """See `Tracker`."""
+        self._run.finish(exit_code=0 if ended == "finished" else 1)
+
+
+class Mlflow:
+    """A run of MLflow, at MLFLOW_TRACKING_URI or else in RUN/mlflow.db.
+
+    A thread sends the numbers, so that no step waits for a server.
+    """
+
+    def __init__(self, config: TrainConfig, resumed_step: int) -> None:
+        from mlflow.tracking import MlflowClient
+
+        own = f"sqlite:///{config.output.absolute() / 'mlflow.db'}"
+        self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or own)
+        self._id = _own_id(config.output, "mlflow", lambda: self._create(config))
+        self._client.update_run(self._id, "RUNNING")
+        self._sender = ThreadPoolExecutor(1, "megabatch-mlflow")
+        self._sent: deque[Future[None]] = deque()
+
+    def _create(self, config: TrainConfig) -> str:
+        from mlflow.entities import Param
+
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        run = self._client.create_run(experiment, run_name=config.output.name).info.run_id
+        settings = iter(to_dict(config).items())
+        while some := [Param(key, str(value)) for key, value in islice(settings, _ONE_BATCH)]:
+            self._client.log_batch(run, params=some)
+        return str(run)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """See `Tracker`; raises what went wrong with earlier numbers."""
+        from mlflow.entities import Metric
+
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
+        now = int(time.time() * 1000)
+        # MLflow allows few characters in a name; "@" of recall@1 is not among them.
+        metrics = [
+            Metric(re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_")), value, now, step)
+            for name, value in values.items()
+        ]
+        self._sent.append(self._sender.submit(self._client.log_batch, self._id, metrics=metrics))
+
+    def close(self, ended: Ended) -> None:
+        """See `Tracker`."""
+        self._sender.shutdown()
+        for sent in self._sent:
+            sent.result()
+        status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+        self._client.set_terminated(self._id, status[ended])
+
+
+#: The trackers by their names in `--report-to`.
+TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": Mlflow,
+}
+
+
+class Trackers:
+    """The trackers of a run, without those that have failed.
+
+    A context: at its end all are closed, after an error as failed, otherwise as `ended`.
+    """
+
+    def __init__(self) -> None:
+        self.ended: Ended = "finished"
+        self._open: dict[str, Tracker] = {}
+        self._warn: Callable[[str], None] = print
+
+    def start(self, config: TrainConfig, resumed_step: int, warn: Callable[[str], None]) -> None:
+        """Start those that `report_to` names; `warn` is called once for each that fails.
+
+        `resumed_step`: the number of steps done before.
+        """
+        self._warn = warn
+        for name in tracker_names(config):
+            self._attempt(name, lambda name=name: self._start(name, config, resumed_step))
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Add a point to each curve, by name."""
+        for name, tracker in list(self._open.items()):
+            self._attempt(name, lambda tracker=tracker: tracker.scalars(values, step))
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        ended: Ended = self.ended if kind is None else "failed"
+        for name, tracker in list(self._open.items()):
+            self._attempt(name, lambda tracker=tracker: tracker.close(ended))
+        self._open.clear()
+
+    def _start(self, name: str, config: TrainConfig, resumed_step: int) -> None:
+        self._open[name] = TRACKERS[name](config, resumed_step)
+
+    def _attempt(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # of whatever kind: it is no reason to stop training
+            self._open.pop(name, None)
+            self._warn(f"--report-to {name} failed, going on without it: {one_line(error, 200)}")
+
+
+def problems(config: TrainConfig) -> list[str]:
+    """Trackers of the configuration whose libraries are not installed, each with its extra."""
+    reasons = []
+    for name in tracker_names(config):
+        try:
+            for library in _libraries(name):
+                _library(library)
+        except MissingLibrary as error:
+            reasons.append(f"--report-to {name}: {error}")
+    return reasons
+
+
+def _libraries(tracker: str) -> tuple[str, ...]:
+    if tracker == "tensorboard":
+        return ()  # this module imports it
+    if tracker == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
+        return tracker, "sqlalchemy", "alembic"  # for the file, and no part of mlflow-skinny
+    return (tracker,)
+
+
+def _library(name: str) -> Any:
+    with named_extras("watch"):
+        module = importlib.import_module(name)
+    if module.__spec__ is not None and module.__spec__.origin is None:
+        # A folder of that name, which both libraries leave in the working directory.
+        raise MissingLibrary(missing(name, "watch"))
+    return module
+
+
+def _own_id(folder: Path, tracker: str, create: Callable[[], str]) -> str:
+    """The id of a run in a tracker, which stays the same when the run is resumed."""
+    path = folder / _IDS
+    ids = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if tracker not in ids:
+        ids[tracker] = create()
+        files.write_text(path, json.dumps(ids, indent=1) + "\n")
+    return str(ids[tracker])

@@ -1,0 +1,225 @@
+"""Weights & Biases and MLflow, the real ones without a network, and trackers that fail."""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megabatch.errors import UsageError
+from megabatch.training import TrainConfig, load_config, trackers, train
+from megabatch.training.trackers import Trackers
+from tests.training.conftest import MakeConfig
+from tests.training.runs import logged, signal_after, weights
+
+
+@pytest.fixture(autouse=True)
+def _without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name in ("WANDB_PROJECT", "WANDB_NAME", "WANDB_DIR", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def offline_records(run: Path) -> list[Any]:
+    """What the offline runs in a folder hold for the server, in the order of writing.
+
+    The files are logs as LevelDB's: blocks of 32 KiB, in them pieces of records, each after its
+    checksum, size and kind (whole, first, middle, last).
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        data, at, record = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            if (room := 32768 - at % 32768) < 7:
+                at += room
+                continue
+            _, size, kind = struct.unpack_from("<IHB", data, at)
+            record += data[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):
+                found.append(Record.FromString(record))
+                record = b""
+    return found
+
+
+def points(records: list[Any]) -> dict[str, list[tuple[int, float]]]:
+    """Each curve's (step, value)s."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        if record.HasField("history"):
+            for item in record.history.item:
+                name = item.key or "/".join(item.nested_key)
+                point = (record.history.step.num, json.loads(item.value_json))
+                found.setdefault(name, []).append(point)
+    return found
+
+
+def test_weights_and_biases_gets_the_curves_and_the_settings_offline(
+    make_config: MakeConfig, pictures: Path, tmp_path: Path, straight: TrainConfig
+) -> None:
+    config = make_config(tmp_path / "run", report_to="wandb", val_data=str(pictures))
+    assert train(config) == 0
+    assert weights(config.output) == weights(straight.output)
+    records = offline_records(config.output)
+    (run,) = [record.run for record in records if record.HasField("run")]
+    ids = json.loads((config.output / "trackers.json").read_text())
+    assert (run.run_id, run.project, run.display_name) == (ids["wandb"], "megabatch", "run")
+    updates = [u for record in records for u in (*record.config.update, *record.run.config.update)]
+    told = {update.key: update.value_json for update in updates}
+    assert (told["global_batch_size"], told["loss"]) == ("8", '"clip"')
+    curves = points(records)
+    for name in ("loss", "grad_norm", "logit_scale"):
+        assert curves[f"train/{name}"] == [(r["step"], r[name]) for r in logged(config.output)]
+    evaluation = json.loads((config.output / "evaluation.json").read_text())
+    recall = evaluation["retrieval"]["pairs"]["model"]["image_to_text/recall@1"]
+    assert curves["val/pairs/image_to_text/recall@1"] == [(12, recall)]
+    assert not (config.output / "tensorboard").exists()
+
+
+def test_a_resumed_run_keeps_its_id_in_each_tracker(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    config = make_config(tmp_path / "run", report_to="tensorboard,wandb,mlflow")
+    with monkeypatch.context() as patch:
+        signal_after(patch, 7, signal.SIGINT)
+        assert train(config) == 130
+    client = MlflowClient(tracking_uri=f"sqlite:///{config.output}/mlflow.db")
+    ids = json.loads((config.output / "trackers.json").read_text())
+    assert client.get_run(ids["mlflow"]).info.status == "KILLED"
+    again = make_config(tmp_path / "run", report_to="tensorboard,wandb,mlflow", resume=True)
+    assert train(again) == 0
+    assert json.loads((config.output / "trackers.json").read_text()) == ids
+    runs = [r.run.run_id for r in offline_records(config.output) if r.HasField("run")]
+    assert runs == [ids["wandb"]] * 2
+    losses = [(record["step"], record["loss"]) for record in logged(config.output)]
+    assert points(offline_records(config.output))["train/loss"] == losses
+    of_mlflow = client.get_run(ids["mlflow"])
+    assert of_mlflow.info.status == "FINISHED"
+    assert of_mlflow.data.params["steps"] == "12"
+    history = client.get_metric_history(ids["mlflow"], "train/loss")
+    assert sorted((metric.step, metric.value) for metric in history) == losses
+    assert load_config(config.output / "config.toml").report_to == config.report_to
+
+
+class Recorder:
+    """A tracker that fails from a step on."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.fails_at = fails_at
+        self.steps: list[int] = []
+        self.ended = ""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        if step >= self.fails_at:
+            raise RuntimeError("the server\nis gone")
+        self.steps.append(step)
+
+    def close(self, ended: str) -> None:
+        self.ended = ended
+
+
+def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(
+    make_config: MakeConfig,
+    straight: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failing, sound = Recorder(5), Recorder(1000)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda config, step: failing)
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda config, step: sound)
+    config = make_config(tmp_path / "run", report_to="wandb,mlflow")
+    assert train(config) == 0
+    told = "--report-to wandb failed, going on without it: the server is gone"
+    assert capsys.readouterr().out.count(told) == 1
+    assert (failing.steps, failing.ended) == ([1, 2, 3, 4], "")
+    assert (sound.steps, sound.ended) == (list(range(1, 13)), "finished")
+    assert weights(config.output) == weights(straight.output)
+
+
+def test_a_tracker_that_cannot_start_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(config: TrainConfig, step: int) -> Recorder:
+        raise ValueError("no key")
+
+    sound = Recorder(1000)
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", refuse)
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda config, step: sound)
+    told: list[str] = []
+    started = Trackers()
+    started.start(TrainConfig(output=tmp_path, report_to="wandb, mlflow"), 0, told.append)
+    started.scalars({"train/loss": 1.0}, 1)
+    with pytest.raises(KeyError), started:
+        raise KeyError
+    assert told == ["--report-to wandb failed, going on without it: no key"]
+    assert (sound.steps, sound.ended) == ([1], "failed")
+
+
+def test_mlflow_reports_what_its_thread_could_not_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers go to a server that is set up by MLflow's own variables."""
+
+    class Client:
+        def __init__(self, tracking_uri: str) -> None:
+            sent.append(tracking_uri)
+
+        def get_experiment_by_name(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(experiment_id=name)
+
+        def create_run(self, experiment: str, run_name: str) -> SimpleNamespace:
+            return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment}/{run_name}"))
+
+        def update_run(self, run: str, status: str) -> None:
+            sent.append((run, status))
+
+        def log_batch(self, run: str, metrics: Any = (), params: Any = ()) -> None:
+            assert len(params) <= 100
+            if metrics:
+                raise ConnectionError(f"no {metrics[0].key}")
+
+    sent: list[Any] = []
+    monkeypatch.setattr("mlflow.tracking.MlflowClient", Client)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://nowhere.invalid")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "glyphs")
+    told: list[str] = []
+    with Trackers() as started:
+        started.start(TrainConfig(output=tmp_path, report_to="mlflow"), 0, told.append)
+        started.scalars({"val/a@b": 1.0}, 1)
+    assert sent == ["http://nowhere.invalid", (f"glyphs/{tmp_path.name}", "RUNNING")]
+    assert told == ["--report-to mlflow failed, going on without it: no val/a_at_b"]
+
+
+def test_a_folder_of_a_library_s_name_is_no_library(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights & Biases leaves a folder `wandb` behind, which can be imported like a package."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)
+    config = make_config(tmp_path / "run", report_to="wandb")
+    (reason,) = trackers.problems(config)
+    assert reason.startswith("--report-to wandb: wandb is not installed")
+    assert reason.endswith("pip install 'megabatch[watch]'")
+    sys.modules.pop("wandb", None)
+
+
+def test_an_unknown_tracker_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--report-to comet: expected some of tensorboard, wandb"):
+        train(make_config(tmp_path / "run", report_to="comet"))
+    assert not (tmp_path / "run").exists()
