@@ -39,6 +39,9 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"report_to": "comet"}, "--report-to comet: expected some of tensorboard, wandb, mlflow"),
+        ({"val_frequency": 5}, "--val-frequency 5: expected with --evaluate"),
+        ({"best_metric": "pairs/x"}, "--best-metric pairs/x: expected with --val-frequency"),
         (
             {"loss": "siglip", "duplicates": "ignored"},
             "--duplicates ignored: the siglip loss can take them for negatives or positives",

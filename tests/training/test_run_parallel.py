@@ -140,8 +140,8 @@ def test_runs_of_two_processes_are_that_of_one(
     alone = replace(config, output=tmp_path / "alone")
     assert train(alone) == 0
     ddp = replace(config, output=tmp_path / "ddp", check_replicas_every=2)
-    ddp = replace(ddp, evaluate=True, val_data=config.train_data)
-    fsdp = replace(config, output=tmp_path / "fsdp", parallel="fsdp", grad_checkpointing=True)
+    ddp = replace(ddp, evaluate=True, val_data=config.train_data, val_frequency=5)
+    fsdp = replace(ddp, output=tmp_path / "fsdp", parallel="fsdp", grad_checkpointing=True)
     stopped = replace(config, output=tmp_path / "stopped", parallel="fsdp")
     ctrl_c = replace(config, output=tmp_path / "ctrl-c")
     broken = replace(config, output=tmp_path / "broken", model="ViT-B32")
@@ -170,6 +170,12 @@ def test_runs_of_two_processes_are_that_of_one(
     expected = evaluate_run(ddp.output, val_data=config.train_data)
     assert evaluation["retrieval"]["pairs"]["model"] == expected["retrieval"]["pairs"]["model"]
     assert evaluation["zero_shot"] == expected["zero_shot"]
+    for run in (ddp, fsdp):  # and so they are during training
+        validated = [json.loads(line) for line in (run.output / "validation.jsonl").open()]
+        assert list(dict.fromkeys(record["step"] for record in validated)) == [5, 10, 12]
+        best = json.loads((run.output / "best/best.json").read_text())
+        again = evaluate_run(run.output / "best", val_data=config.train_data)
+        assert again["retrieval"]["pairs"]["model"][best["metric"][6:]] == best["value"]
 
     for run, (first, second), code in ((stopped, told[2], 75), (ctrl_c, told[3], 130)):
         assert (first["code"], second["code"]) == (code, code)

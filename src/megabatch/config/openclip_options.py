@@ -16,10 +16,6 @@ _MODEL_CONFIG = (
     "images are prepared as the model's own configuration says; save one with open_clip and name "
     "it by --model local-dir:PATH"
 )
-_AT_THE_END = (
-    "a run is evaluated once, at its end (--evaluate --val-data ...); at other times use "
-    "megabatch eval RUN"
-)
 _EVAL = (
     "classification is a command of its own, after the run: megabatch eval RUN --class-data PATH"
 )
@@ -51,8 +47,7 @@ INSTEAD = {
     "--skip-scheduler": "use --lr-scheduler const --warmup 0",
     "--save-frequency": _CHECKPOINTS,
     "--save-most-recent": _CHECKPOINTS,
-    "--zeroshot-frequency": _AT_THE_END,
-    "--val-frequency": _AT_THE_END,
+    "--zeroshot-frequency": "use --val-frequency STEPS; " + _EVAL,
     "--pretrained-image": "use --pretrained-image-path FILE, the image tower's weights",
     "--image-mean": _MODEL_CONFIG,
     "--image-std": _MODEL_CONFIG,

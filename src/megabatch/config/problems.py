@@ -120,6 +120,18 @@ def _of_data(config: TrainConfig) -> Iterator[Conflict]:
             ("val_data", "evaluate"),
             {"val_data": None, "evaluate": True},
         )
+    if config.val_frequency and not config.evaluate:
+        yield Conflict(
+            f"--val-frequency {config.val_frequency}: expected with --evaluate",
+            ("val_frequency", "evaluate"),
+            {"val_frequency": 0, "evaluate": True},
+        )
+    if config.best_metric is not None and not config.val_frequency:
+        yield Conflict(
+            f"--best-metric {config.best_metric}: expected with --val-frequency",
+            ("best_metric", "val_frequency"),
+            {"best_metric": None},
+        )
 
 
 def _of_loss(config: TrainConfig) -> Iterator[Conflict]:

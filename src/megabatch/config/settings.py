@@ -265,6 +265,13 @@ class TrainConfig:
     val_data: Annotated[str | None, MAY_CHANGE] = None
     """Held-out pairs to evaluate on, as for `megabatch eval --val-data`, with the columns of
     train_data. Default, if the training data are the glyphs: glyphs that were held out."""
+    val_frequency: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 0
+    """Also evaluate every so many steps (OpenCLIP counts epochs), and keep the best weights in the
+    output folder, under best; 0: only at the end. Training waits meanwhile; its results stay the
+    same."""
+    best_metric: Annotated[str | None, MAY_CHANGE] = None
+    """The figure of the best weights, such as pairs/image_to_text/recall@1 or digits/top1. Default:
+    recall@1 from images (or first texts) to texts, of the first task."""
 
 
 #: The names that `report_to` may have.

@@ -181,6 +181,15 @@ def _prepare(config: EvalConfig, several: bool) -> _Plan:
     opened = _open(config)
     folder = config.output or opened.folder
     assert folder is not None  # by `check`
+    return _Plan(device, folder, opened, *open_tasks(config, opened))
+
+
+def open_tasks(config: EvalConfig, opened: Opened) -> tuple[list[Task], ClassTask | None]:
+    """The tasks that a checked configuration describes, for the model of `opened`.
+
+    Raises:
+        UsageError: data cannot be opened, do not suit the model, or are missing.
+    """
     if opened.towers.first == "text":
         _refuse_images(config, opened.towers.name)
     elif config.csv_query_key is not None:
@@ -191,8 +200,7 @@ def _prepare(config: EvalConfig, several: bool) -> _Plan:
     # One set for both kinds of tasks, since rendering it takes seconds.
     of_glyphs = _trained_on_glyphs(opened) and config.class_data == DIGITS
     glyphs = load_glyphs() if of_glyphs or config.val_data == GLYPHS else None
-    tasks = _retrieval_tasks(config, opened, glyphs)
-    return _Plan(device, folder, opened, tasks, _class_task(config, opened, glyphs))
+    return _retrieval_tasks(config, opened, glyphs), _class_task(config, opened, glyphs)
 
 
 def _trained_on_glyphs(opened: Opened) -> bool:

@@ -74,14 +74,3 @@ def evaluate(config: TrainConfig, world: World, console: Console) -> dict[str, A
         print_evaluation(evaluation, console)
         console.print(f"report:  {config.output / 'report.html'}")
     return evaluation
-
-
-def figures(evaluation: dict[str, Any]) -> dict[str, float]:
-    """The model's figures, such as `pairs/image_to_text/recall@1` and `digits/top1`."""
-    tasks = {**evaluation.get("retrieval", {}), **evaluation.get("zero_shot", {})}
-    return {
-        f"{task}/{name}": value
-        for task, contenders in tasks.items()
-        for name, value in contenders["model"].items()
-        if not name.endswith("queries")
-    }

@@ -17,6 +17,7 @@ from megabatch import files
 from megabatch.training.trackers import Trackers
 
 _LINE_EVERY = 10.0  # seconds, if the output is a file
+_VALIDATION = "validation.jsonl"
 _NO_CURVE = ("step", "epoch", "samples", "seconds")  # the x axes of curves
 
 
@@ -30,8 +31,9 @@ class MetricsLog:
     def __init__(self, run: Path, resumed_step: int, trackers: Trackers) -> None:
         self._reported = False
         path = run / "metrics.jsonl"
-        if path.exists():
-            _truncate(path, resumed_step)
+        for records in (path, run / _VALIDATION):
+            if records.exists():
+                _truncate(records, resumed_step)
         self._file = path.open("a", encoding="utf-8")
         self._trackers = trackers
 
@@ -62,6 +64,17 @@ class MetricsLog:
         self._file.close()
 
 
+def log_validation(run: Path, trackers: Trackers, step: int, figures: dict[str, float]) -> None:
+    """Append a record to RUN/validation.jsonl, and give the figures to the trackers.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    trackers.scalars({f"val/{name}": value for name, value in figures.items()}, step)
+    with (run / _VALIDATION).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **figures}) + "\n")
+
+
 class Meter:
     """Measures the time of training and the part of it spent waiting for data.
 
@@ -85,6 +98,10 @@ class Meter:
         """Count the time since the last mark as work."""
         before, self._now = self._now, time.perf_counter()
         self.seconds += self._now - before
+
+    def leave_out(self) -> None:
+        """Do not count the time since the last mark."""
+        self._now = time.perf_counter()
 
     def lap(self, pairs: int) -> dict[str, float]:
         """Pairs per second and share of time spent waiting, since the last lap."""

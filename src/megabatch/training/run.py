@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from megabatch.training.parallel import check_replicas
 from megabatch.training.setup import Setup
 from megabatch.training.trackers import Trackers
 from megabatch.training.trainer import Trainer, TrainingStopped
+from megabatch.training.validation import Validation, in_words, record
 
 
 class Run:
@@ -57,6 +59,9 @@ class Run:
         self.meter = Meter(0.0, 0.0)
         self._saved_step: int | None = None
         self._checkpoints = self.folder / "checkpoints"
+        self._validation: Validation | None = None
+        if self.config.val_frequency:
+            self._validation = self.world.attempt(lambda: Validation(self.config, self.world))
         if self.config.resume:
             self._restore()
         self._place = self.loader.state_dict()  # in the data, after the last step
@@ -118,7 +123,25 @@ class Run:
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
                 self._save()
             self.meter.mark()
+            if config.val_frequency and trainer.step % config.val_frequency == 0 and not last:
+                self._validate()
+                self.meter.leave_out()
         return 0
+
+    def _validate(self) -> None:
+        """Evaluate the weights of this step; the last one's are evaluated after training."""
+        assert self._validation is not None
+        started, step = time.perf_counter(), self.trainer.step
+        weights = self.trainer.weights()
+        figures = self._validation.figures(weights)
+        if self.world.main:
+            seconds = duration(time.perf_counter() - started)
+            self.console.print(f"step {step}: {in_words(figures)} (evaluated in {seconds})")
+            record(
+                *(self.config, step, figures),
+                lambda path: checkpoint.save_tensors(weights, path),
+                *(self.trackers, self.console),
+            )
 
     def _next(self, batches: Iterator[Batch], interrupt: Interrupt) -> tuple[int, Batch]:
         """A signal that any rank received, or 0, and this rank's part of the next batch.

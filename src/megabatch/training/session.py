@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from megabatch.config.resolve import Given
 from megabatch.config.settings import TrainConfig
 from megabatch.data.late import DecodingStopped, mean_bytes
 from megabatch.errors import UsageError
-from megabatch.training import evaluating
+from megabatch.training import evaluating, validation
 from megabatch.training.activations import OutOfMemory
 from megabatch.training.interrupt import exit_code
 from megabatch.training.run import Run
@@ -92,9 +93,15 @@ def _in_group(
 
 
 def _evaluate(trained: _Trained, world: World, console: Console, trackers: Trackers) -> None:
-    evaluation = evaluating.evaluate(trained.config, world, console)
-    figures = evaluating.figures(evaluation)
-    trackers.scalars({f"val/{name}": value for name, value in figures.items()}, trained.steps)
+    config = trained.config
+    evaluation = evaluating.evaluate(config, world, console)
+    if world.main:
+        weights, figures = config.output / "model.safetensors", validation.figures(evaluation)
+        validation.record(
+            *(config, trained.steps, figures),
+            lambda path: shutil.copyfile(weights, path),
+            *(trackers, console),
+        )
 
 
 def _train(

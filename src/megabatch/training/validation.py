@@ -1,0 +1,181 @@
+"""Evaluation during training: figures every few steps, and the best weights so far."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megabatch import files
+from megabatch.config.file import to_dict
+from megabatch.config.settings import TrainConfig
+from megabatch.data.fetch import random_state_kept
+from megabatch.errors import UsageError
+from megabatch.models import ModelOptions, create
+from megabatch.training.log import log_validation
+from megabatch.training.trackers import Trackers
+from megabatch.training.world import World
+
+
+class Validation:
+    """Evaluates a run's weights on the data and tasks of the evaluation at its end.
+
+    The weights go into a second copy of the towers, which is on the device only meanwhile. So the
+    trained module's modes, wrappers, shards and compiled blocks are not touched, and neither is the
+    random state. All ranks call every method together.
+
+    Args:
+        config: has `evaluate`.
+        world: the ranks, which share the work.
+
+    Raises:
+        UsageError: the data cannot be opened, or there is no figure `best_metric`.
+    """
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        from megabatch.evaluation.config import EvalConfig
+        from megabatch.evaluation.run import open_tasks
+        from megabatch.evaluation.run_folder import Opened
+
+        self._world = world
+        settings = to_dict(config)
+        with random_state_kept():
+            self._towers = create(config.model, options=ModelOptions.of(settings))
+        opened = Opened(self._towers, None, config.output, settings)
+        tasks, classes = open_tasks(EvalConfig(run=config.output, val_data=config.val_data), opened)
+        # Baselines do not depend on the weights.
+        self._tasks = [replace(task, baseline=None) for task in tasks]
+        self._classes = None if classes is None else replace(classes, baseline=None)
+        if config.best_metric is not None and config.best_metric not in self.names():
+            raise UsageError(
+                f"--best-metric {config.best_metric}: expected one of {', '.join(self.names())}"
+            )
+
+    def names(self) -> list[str]:
+        """The names of the figures."""
+        from megabatch.evaluation.table import WAYS
+        from megabatch.evaluation.tasks import KS
+
+        of_way = [*(f"recall@{k}" for k in KS), "median_rank"]
+        found = [f"{t.key}/{way}/{name}" for t in self._tasks for way in WAYS for name in of_way]
+        if self._classes is not None:
+            of_classes = ("top1", "top5", "mean_per_class_recall")
+            found += [f"{self._classes.key}/{name}" for name in of_classes]
+        return found
+
+    def figures(self, weights: dict[str, Tensor]) -> dict[str, float]:
+        """The figures of full weights, which only rank 0 needs to have; the same on every rank.
+
+        Raises:
+            UsageError: the features are not finite, or no sample can be read.
+        """
+        from megabatch.evaluation.classification import score_classes
+        from megabatch.evaluation.embed import Encoder
+        from megabatch.evaluation.tasks import score
+
+        module, world = self._towers.module, self._world
+        encoder = Encoder(
+            self._towers, str(world.device), group=None if world.size > 1 else "local"
+        )
+        with random_state_kept():
+            module.to(world.device)
+            module.load_state_dict(dict(world.tensors_from_main(weights)))
+            retrieval = {
+                task.key: {"model": score(encoder, task).figures["model"]} for task in self._tasks
+            }
+            zero_shot: dict[str, Any] = {}
+            if self._classes is not None:
+                zero_shot[self._classes.key] = score_classes(encoder, self._classes).zero_shot
+            module.to("cpu")
+        return figures({"retrieval": retrieval, "zero_shot": zero_shot})
+
+
+def figures(evaluation: dict[str, Any]) -> dict[str, float]:
+    """The model's figures in `evaluation.json`, by names such as `pairs/image_to_text/recall@1`."""
+    tasks = {**evaluation.get("retrieval", {}), **evaluation.get("zero_shot", {})}
+    return {
+        f"{task}/{name}": value
+        for task, contenders in tasks.items()
+        for name, value in contenders["model"].items()
+        if not name.endswith("queries")
+    }
+
+
+def in_words(found: dict[str, float]) -> str:
+    """The figures that matter most, for one line: recall@1 and top1."""
+    return ", ".join(
+        f"{name} {value:.2%}"
+        for name, value in found.items()
+        if name.endswith(("recall@1", "top1"))
+    )
+
+
+def record(
+    config: TrainConfig,
+    step: int,
+    found: dict[str, float],
+    write: Callable[[Path], object],
+    trackers: Trackers,
+    console: Console,
+) -> None:
+    """Log a step's figures and, with `val_frequency`, keep its weights if they are the best so far.
+
+    A file that cannot be written is no reason to stop: a message says so.
+
+    Args:
+        config, step, found: the run, and the figures of this step's weights.
+        write: writes these weights to a path, atomically.
+        trackers, console: get the figures, and messages.
+    """
+    try:
+        log_validation(config.output, trackers, step, found)
+        metric = config.best_metric or next(iter(found), "")
+        if config.val_frequency and keep_best(config.output, metric, found[metric], step, write):
+            console.print(f"  the best {metric} so far; weights: {config.output / 'best'}")
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        console.print(f"the evaluation of step {step} could not be written: {reason}; going on")
+
+
+def keep_best(
+    run: Path, metric: str, value: float, step: int, write: Callable[[Path], object]
+) -> bool:
+    """Write weights to RUN/best if their value is better than that of the weights there.
+
+    RUN/best is a run's folder of its own, with `config.toml`, `model.safetensors` and `best.json`:
+    the metric, its value and the step. A lower median rank is better, and a higher value of any
+    other metric. If the process is killed between the last two files, a resumed run repeats the
+    step and completes them.
+
+    Returns:
+        Whether it is better. The weights of another metric always give way.
+
+    Raises:
+        OSError, SafetensorError: a file cannot be written.
+    """
+    folder = run / "best"
+    sign = -1 if metric.endswith("median_rank") else 1
+    before = _read_best(folder)
+    if before.get("metric") == metric and sign * value <= sign * before["value"]:
+        return False
+    folder.mkdir(exist_ok=True)
+    write(folder / "model.safetensors")
+    shutil.copyfile(run / "config.toml", folder / "config.toml")
+    about = {"metric": metric, "value": value, "step": step}
+    files.write_text(folder / "best.json", json.dumps(about, indent=1) + "\n")
+    return True
+
+
+def _read_best(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "best.json").read_text(encoding="utf-8"))
+        return {"metric": str(found["metric"]), "value": float(found["value"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # none yet, or damaged
