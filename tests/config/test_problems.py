@@ -39,7 +39,20 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"report_to": "comet"}, "--report-to comet: expected some of tensorboard, wandb, mlflow"),
+        (
+            {"report_to": "comet"},
+            "--report-to comet: expected some of tensorboard, wandb, mlflow, joined by commas",
+        ),
+        (
+            {"hard_negatives": 2, "loss": "clip"},
+            "--hard-negatives 2: only the infonce loss takes them",
+        ),
+        (
+            {"hard_negatives": 2, "loss": "infonce", "lock_text": True},
+            "--hard-negatives 2: expected without --lock-text, as negatives go through the tower "
+            "that is trained",
+        ),
+        ({"csv_negative_key": "n"}, "--csv-negative-key n: expected with --hard-negatives"),
         ({"val_frequency": 5}, "--val-frequency 5: expected with --evaluate"),
         ({"best_metric": "pairs/x"}, "--best-metric pairs/x: expected with --val-frequency"),
         (

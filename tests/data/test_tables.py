@@ -57,6 +57,70 @@ def test_named_columns_and_separator(folder: Path):
     check(TablePairs([path], image_column="picture", caption_column="words", separator=";"))
 
 
+NEGATIVES = [("far", "farther"), ("other",), ()]
+
+
+def write_negatives(folder: Path, kind: str) -> Path:
+    """A table of two texts and their negatives, in one column or in two."""
+    path = folder / f"a.{kind}"
+    columns = {"query": ["a", "b", "c"], "positive": ["x", "y", "z"]}
+    if kind == "jsonl":
+        rows = [
+            {"query": q, "positive": p, "negative": n[0] if len(n) == 1 else list(n)}
+            for q, p, n in zip(*columns.values(), NEGATIVES, strict=True)
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        table = pa.table({**columns, "negatives": [[*n, None, " "] for n in NEGATIVES]})
+        pa.parquet.write_table(table, path)
+    elif kind == "arrow":
+        table = pa.table({**columns, "negatives": [list(n) for n in NEGATIVES]})
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        padded = [[*n, "", ""][:2] for n in NEGATIVES]
+        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        write_text(
+            path,
+            ["query", "negative_1", "positive", "negative_2"],
+            [[q, n[0], p, n[1]] for (q, p), n in zip(rows, padded, strict=True)],
+            ",",
+        )
+    return path
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "arrow"])
+def test_negatives(tmp_path: Path, kind: str):
+    path = write_negatives(tmp_path, kind)
+    pairs = TablePairs([path], negatives=True)
+    assert [(pairs[i].image, pairs[i].caption) for i in range(3)] == [
+        *zip("abc", "xyz", strict=True)
+    ]
+    assert [pairs[i].negatives for i in range(3)] == NEGATIVES
+    assert TablePairs([path])[0].negatives == ()
+
+
+def test_named_columns_of_negatives(tmp_path: Path):
+    path = write_negatives(tmp_path, "csv")
+    pairs = TablePairs([path], negatives=True, negative_column="negative_2, positive")
+    assert [pairs[i].negatives for i in range(3)] == [("farther", "x"), ("y",), ("z",)]
+    with pytest.raises(
+        UsageError, match=r"no column of negatives 'hard'; its .*--csv-negative-key"
+    ):
+        TablePairs([path], negatives=True, negative_column="hard")
+    path.write_text("query,positive\na,b\n")
+    with pytest.raises(UsageError, match="no column of negatives 'negative'"):
+        TablePairs([path], negatives=True)
+
+
+def test_an_image_may_have_negatives(folder: Path):
+    header = ["filepath", "title", "negative"]
+    rows = [[f"images/{i}.png", "right", f"wrong {i}"] for i in range(2)]
+    pairs = TablePairs([write_text(folder / "a.csv", header, rows, ",")], negatives=True)
+    assert pairs[1].negatives == ("wrong 1",)
+    assert pairs[1].image.getpixel((0, 0))[0] == 1
+
+
 @pytest.mark.parametrize("kind", ["path", "bytes", "struct", "struct with paths"])
 def test_parquet(folder: Path, kind: str):
     files = [f"images/{i}.png" for i in range(5)]

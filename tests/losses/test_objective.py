@@ -78,6 +78,25 @@ def test_ids_are_not_ignored() -> None:
         create_objective(TrainConfig())(**outputs(), ids=IDS)
 
 
+def test_hard_negatives_are_those_of_all_queries() -> None:
+    torch.manual_seed(0)
+    x, y = (F.normalize(torch.randn(6, 8, dtype=torch.float64), dim=-1) for _ in range(2))
+    negatives = F.normalize(torch.randn(6, 3, 8, dtype=torch.float64), dim=-1)
+    scale = torch.tensor(12.0, dtype=torch.float64)
+    given = [tensor.requires_grad_() for tensor in (x, y, negatives, scale)]
+    objective = create_objective(TrainConfig(loss="infonce", hard_negatives=3), group="local")
+    value = objective(x, y, scale, negative_features=negatives)
+    logits = scale * x @ torch.cat([y, negatives.flatten(0, 1)]).T
+    dense = F.cross_entropy(logits, torch.arange(6))
+    torch.testing.assert_close(value, dense, rtol=0, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(loss, given) for loss in (value, dense))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="negative_features: expected those of each pair, got N"):
+        objective(x, y, scale)
+    with pytest.raises(ValueError, match="negative_features: expected None, got features"):
+        create_objective(TrainConfig())(x, y, scale, negative_features=negatives)
+
+
 def test_softmax_losses_take_a_model_without_a_bias() -> None:
     given = {key: value for key, value in outputs().items() if key != "logit_bias"}
     assert create_objective(TrainConfig())(**given).isfinite()

@@ -113,6 +113,29 @@ def test_the_scale_comes_before_the_temperature_and_a_bias_may_be_none() -> None
     torch.testing.assert_close(objective(x, y, scale), product(x, y) * 36)
 
 
+class Triplet:
+    """A loss of the user's own that takes hard negatives."""
+
+    def __call__(self, a: Tensor, b: Tensor, temperature: Tensor, negatives: Tensor) -> Tensor:
+        own = torch.einsum("nd,nkd->nk", a, negatives)
+        return (own - (a * b).sum(1, keepdim=True)).div(temperature).relu().mean()
+
+
+def test_negatives_reach_a_loss_that_takes_them() -> None:
+    x, y, scale, _ = outputs()
+    negatives = F.normalize(torch.randn(6, 2, 8), dim=-1)
+    objective = objective_of("Triplet", hard_negatives=2)
+    value = objective(x, y, scale, negative_features=negatives)
+    torch.testing.assert_close(value, Triplet()(x, y, 1 / scale, negatives))
+    own.check(objective, "m:Triplet", 8, CPU, has_bias=False)
+    with pytest.raises(
+        UsageError, match=r"--hard-negatives: the call of .* no parameter negatives"
+    ):
+        objective_of("Recording", hard_negatives=1)
+    with pytest.raises(UsageError, match="its call: it needs negatives"):
+        objective_of("Triplet")
+
+
 def test_a_function_may_make_a_loss_that_takes_features_alone() -> None:
     x, y, scale, bias = outputs()
     objective = objective_of("make_product")
@@ -145,7 +168,9 @@ def test_what_cannot_be_made_says_why(name: str, message: str) -> None:
 
 
 def checked(call: Any, **takes: Any) -> None:
-    objective: Any = SimpleNamespace(**{"takes_ids": False, "takes_bias": False, **takes})
+    objective: Any = SimpleNamespace(
+        **{"takes_ids": False, "takes_bias": False, "takes_negatives": False, **takes}
+    )
 
     class Callable(SimpleNamespace):
         def __call__(self, x: Tensor, y: Tensor, scale: Tensor, bias: Any, *, ids: Any) -> Any:

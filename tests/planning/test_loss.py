@@ -160,22 +160,29 @@ def test_time_of_the_loss_on_an_h200():
 
 
 @pytest.mark.parametrize(
-    ("loss", "workspace"),
-    [("clip", None), ("clip", 1 << 20), ("siglip", None), ("infonce", None), ("ntxent", 2 << 20)],
+    ("loss", "workspace", "negatives"),
+    [
+        *(("clip", None, 0), ("clip", 1 << 20, 0), ("siglip", None, 0), ("infonce", None, 0)),
+        *(("ntxent", 2 << 20, 0), ("infonce", None, 2)),
+    ],
 )
-def test_memory_of_the_loss_on_the_cpu(loss, workspace):
-    config, (rows, width) = replace(TrainConfig(), loss=loss, precision="fp32"), (500, 256)
+def test_memory_of_the_loss_on_the_cpu(loss, workspace, negatives):
+    settings = {"loss": loss, "hard_negatives": negatives, "precision": "fp32"}
+    config, (rows, width) = replace(TrainConfig(), **settings), (500, 256)
     objective = create_objective(config, group="local")
     before = set_workspace(workspace)
     try:
         x, y = (torch.randn(rows, width, requires_grad=True) for _ in range(2))
         scale, bias = (torch.ones((), requires_grad=True) for _ in range(2))
-        actual = peak_bytes(lambda: objective(x, y, scale, bias).backward())
+        hard = torch.randn(rows, negatives, width, requires_grad=True) if negatives else None
+        more = {"negative_features": hard}
+        actual = peak_bytes(lambda: objective(x, y, scale, bias, **more).backward())
         planned = loss_bytes(config, rows, width, torch.float32, "cpu", 1)
     finally:
         set_workspace(before)
     # A block is planned with all its buffers; half of them serve ids and ceilings.
-    assert 0.97 * actual < planned < 1.03 * actual + 3 * 512 * rows * 4
+    columns = rows * (1 + negatives)
+    assert 0.97 * actual < planned < 1.03 * actual + 3 * 512 * columns * 4
 
 
 def test_a_locked_tower_and_shards_take_less():

@@ -1,5 +1,7 @@
 """What is counted for a micro-batch, against what the allocator gave out for a real one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,10 +10,11 @@ from megabatch.planning.towers import measure, sample_of
 from tests.planning.allocator import peak_bytes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_forward_and_backward_pass_as_counted(glyph, precision):
-    module, sample, size = glyph.module.train(), sample_of(glyph), 256
-    inputs = [torch.ones((size, *shape), dtype=dtype) for shape, dtype in sample]
+@pytest.mark.parametrize(("precision", "texts"), [("fp32", 1), ("bf16", 1), ("fp32", 3)])
+def test_forward_and_backward_pass_as_counted(glyph, precision, texts):
+    module, sample, size = glyph.module.train(), replace(sample_of(glyph), texts=texts), 256
+    inputs = [tensor.fill_(1) for tensor in sample.empty(size, torch.device("cpu"))]
+    assert [len(tensor) for tensor in inputs] == [size, texts * size]
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
 

@@ -65,12 +65,14 @@ def test_locked_towers_and_all_losses_are_as_on_one_process(world: World) -> Non
         {"lock_image": True},
         {"lock_text": True, "loss": "siglip", "duplicates": "positives"},
         {"loss": "infonce", "init_logit_bias": -1.0, "duplicates": "ignored"},
+        {"loss": "infonce", "hard_negatives": 2, "duplicates": "ignored"},
     ]
     images = torch.randn(8, 3, 32, 32)
-    texts = torch.randint(1, 49_000, (8, 16))
+    with_negatives = torch.randint(1, 49_000, (8, 16, 3))
     ids = torch.tensor([3, 1, 4, 1, 5, 9, 2, 5])
     for recipe in recipes:
         config = TrainConfig(model=TINY, force_patch_dropout=0.0, **recipe)
+        texts = with_negatives if config.hard_negatives else with_negatives[..., 0]
         alone = _model(config)
         objective = create_objective(config, group="local")
         labels = ids if objective.takes_ids else None

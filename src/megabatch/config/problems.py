@@ -102,6 +102,12 @@ def _of_data(config: TrainConfig) -> Iterator[Conflict]:
             ("workers", "decode"),
             {"workers": 1, "decode": "early"},
         )
+    if config.csv_negative_key is not None and not config.hard_negatives:
+        yield Conflict(
+            f"--csv-negative-key {config.csv_negative_key}: expected with --hard-negatives",
+            ("csv_negative_key", "hard_negatives"),
+            {"csv_negative_key": None},
+        )
     if config.csv_img_key is not None and config.csv_query_key is not None:
         yield Conflict(
             f"--csv-query-key {config.csv_query_key}: expected without --csv-img-key",
@@ -160,6 +166,20 @@ def _of_loss(config: TrainConfig) -> Iterator[Conflict]:
                 (name, "loss"),
                 {name: setting.default},
             )
+    if config.hard_negatives and not own and TRAINABLE[config.loss].negatives is None:
+        takers = " and ".join(name for name, entry in TRAINABLE.items() if entry.negatives)
+        yield Conflict(
+            f"--hard-negatives {config.hard_negatives}: only the {takers} loss takes them",
+            ("hard_negatives", "loss"),
+            {"hard_negatives": 0},
+        )
+    if config.hard_negatives and config.lock_text and not config.lock_text_unlocked_layers:
+        yield Conflict(
+            f"--hard-negatives {config.hard_negatives}: expected without --lock-text, as negatives "
+            "go through the tower that is trained",
+            ("hard_negatives", "lock_text"),
+            {"hard_negatives": 0, "lock_text": False},
+        )
     smoothed = config.loss in losses_with("label_smoothing") and config.label_smoothing
     if smoothed and config.duplicates == "ignored":
         yield Conflict(

@@ -113,6 +113,10 @@ class TrainConfig:
     csv_caption_key: str | None = None
     """Column of captions, or of second texts. Default: title, caption or text; for pairs of texts
     preferably positive, answer or sentence2."""
+    csv_negative_key: str | None = None
+    """Columns of hard negatives in a table, joined by commas; in JSON lines, Parquet and Arrow they
+    may also hold lists of texts. Default: all of negative, negatives, negative_1, negative_2 and so
+    on that the table has. Used with hard_negatives only."""
     csv_separator: str | None = None
     """Separator of a text table. Default: a comma; in .tsv files a tab."""
     svg_size: Annotated[int, AT_LEAST_1] = 224
@@ -148,6 +152,10 @@ class TrainConfig:
     infonce_margin: Annotated[float | None, FINITE] = None
     """For the infonce loss: ignore negatives whose similarity exceeds the positive's by more than
     this."""
+    hard_negatives: Annotated[int, AT_LEAST_0] = 0
+    """Hard negatives of each pair, from the table's columns (csv_negative_key): texts that are no
+    right answer for the pair's first input, nor for any other of the batch. Of a row that has more,
+    each epoch draws others; one that has fewer is left out and counted. For the infonce loss."""
     matryoshka_dims: Annotated[tuple[int, ...], AT_LEAST_1] = ()
     """Widths of prefixes of the features that are trained to be useful on their own; the loss is
     the sum over them."""

@@ -19,6 +19,7 @@ from megabatch.data.pairs import (
     ArrayDataset,
     BadSample,
     BatchTransform,
+    Pair,
     PairDataset,
     TextTransform,
     caption_id,
@@ -35,8 +36,9 @@ class Chunk:
     """Fetched samples, in the order of the request, without the bad ones.
 
     images: (n, ...), or a list of n if they are decoded late, None if n is 0; texts: (n, context)
-    int64, None if n is 0; indices, positions and ids of the captions: int64 (n,). All but the
-    images are numpy arrays: a tensor from a worker costs a file descriptor, which took 2 ms.
+    int64, or (n, context, 1 + k) with k negatives each, None if n is 0; indices, positions and ids
+    of the captions: int64 (n,). All but the images are numpy arrays: a tensor from a worker costs a
+    file descriptor, which took 2 ms.
     bad: position, reason and key of each bad sample.
     """
 
@@ -74,7 +76,9 @@ class Fetcher:
         tokenizer: Callable[[list[str]], Tensor],
         seed: int,
         token_cache: int = TOKEN_CACHE,
+        negatives: int = 0,
     ) -> None:
+        self.negatives = negatives
         self.dataset = dataset
         self.transform = transform
         self.seed = seed
@@ -105,6 +109,7 @@ class Fetcher:
             for offset, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
                 try:
                     pair = self.dataset[int(index)]
+                    texts = [pair.caption, *chosen_negatives(pair, self.negatives, int(seed))]
                 except BadSample as sample:
                     bad.append((start + offset, sample.reason, sample.key))
                     continue
@@ -113,17 +118,39 @@ class Fetcher:
                     images.append(self.transform(pair.image))
                 else:
                     images.append(pair.image)
-                captions.append(pair.caption)
+                captions += texts
                 ids.append(caption_id(pair.caption) if pair.id is None else pair.id)
                 good.append(offset)
         return Chunk(
             (self._firsts or _stacked)(images) if images else None,
-            self._tokens(captions).numpy() if captions else None,
+            self._with_negatives(self._tokens(captions).numpy()) if captions else None,
             indices[good],
             start + np.array(good, dtype=np.int64),
             np.array(ids, dtype=np.int64),
             bad,
         )
+
+    def _with_negatives(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens of captions (n, context), or of each with its negatives (n, context, 1 + k)."""
+        if not self.negatives:
+            return tokens
+        each = tokens.reshape(-1, 1 + self.negatives, tokens.shape[1])
+        return np.ascontiguousarray(each.transpose(0, 2, 1))
+
+
+def chosen_negatives(pair: Pair, count: int, seed: int) -> list[str]:
+    """So many of a pair's negatives, in their order: others with another seed if it has more.
+
+    Raises:
+        BadSample: it has fewer.
+    """
+    found = pair.negatives
+    if len(found) < count:
+        raise BadSample(f"fewer than {count} negatives", pair.key)
+    if len(found) == count or not count:
+        return list(found[:count])
+    chosen = np.random.default_rng(seed).choice(len(found), count, replace=False)
+    return [found[i] for i in sorted(chosen)]
 
 
 def only_copied(dataset: PairDataset, transform: Callable[[Any], Any]) -> bool:

@@ -35,6 +35,7 @@ _PIECES = 64  # of a batch, over all workers (one each if there are more)
 class Batch:
     """Pairs: images (b, ...) as transformed; texts (b, context), indices (b,), ids (b,) int64.
 
+    With k hard negatives a pair, texts are (b, context, 1 + k): its own, then its negatives.
     Images that are decoded late are decoded on access, `images[start:stop]`.
     Equal captions have equal ids, 0 <= id < 2**62; None: the ids are not known.
     """
@@ -86,6 +87,8 @@ class PairLoader:
             a GPU; a batch must be dropped only when its copies are complete.
         timeout: seconds without a sample from the workers after which iterating is an error; 0:
             no limit. It has no effect without worker processes.
+        negatives: hard negatives of each pair, drawn by epoch and index from those that it has. A
+            pair with fewer is a bad sample.
 
     Attributes:
         processes: the number of fetching processes; as many again decode late.
@@ -115,8 +118,10 @@ class PairLoader:
         timeout: float = 0,
         late: int | None = None,
         pinned: bool = False,
+        negatives: int = 0,
     ) -> None:
         _check_range("batch_size", batch_size, 1)
+        _check_range("negatives", negatives, 0)
         _check_range("workers", workers, 0)
         _check_range("seed", seed, 0, 2**32 - 1)
         _check_range("world_size", world_size, 1)
@@ -145,10 +150,11 @@ class PairLoader:
         self.processes = 0 if by_thread else workers
         if late is None:
             token_cache = TOKEN_CACHE if self.processes else TOKEN_CACHE_OF_ONE
-            fetcher = Fetcher(dataset, transform, tokenizer, seed, token_cache)
+            fetcher = Fetcher(dataset, transform, tokenizer, seed, token_cache, negatives)
         else:
             self._decoder = Decoder(transform, workers, late, timeout)
-            fetcher = Fetcher(UndecodedPairs(dataset), keep, tokenizer, seed)
+            undecoded = UndecodedPairs(dataset)
+            fetcher = Fetcher(undecoded, keep, tokenizer, seed, negatives=negatives)
         self._timeout = timeout if self.processes else 0
         self._new_chunks: Callable[[], Iterable[Chunk]] = functools.partial(
             _chunks, fetcher, self._order, self._share, workers, self._timeout

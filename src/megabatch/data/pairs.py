@@ -24,12 +24,14 @@ class Pair:
     In a pair of texts `image` is the first text, such as the query to a passage.
     `id`, at least 0: pairs with equal ids are not negatives of each other. None: pairs with equal
     captions are not.
+    `negatives`: texts that are no right answer to it, hard ones, if the source has any.
     """
 
     image: Image.Image | str
     caption: str
     key: str
     id: int | None = None
+    negatives: tuple[str, ...] = ()
 
 
 def caption_id(caption: str) -> int:

@@ -36,6 +36,8 @@ def open_pairs(
     query_column: str | None = None,
     caption_column: str | None = None,
     separator: str | None = None,
+    negatives: bool = False,
+    negative_column: str | None = None,
     upsampling_factors: Sequence[float] | None = None,
     svg_size: int = SVG_SIZE,
 ) -> PairDataset:
@@ -55,6 +57,9 @@ def open_pairs(
             queries before those positive, answer, sentence2. The three columns may also be several
             joined by `::`, one per source.
         separator: field separator of text tables; default: a comma, in .tsv files a tab.
+        negatives: whether pairs have negatives, texts from further columns of tables.
+        negative_column: names of these columns, joined by commas; default: all of negative,
+            negatives, negative_1, negative_2 and so on. Several by `::`, as above.
         upsampling_factors: how often an epoch visits each sample of a source, one factor per
             source; see `MixedPairs`. Default: once.
         svg_size: pixels of the longer side of .svg images in shards when they are drawn.
@@ -70,11 +75,13 @@ def open_pairs(
         "image_column": one_each(image_column, "image_column", specs),
         "query_column": one_each(query_column, "query_column", specs),
         "caption_column": one_each(caption_column, "caption_column", specs),
+        "negative_column": one_each(negative_column, "negative_column", specs),
     }
+    shared = {"separator": separator, "negatives": negatives}
     sources = []
     for number, one in enumerate(specs):
         own = {option: names[number] for option, names in columns.items()}
-        sources.append(_open_one(one, split, svg_size, {**own, "separator": separator}))
+        sources.append(_open_one(one, split, svg_size, {**own, **shared}))
     if len(sources) == 1 and upsampling_factors is None:
         return sources[0]
     return mix(sources, specs, upsampling_factors)
@@ -97,6 +104,7 @@ _OPTIONS = {
     "image_column": "--csv-img-key",
     "query_column": "--csv-query-key",
     "caption_column": "--csv-caption-key",
+    "negative_column": "--csv-negative-key",
 }
 
 
@@ -119,12 +127,14 @@ def one_each(names: str | None, column: str, specs: list[str]) -> list[str | Non
 
 def _open_one(spec: str, split: str | None, svg_size: int, columns: dict[str, Any]) -> PairDataset:
     if spec == "glyphs":
+        _refuse_negatives(spec, columns)
         if split is not None and split not in SPLITS:
             raise UsageError(f"glyphs have no split {split!r}; expected one of {', '.join(SPLITS)}")
         return load_glyphs().split(split or "train")
     if split is not None:
         raise UsageError(f"split {split!r}: only the glyphs have splits, not {spec}")
     if is_grey_folder(spec):
+        _refuse_negatives(spec, columns)
         return GreyPairs(spec)
     paths = find_files(spec)
     if _is_table(paths[0]):
@@ -133,7 +143,15 @@ def _open_one(spec: str, split: str | None, svg_size: int, columns: dict[str, An
         return TablePairs(paths, **columns)
     from megabatch.data.shards import ShardPairs
 
+    _refuse_negatives(spec, columns)
     return ShardPairs(paths, svg_size=svg_size)
+
+
+def _refuse_negatives(spec: str, columns: dict[str, Any]) -> None:
+    if columns["negatives"]:
+        raise UsageError(
+            f"--hard-negatives: {spec} has none; expected tables, with columns of them"
+        )
 
 
 def find_files(spec: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ IMAGE_COLUMNS = ("filepath", "image", "image_path", "file_name")
 CAPTION_COLUMNS = ("title", "caption", "text")
 QUERY_COLUMNS = ("query", "anchor", "question", "sentence1")
 POSITIVE_COLUMNS = ("positive", "answer", "sentence2", *CAPTION_COLUMNS)
+_NEGATIVE_COLUMN = re.compile(r"negatives?|negative_\d+")
 
 First = Literal["image", "text"]
 
@@ -37,7 +39,8 @@ class Wanted:
     """The columns to read from a table: their names, None for the usual ones.
 
     separator: of fields in .csv and .tsv; None: see `open_table`. lists: whether captions may also
-    be lists of texts.
+    be lists of texts. negatives: whether to read columns of negatives too, and `negative` their
+    names, joined by commas.
     """
 
     image: str | None = None
@@ -45,13 +48,16 @@ class Wanted:
     caption: str | None = None
     separator: str | None = None
     lists: bool = False
+    negatives: bool = False
+    negative: str | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """The two columns of a table.
+    """The wanted columns of a table.
 
-    first: the kind of values in the column `firsts`; notes: for the user, on how it was read.
+    first: the kind of values in the column `firsts`; notes: for the user, on how it was read;
+    negatives: columns of texts or of lists of texts.
     """
 
     columns: Columns
@@ -59,6 +65,7 @@ class Table:
     firsts: Column
     captions: Column
     notes: list[str]
+    negatives: Sequence[Column] = ()
 
     def __len__(self) -> int:
         return len(self.captions)
@@ -70,6 +77,14 @@ class Table:
     def caption_of(self, row: int) -> Any:
         """The caption, or the list of them; BadSample if it cannot be read."""
         return self._value(self.captions, row)
+
+    def negatives_of(self, row: int) -> tuple[str, ...]:
+        """The row's negatives without empty ones; BadSample if they cannot be read."""
+        found: list[Any] = []
+        for column in self.negatives:
+            value = self._value(column, row)
+            found += value if isinstance(value, list) else [value]
+        return tuple(text.strip() for text in found if text and text.strip())
 
     def _value(self, column: Column, row: int) -> Any:
         try:
@@ -108,12 +123,17 @@ def open_table(path: Path, wanted: Wanted) -> Table:
             break
         else:
             raise
-    lists = [caption] if wanted.lists else []
-    columns = read_columns(path, list(dict.fromkeys([name, caption])), separator, lists)
+    negatives = _choose_negatives(column_names(path, separator), wanted, path)
+    lists = [caption, *negatives] if wanted.lists else negatives
+    read = list(dict.fromkeys([name, caption, *negatives]))
+    columns = read_columns(path, read, separator, lists)
     firsts, captions = columns.by_name[name], columns.by_name[caption]
     _check_type(firsts.type, first, path, name)
     _check_type(captions.type, "text", path, caption, wanted.lists)
-    return Table(columns, first, firsts, captions, notes)
+    for one in negatives:
+        _check_type(columns.by_name[one].type, "text", path, one, lists=True)
+    of_negatives = [columns.by_name[one] for one in negatives]
+    return Table(columns, first, firsts, captions, notes, of_negatives)
 
 
 def no_rows(paths: Sequence[Path], damage: Sequence[str]) -> UsageError:
@@ -140,6 +160,10 @@ class TablePairs:
             column, the first of QUERY_COLUMNS.
         caption_column: default: the first of CAPTION_COLUMNS or, with queries, POSITIVE_COLUMNS.
         separator: of .csv and .tsv; default: a comma, in .tsv a tab, or the header's.
+        negatives: whether pairs have negatives, texts from further columns; empty ones are left
+            out. A value may be a list, except in CSV.
+        negative_column: names of these columns, joined by commas; default: all of negative,
+            negatives, negative_1, negative_2 and so on.
 
     Attributes:
         first: the kind of a pair's first element, "image" or "text".
@@ -160,12 +184,18 @@ class TablePairs:
         query_column: str | None = None,
         caption_column: str | None = None,
         separator: str | None = None,
+        negatives: bool = False,
+        negative_column: str | None = None,
     ) -> None:
         if image_column is not None and query_column is not None:
             raise UsageError(
                 f"image column {image_column!r} and query column {query_column!r}: expected one"
             )
-        wanted = Wanted(image_column, query_column, caption_column, separator)
+        wanted = Wanted(
+            *(image_column, query_column, caption_column, separator),
+            negatives=negatives,
+            negative=negative_column,
+        )
         tables = [open_table(Path(path), wanted) for path in paths]
         self.first: First = tables[0].first
         for table in tables:
@@ -198,9 +228,11 @@ class TablePairs:
         key = table.columns.key(row)
         caption = clean_caption(table.caption_of(row), key)
         first = table.first_of(row)
+        negatives = table.negatives_of(row)
         if self.first == "text":
-            return Pair(clean_caption(first, key, "query"), caption, key)
-        return Pair(decode_image(self._files[number].read(first, key), key), caption, key)
+            return Pair(clean_caption(first, key, "query"), caption, key, None, negatives)
+        image = decode_image(self._files[number].read(first, key), key)
+        return Pair(image, caption, key, None, negatives)
 
 
 def look_at_images(table: Table, files: ImageFiles) -> list[str]:
@@ -241,6 +273,24 @@ def _choose_first(wanted: Wanted, present: list[str], path: Path) -> tuple[First
             f"{_or(QUERY_COLUMNS)}; {_present(present)} (--csv-img-key or --csv-query-key names it)"
         )
     return "image", _choose(wanted.image, IMAGE_COLUMNS, present, path, "image")
+
+
+def _choose_negatives(present: list[str], wanted: Wanted, path: Path) -> list[str]:
+    """The columns of negatives, none if they are not wanted."""
+    if not wanted.negatives:
+        return []
+    if wanted.negative is None:
+        found = [name for name in present if _NEGATIVE_COLUMN.fullmatch(name)]
+        missing = [] if found else ["negative"]
+    else:
+        found = [name.strip() for name in wanted.negative.split(",")]
+        missing = [name for name in found if name not in present]
+    if missing:
+        raise _MissingColumn(
+            f"{path} has no column of negatives {_or(missing)}; {_present(present)} "
+            "(--csv-negative-key names it)"
+        )
+    return found
 
 
 def _choose(

@@ -25,6 +25,10 @@ class LossSettings(Protocol):
         """A key of the loss's `duplicates`."""
 
     @property
+    def hard_negatives(self) -> int:
+        """Negatives that come with each pair."""
+
+    @property
     def matryoshka_dims(self) -> tuple[int, ...]:
         """Widths of the prefixes; none: the features as a whole."""
 
@@ -36,13 +40,21 @@ class Objective(nn.Module):
         loss: called as `loss(image_features, text_features, **others)`.
         scale_as, takes_bias: see `registry.LossEntry`; scale_as "": the loss takes no scale.
         takes_ids: whether ids reach the loss; else `ids` must be None.
+        takes_negatives: likewise for features of negatives.
     """
 
     def __init__(
-        self, loss: Callable[..., Tensor], *, scale_as: str, takes_bias: bool, takes_ids: bool
+        self,
+        loss: Callable[..., Tensor],
+        *,
+        scale_as: str,
+        takes_bias: bool,
+        takes_ids: bool,
+        takes_negatives: bool = False,
     ) -> None:
         super().__init__()
         self.loss = loss
+        self.takes_negatives = takes_negatives
         self.scale_as, self.takes_bias, self.takes_ids = scale_as, takes_bias, takes_ids
 
     def forward(
@@ -53,6 +65,7 @@ class Objective(nn.Module):
         logit_bias: Tensor | None = None,
         *,
         ids: Tensor | None = None,
+        negative_features: Tensor | None = None,
     ) -> Tensor:
         """The loss of a batch, shape ().
 
@@ -60,10 +73,15 @@ class Objective(nn.Module):
             image_features, text_features: (b, d), normalised.
             logit_scale, logit_bias: shape () or (1,).
             ids: (b,) int64, equal for equal captions; on any device.
+            negative_features: (b, k, d), normalised, of each pair's hard negatives.
 
         Raises:
-            ValueError: ids where the loss takes none, or none where it needs them.
+            ValueError: ids or negatives where the loss takes none, or none where it needs them.
         """
+        if (negative_features is not None) != self.takes_negatives:
+            expected = "those of each pair" if self.takes_negatives else "None"
+            came = "None" if negative_features is None else "features"
+            raise ValueError(f"negative_features: expected {expected}, got {came}")
         if (ids is not None) != self.takes_ids:
             expected = "the batch's" if self.takes_ids else "None"
             raise ValueError(f"ids: expected {expected}, got {'None' if ids is None else 'ids'}")
@@ -75,6 +93,8 @@ class Objective(nn.Module):
             others["logit_bias"] = logit_bias
         if ids is not None:
             others["ids"] = ids.to(image_features.device, non_blocking=True)
+        if negative_features is not None:
+            others["negatives"] = negative_features
         return self.loss(image_features, text_features, **others)
 
 
@@ -92,24 +112,28 @@ def create_objective(config: LossSettings, *, group: Any = None) -> Objective:
         return _create_own(config, group)
     entry = TRAINABLE[config.loss]
     settings = {argument: getattr(config, name) for name, argument in entry.settings.items()}
-    arguments = {**entry.arguments, **entry.duplicates[config.duplicates], **settings}
+    negatives = (entry.negatives or {}) if config.hard_negatives else {}
+    arguments = {**entry.arguments, **entry.duplicates[config.duplicates], **settings, **negatives}
     loss = getattr(megabatch.losses, entry.name)(**arguments, group=group)
     return Objective(
         _with_prefixes(loss, config),
         scale_as=entry.scale_as,
         takes_bias=entry.takes_bias,
         takes_ids=config.duplicates != "negatives",
+        takes_negatives=config.hard_negatives > 0,
     )
 
 
 def _create_own(config: LossSettings, group: Any) -> Objective:
-    loss, takes = own.create(config.loss, group=group)
+    negatives = config.hard_negatives > 0
+    loss, takes = own.create(config.loss, group=group, negatives=negatives)
     scales = [name for name in ("logit_scale", "temperature") if name in takes]
     return Objective(
         _with_prefixes(loss, config),
         scale_as=scales[0] if scales else "",
         takes_bias="logit_bias" in takes,
         takes_ids="ids" in takes,
+        takes_negatives=negatives,
     )
 
 

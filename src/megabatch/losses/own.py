@@ -16,13 +16,16 @@ from megabatch.errors import UsageError
 _OTHERS = ("logit_scale", "temperature", "logit_bias", "ids")
 
 
-def create(reference: str, *, group: Any = None) -> tuple[Callable[..., Any], set[str]]:
+def create(
+    reference: str, *, group: Any = None, negatives: bool = False
+) -> tuple[Callable[..., Any], set[str]]:
     """Make the loss.
 
     Args:
         reference: of a class, or of a function that returns a loss. It is called with `group` if it
             has such a parameter.
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+        negatives: whether its call gets `negatives`, features of shape (b, k, d).
 
     Returns:
         The loss, and the arguments that its call takes beside two matrices of features: those of
@@ -43,7 +46,11 @@ def create(reference: str, *, group: Any = None) -> tuple[Callable[..., Any], se
             + ", ".join(learnt)
         )
     called = loss.forward if isinstance(loss, nn.Module) else loss
-    return loss, references.accepted(called, _OTHERS, f"{label}: its call", positional=2)
+    others = (*_OTHERS, "negatives") if negatives else _OTHERS
+    takes = references.accepted(called, others, f"{label}: its call", positional=2)
+    if negatives and "negatives" not in takes:
+        raise UsageError(f"--hard-negatives: the call of {label} has no parameter negatives")
+    return loss, takes
 
 
 def check(
@@ -67,8 +74,11 @@ def check(
     x, y = (F.normalize(part, dim=-1).requires_grad_() for part in drawn)
     scale, bias = (torch.tensor(v, device=device, requires_grad=True) for v in (10.0, -10.0))
     ids = torch.arange(8) if objective.takes_ids else None
+    more = (
+        {"negative_features": y.detach().roll(1, 0)[:, None]} if objective.takes_negatives else {}
+    )
     try:
-        value = objective(x, y, scale, bias if has_bias else None, ids=ids)
+        value = objective(x, y, scale, bias if has_bias else None, ids=ids, **more)
     except Exception as error:
         lacking = bool(objective.takes_bias) and not has_bias
         hint = "; the model has no logit_bias (--init-logit-bias gives it one)" if lacking else ""

@@ -32,6 +32,8 @@ class LossEntry:
     duplicates: for each value of `--duplicates` that the loss supports, further arguments of the
         constructor. With any value but "negatives" `forward` takes `ids`.
     settings: settings of the trainer that only this loss uses, and the constructor's names of them.
+    negatives: further arguments of the constructor with `--hard-negatives`, when `forward` takes
+        `negatives`; None: the loss takes none.
     """
 
     name: str
@@ -48,6 +50,7 @@ class LossEntry:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     duplicates: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"negatives": {}})
     settings: Mapping[str, str] = field(default_factory=dict)
+    negatives: Mapping[str, Any] | None = None
 
 
 ENTRIES = (
@@ -95,6 +98,7 @@ ENTRIES = (
         arguments=_TEMPERATURE,
         duplicates={"negatives": {}, "ignored": {}},
         settings={"infonce_margin": "margin"},
+        negatives={"share_negatives": True},  # of all queries, as in sentence-transformers
     ),
     LossEntry(
         name="NTXentLoss",

@@ -37,12 +37,12 @@ def loss_bytes(
 ) -> int:
     """Peak memory of the loss in bytes, for `rows` pairs of this rank, beside the features (b, d).
 
-    It includes the features' gradients. `locked`: towers whose features need none. `hosts`: on
-    which the ranks are, as many on each. For a loss of the user's own it is these gradients alone:
-    the rest is unknown.
+    With hard negatives, beside theirs (b, k, d), too. It includes the features' gradients.
+    `locked`: towers whose features need none. `hosts`: on which the ranks are, as many on each. For
+    a loss of the user's own it is these gradients alone: the rest is unknown.
     """
     if is_reference(config.loss):
-        return (2 - len(locked)) * rows * width * dtype.itemsize
+        return (2 + config.hard_negatives - len(locked)) * rows * width * dtype.itemsize
     # Without ids, as fake ones have no values to check; they are a few bytes per row.
     objective = create_objective(replace(config, duplicates="negatives"), group="local")
 
@@ -52,7 +52,10 @@ def loss_bytes(
             for tower in ("image", "text")
         )
         scale, bias = (torch.ones((), requires_grad=True) for _ in range(2))
-        return lambda: objective(x, y, scale, bias)
+        negatives = None
+        if k := config.hard_negatives:
+            negatives = torch.empty(rows, k, width, dtype=dtype, requires_grad=True)
+        return lambda: objective(x, y, scale, bias, negative_features=negatives)
 
     enabled = config.precision in AUTOCAST
     with torch.autocast("cpu", AUTOCAST.get(config.precision), enabled=enabled):
@@ -102,4 +105,5 @@ def loss_seconds(config: TrainConfig, width: int, name: str, ranks: int) -> floa
     if rate is None or config.precision == "fp32" or is_reference(config.loss):
         return None
     widths = sum(config.matryoshka_dims) or width
-    return TRAINABLE[config.loss].work * config.global_batch_size**2 * widths / ranks / rate
+    logits = config.global_batch_size**2 * (1 + config.hard_negatives)
+    return TRAINABLE[config.loss].work * logits * widths / ranks / rate

@@ -149,7 +149,7 @@ class _Planner:
 
     @cached_property
     def sample(self) -> Sample:
-        sample = sample_of(self.towers)
+        sample = replace(sample_of(self.towers), texts=1 + self.config.hard_negatives)
         if self.text_tokens is None or not self.config.trim_texts:
             return sample
         return sample.with_tokens(self.text_tokens, self.towers.lengths)
@@ -245,7 +245,8 @@ class _Planner:
         dtype = self.feature_dtype(config)
         locked = locked_towers(self.towers.module)
         one = rows * width * dtype.itemsize
-        live = (2 - len(locked)) * one
+        sides = 2 + config.hard_negatives
+        live = (sides - len(locked)) * one
         devices = machine.device, machine.count, locked, machine.hosts
         loss = loss_bytes(config, rows, width, dtype, *devices)
         kind = str(dtype).removeprefix("torch.")
@@ -255,7 +256,9 @@ class _Planner:
         # At the end of the first pass micro-batches are concatenated: both copies exist.
         return [
             Part(
-                "features", {"encode": 4 * one, "loss": 2 * one}, f"{rows:,} x {width} x 2, {kind}"
+                "features",
+                {"encode": 2 * sides * one, "loss": sides * one},
+                f"{rows:,} x {width} x {sides}, {kind}",
             ),
             Part(name, {"loss": loss}, config.loss),
             Part("feature gradients", {"second pass": live}),

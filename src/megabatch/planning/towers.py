@@ -43,10 +43,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sample:
-    """Shapes and dtypes of a pair's first input (image) and its text."""
+    """Shapes and dtypes of a pair's first input (image) and its text.
+
+    texts: the number of texts of a pair, its own and its hard negatives.
+    """
 
     first: tuple[tuple[int, ...], torch.dtype]
     text: tuple[tuple[int, ...], torch.dtype]
+    texts: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -60,8 +64,8 @@ class Sample:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of a text."""
-        return _size(*self.text)
+        """Bytes of a pair's texts."""
+        return _size(*self.text) * self.texts
 
     def with_tokens(self, tokens: int, towers: Collection[str]) -> Sample:
         """The sample with texts of at most so many tokens for these towers, as trimmed ones have.
@@ -74,10 +78,12 @@ class Sample:
             width = min(context, -(-tokens // 8) * 8) if tower in towers else context
             return (width, *more), dtype
 
-        return Sample(cut("image", self.first), cut("text", self.text))
+        return replace(self, first=cut("image", self.first), text=cut("text", self.text))
 
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-        return iter((self.first, self.text))
+    def empty(self, pairs: int, place: torch.device) -> list[Tensor]:
+        """Inputs of each tower for so many pairs, uninitialised."""
+        rows = zip((pairs, pairs * self.texts), (self.first, self.text), strict=True)
+        return [torch.empty((n, *shape), dtype=dtype, device=place) for n, (shape, dtype) in rows]
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -132,11 +138,6 @@ def _measure(
                 weight.grad = torch.zeros_like(weight)
         locked = locked_towers(module)
 
-        def new_inputs() -> list[Tensor]:
-            return [
-                torch.empty((size, *shape), dtype=dtype, device=place) for shape, dtype in sample
-            ]
-
         def live(inputs: list[Tensor]) -> list[Tensor | None]:
             towers = zip(("image", "text"), inputs, strict=True)
             return [None if tower in locked else tensor for tower, tensor in towers]
@@ -146,7 +147,7 @@ def _measure(
             return [value for value in outputs.values() if value is not None]
 
         with _autocast(device, precision):
-            inputs = new_inputs()
+            inputs = sample.empty(size, place)
             before = counter.start()
             with torch.no_grad():
                 features = encode(*inputs)
@@ -157,7 +158,7 @@ def _measure(
             before = counter.start()
             outputs = encode(*live(inputs))
             kept, peak = counter.live - before, counter.peak
-            another = encode(*live(new_inputs()))  # a graph may keep its inputs
+            another = encode(*live(sample.empty(size, place)))  # a graph may keep its inputs
             further = counter.live - before - kept
             del another
             counter.start()

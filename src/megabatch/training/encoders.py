@@ -30,7 +30,8 @@ class CachedStep:
 
     Args:
         module: of `Towers`, on its device, possibly wrapped by DDP or FSDP2.
-        objective: called as `Objective`.
+        objective: called as `Objective`. If it takes negatives, batches have texts (b, context,
+            1 + k), each pair's own and then its negatives.
         micro_batch_size: rows that go through a tower at a time.
         device: where micro-batches are copied to, the next one during computation on the current.
         locked: the towers that are locked as a whole, at most one. Default: those of the module.
@@ -51,13 +52,15 @@ class CachedStep:
         group: Any = None,
         feature_dtype: torch.dtype | None = None,
     ) -> None:
+        found = locked_towers(module) if locked is None else locked
+        if getattr(objective, "takes_negatives", False):
+            module = WithNegatives(module)
         self.module = module
         self.micro_batch_size = micro_batch_size
         self.device = device
         self._objective = objective
         self._lengths = lengths or {}
         self._images: Any = None
-        found = locked_towers(module) if locked is None else locked
         if len(found) > 1:
             raise ValueError("locked: expected at most one tower, got both")
         self.locked: Tower | None = next(iter(found), None)
@@ -119,7 +122,11 @@ class CachedStep:
         """A batch of texts for a tower that takes them without padding; others as they are."""
         if tower not in self._lengths:
             return inputs
-        return SortedByLength(inputs, self._lengths[tower](inputs), outputs=f"{tower}_features")
+        lengths, outputs = self._lengths[tower], [f"{tower}_features"]
+        if inputs.ndim == 2:
+            return SortedByLength(inputs, lengths(inputs), outputs=outputs)
+        longest = torch.stack([lengths(texts) for texts in inputs.unbind(2)]).amax(0)
+        return SortedByLength(inputs, longest, outputs=[*outputs, "negative_features"])
 
     def _loss(self, **given: Any) -> Tensor:
         """The objective without the pairs whose image turned out damaged in the first pass."""
@@ -128,7 +135,7 @@ class CachedStep:
             good = torch.ones(len(self._images), dtype=torch.bool)
             good[list(bad)] = False
             rows = good.nonzero().flatten()
-            for name in ("image_features", "text_features", "ids"):
+            for name in ("image_features", "text_features", "negative_features", "ids"):
                 if given.get(name) is not None:
                     given[name] = given[name][rows.to(given[name].device)]
         return self._objective(**given)
@@ -159,6 +166,27 @@ def ids_of(batch: Batch) -> Tensor:
     rows = batch.texts.cpu().numpy()
     digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
     return torch.tensor([int.from_bytes(d, "little") >> 2 for d in digests], dtype=torch.int64)
+
+
+class WithNegatives(nn.Module):
+    """Towers whose texts come with hard negatives, which go through the text tower with them.
+
+    `module(images, texts)` takes texts (m, context, 1 + k), each pair's own and then its negatives,
+    and returns `negative_features` (m, k, d) beside the others.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, image: Tensor | None, text: Tensor | None) -> dict[str, Tensor | None]:
+        """The module's outputs, and the negatives' features."""
+        if text is None:
+            return dict(self.module(image, None))
+        outputs = dict(self.module(image, text.transpose(1, 2).flatten(0, 1)))
+        features = outputs["text_features"].unflatten(0, (len(text), text.shape[2]))
+        both = {"text_features": features[:, 0], "negative_features": features[:, 1:]}
+        return outputs | both
 
 
 class OneTower(nn.Module):

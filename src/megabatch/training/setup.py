@@ -125,6 +125,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         timeout=config.data_timeout,
         late=unmeasured_micro_batch(config) if config.decode == "late" else None,
         pinned=world.device.type == "cuda",
+        negatives=config.hard_negatives,
     )
     return Setup(
         config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)), notes
@@ -233,6 +234,8 @@ def open_data(config: TrainConfig) -> PairDataset:
             query_column=config.csv_query_key,
             caption_column=config.csv_caption_key,
             separator=config.csv_separator,
+            negatives=config.hard_negatives > 0,
+            negative_column=config.csv_negative_key,
             svg_size=config.svg_size,
         )
     except MissingLibrary:

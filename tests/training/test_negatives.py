@@ -1,0 +1,171 @@
+"""Hard negatives from a table: through the loader, the towers and the loss, and in whole runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.data import Batch, PairLoader, open_pairs
+from megabatch.errors import UsageError
+from megabatch.losses.objective import create_objective
+from megabatch.models import ModelOptions, create
+from megabatch.models.locking import lock, set_modes
+from megabatch.planning import make_plan, this_machine
+from megabatch.training import TrainConfig, train
+from megabatch.training.encoders import CachedStep
+from megabatch.training.setup import build_towers
+from tests.models.tiny import TINY
+from tests.models.tiny_bert import save_tiny_bert
+from tests.training.runs import logged, weights
+
+CPU = torch.device("cpu")
+LETTERS = "abcdefgh"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny text encoder, and a table of 24 pairs with three negatives each, but for one row."""
+    folder = tmp_path_factory.mktemp("negatives")
+    save_tiny_bert(folder / "bert")
+    words = [f"{LETTERS[i % 8]} {LETTERS[i // 8]}" for i in range(24)]
+    rows = [
+        {"query": w, "positive": w[::-1], "negatives": [f"{w} {e}" for e in "fgh"][: 3 - (i == 5)]}
+        for i, w in enumerate(words)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def config_of(folder: Path, output: Path, **changes: Any) -> TrainConfig:
+    config = TrainConfig(
+        model=f"hf:{folder / 'bert'}",
+        train_data=str(folder / "pairs.jsonl"),
+        output=output,
+        global_batch_size=8,
+        micro_batch_size=3,
+        steps=5,
+        precision="fp32",
+        device="cpu",
+        loss="infonce",
+        hard_negatives=2,
+        evaluate=False,
+    )
+    return replace(config, **changes)
+
+
+def dense(module: Any, images: Tensor, texts: Tensor) -> Tensor:
+    """The loss of the undivided batch over a dense matrix; texts (b, context, 1 + k)."""
+    x = module.encode_image(images, normalize=True)
+    each = [module.encode_text(t, normalize=True) for t in texts.unbind(2)]
+    logits = module.logit_scale.exp() * x @ torch.cat(each).T
+    return F.cross_entropy(logits, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_gradients_are_those_of_a_dense_matrix(locked: bool, trimmed: bool) -> None:
+    torch.manual_seed(0)
+    towers = create(TINY, options=ModelOptions(force_patch_dropout=0.0))
+    module = towers.module.double()
+    if locked:
+        lock(module, "image")
+    set_modes(module)
+    images = torch.randn(7, 3, 32, 32, dtype=torch.float64)
+    lengths = torch.randint(3, 16, (7, 1, 3))
+    texts = torch.randint(1, 49_000, (7, 16, 3))
+    places = torch.arange(16)[None, :, None]
+    texts[places.expand_as(texts) == lengths] = 49_407  # the end, at which the feature is
+    texts[places.expand_as(texts) > lengths] = 0
+
+    expected = dense(module, images, texts)
+    expected.backward()
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad()
+    objective = create_objective(TrainConfig(loss="infonce", hard_negatives=2), group="local")
+    step = CachedStep(
+        module, objective, 3, device=CPU, group="local", lengths=towers.lengths if trimmed else None
+    )
+    loss = step(Batch(images, texts, torch.arange(7)))
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=0, atol=1e-12)
+    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-11, msg=name)
+
+
+def loader_of(folder: Path, **options: Any) -> PairLoader:
+    return PairLoader(
+        open_pairs(str(folder / "pairs.jsonl"), negatives=True),
+        batch_size=23,
+        transform=lambda text: torch.zeros(1),
+        tokenizer=lambda texts: torch.tensor([[*text.encode()[:5].ljust(5)] for text in texts]),
+        seed=0,
+        **{"negatives": 2, **options},
+    )
+
+
+def texts_of(batch: Batch) -> list[list[str]]:
+    return [[bytes(t.tolist()).decode().rstrip() for t in row.unbind(1)] for row in batch.texts]
+
+
+def test_a_batch_has_each_pair_s_own_negatives_others_in_each_epoch(folder: Path) -> None:
+    loader = loader_of(folder)
+    epochs = [next(iter(loader)) for _ in range(2)]
+    for batch in epochs:
+        assert batch.texts.shape == (23, 5, 3)
+        for positive, *negatives in texts_of(batch):
+            assert {n[:3] for n in negatives} == {positive[::-1]}
+            ends = [negative[-1] for negative in negatives]
+            assert ends == sorted(set(ends))  # two different ones, in the table's order
+    assert len({tuple(n) for batch in epochs for _, *n in texts_of(batch)}) > 23
+    again = [next(iter(loader_of(folder, workers=w))) for w in (0, 1)]
+    assert all(torch.equal(batch.texts, epochs[0].texts) for batch in again)
+
+
+def test_a_row_with_too_few_is_left_out_and_counted(folder: Path) -> None:
+    loader = loader_of(folder, negatives=3)
+    (batch,) = loader
+    assert 5 not in batch.indices
+    assert loader.report() == [
+        "skipped 1 x fewer than 3 negatives (first: pairs.jsonl:row 6)",
+    ]
+
+
+def test_sources_without_negatives_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--hard-negatives: glyphs has none; expected tables"):
+        open_pairs("glyphs", negatives=True)
+
+
+def test_a_run_with_negatives_resumes_and_differs_from_one_without(
+    folder: Path, tmp_path: Path
+) -> None:
+    whole = config_of(folder, tmp_path / "whole")
+    assert train(whole) == 0
+    parts = config_of(folder, tmp_path / "parts", steps=3, lr_scheduler="const", warmup=0)
+    longer = replace(parts, output=tmp_path / "longer", steps=5)
+    assert train(parts) == train(longer) == 0
+    assert train(replace(parts, steps=5, resume=True)) == 0
+    assert weights(parts.output) == weights(longer.output)
+    without = config_of(folder, tmp_path / "without", hard_negatives=0)
+    assert train(without) == 0
+    first, plain = logged(whole.output)[0]["loss"], logged(without.output)[0]["loss"]
+    assert first > plain  # 24 candidates instead of 8
+    assert weights(whole.output) != weights(without.output)
+
+
+def test_the_plan_counts_the_texts_of_each_pair(folder: Path, tmp_path: Path) -> None:
+    configs = [config_of(folder, tmp_path, hard_negatives=k) for k in (0, 2)]
+    towers = build_towers(configs[0])
+    plans = [make_plan(config, towers, this_machine(CPU, 1)) for config in configs]
+    parts = [{part.name: part.nbytes for part in plan.parts} for plan in plans]
+    assert parts[1]["features"]["loss"] == 2 * parts[0]["features"]["loss"]
+    assert parts[1]["raw inputs"]["loss"] == 2 * parts[0]["raw inputs"]["loss"]
+    assert parts[1]["activations"]["second pass"] > 1.5 * parts[0]["activations"]["second pass"]
