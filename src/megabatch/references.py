@@ -1,7 +1,8 @@
-"""References to Python objects, `module:name`: the user's own losses and models.
+"""Settings that run code: `module:name`, the user's own losses and models, and `pipe:` commands.
 
-Loading one imports its module, which runs code. So a reference counts only if it comes from the
-command line or from a Python call; from a file it is refused unless the user trusts the file.
+Loading a reference imports its module, and a data source `pipe:...` is a command of the shell. So
+both count only if they come from the command line or from a Python call; from a file they are
+refused unless the user trusts the file.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import difflib
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Collection, Mapping
@@ -22,22 +24,41 @@ from megabatch.hints import is_reference, option
 
 #: Settings that may be references.
 SETTINGS = ("model", "loss")
+#: Settings that may have commands among their sources, which `::` joins.
+SOURCES = ("train_data", "val_data")
+#: The beginning of a source that is a command.
+COMMAND = "pipe:"
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def is_url(source: str) -> bool:
+    """Whether a data source has the form of a URL, such as s3://bucket/a.tar."""
+    return _URL.match(source) is not None
 
 
 def named(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings that name code to run, by name: of a model or a loss."""
-    return {name: settings[name] for name in SETTINGS if is_reference(settings.get(name))}
+    """The settings that name code to run, by name: of a model, a loss or data."""
+    found = [name for name in SETTINGS if is_reference(settings.get(name))]
+    for name in SOURCES:
+        if any(one.startswith(COMMAND) for one in str(settings.get(name)).split("::")):
+            found.append(name)
+    return {name: settings[name] for name in found}
 
 
 def refuse_references(settings: Mapping[str, Any], file: Path | str) -> None:
     """Raise a UsageError if settings that were read from a file name code to run."""
     reasons = [
-        f"{file}: {name} = {value!r} would run code, the module {value.partition(':')[0]}, for "
-        "which only the command line may ask; --trust allows it if you trust this file"
+        f"{file}: {name} = {value!r} would run {_code_of(name, value)}, for which only the command "
+        "line may ask; --trust allows it if you trust this file"
         for name, value in named(settings).items()
     ]
     if reasons:
         raise UsageError(all_of(reasons))
+
+
+def _code_of(name: str, value: str) -> str:
+    return "a command" if name in SOURCES else f"code, the module {value.partition(':')[0]}"
 
 
 def load(reference: str, setting: str) -> Any:

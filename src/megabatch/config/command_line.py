@@ -28,7 +28,8 @@ class Start:
     """
     trust: bool = False
     """Let the configuration, also that of a resumed run, name code to run: a model or a loss of the
-    form module:name. Otherwise only the command line may."""
+    form module:name, or data that a command prints (pipe:). Otherwise only the command line may.
+    """
 
 
 def parse(argv: Sequence[str]) -> tuple[TrainConfig, Given]:

@@ -99,7 +99,8 @@ class TrainConfig:
     """Required: .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
     tables: a path, a pattern such as 'shards/{00000..00099}.tar', or a folder of them; a folder
     that Hugging Face's datasets saved to disk; several of these joined by '::'; or "glyphs", which
-    come with the library."""
+    come with the library. A URL (s3://, gs://, https://) or 'pipe:COMMAND', which prints a shard,
+    is copied into the cache folder first. From a configuration a command needs --trust."""
     train_data_upsampling_factors: str | None = None
     """How often an epoch uses each sample of a source, one number per source: with '1::2' the
     second source's samples come twice, with '1::0.5' every other one in turn. Default: once."""

@@ -17,6 +17,7 @@ from megabatch.data.pairs import PairDataset
 from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError, one_line
 from megabatch.extras import named_extras
+from megabatch.references import COMMAND, is_url
 
 TABLES = (".csv", ".tsv", ".parquet")
 ALL_TABLES = (*TABLES, ".jsonl", ".jsonl.gz", ".arrow")
@@ -47,7 +48,9 @@ def open_pairs(
         spec: one or several sources joined by `::`. A source is "glyphs"; or a path of .tar shards
             or of .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow tables: one file, a pattern with
             braces (`{00000..00099}.tar`) or `*`, or a folder of such files; or a folder that
-            `save_to_disk` of Hugging Face's datasets wrote (of several splits, train is read).
+            `save_to_disk` of Hugging Face's datasets wrote (of several splits, train is read). Also
+            a URL that fsspec opens (s3://, gs://, https://) with braces or `*`, or `pipe:` and a
+            command that prints a shard; such files are copied into the cache folder first.
         split: part of the glyph set: train (default), faces, characters, all.
         image_column: column of image paths or bytes; default: the first of filepath, image,
             image_path, file_name.
@@ -162,9 +165,18 @@ def find_files(spec: str) -> list[Path]:
     """
     if _is_saved(Path(spec)):
         return _saved_files(Path(spec))
+    if not Path(spec).exists() and (spec.startswith(COMMAND) or is_url(spec)):
+        from megabatch.data.remote import local_copies
+
+        return _of_one_kind(local_copies(spec), spec)
     paths: list[Path] = []
     for pattern in [spec] if Path(spec).exists() else expand_urls(spec):
         paths += _matches(pattern, spec)
+    return _of_one_kind(paths, spec)
+
+
+def _of_one_kind(paths: list[Path], spec: str) -> list[Path]:
+    """The paths; a UsageError unless all are shards, or all tables."""
     tables = [path for path in paths if _is_table(path)]
     # Compressed ones too: the reader has a message for them.
     shards = [path for path in paths if ".tar" in path.suffixes[-2:] or path.suffix == ".tgz"]
