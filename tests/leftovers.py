@@ -24,7 +24,6 @@ OWN = (
     "KINETO_",
     "TF_",
     "CUDA_",
-    "WANDB_SERVICE",
 )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +65,29 @@ def test_shards_of_a_store_are_copied_once(
     assert copies(cache) == ["0.tar", "1.tar"]
     assert captions(spec) == ["0", "1", "2", "3"]
     assert capsys.readouterr().err == ""
+
+
+def test_files_of_a_web_server(shards: list[Path], cache: Path) -> None:
+    handler = partial(Quiet, directory=str(shards[0].parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            at = f"http://127.0.0.1:{server.server_port}"
+            assert captions(f"{at}/{{0,1}}.tar") == ["0", "1", "2", "3"]
+            os.utime(shards[1], (1e9, 1e9))  # its Last-Modified
+            assert captions(f"{at}/{{0,1}}.tar") == ["0", "1", "2", "3"]
+            with pytest.raises(UsageError, match=r"nothing matches http://.*/2\.tar"):
+                open_pairs(f"{at}/2.tar")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert copies(cache) == ["0.tar", "1.tar", "1.tar"]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *words: Any) -> None:
+        pass
 
 
 def test_a_file_that_has_changed_is_copied_again(

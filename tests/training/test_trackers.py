@@ -34,8 +34,10 @@ def offline_records(run: Path) -> list[Any]:
     The files are logs as LevelDB's: blocks of 32 KiB, in them pieces of records, each after its
     checksum, size and kind (whole, first, middle, last).
     """
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # waits for the process that writes them, as the end of a program does
     found = []
     for path in sorted(run.glob("wandb/offline-run-*/*.wandb")):
         data, at, record = path.read_bytes(), 7, b""

@@ -27,6 +27,8 @@ from megabatch.files import replacing
 from megabatch.paths import default_cache_dir
 from megabatch.references import COMMAND, is_url
 
+#: What stores tell of a file that changes with its content, each under a name of its own.
+_STATE = {"contentmd5", "created", "digest", "etag", "lastmodified", "md5hash", "mtime", "size"}
 _AT_A_TIME = 8  # files
 _BLOCK = 1 << 22  # bytes
 
@@ -71,14 +73,18 @@ def _glob(url: str) -> list[str]:
 def _file_copy(url: str) -> Path:
     with _failures(url):
         system, path = fsspec.core.url_to_fs(url)
-        # Of the file's present state: size, date or tag, as the store tells.
-        place = _place(f"{url} {system.ukey(path)}", Path(path).name)
+        about = system.info(path)
+    state = sorted((name, str(about[name])) for name in about if _plain(name) in _STATE)
+    place = _place(f"{url} {state}", Path(path).name)
     with _only_process(place) as missing:
         if missing:
             with _failures(url):
-                size = system.info(path).get("size")
-                _copy(system.open(path, "rb"), place, url, size)
+                _copy(system.open(path, "rb"), place, url, about.get("size"))
     return place
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def _command_output(command: str) -> Path:

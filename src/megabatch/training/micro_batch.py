@@ -181,7 +181,7 @@ class MicroBatchSize:
         kind, ranks = self._world.device.type, self._world.size
         later = 0 if optimizer_state else state_bytes(module, config, ranks).optimizer
         # At the end of the first pass micro-batches are concatenated: both copies exist.
-        cached = 4 * rows * width * dtype.itemsize
+        cached = 2 * (2 + config.hard_negatives) * rows * width * dtype.itemsize
         hosts = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
         return later + cached + loss_bytes(config, rows, width, dtype, kind, ranks, locked, hosts)
 

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -106,7 +107,7 @@ class Mlflow:
         self._id = _own_id(config.output, "mlflow", lambda: self._create(config))
         self._client.update_run(self._id, "RUNNING")
         self._sender = ThreadPoolExecutor(1, "megabatch-mlflow")
-        self._sent: deque[Future[None]] = deque()
+        self._sent: deque[Future[Any]] = deque()
 
     def _create(self, config: TrainConfig) -> str:
         from mlflow.entities import Param
@@ -169,12 +170,12 @@ class Trackers:
         """
         self._warn = warn
         for name in tracker_names(config):
-            self._attempt(name, lambda name=name: self._start(name, config, resumed_step))
+            self._attempt(name, partial(self._start, name, config, resumed_step))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Add a point to each curve, by name."""
         for name, tracker in list(self._open.items()):
-            self._attempt(name, lambda tracker=tracker: tracker.scalars(values, step))
+            self._attempt(name, partial(tracker.scalars, values, step))
 
     def __enter__(self) -> Trackers:
         return self
@@ -187,7 +188,7 @@ class Trackers:
     ) -> None:
         ended: Ended = self.ended if kind is None else "failed"
         for name, tracker in list(self._open.items()):
-            self._attempt(name, lambda tracker=tracker: tracker.close(ended))
+            self._attempt(name, partial(tracker.close, ended))
         self._open.clear()
 
     def _start(self, name: str, config: TrainConfig, resumed_step: int) -> None:
