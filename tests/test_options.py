@@ -162,3 +162,23 @@ def test_one_of_several_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read("write", "--help")
     assert "usage: p write [OPTIONS]\n\nWrite something.\n\nAt length.\n" in capsys.readouterr().out
+
+
+@dataclass(frozen=True)
+class Places:
+    """What several places there are."""
+
+    places: Annotated[tuple[Path, ...], Positional("PLACE")]
+    """Where."""
+    batch_size: int = 4
+    """Pairs."""
+
+
+def test_a_positional_list_takes_all_words_before_an_option() -> None:
+    words = ["a", "b", "--batch-size", "3"]
+    got = parse(Places, words, prog="test", description="")
+    assert got == Places((Path("a"), Path("b")), 3)
+    got = parse(Places, ["--batch-size", "3", "a"], prog="test", description="")
+    assert got.places == (Path("a"),)
+    with pytest.raises(UsageError, match="PLACE: needed, but not given"):
+        parse(Places, ["--batch-size", "3"], prog="test", description="")

@@ -213,7 +213,8 @@ def _add(group: Any, setting: Setting, text: str) -> None:
     name, hint = setting.name, setting.type
     more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if positional := setting.mark(Positional):
-        group.add_argument(name, nargs="?", metavar=positional.metavar, **more)
+        nargs = "?" if _item(hint) is None else "*"
+        group.add_argument(name, nargs=nargs, metavar=positional.metavar, **more)
     elif hint in (bool, bool | None):
         group.add_argument(option(name), option(f"no_{name}"), dest=name, action=_Flag, **more)
     else:
