@@ -14,6 +14,10 @@ from megabatch.extras import named_extras
 COMMANDS = {
     "train": ("megabatch.training.command", "train two towers on pairs"),
     "eval": ("megabatch.evaluation.command", "evaluate a run or any open_clip model"),
+    "report": (
+        "megabatch.evaluation.report.command",
+        "write the report of a run, or compare several",
+    ),
     "export": ("megabatch.export.command", "write a run's model for OpenCLIP and other libraries"),
     "data": ("megabatch.data.command", "write the built-in data sets as shards"),
     "plan": ("megabatch.training.plan_command", "estimate the memory that a run needs"),

@@ -22,6 +22,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps of few points: t-SNE takes most of a second for the usual number."""
+    monkeypatch.setattr("megabatch.evaluation.report.similarities._MAPPED", 10)
+
+
 @pytest.fixture(scope="session")
 def small_glyphs() -> GlyphSet:
     """ASCII and Latin-1 in every face: some 180 names, in all splits of the real set."""

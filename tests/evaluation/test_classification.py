@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sklearn.metrics import recall_score, top_k_accuracy_score
+from sklearn.metrics import confusion_matrix, recall_score, top_k_accuracy_score
 from torch import Tensor
 
 from megabatch.evaluation import classification
@@ -45,6 +45,28 @@ def test_scores_in_strips_rank_as_the_similarities(monkeypatch: pytest.MonkeyPat
     expected = rank_by_similarity(images, labels, classes)
     assert torch.equal(got.above, expected.above)
     assert torch.equal(got.equal, expected.equal)
+    assert torch.equal(got.predicted, expected.predicted)
+
+
+def test_confusions_equal_scikit_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels, classes = problem()
+    names = [f"class {i}" for i in range(12)]
+    ranked = rank_by_similarity(images, labels, classes)
+    expected = confusion_matrix(labels, (images @ classes.T).argmax(1), labels=range(12))
+    got = ranked.confusion("zero-shot", names)
+    assert (got.method, got.classes) == ("zero-shot", names)
+    assert got.counts == expected.tolist()
+    counts = [one.count for one in got.most]
+    wrong = expected.copy()
+    wrong[range(12), range(12)] = 0
+    assert counts == sorted(wrong.flatten().tolist(), reverse=True)[: len(counts)]
+    for one in got.most:
+        right, taken = names.index(one.right), names.index(one.taken_for)
+        assert right != taken
+        assert (one.count, one.of) == (expected[right, taken], int((labels == right).sum()))
+    monkeypatch.setattr(classification, "_MATRIX_CLASSES", 11)
+    many = ranked.confusion("zero-shot", names)
+    assert (many.classes, many.counts, many.most) == ([], [], got.most)
 
 
 def test_equal_classes_score_chance() -> None:

@@ -25,7 +25,7 @@ from tests.evaluation.material import (
     image_features,
     image_folder,
 )
-from tests.evaluation.test_run import Page
+from tests.evaluation.page import Page
 
 TEMPLATES = "{}\na {}\n"
 
@@ -238,4 +238,7 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
         assert task["model"][f"image_to_text/{key}"] == pytest.approx(value)
     page = Page((run / "report.html").read_text())
     assert "some texts, first → second: 12 among 12" in page.text
-    assert "Top five answers" not in page.text
+    assert "Top five answers: some texts" in page.text
+    assert "First → second" in page.text
+    assert "Second → first" in page.text
+    assert page.pictures_of == []

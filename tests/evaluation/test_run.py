@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import open_clip
@@ -14,39 +13,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from megabatch.cli import main
 from megabatch.data import open_pairs
 from megabatch.errors import UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.models import create
-
-
-class Page(HTMLParser):
-    """The resources that a page loads, its nesting of elements, and its text."""
-
-    VOID = ("meta", "img", "source", "br", "link")
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.sources: list[str] = []
-        self.pictures_of: list[str] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.sources += [v for k in ("src", "srcset", "href") if (v := given.get(k)) is not None]
-        assert tag not in ("script", "link", "iframe")
-        if tag == "img":
-            self.pictures_of.append(given["alt"] or "")
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+from tests.evaluation.page import Page
 
 
 def log(run: Path, steps: int) -> None:
@@ -84,16 +56,22 @@ def test_glyphs_are_evaluated_and_reported(run: Path) -> None:
     page = Page(html)
     assert page.open == []
     assert page.sources
-    assert all(source.startswith("data:image/") for source in page.sources)
-    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org)", html)
+    assert all(source.startswith(("data:image/", "#")) for source in page.sources)
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", html)
     assert "a <b> run" in page.text  # the folder's name, escaped
     for text in ("held-out faces", "held-out characters", "handwritten digits", "chance"):
         assert text in page.text
-    for text in ("pixel nearest neighbour", "recall@10", "median rank", 'model = "glyph-small"'):
+    for text in ("pixel nearest neighbour", "R@10", "median rank", 'model = "glyph-small"'):
         assert text in page.text
     assert sum("query image" in alt for alt in page.pictures_of) >= 20
     assert "Failures drawn at random" in page.text
-    assert any("loss, from 6 to 0.5" in alt for alt in page.pictures_of)
+    assert "loss, from 6 to 0.5" in page.attributes["aria-label"]
+    assert "Confusions, zero-shot" in page.text
+    assert len(html) < 700_000
+    (run / "report.html").unlink()
+    (run / "model.safetensors").unlink()
+    assert main(["report", str(run)]) == 0  # needs no model
+    assert (run / "report.html").read_text() == html
     assert f"{100 * faces['model']['image_to_text/recall@10']:.2f}%" in page.text
 
 

@@ -17,25 +17,32 @@ from torch import Tensor
 from megabatch.errors import UsageError
 from megabatch.evaluation.embed import Embedded, Encoder
 from megabatch.evaluation.probe import choose_and_fit, neighbour_votes
+from megabatch.evaluation.report.content import Confused, Confusion
 from megabatch.evaluation.retrieval import answered_within
 from megabatch.evaluation.samples import Labelled
 from megabatch.evaluation.tasks import Matched
 from megabatch.evaluation.zeroshot import Prompts, class_features
 from megabatch.ranks import all_gather_rows, local_range
-from megabatch.similarity import ranks
+from megabatch.similarity import ranks, topk
 from megabatch.similarity.backends.eager import block_shape
 
 KS = (1, 5)
 _ROWS = 4096  # images per block of scores
+_MATRIX_CLASSES = 20  # with more classes, the report has a list of confusions alone
+_CONFUSIONS = 12  # of that list
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Per image, int64 (n,): its class, and how many wrong classes score higher or the same."""
+    """Per image, int64 (n,): its class, and how many wrong classes score higher or the same.
+
+    predicted: the class that scores highest, of several one.
+    """
 
     labels: Tensor
     above: Tensor
     equal: Tensor
+    predicted: Tensor
 
     def figures(self, ks: Sequence[int] = KS) -> dict[str, float]:
         """`top1`, `top5` and `mean_per_class_recall` (of top1, over the classes that occur)."""
@@ -51,6 +58,30 @@ class Ranked:
         right = answered_within(self.above, self.equal, ones, [1])[1]
         classes, recalls = _by_class(right, self.labels)
         return dict(zip(classes.tolist(), recalls.tolist(), strict=True))
+
+    def confusion(self, method: str, names: Sequence[str]) -> Confusion:
+        """The most frequent confusions of the classes with these names; of few, all counts."""
+        n = len(names)
+        pairs, counts = (self.labels * n + self.predicted).unique(return_counts=True)
+        of_class = self.labels.bincount(minlength=n).tolist()
+        matrix = {
+            (pair // n, pair % n): count
+            for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True)
+        }
+        wrong = sorted(
+            ((count, pair) for pair, count in matrix.items() if pair[0] != pair[1]),
+            key=lambda item: (-item[0], item[1]),
+        )
+        few = n <= _MATRIX_CLASSES
+        return Confusion(
+            method,
+            [
+                Confused(names[right], names[taken], count, of_class[right])
+                for count, (right, taken) in wrong[:_CONFUSIONS]
+            ],
+            list(names) if few else [],
+            [[matrix.get((i, j), 0) for j in range(n)] for i in range(n)] if few else [],
+        )
 
 
 def rank_by_similarity(
@@ -68,7 +99,8 @@ def rank_by_similarity(
     _check_labels(labels, len(classes))
     mine = _local_rows(len(images), group, block_shape(images)[0])
     above, equal = ranks(images[mine], classes, labels[mine], group="local")
-    return _gathered(labels, above, equal, group)
+    predicted = topk(images[mine], classes, 1, group="local")[1].squeeze(1)
+    return _gathered(labels, above, equal, predicted, group)
 
 
 def rank_by_scores(
@@ -82,13 +114,14 @@ def rank_by_scores(
     _check_labels(labels, n_classes)
     mine = _local_rows(len(images), group, _ROWS)
     own = labels[mine]
-    above, equal = torch.zeros_like(own), torch.zeros_like(own)
+    above, equal, predicted = (torch.zeros_like(own) for _ in range(3))
     for rows in _row_blocks(len(own)):
         score = scores(images[mine][rows])
         target = score.gather(1, own[rows, None])
         above[rows] = (score > target).sum(1)
         equal[rows] = (score == target).sum(1) - 1
-    return _gathered(labels, above, equal, group)
+        predicted[rows] = score.argmax(1)
+    return _gathered(labels, above, equal, predicted, group)
 
 
 def chance(n_classes: int, ks: Sequence[int] = KS) -> dict[str, float]:
@@ -109,9 +142,11 @@ def _row_blocks(n: int) -> Iterator[slice]:
         yield slice(start, min(n, start + _ROWS))
 
 
-def _gathered(labels: Tensor, above: Tensor, equal: Tensor, group: object) -> Ranked:
-    counts = all_gather_rows(torch.stack([above, equal], dim=1), group)
-    return Ranked(labels, counts[:, 0], counts[:, 1])
+def _gathered(
+    labels: Tensor, above: Tensor, equal: Tensor, predicted: Tensor, group: object
+) -> Ranked:
+    all_ranks = all_gather_rows(torch.stack([above, equal, predicted], dim=1), group)
+    return Ranked(labels, *all_ranks.unbind(1))
 
 
 def _by_class(right: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,12 +205,14 @@ class ClassTask:
 class ClassScored:
     """A task's entries in `evaluation.json`; None for methods that were not asked for.
 
-    matched: the images and the classes as texts, after zero-shot classification.
+    matched: the images and the classes as texts, after zero-shot classification; confusions: by
+    each method.
     """
 
     zero_shot: dict[str, Any] | None
     classification: dict[str, Any] | None
     matched: Matched | None
+    confusions: list[Confusion]
 
 
 def score_classes(encoder: Encoder, task: ClassTask) -> ClassScored:
@@ -186,16 +223,20 @@ def score_classes(encoder: Encoder, task: ClassTask) -> ClassScored:
             f"{task.title}: none of {len(task.test)} images is usable: {images.reasons()}"
         )
     zero_shot, matched = None, None
+    confusions: list[Confusion] = []
     if task.prompts is not None:
         matched = _match_with_classes(encoder, task, images, task.prompts)
         ranked = rank_by_similarity(
             images.features, matched.image_ids, matched.text_features, encoder.group
         )
         zero_shot = _zero_shot_record(task, images, matched.texts, ranked)
+        confusions.append(ranked.confusion("zero-shot", matched.texts))
     trained = None
     if task.train is not None and (task.neighbours or task.probe):
-        trained = _train_and_score(encoder, task, images, task.train)
-    return ClassScored(zero_shot, trained, matched)
+        trained, by_method = _train_and_score(encoder, task, images, task.train)
+        names = task.train.classes or [str(i) for i in range(task.train.n_classes)]
+        confusions += [ranked.confusion(method, names) for method, ranked in by_method.items()]
+    return ClassScored(zero_shot, trained, matched, confusions)
 
 
 def train_labels(test: Labelled, train: Labelled) -> Tensor:
@@ -267,7 +308,8 @@ def _zero_shot_record(
 
 def _train_and_score(
     encoder: Encoder, task: ClassTask, images: Embedded, train: Labelled
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Ranked]]:
+    """The entry in `evaluation.json`, and the classes' ranks by method."""
     known = encoder.embed(train, f"{task.title}, training images")
     if not known.targets:
         raise UsageError(
@@ -277,7 +319,7 @@ def _train_and_score(
     n_classes = train.n_classes
     labels = train_labels(task.test, train)[torch.tensor(images.targets)].to(device)
     known_labels = torch.tensor(known.targets, device=device)
-    figures: dict[str, Any] = {}
+    by_method: dict[str, Ranked] = {}
     notes = [f"{len(known.targets):,} training images."]
     if task.neighbours is not None:
         k, temperature = task.neighbours.k, task.neighbours.temperature
@@ -285,26 +327,27 @@ def _train_and_score(
             known.features, known_labels, n_classes, k=k, temperature=temperature
         )
         ranked = rank_by_scores(votes, images.features, labels, n_classes, group)
-        figures["neighbours"] = ranked.figures()
+        by_method["neighbours"] = ranked
         notes.append(f"The {k} nearest vote, with temperature {temperature:g}.")
     if task.probe:
         probe = choose_and_fit(known.features, known_labels, n_classes, group)
         ranked = rank_by_scores(probe, images.features, labels, n_classes, group)
-        figures["probe"] = ranked.figures()
+        by_method["probe"] = ranked
         notes.append(
             f"Linear probe: C = {probe.c:.3g}, chosen on a fifth of the training images, then "
             "fitted to all."
         )
-    return {
+    record = {
         "title": task.title,
         "note": " ".join(notes),
         **_counts(images, task.test, train),
         "classes": n_classes,
         "train_images": len(known.targets),
         **known.left_out("train_"),
-        **figures,
+        **{method: ranked.figures() for method, ranked in by_method.items()},
         "chance": chance(n_classes),
     }
+    return record, by_method
 
 
 def _counts(images: Embedded, *parts: Labelled) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class EvalConfig:
     trust: bool = False
     """Let the configuration of RUN name code to run: a model of the form module:function."""
     output: Path | None = None
-    """Folder for evaluation.json and report.html. Default: RUN."""
+    """Folder for evaluation.json, report.json and report.html. Default: RUN."""
 
     val_data: str | None = None
     """Retrieval: images with one or several captions each: shards (.tar), tables (.csv, .tsv,

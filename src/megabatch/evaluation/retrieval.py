@@ -121,7 +121,7 @@ def chance_metrics(
         _check_ids(name, ids)
     metrics: dict[str, float] = {}
     for name, rows, columns in (("x_to_y", x_ids, y_ids), ("y_to_x", y_ids, x_ids)):
-        _, counts = _right_columns(rows, columns)[1:]
+        _, counts = right_columns(rows, columns)[1:]
         right = counts[counts > 0]
         if not len(right):
             raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
@@ -177,7 +177,7 @@ def _one_way(
     ks: Sequence[int],
     group: object | None,
 ) -> dict[str, float]:
-    answerable = _right_columns(x_ids, y_ids)[2] > 0
+    answerable = right_columns(x_ids, y_ids)[2] > 0
     if not bool(answerable.any()):
         raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
     x, x_ids = x[answerable], x_ids[answerable]
@@ -190,7 +190,7 @@ def _one_way(
     return summarise(name, above, equal, tied, ks)
 
 
-def _right_columns(x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def right_columns(x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Columns sorted by id (n,), and per row the start and number of its right columns there."""
     sorted_ids, order = y_ids.sort(stable=True)
     start = torch.searchsorted(sorted_ids, x_ids)
@@ -203,7 +203,7 @@ def best_right_columns(x: Tensor, y: Tensor, x_ids: Tensor, y_ids: Tensor) -> tu
 
     Only pairs of equal ids are scored, a bounded number at a time. (0, 0) for a row without any.
     """
-    order, start, counts = _right_columns(x_ids, y_ids)
+    order, start, counts = right_columns(x_ids, y_ids)
     target = torch.zeros_like(x_ids)
     tied = torch.zeros_like(x_ids)
     for rows in _chunks(counts, max(1, _CHUNK_ELEMENTS // max(1, x.shape[1]))):

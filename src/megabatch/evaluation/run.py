@@ -20,7 +20,8 @@ from megabatch.evaluation.captions import open_val_data, reading_of
 from megabatch.evaluation.classification import ClassTask, Neighbours, score_classes
 from megabatch.evaluation.config import DIGITS, METHODS, EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
-from megabatch.evaluation.report import Shown, write_report
+from megabatch.evaluation.report.content import Confusion
+from megabatch.evaluation.report.write import Shown, write_report
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
 from megabatch.evaluation.samples import Labelled, first_of, open_labelled
 from megabatch.evaluation.tasks import Task, digit_baseline, glyph_tasks, pairs_task, record, score
@@ -54,7 +55,7 @@ def evaluate_run(
     announce: Callable[[str], None] = _silent,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Evaluate a run's weights; writes `RUN/evaluation.json` and `RUN/report.html`.
+    """Evaluate a run's weights; writes `evaluation.json`, `report.json`, `report.html` into `RUN`.
 
     Without a `group` only this process evaluates: a trainer may call it on one rank of many.
 
@@ -76,7 +77,10 @@ def evaluate(
     report: Callable[[str], None] = _silent,
     announce: Callable[[str], None] = _silent,
 ) -> dict[str, Any]:
-    """Evaluate; the first rank writes `evaluation.json` and `report.html` to the output folder.
+    """Evaluate; the first rank writes figures and a report to the output folder.
+
+    `evaluation.json` has the figures; `report.json` the examples and distributions that the report
+    shows beside them, so that `megabatch report` can make `report.html` again at any time.
 
     `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run that
     was trained on the built-in glyphs is evaluated as with `val_data="glyphs"` (held-out faces
@@ -118,18 +122,16 @@ def evaluate(
     )
     scored = [score(encoder, task) for task in tasks]
     zero_shot, classification = {}, {}
-    shown = [  # pairs of texts have no images to show
-        Shown(s.task.title, s.matched, s.task.picture_of, s.task.pictures_are)
-        for s in scored
-        if opened.towers.first == "image"
-    ]
+    confusions: dict[str, list[Confusion]] = {}
+    shown = [Shown(s.task.title, s.matched, s.task.picture_of, s.task.pictures_are) for s in scored]
     if classes is not None:
         classed = score_classes(encoder, classes)
         if classed.zero_shot is not None and classed.matched is not None:
             zero_shot[classes.key] = classed.zero_shot
-            shown.append(Shown(classes.title, classed.matched))
+            shown.append(Shown(classes.title, classed.matched, of_classes=True))
         if classed.classification is not None:
             classification[classes.key] = classed.classification
+        confusions[classes.title] = classed.confusions
     evaluation = {
         "run": _describe(opened, encoder),
         "retrieval": {s.task.key: record(s) for s in scored},
@@ -140,7 +142,7 @@ def evaluate(
         "seconds": round(time.perf_counter() - started, 2),
     }
     if is_first(group):
-        _write(plan.folder, opened.folder, evaluation, shown)
+        _write(plan.folder, opened.folder, evaluation, shown, confusions)
     return evaluation
 
 
@@ -341,11 +343,17 @@ def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, run: Path | None, evaluation: dict[str, Any], shown: list[Shown]) -> None:
+def _write(
+    folder: Path,
+    run: Path | None,
+    evaluation: dict[str, Any],
+    shown: list[Shown],
+    confusions: dict[str, list[Confusion]],
+) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output {folder}: cannot be made: {error.strerror or error}") from error
     text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomically(folder / "evaluation.json", text + "\n")
-    write_report(folder, evaluation, shown, run)
+    write_report(folder, run, shown, confusions)

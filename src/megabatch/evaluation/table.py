@@ -25,11 +25,12 @@ WAYS = ("image_to_text", "text_to_image")
 
 @dataclass(frozen=True)
 class Row:
-    """One contender's figures, formatted."""
+    """One contender's figures, formatted and as numbers (None if there is none)."""
 
     contender: str
     is_model: bool
     cells: tuple[str, ...]
+    values: tuple[float | None, ...]
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,10 @@ def _retrieval_group(task: dict[str, Any], way: str) -> Group:
     for name, label in CONTENDERS.items():
         figures = task.get(name, {})
         if f"{way}/recall@1" in figures:
-            recalls = (_percent(figures[f"{way}/recall@{k}"]) for k in (1, 5, 10))
-            rank = _rank(figures.get(f"{way}/median_rank"))
-            rows.append(Row(label, name == "model", (*recalls, rank)))
+            recalls = [figures[f"{way}/recall@{k}"] for k in (1, 5, 10)]
+            rank = figures.get(f"{way}/median_rank")
+            cells = (*map(_percent, recalls), _rank(rank))
+            rows.append(Row(label, name == "model", cells, (*recalls, rank)))
     return Group(f"{task['title']}, {direction(task, way, '→')}: {queries:,} among {among:,}", rows)
 
 
@@ -93,11 +95,11 @@ def direction(task: dict[str, Any], way: str, to: str) -> str:
 
 def _accuracy_group(task: dict[str, Any], more: str = "") -> Group:
     keys = ("top1", "top5", "mean_per_class_recall")
-    rows = [
-        Row(label, name in OF_MODEL, tuple(_percent(task[name].get(key)) for key in keys))
-        for name, label in CONTENDERS.items()
-        if name in task
-    ]
+    rows = []
+    for name, label in CONTENDERS.items():
+        if name in task:
+            values = tuple(task[name].get(key) for key in keys)
+            rows.append(Row(label, name in OF_MODEL, tuple(map(_percent, values)), values))
     heading = f"{task['title']}{more}: {task['images']:,} in {task['classes']:,} classes"
     prompts = task.get("prompts")
     note = f"prompts: {shown_prompts(prompts['templates'], prompts['source'])}" if prompts else ""

@@ -1,0 +1,52 @@
+"""`megabatch report RUN`, `megabatch report RUN RUN ... --output FILE`."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from megabatch.errors import UsageError
+from megabatch.hints import Positional
+from megabatch.options import parse
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Write the report of a run, or a page that compares several runs.
+
+    It needs the files of the runs' folders alone, neither the models nor the data: config.toml and
+    metrics.jsonl of megabatch train, evaluation.json and report.json of megabatch eval. Any of them
+    may be missing: the report of a run that is still training has its curves.
+    """
+
+    runs: Annotated[tuple[Path, ...], Positional("RUN")]
+    """Folders of runs, or folders that megabatch eval --output wrote."""
+    output: Path | None = None
+    """HTML file to write. Default for one run: report.html in its folder."""
+
+
+def main(argv: list[str]) -> int:
+    """Write the page and print its path; returns the exit code."""
+    description = inspect.getdoc(ReportConfig) or ""
+    config = parse(ReportConfig, argv, prog="megabatch report", description=description)
+    several = len(config.runs) > 1
+    output = config.output or (None if several else config.runs[0] / "report.html")
+    if output is None:
+        raise UsageError("--output: needed to compare several runs, such as comparison.html")
+    if output.is_dir():
+        raise UsageError(f"--output {output}: is a folder; expected a file")
+    # --help imports as little as possible
+    from megabatch.evaluation.report.comparison import make_comparison
+    from megabatch.evaluation.report.page import make_page
+    from megabatch.evaluation.run_folder import write_atomically
+
+    page = make_comparison(config.runs) if several else make_page(config.runs[0])
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {output}: {error.strerror or error}") from error
+    write_atomically(output, page)
+    print(f"report: {output}")
+    return 0
