@@ -1,6 +1,7 @@
 # make quickstart    install, train on the built-in glyphs, evaluate, write a report
 # make test          install, run the tests
-# make check         what CI runs: lint, types, test
+# make check         what CI runs: lint, types, docs, test
+# make docs          build the documentation site: build/docs/index.html
 # make test-gpu      the tests that need a CUDA device
 # make dist          build the sdist and the wheel into dist/
 #
@@ -14,10 +15,10 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test test-gpu lint types format check dist
+.PHONY: help quickstart test test-gpu lint types format docs check dist
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 # A second call continues a run that was interrupted, and only evaluates one that is complete.
 quickstart: $(VENV)/.installed-train
@@ -45,7 +46,13 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-check: lint types test
+# Warnings are errors: broken links between pages, pages in no table of contents.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env \
+		--conf-dir docs --doctree-dir build/doctrees . build/docs
+	@echo "Look at build/docs/index.html."
+
+check: lint types docs test
 
 # From the files as they are; build/ of an earlier one would put deleted modules into the wheel.
 dist: $(BIN)/python
@@ -63,6 +70,11 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "installing megabatch[train,dev] into $(VENV) (a few minutes the first time)"
 	@$(PIP) -e '.[train,dev]'
 	@touch $@ $(VENV)/.installed-train
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	@echo "installing megabatch[train,dev,docs] into $(VENV) (a few minutes the first time)"
+	@$(PIP) -e '.[train,dev,docs]'
+	@touch $@ $(VENV)/.installed-train $(VENV)/.installed-dev
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=python3.12")'

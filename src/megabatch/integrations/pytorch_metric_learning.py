@@ -96,7 +96,7 @@ class NTXentLoss(losses.NTXentLoss):
     `pytorch_metric_learning.losses.NTXentLoss`.
 
     Args:
-        temperature, group, **kwargs, Raises: as for `SupConLoss`.
+        temperature, group, kwargs: as for `SupConLoss`, errors too.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ class MegabatchRankingLoss(_SortsTexts, CachedMultipleNegativesRankingLoss):
     """`CachedMultipleNegativesRankingLoss` at any batch size.
 
     Args:
-        *args, **kwargs: those of the installed library's `CachedMultipleNegativesRankingLoss`, with
+        args, kwargs: those of the installed library's `CachedMultipleNegativesRankingLoss`, with
             the same meaning and defaults. `similarity_fct` must be `cos_sim` or `dot_score` of
             `sentence_transformers.util`. `show_progress_bar` shows the progress of the embeddings;
             the loss itself has no steps to show.
@@ -179,7 +179,7 @@ class UncachedMegabatchRankingLoss(MultipleNegativesRankingLoss):
     For models that gradient caching cannot serve, such as those of a `StaticEmbedding`.
 
     Args:
-        *args, **kwargs: those of the installed library's `MultipleNegativesRankingLoss`; see
+        args, kwargs: those of the installed library's `MultipleNegativesRankingLoss`; see
             `MegabatchRankingLoss`.
 
     Raises:
@@ -206,7 +206,7 @@ class MegabatchGISTEmbedLoss(_SortsTexts, CachedGISTEmbedLoss):
     """`CachedGISTEmbedLoss` at any batch size: a guide model leaves out false negatives.
 
     Args:
-        *args, **kwargs: those of the installed library's `CachedGISTEmbedLoss`, with the same
+        args, kwargs: those of the installed library's `CachedGISTEmbedLoss`, with the same
             meaning and defaults; `show_progress_bar` as in `MegabatchRankingLoss`.
         sort_by_length: see there. None: if both encoders mask padding.
 

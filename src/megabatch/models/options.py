@@ -15,17 +15,18 @@ from megabatch.models.pooling import Pooling
 class ModelOptions:
     """Changes to a model's own configuration; None leaves it unchanged.
 
-    force_patch_dropout: fraction of the image's patches dropped in training, at least 0 and below 1
-        (Li et al. 2022, FLIP, arXiv 2212.00794).
-    force_image_size: pixels per side; positional embeddings of loaded weights are resized.
-    force_context_length: tokens per text, likewise.
-    init_logit_scale: initial logarithm of the logit scale.
-    init_logit_bias: initial logit bias; a model without one gets one.
-        Both only apply if loaded weights have no value.
-    hf_pooling: for "hf:" models, the feature of a text: the mean over its tokens, the first token
-        or the last one.
-    hf_share: for "hf:" models, one encoder for both texts; otherwise two, with equal initial
-        weights.
+    Args:
+        force_patch_dropout: fraction of the image's patches dropped in training, at least 0 and
+            below 1 (Li et al. 2022, FLIP, arXiv 2212.00794).
+        force_image_size: pixels per side; positional embeddings of loaded weights are resized.
+        force_context_length: tokens per text, likewise.
+        init_logit_scale: initial logarithm of the logit scale.
+        init_logit_bias: initial logit bias; a model without one gets one. Both only apply if loaded
+            weights have no value.
+        hf_pooling: for "hf:" models, the feature of a text: the mean over its tokens, the first
+            token or the last one.
+        hf_share: for "hf:" models, one encoder for both texts; otherwise two, with equal initial
+            weights.
     """
 
     force_patch_dropout: float | None = None

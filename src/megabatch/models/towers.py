@@ -17,20 +17,21 @@ from megabatch.models.padding import Lengths
 class Towers:
     """A two-tower model with the transforms and tokenizer of its inputs.
 
-    name: the model's name for `megabatch.models.create`.
-    module: `module(image, text)` returns a dict with `image_features` and `text_features`, both
-        (n, embed_dim) and L2-normalised; `logit_scale`, exponentiated, shape () or (1,); and, if
-        the model has one, `logit_bias`. An input that is None gives features that are None. It has
-        `encode_image(images, normalize=False)`, `encode_text(texts, normalize=False)` and the
-        parameter `logit_scale` (a logarithm), like open_clip's models.
-    train_transform, eval_transform: one image (or first text) to one tensor for `encode_image`;
-        picklable. The first may be random, with torch's global generator.
-    tokenizer: texts to int64 (n, context_length).
-    embed_dim: width of the features.
-    first: kind of a pair's first element; a model of text pairs also takes it as `image`.
-    lengths: for each tower of texts that takes them without their padding, the function that tells
-        how many tokens a text's features depend on (`megabatch.models.padding`); the others take
-        whole texts only.
+    Args:
+        name: the model's name for `megabatch.models.create`.
+        module: `module(image, text)` returns a dict with `image_features` and `text_features`, both
+            (n, embed_dim) and L2-normalised; `logit_scale`, exponentiated, shape () or (1,); and,
+            if the model has one, `logit_bias`. An input that is None gives features that are None.
+            It has `encode_image(images, normalize=False)`, `encode_text(texts, normalize=False)`
+            and the parameter `logit_scale` (a logarithm), like open_clip's models.
+        train_transform, eval_transform: one image (or first text) to one tensor for `encode_image`;
+            picklable. The first may be random, with torch's global generator.
+        tokenizer: texts to int64 (n, context_length).
+        embed_dim: width of the features.
+        first: kind of a pair's first element; a model of text pairs also takes it as `image`.
+        lengths: for each tower of texts that takes them without their padding, the function that
+            tells how many tokens a text's features depend on (`megabatch.models.padding`); the
+            others take whole texts only.
     """
 
     name: str

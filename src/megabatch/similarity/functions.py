@@ -256,10 +256,10 @@ def softplus_sum(
 class SoftTargets(NamedTuple):
     """One side of a student's similarity matrix against a teacher's; each (rows,)."""
 
-    negative: Tensor  #: as those of `Split`
-    positive: Tensor
-    positive_sum: Tensor
-    positive_count: Tensor
+    negative: Tensor  #: as in `Split`
+    positive: Tensor  #: as in `Split`
+    positive_sum: Tensor  #: as in `Split`
+    positive_count: Tensor  #: as in `Split`
     cross_entropy: Tensor  #: of the softmax along this side against the teacher's
 
 

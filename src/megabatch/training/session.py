@@ -44,8 +44,8 @@ def train(
             options.
 
     Returns:
-        0; or, after a signal on any rank and a checkpoint, 130 for SIGINT and 75 (EX_TEMPFAIL: run
-        the same command again with --resume) for SIGTERM and SIGUSR1.
+        0; or, after a signal on any rank and a checkpoint, 130 for SIGINT and 75 (EX_TEMPFAIL) for
+        SIGTERM and SIGUSR1, which the same command with --resume continues.
 
     Raises:
         UsageError: the configuration is invalid (nothing was started), or the run had to stop:
