@@ -6,10 +6,11 @@ import os
 import re
 from pathlib import Path
 
+from tests.docs.pages import blocks
 from tests.programs import Program
 from tests.similarity.distributed.processes import new_store, torchrun_environment
 
-PAGE = Path(__file__).parents[1] / "docs/distributed.md"
+PAGE = "docs/distributed.md"
 
 
 def losses(script: Path, size: int) -> dict[int, float]:
@@ -29,7 +30,7 @@ def losses(script: Path, size: int) -> dict[int, float]:
 
 
 def test_the_loop_gives_the_same_on_two_processes_as_on_one(tmp_path: Path) -> None:
-    code, *_ = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    code, *_ = blocks(PAGE, "python")
     script = tmp_path / "loop.py"
     script.write_text(code)
     alone, both = losses(script, 1), losses(script, 2)

@@ -11,21 +11,20 @@ import pytest
 
 from megabatch.cli import main
 from megabatch.evaluation.config import EvalConfig
+from tests.docs.pages import ROOT, blocks
 
-DOCS = Path(__file__).parents[2] / "docs" / "evaluation.md"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.M | re.S)
+PAGE = "docs/evaluation.md"
 
 
 def test_the_example_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/quickstart").symlink_to(run)
-    export, from_python = blocks("python")
+    export, from_python = blocks(PAGE, "python")
     exec(export, {})
-    commands = [line for block in blocks("bash") for line in block.splitlines() if "digits" in line]
+    commands = [
+        line for block in blocks(PAGE, "bash") for line in block.splitlines() if "digits" in line
+    ]
     assert len(commands) == 2
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
@@ -35,7 +34,9 @@ def test_the_example_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_every_option_named_exists() -> None:
-    named = set(re.findall(r"--([a-z][a-z-]+)", DOCS.read_text("utf-8"))) - {"nproc-per-node"}
+    named = set(re.findall(r"--([a-z][a-z-]+)", (ROOT / PAGE).read_text("utf-8"))) - {
+        "nproc-per-node"
+    }
     options = {field.name.replace("_", "-") for field in dataclasses.fields(EvalConfig)}
     assert named <= options
     assert options - named <= {"run", "device", "batch-size", "csv-separator"}

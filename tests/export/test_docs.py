@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 from pathlib import Path
@@ -12,16 +11,13 @@ import pytest
 import torch
 
 from megabatch.cli import main
+from tests.docs.pages import blocks
 from tests.export.runs import change_json, write_run
 from tests.models.tiny import TINY
 from tests.models.tiny_bert import save_tiny_bert
 from tests.models.tiny_clip import save_tiny_clip
 
-DOCS = Path(__file__).parents[2] / "docs" / "export.md"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.M | re.S)
+PAGE = "docs/export.md"
 
 
 def test_the_commands_and_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,12 +29,12 @@ def test_the_commands_and_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     change_json(clip / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
     write_run(Path("runs/clip"), f"hf:{clip}")
     retriever = write_run(Path("runs/retriever"), f"hf:{save_tiny_bert(tmp_path / 'bert')}")
-    [commands] = blocks("bash")
+    [commands] = blocks(PAGE, "bash")
     for command in commands.splitlines():
         assert main(shlex.split(command, comments=True)[1:]) == 0
     assert Path("exported/vit-ema/open_clip_model.safetensors").is_file()
     names: dict[str, Any] = {}
-    for block in blocks("python"):
+    for block in blocks(PAGE, "python"):
         exec(block, names)
     assert names["outputs"].text_embeds.shape == names["outputs"].image_embeds.shape == (1, 8)
     expected = retriever.module.encode_text(retriever.tokenizer(["a b c", "d e"]), normalize=True)

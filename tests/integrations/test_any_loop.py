@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import blocks
 from tests.test_distributed_docs import losses
 
-PAGE = Path(__file__).parents[2] / "docs/integrations/any-loop.md"
+PAGE = "docs/integrations/any-loop.md"
 END = "import time\n\ndist.destroy_process_group()\ntime.sleep(0.1)\n"
 
 
 @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "fully_shard"])
 def test_the_loops_give_the_same_on_two_processes_as_on_one(wrapper: str, tmp_path: Path) -> None:
-    setup, *loops, report = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    setup, *loops, report = blocks(PAGE, "python")
     (loop,) = (code for code in loops if f"import {wrapper}" in code)
     script = tmp_path / "loop.py"
     script.write_text(setup + loop + report + END)

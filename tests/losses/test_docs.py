@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 import megabatch as mb
 from megabatch import losses
 from megabatch.losses.registry import ENTRIES, TRAINABLE
+from tests.docs.pages import ROOT, blocks
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def code_of(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S)
+DOCS = ROOT / "docs"
 
 
 def test_the_new_loss_is_short_and_equals_its_dense_expression() -> None:
-    loss, check = code_of("new-loss.md")
+    loss, check = blocks("docs/new-loss.md", "python")
     assert len([line for line in loss.splitlines() if line.strip()]) < 30
     names: dict[str, object] = {}
     exec(loss, names)
@@ -72,7 +68,7 @@ def test_gradient_caching_of_several_modalities_as_shown() -> None:
 
     model = Model()
     names = {"mb": mb, "model": model}
-    distilled, guided, shown = code_of("losses.md")
+    distilled, guided, shown = blocks("docs/losses.md", "python")
     exec(distilled, {})
     exec(guided, {})
     exec(shown, names)

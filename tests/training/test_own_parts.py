@@ -14,9 +14,9 @@ from megabatch.errors import UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.evaluation.run_folder import open_run
 from megabatch.training import load_config
+from tests.docs.pages import blocks
 from tests.own_parts import MALICIOUS, WriteModule, user_modules
 
-RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
 OWN = ["--loss", "mine:FocalClipLoss", "--model", "mine:towers"]
 
 Command = Callable[..., tuple[int, str]]
@@ -31,10 +31,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriteModu
 @pytest.fixture
 def mine(write: WriteModule) -> Path:
     """The example of the documentation."""
-    section = RECIPES.read_text().partition("## Your own loss or model")[2]
-    found = re.search(r"^```python\n(.*?)^```", section, re.M | re.S)
-    assert found
-    return write("mine", found[1])
+    (code,) = blocks("docs/recipes.md", "python")
+    return write("mine", code)
 
 
 @pytest.fixture
