@@ -1,16 +1,30 @@
-"""The loops of docs/integrations/any-loop.md give the same results on one process and on two."""
+"""The loops of docs/integrations/any-loop.md give the same alone, on one rank and on two."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.docs.pages import blocks
 from tests.test_distributed_docs import losses
 
 PAGE = "docs/integrations/any-loop.md"
 END = "import time\n\ndist.destroy_process_group()\ntime.sleep(0.1)\n"
+
+
+def test_the_loop_of_one_process_learns_the_same_with_and_without_a_cache() -> None:
+    setup, alone, *_ = blocks(PAGE, "python")
+    cached: dict[str, Any] = {}
+    exec(setup + alone, cached)
+    assert cached["loss"].item() < 3  # 9 at the start
+    plain: dict[str, Any] = {}
+    without = alone.replace("step(images, texts)", "clip(*model(images, texts))")
+    assert without != alone
+    exec(setup + without, plain)
+    torch.testing.assert_close(cached["loss"], plain["loss"])
 
 
 @pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "fully_shard"])
