@@ -37,6 +37,7 @@ exclude_patterns = [".*", "build", "dist", "runs", "src", "tests", "tools"]
 myst_heading_anchors = 4  # the anchors that links in Markdown name
 myst_enable_extensions = ["attrs_inline"]
 nb_execution_mode = "off"  # notebooks are committed with their outputs
+nb_merge_streams = True
 
 html_theme = "furo"
 html_static_path = ["_static"]
