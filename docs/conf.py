@@ -14,16 +14,20 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 from megabatch import __version__ as release
 from megabatch.cli import main
 
 ROOT = Path(__file__).parents[1]
+PARTS = ("data", "evaluation", "export", "models", "planning", "similarity", "training")
 LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)]*)\)")
 
 project = "megabatch"
@@ -35,7 +39,6 @@ include_patterns = ["*.md", "benchmarks/README.md", "docs/**"]
 exclude_patterns = [".*", "build", "dist", "runs", "src", "tests", "tools"]
 
 myst_heading_anchors = 4  # the anchors that links in Markdown name
-myst_enable_extensions = ["attrs_inline"]
 nb_execution_mode = "off"  # notebooks are committed with their outputs
 nb_merge_streams = True
 
@@ -52,10 +55,14 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
 
-for _name in ("data", "evaluation", "export", "planning", "training"):  # import on first access
-    _package = importlib.import_module(f"megabatch.{_name}")
-    for _public in _package.__all__:
-        getattr(_package, _public)
+#: Packages with their public names, which some import on first access: autodoc would see none.
+PUBLIC = {
+    name: importlib.import_module(name).__all__
+    for name in ("megabatch", *(f"megabatch.{part}" for part in PARTS))
+}
+for _package, _names in PUBLIC.items():
+    for _name in _names:
+        getattr(sys.modules[_package], _name)
 
 
 def _toctrees() -> str:
@@ -121,6 +128,14 @@ class Help(SphinxDirective):
         return [nodes.literal_block("", printed.getvalue(), language="text")]
 
 
+def _check_reference(app: Sphinx, env: BuildEnvironment) -> None:
+    """Warn of public names that no page of the reference has."""
+    for package, names in PUBLIC.items():
+        for name in names:
+            if f"{package}.{name}" not in env.get_domain("py").objects and name not in PARTS:
+                logging.getLogger(__name__).warning("%s.%s: in no reference", package, name)
+
+
 def _make_index(app: Sphinx, failed: Exception | None) -> None:
     """The first page also under the name that servers look for."""
     if not failed and app.builder.name == "html":
@@ -133,4 +148,5 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _mark_code, priority=0)
     app.connect("autodoc-process-signature", _hide_factories)
+    app.connect("env-check-consistency", _check_reference)
     app.connect("build-finished", _make_index)
