@@ -60,6 +60,8 @@ def check(words: Sequence[str]) -> None:
         given = get_args_parser().parse_args(rest)
         module = ["-m"] * given.module
         check(["python", *module, given.training_script, *given.training_script_args])
+    elif program == "unshare":
+        check(rest[rest.index("python") :])
     elif program == "python" and rest[0] == "-m":
         check_module(rest[1], [word for word in rest[2:] if word != "--"])
     elif program == "python":

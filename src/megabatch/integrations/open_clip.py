@@ -201,7 +201,7 @@ class JoinedBatches:
         stop = threading.Event()
 
         def load(_: None) -> list[Sequence[Tensor]]:
-            joined = []
+            joined: list[Sequence[Tensor]] = []
             while len(joined) < self._count and room.acquire() and not stop.is_set():
                 if (batch := next(batches, None)) is None:
                     break
