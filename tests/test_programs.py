@@ -75,7 +75,7 @@ def test_its_own_processes_are_of_its_group_and_started_as_in_any_program() -> N
 
 def test_ctrl_c() -> None:
     program = Program(["-c", WAITING])
-    while "here" not in program.said()[0]:
+    while "here\n" not in program.said()[0]:
         assert program.poll() is None
     program.send_signal(signal.SIGINT)
     assert program.communicate(60) == ("here\nthere\n", "")
