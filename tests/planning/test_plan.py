@@ -195,17 +195,17 @@ def test_a_smaller_micro_batch_is_suggested_and_fits(glyph):
 
 
 def test_where_the_loss_is_too_large_a_smaller_batch_or_more_gpus_are(glyph):
-    config = replace(CONFIG, global_batch_size=1 << 24)
-    plan = make_plan(config, glyph, gpus(1, 16))
+    config = replace(CONFIG, global_batch_size=1 << 22)
+    plan = make_plan(config, glyph, gpus(1, 4))
     assert "in the phase 'loss'" in plan.problem
     size = suggested(plan.problem, "--global-batch-size")
     smaller = replace(config, global_batch_size=size, micro_batch_size=64)
-    assert make_plan(smaller, glyph, gpus(1, 16)).fits
+    assert make_plan(smaller, glyph, gpus(1, 4)).fits
     count = int(plan.problem.split(" GPUs")[0].split()[-1])
     assert count in (2, 4, 8)
     more = replace(config, micro_batch_size=64)
-    assert make_plan(more, glyph, gpus(count, 16)).fits
-    assert not make_plan(more, glyph, gpus(count // 2, 16)).fits
+    assert make_plan(more, glyph, gpus(count, 4)).fits
+    assert not make_plan(more, glyph, gpus(count // 2, 4)).fits
 
 
 def test_a_model_that_is_too_large_for_any_batch(glyph):
