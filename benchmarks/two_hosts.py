@@ -19,22 +19,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-import megabatch
-from machinery import host_training, parallel
+from machinery import host_training
 from machinery.host_ranks import Ranks, serve
+from machinery.host_schedules import GRIDS, LOSSES, WAYS, shard
 from machinery.hosts import Network, Unavailable
 from megabatch.benchmarking import records
 from megabatch.benchmarking.inputs import features
-from megabatch.similarity.distributed import control
+from megabatch.similarity.distributed import comm, control, sides
 
 #: Exit code if two hosts cannot be made here.
 UNAVAILABLE = 77
@@ -43,29 +42,11 @@ SCALE = 14.3
 SLOW = 50
 
 
-class Way(NamedTuple):
-    """A schedule: a context, given the bytes of all ranks' features, and the loss's group."""
-
-    around: Callable[[int], AbstractContextManager[None]] = lambda size: nullcontext()
-    group: Callable[[], Any] = lambda: None
-    right: bool = True  #: its result is
-
-
-#: The schedules that are measured, a line each.
-WAYS = {
-    "gathered": Way(),
-    "gathered in rounds": Way(lambda size: parallel.gathering_up_to(size - 1)),
-    "ring": Way(lambda size: parallel.in_turn()),
-    "gathered, no overlap": Way(lambda size: parallel.without_overlap()),
-    "no transfers": Way(lambda size: parallel.without_transfers(), right=False),
-}
-
-
 # --- on the ranks ---------------------------------------------------------------------------------
 
 
 def step(way: str, rows: int, width: int, truth: str = "", together: bool = True) -> dict[str, Any]:
-    """CLIP's loss, forward and backward, with this rank's rows.
+    """A loss, forward and backward, with this rank's rows.
 
     Args:
         way: a key of `WAYS`.
@@ -74,11 +55,11 @@ def step(way: str, rows: int, width: int, truth: str = "", together: bool = True
         together: whether the ranks wait for each other first.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = slice(rank * rows, (rank + 1) * rows)
+    mine = shard(way, rank, rows)
     whole = features(size * rows, width, torch.float32, "cpu")
     x, y = (side[mine].clone().requires_grad_() for side in whole)
     scale = torch.tensor(SCALE, requires_grad=True)
-    function = megabatch.ClipLoss(group=_group(way))
+    function = LOSSES[WAYS[way].loss][0](_group(way))
     if together:
         dist.barrier()
     began = time.perf_counter()
@@ -94,6 +75,13 @@ def step(way: str, rows: int, width: int, truth: str = "", together: bool = True
         norms = [np.linalg.norm(t, axis=-1) for t in (found / size - exact, exact)]
         result["row_error"] = float((norms[0] / norms[1]).max())
     return result
+
+
+def shape(way: str) -> list[int]:
+    """The grid of a loss's group, (rows, columns); both 1 if it is none."""
+    with WAYS[way].around(1 << 20):
+        found = sides.of(comm.group_name(_group(way)), torch.device("cpu"))
+    return [1, 1] if found is None else [found.cols.size(), found.rows.size()]
 
 
 @functools.cache  # a mesh, say, is made once
@@ -163,16 +151,16 @@ def speeds(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps by schedule and handshakes at each speed of the link; the last rank starts late."""
     with Network() as network, tempfile.TemporaryDirectory() as folder:
         truth = Path(folder, "truth.npy")
-        size = 2 * options.ranks_per_host
-        np.save(truth, _gradients(size * options.rows, options.width))
         run = Run(network, options, timeout=600, late=options.late)
         yield {"joined_s": run.ranks.joined, "late_s": options.late}
         errors = {}
         for way in WAYS:  # which opens all connections
+            np.save(truth, _gradients(way, run.ranks.size, options.rows, options.width))
             found, _ = run.step(way, truth=str(truth))
             if WAYS[way].right:
                 errors[way] = max(rank["row_error"] for rank in found)
         yield {"row_error": errors}
+        yield {"grids": {way: run.ranks.call("shape", way=way)[0] for way in GRIDS}}
         for mbit in (*options.speeds, None):
             network.set_speed(mbit)
             yield {"mbit": mbit, **_link(run, mbit)}
@@ -210,7 +198,7 @@ def late(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with Network() as network:
         run = Run(network, options, options.timeout)
         *others, last = range(run.ranks.size)
-        call = {**run.arguments("gathered"), "together": False}
+        call = {**run.arguments("default"), "together": False}
         run.ranks.call("step", **call)
         run.ranks.ask("step", others, **call)
         time.sleep(options.late)
@@ -277,13 +265,12 @@ def _ends(run: Run, ranks: Any, since: float) -> dict[str, Any]:
     }
 
 
-def _gradients(b: int, d: int) -> np.ndarray[Any, Any]:
-    """The gradients (2, b, d) of the dense expression in float64."""
-    x, y = (side.double().requires_grad_() for side in features(b, d, torch.float32, "cpu"))
-    logits = SCALE * x @ y.T
-    targets = torch.arange(b)
-    sides = (torch.nn.functional.cross_entropy(s, targets) for s in (logits, logits.T))
-    (sum(sides) / 2).backward()
+def _gradients(way: str, ranks: int, rows: int, d: int) -> np.ndarray[Any, Any]:
+    """The gradients (2, b, d) of the dense expression in float64; 0 for rows that no rank has."""
+    every = features(ranks * rows, d, torch.float32, "cpu")
+    x, y = (side.double().requires_grad_() for side in every)
+    used = torch.cat([torch.arange(ranks * rows)[shard(way, r, rows)] for r in range(ranks)])
+    LOSSES[WAYS[way].loss][1](x[used], y[used], SCALE).backward()
     assert x.grad is not None
     assert y.grad is not None
     return torch.stack([x.grad, y.grad]).numpy()
@@ -316,7 +303,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
                         help="of the group, in seconds, where something fails")  # fmt: skip
     parser.add_argument("--late", type=float, default=5, help="seconds that a rank is late")
     parser.add_argument("--stall", type=float, default=30, help="seconds")
-    parser.add_argument("--failing", nargs="*", choices=WAYS, default=["gathered", "ring"],
+    parser.add_argument("--failing", nargs="*", choices=WAYS, default=["default", "ring"],
                         help="schedules of the steps in which something fails")  # fmt: skip
     parser.add_argument("--share", type=float, default=0.25,
                         help="of a step's bytes, after which something fails")  # fmt: skip
@@ -327,7 +314,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     if "RANK" in os.environ:
-        serve({"step": step, "handshake": handshake, "send": send})
+        serve({"step": step, "shape": shape, "handshake": handshake, "send": send})
         return 0
     options = parse()
     torch.set_num_threads(1)

@@ -125,9 +125,11 @@ def test_steps_on_two_hosts(tmp_path: Path) -> None:
     if ended.returncode == 77:
         pytest.skip(ended.stderr)
     assert ended.returncode == 0, ended.stderr
-    joined, errors, link, *steps = json.loads(output.read_text())["records"]
+    joined, errors, shapes, link, *steps = json.loads(output.read_text())["records"]
     assert len(joined["joined_s"]) == 2
     assert max(errors["row_error"].values()) < 1e-5
+    # One rank a host: no grid but that of a mesh.
+    assert shapes["grids"] == {"default": [1, 1], "grid of a mesh": [2, 1], "gathered": [1, 1]}
     assert (link["mbit"], link["channel"]) == (None, "GlooChannel")
     assert min(link["measured_mbit"], link["handshake_us"]) > 0
     schedules = {step["schedule"]: step for step in steps}

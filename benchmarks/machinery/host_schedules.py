@@ -1,0 +1,90 @@
+"""The schedules that benchmarks/two_hosts.py compares, and the losses that run by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import megabatch
+from machinery import parallel
+from megabatch.similarity import dense
+
+Around = Callable[[int], AbstractContextManager[None]]
+
+
+class Way(NamedTuple):
+    """A schedule: a context, given the bytes of all ranks' features; the loss and its group."""
+
+    around: Around = lambda size: nullcontext()
+    group: Callable[[], Any] = lambda: None
+    loss: str = "CLIP"  #: of `LOSSES`
+    uneven: bool = False  #: every second rank has a quarter of its rows less
+    right: bool = True  #: its result is
+
+
+def no_grid(around: Around) -> Around:
+    """The same by all ranks together, which several hosts would otherwise do as a grid."""
+
+    @contextmanager
+    def both(size: int) -> Iterator[None]:
+        with parallel.in_columns(0), around(size):
+            yield
+
+    return both
+
+
+def mesh() -> DeviceMesh:
+    """A row of the grid for each host."""
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+
+
+def ring(size: int) -> AbstractContextManager[None]:
+    return parallel.in_turn()
+
+
+#: The schedules that are measured, a line each.
+WAYS = {
+    "default": Way(),
+    "grid of a mesh": Way(group=mesh),
+    "gathered": Way(no_grid(lambda size: nullcontext())),
+    "gathered in rounds": Way(no_grid(lambda size: parallel.gathering_up_to(size - 1))),
+    "ring": Way(ring),
+    "gathered, no overlap": Way(no_grid(lambda size: parallel.without_overlap())),
+    "no transfers": Way(no_grid(lambda size: parallel.without_transfers()), right=False),
+    "unequal shards": Way(uneven=True),
+    "unequal shards, ring": Way(ring, uneven=True),
+    "NT-Xent": Way(loss="NT-Xent"),
+    "NT-Xent, ring": Way(ring, loss="NT-Xent"),
+}
+#: Those whose shape is told.
+GRIDS = ("default", "grid of a mesh", "gathered")
+
+
+def nt_xent(group: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    loss = megabatch.NTXentLoss(1.0, group=group)
+    return lambda x, y, scale: loss(x, y, temperature=1 / scale)
+
+
+def dense_nt_xent(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    both = torch.cat([x, y])
+    logits = (scale * both @ both.T).fill_diagonal_(-torch.inf)
+    return torch.nn.functional.cross_entropy(logits, torch.arange(len(both)).roll(len(x)))
+
+
+#: Of this library for a group, and as the dense expression.
+LOSSES: dict[str, tuple[Callable[[Any], Any], Callable[..., Tensor]]] = {
+    "CLIP": (lambda group: megabatch.ClipLoss(group=group), dense.clip_loss),
+    "NT-Xent": (nt_xent, dense_nt_xent),
+}
+
+
+def shard(way: str, rank: int, rows: int) -> slice:
+    """The rows of a rank among `rows` of each."""
+    less = rows // 4 if WAYS[way].uneven and rank % 2 else 0
+    return slice(rank * rows, (rank + 1) * rows - less)
