@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from machinery import ranks
+from megabatch import torch_internals
 from megabatch.benchmarking import records
 from megabatch.similarity.distributed import control
 
@@ -39,9 +40,10 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     cpu = torch.device("cpu")
+    place = torch_internals.group_store(group), group.rank(), group.size(), ranks.TIMEOUT
     channels: dict[str, control.Channel] = {
         "sockets": control.channel(group, cpu),
-        "gloo": control.GlooChannel(group._get_backend(cpu), group.size()),
+        "gloo": control.GlooChannel(group._get_backend(cpu), *place),
     }
     found = {name: microseconds(channel, options.calls) for name, channel in channels.items()}
     if group.rank() == 0:

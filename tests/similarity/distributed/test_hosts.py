@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megabatch import similarity
+from megabatch import similarity, torch_internals
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import control, hosts, sides
 from megabatch.similarity.distributed.comm import P2PExchange, group_name
@@ -80,6 +80,11 @@ def test_hosts_are_exchanged_once(world: World) -> None:
         assert found is not None
         assert dist.get_process_group_ranks(found.rows) == [world.rank % 2, world.rank % 2 + 2]
         assert dist.get_process_group_ranks(found.cols) == [world.rank // 2 * 2 + i for i in (0, 1)]
+        timeouts = {
+            torch_internals.backend_timeout(torch_internals.group_backend(each, device))
+            for each in (group, *found)
+        }
+        assert len(timeouts) == 1
         test_statistics_ring.compare(world, [3] * 4, [3] * 4)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -145,7 +144,8 @@ def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.Reduce
     """`tensor` (changed in place) reduced over the group of that name."""
     group, what = resolve(name), f"{operation}: all-reduce, rank {dist.get_rank()}"
     with failures_of(what):
-        dist.all_reduce(tensor, how, group=group)
+        work = dist.all_reduce(tensor, how, group, async_op=not tensor.is_cuda)
+        _finish(work, group, tensor)
     control.note(group, tensor, what)
     return tensor
 
@@ -157,16 +157,15 @@ class Pending:
         self, work: dist.Work | None, what: str, group: dist.ProcessGroup, like: Tensor
     ) -> None:
         """`what` names the operation in errors; its result is on the device of `like`."""
-        self._work = work
-        self._end = functools.partial(control.note, group, like, what)
+        self._work, self._group, self._like = work, group, like
         self.what = what
 
     def wait(self) -> None:
         """Wait for its end: on the CPU in this thread, on a GPU in its stream."""
         if self._work is not None:
             with failures_of(self.what):
-                self._work.wait()
-            self._end()
+                control.wait(self._work, self._group, self._like)
+            control.note(self._group, self._like, self.what)
         self._work = None
 
 
@@ -208,9 +207,16 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tenso
     own = torch.empty_like(parts)
     what = _collective(operation, "exchanging all ranks' results")
     with failures_of(what):
-        dist.all_to_all_single(own, parts, group=group)
+        work = dist.all_to_all_single(own, parts, group=group, async_op=not parts.is_cuda)
+        _finish(work, group, parts)
     control.note(group, parts, what)
     return own
+
+
+def _finish(work: dist.Work | None, group: dist.ProcessGroup, like: Tensor) -> None:
+    """Wait for a collective that the host waits for on the CPU alone."""
+    if work is not None:
+        control.wait(work, group, like)
 
 
 def _collective(operation: str, what: str) -> str:

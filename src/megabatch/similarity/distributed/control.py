@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import torch_internals
+from megabatch.similarity.distributed.roll import Roll
 from megabatch.similarity.distributed.watchdog import Watch
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
@@ -54,7 +55,7 @@ def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
         if made is None:
             # Not by `new_group`, which all ranks of the world must call, members or not.
             own = own or dist.ProcessGroupGloo(dist.PrefixStore("megabatch", store), *place)
-            made = GlooChannel(own, group.size())
+            made = GlooChannel(own, store, *place)
         _channels[group] = made
     return _channels[group]
 
@@ -66,6 +67,19 @@ def note(group: dist.ProcessGroup, like: Tensor, what: str) -> None:
         known.watch.note(what)
 
 
+def wait(work: dist.Work, group: dist.ProcessGroup, like: Tensor) -> None:
+    """Wait for a collective of tensors like `like`: on the CPU here, on a GPU in its stream.
+
+    Raises:
+        RuntimeError: it failed; between machines, on the CPU, a timeout names the missing ranks.
+    """
+    known = _channels.get(_watched_with.get(group, group))
+    if isinstance(known, GlooChannel) and not like.is_cuda:
+        known.roll.wait(work)
+    else:
+        work.wait()
+
+
 def watch_with(part: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
     """Let the channel of a group watch the transfers of a part of it, which has none."""
     _watched_with[part] = whole
@@ -74,14 +88,18 @@ def watch_with(part: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
 class GlooChannel:
     """A channel over the group's collectives on the CPU."""
 
-    def __init__(self, backend: Any, size: int) -> None:
+    def __init__(
+        self, backend: Any, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
         self.backend, self.size = backend, size
+        self.roll = Roll(dist.PrefixStore("megabatch roll", store), rank, size, timeout)
 
     def gather(self, mine: bytes) -> list[bytes]:
         """See `Channel`."""
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         table = [torch.empty_like(own) for _ in range(self.size)]
-        self.backend.allgather([table], [own]).wait()
+        self.roll.next_call()
+        self.roll.wait(self.backend.allgather([table], [own]))
         return [bytes(row.numpy()) for row in table]
 
 

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from megabatch import torch_internals
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control, hosts
 
@@ -58,7 +59,11 @@ def _new_sides(group: dist.ProcessGroup, columns: int, device: torch.device) -> 
         columns = hosts.columns_for(len(order) // on_each, on_each) if on_each else 0
     if columns == 0 or len(order) % columns:
         return None
-    from torch.distributed.device_mesh import DeviceMesh  # not in a torch without groups
-
-    mesh = DeviceMesh(device.type, torch.tensor(order, device="cpu").view(-1, columns))
-    return Sides(mesh.get_group(1), mesh.get_group(0))
+    table = [order[i : i + columns] for i in range(0, len(order), columns)]
+    # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
+    timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
+    rows, _ = dist.new_subgroups_by_enumeration(table, timeout)
+    cols, _ = dist.new_subgroups_by_enumeration(
+        [list(c) for c in zip(*table, strict=True)], timeout
+    )
+    return Sides(rows, cols)
