@@ -80,7 +80,9 @@ def step(way: str, rows: int, width: int, truth: str = "", together: bool = True
 def shape(way: str) -> list[int]:
     """The grid of a loss's group, (rows, columns); both 1 if it is none."""
     with WAYS[way].around(1 << 20):
-        found = sides.of(comm.group_name(_group(way)), torch.device("cpu"))
+        found = sides.of(
+            comm.group_name(_group(way)), torch.device("cpu"), most=dist.get_world_size()
+        )
     return [1, 1] if found is None else [found.cols.size(), found.rows.size()]
 
 

@@ -76,16 +76,21 @@ def test_the_last_round_is_there_when_the_gradient_of_x_is_made():
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
-def test_a_grid_holds_the_rows_and_the_columns_that_ranks_share(loss):
-    """On 128 hosts of 8 GPUs it is 16 x 64; features in bfloat16, gradients in float32."""
-    rows, width = 1024, 768
+@pytest.mark.parametrize(("rows", "sharing"), [(1024, 16 + 64), (8192, 32 + 32)])
+def test_a_grid_holds_the_rows_and_the_columns_that_ranks_share(loss, rows, sharing):
+    """On 128 hosts of 8 GPUs; features in bfloat16, gradients in float32."""
+    width = 768
     config = replace(TrainConfig(), loss=loss)
     planned = loss_bytes(config, rows, width, torch.bfloat16, "cuda", 1024, hosts=128)
-    shared = (64 + 16) * rows * width * (2 + 4)
+    shared = sharing * rows * width * (2 + 4)
     assert 0 < planned - shared < (512 << 20) + 8 * rows * width + 0.03 * shared
-    # Shards too large for that are gathered by all ranks, in rounds.
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_shards_too_large_for_a_grid_are_gathered_in_rounds(loss):
+    config, width = replace(TrainConfig(), loss=loss), 768
     planned = [
-        loss_bytes(config, 8192, width, torch.bfloat16, "cuda", 1024, hosts=hosts)
+        loss_bytes(config, 65_536, width, torch.bfloat16, "cuda", 1024, hosts=hosts)
         for hosts in (1, 128)
     ]
     in_rounds = settings.DEFAULT_GATHER // gathered.ROUND * (3 + 2 * 2)

@@ -38,6 +38,13 @@ def test_the_loss_on_many_gpus_is_simulated(capsys):
     for words in ("ring", "gather", "grid", "exposed transfers", "efficiency", "memory"):
         assert words in out
     assert "the schedule to take: grid" in out
+    assert "default" not in out  # it is the same
+
+
+def test_a_default_that_is_not_the_best_is_told(capsys):
+    small = [*CLUSTER, "16", "--pairs-per-second", "10000", "--nvlink-gigabytes", "40"]
+    assert cli.main(small) == 0
+    assert "the library's default: grid 2 x 8, its loss " in capsys.readouterr().out
 
 
 def test_the_simulated_network_is_an_option(capsys):

@@ -50,7 +50,8 @@ class Run(NamedTuple):
         columns = settings.grid()
         if columns < 0:
             each, rest = divmod(self.ranks, self.hosts)
-            columns = 0 if rest else columns_for(self.hosts, each)
+            most = gathered.most_sharing(len(x), x.shape[1] * x.element_size())
+            columns = 0 if rest else columns_for(self.hosts, each, most)
         if columns == 0 or self.ranks % columns or y is None:
             return self.ranks
         row, others = x.shape[1] * x.element_size(), self.ranks // columns

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from megabatch.planning.simulation.hardware import Cluster, Gpu, Spread
-from megabatch.planning.simulation.schedules import Grid, Ring, Workload
+from megabatch.planning.simulation.schedules import Grid, Ring, Workload, default
 from megabatch.planning.simulation.step import Result, Towers, best, compare, grid_shapes, simulate
 
 
@@ -83,3 +83,37 @@ def test_4096_gpus_take_seconds():
     result = simulate(Cluster(4096), Workload(1024, 768), Grid((32, 128)))
     assert 0.5 < result.efficiency < 1
     assert time.process_time() - begin < 60  # found: 0.02 s; around the ring 2 s
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rows", "shape"),
+    [
+        (64, 1024, (4, 16)),
+        (64, 8192, (4, 16)),
+        (64, 32_768, (8, 8)),
+        (1024, 1024, (16, 64)),
+        (1024, 8192, (32, 32)),
+        (1024, 32_768, (128, 8)),
+    ],
+)
+def test_the_library_takes_a_schedule_almost_as_fast_as_the_best(gpus, rows, shape):
+    cluster, work = Cluster(gpus), Workload(rows, 768)
+    own = default(cluster, work)
+    assert own == Grid(shape)
+    fastest = min(result.seconds for _, result in compare(cluster, work).values())
+    assert simulate(cluster, work, own).seconds < 1.03 * fastest
+
+
+@pytest.mark.parametrize(("rows", "slower"), [(1024, 1.11), (8192, 1.04), (32_768, 1.02)])
+def test_on_two_hosts_other_grids_are_faster_for_small_shards(rows, slower):
+    """The library divides no host; 4 x 4 is faster than 2 x 8."""
+    cluster, work = Cluster(16), Workload(rows, 768)
+    own = default(cluster, work)
+    assert own == Grid((2, 8))
+    fastest = min(result.seconds for _, result in compare(cluster, work).values())
+    assert simulate(cluster, work, own).seconds < slower * fastest
+
+
+def test_the_library_makes_no_grid_on_one_host_nor_for_very_large_shards():
+    assert default(Cluster(8), Workload(1024, 768)) == Grid((8, 1))
+    assert default(Cluster(64), Workload(131_072, 768)) == Grid((64, 1))

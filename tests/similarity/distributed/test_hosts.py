@@ -41,24 +41,27 @@ def on_hosts(*names: str) -> Iterator[pytest.MonkeyPatch]:
     [("aabb", [0, 1, 2, 3], 2), ("abab", [0, 2, 1, 3], 2), ("aab", [0, 1, 2], 0), ("a", [0], 1)],
 )
 def test_ranks_host_by_host(names: str, order: list[int], on_each: int) -> None:
-    assert hosts.in_order(names) == (order, on_each)
+    assert hosts.in_order(tuple(names)) == (order, on_each)
 
 
 @pytest.mark.parametrize(
-    ("number", "ranks", "columns"),
+    ("number", "ranks", "most", "columns"),
     [
-        (1, 8, 0),  # one host
-        (2, 8, 8),
-        (3, 8, 8),
-        (4, 8, 16),  # 2 x 16: a host receives 8 + 8 shards, as 4 x 8 it would 24
-        (128, 8, 64),  # 16 x 64: 56 + 120
-        (2, 1, 0),  # one row or one column, which gathering by all ranks is
-        (5, 1, 0),
-        (16, 1, 4),
+        (1, 8, 9999, 0),  # one host
+        (2, 8, 9999, 8),
+        (3, 8, 9999, 8),
+        (4, 8, 9999, 16),  # 2 x 16: a host receives 8 + 8 shards, as 4 x 8 it would 24
+        (128, 8, 64, 64),  # 16 x 64: 56 + 120
+        (128, 8, 63, 32),
+        (128, 8, 8, 8),
+        (128, 8, 7, 0),
+        (2, 1, 9999, 0),  # one row or one column, which gathering by all ranks is
+        (5, 1, 9999, 0),
+        (16, 1, 9999, 4),
     ],
 )
-def test_a_row_of_the_grid_is_whole_hosts(number: int, ranks: int, columns: int) -> None:
-    assert hosts.columns_for(number, ranks) == columns
+def test_a_row_of_the_grid_is_whole_hosts(number: int, ranks: int, most: int, columns: int) -> None:
+    assert hosts.columns_for(number, ranks, most) == columns
 
 
 @on_processes(4)
@@ -76,7 +79,7 @@ def test_hosts_are_exchanged_once(world: World) -> None:
         assert names == ["host 0", "host 1"] * 2
         assert hosts.by_rank(group, device) is names
         # Ranks of one host share rows.
-        found = sides.of(group_name(None), device)
+        found = sides.of(group_name(None), device, most=4)
         assert found is not None
         assert dist.get_process_group_ranks(found.rows) == [world.rank % 2, world.rank % 2 + 2]
         assert dist.get_process_group_ranks(found.cols) == [world.rank // 2 * 2 + i for i in (0, 1)]

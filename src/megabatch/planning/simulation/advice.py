@@ -11,7 +11,7 @@ from rich.table import Table
 from megabatch.config.settings import TrainConfig
 from megabatch.planning.plan import Plan
 from megabatch.planning.simulation.hardware import Cluster
-from megabatch.planning.simulation.schedules import Grid, Ring, Schedule, Workload
+from megabatch.planning.simulation.schedules import Grid, Ring, Schedule, Workload, default
 from megabatch.planning.simulation.step import Result, Towers, best, compare, simulate
 
 #: Sweeps of the losses that are simulated. Those of x against itself have another schedule.
@@ -29,12 +29,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """The simulation of a run. `candidates`: the best ring, gathering and grid."""
+    """The simulation of a run.
+
+    `candidates`: the best ring, gathering and grid. `default`: the library's own choice.
+    """
 
     cluster: Cluster
     work: Workload
     candidates: tuple[Candidate, ...]
     best: Candidate
+    default: Candidate
 
 
 def advise(plan: Plan, cluster: Cluster, width: int, towers: Towers | None) -> Advice:
@@ -52,15 +56,18 @@ def advise(plan: Plan, cluster: Cluster, width: int, towers: Towers | None) -> A
     item = 4 if config.precision == "fp32" else 2
     work = Workload(rows, sum(config.matryoshka_dims) or width, SWEEPS[config.loss], item)
     found = compare(cluster, work, _free(plan, config))
-    candidates = {
-        kind: Candidate(
-            schedule, loss, simulate(cluster, work, schedule, towers) if towers else None
-        )
-        for kind, (schedule, loss) in found.items()
-    }
+
+    def candidate(schedule: Schedule, loss: Result) -> Candidate:
+        step = simulate(cluster, work, schedule, towers) if towers else None
+        return Candidate(schedule, loss, step)
+
+    candidates = [candidate(*one) for one in found.values()]
     taken, _ = best(list(found.values()), _free(plan, config))
-    chosen = next(one for one in candidates.values() if one.schedule is taken)
-    return Advice(cluster, work, tuple(candidates.values()), chosen)
+    chosen = next(one for one in candidates if one.schedule is taken)
+    own = default(cluster, work)
+    return Advice(
+        cluster, work, tuple(candidates), chosen, candidate(own, simulate(cluster, work, own))
+    )
 
 
 def _free(plan: Plan, config: TrainConfig) -> int:
@@ -98,7 +105,12 @@ def print_advice(advice: Advice, console: Console) -> None:
             cells += [f"{step.seconds:,.3g}", f"{step.efficiency:.0%}"]
         table.add_row(described(one.schedule, advice.work), *cells)
     console.print(table)
-    console.print(f"the schedule to take: {described(advice.best.schedule, advice.work)}")
+    best, own = advice.best, advice.default
+    console.print(f"the schedule to take: {described(best.schedule, advice.work)}")
+    slower = max(0.0, own.loss.seconds / best.loss.seconds - 1)
+    name = described(own.schedule, advice.work)
+    if name != described(best.schedule, advice.work):
+        console.print(f"the library's default: {name}, its loss {slower:.1%} slower")
 
 
 def described(schedule: Schedule, work: Workload) -> str:
@@ -118,6 +130,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
         "width": advice.work.width,
         "schedules": [_candidate(one, advice.work) for one in advice.candidates],
         "best": _candidate(advice.best, advice.work),
+        "default": _candidate(advice.default, advice.work),
     }
 
 

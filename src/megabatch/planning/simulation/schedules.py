@@ -13,7 +13,7 @@ from typing import Protocol
 from megabatch.planning.simulation.hardware import Cluster
 from megabatch.planning.simulation.timeline import Side, Timeline, Transfer
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity.distributed import gathered, hosts, ring
 
 #: Rows and columns of a block of the engine on a GPU, for the default workspace.
 BLOCK = 16_384
@@ -302,6 +302,19 @@ class Ring:
         rows = self.chunk_rows(work)
         transfers = rows * (2 * work.row_bytes + 3 * work.gradient_bytes)
         return _block_bytes(work, work.rows, rows) + transfers + work.rows * work.gradient_bytes
+
+
+def default(cluster: Cluster, work: Workload) -> Schedule:
+    """The schedule that the library takes by itself, for shards of one size."""
+    if cluster.nodes > 1:
+        most = gathered.most_sharing(work.rows, work.row_bytes)
+        cols = hosts.columns_for(cluster.nodes, cluster.local, most)
+        rows = cluster.gpus // max(1, cols)
+        if cols and gathered.fits_grid(cols, rows, work.rows, work.rows, work.row_bytes):
+            return Grid((rows, cols), settings.gather())
+    row = cluster.gpus * work.row_bytes
+    gathers = gathered.round_rows(work.rows, row, cluster.nodes > 1) > 0
+    return Grid((cluster.gpus, 1), settings.gather()) if gathers else Ring(settings.piece())
 
 
 def reduce_scale(timeline: Timeline) -> None:

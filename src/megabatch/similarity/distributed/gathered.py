@@ -70,7 +70,12 @@ def fits_grid(columns: int, others: int, rows: int, cols: int, row: int) -> bool
 
     rows, cols: of the largest shards. row: bytes of features of one row.
     """
-    return columns * rows * row <= settings.gather() and round_rows(cols, others * row) > 0
+    return columns <= most_sharing(rows, row) and round_rows(cols, others * row) > 0
+
+
+def most_sharing(rows: int, row: int) -> int:
+    """Ranks whose `rows` rows of `row` bytes may be in memory at once, as those of a grid are."""
+    return settings.gather() // max(1, rows * row)
 
 
 def rounds_of(size: int, step: int) -> list[slice]:

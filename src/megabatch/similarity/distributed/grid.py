@@ -52,9 +52,10 @@ def choose(
     """
     rows, cols = sizes
     takes = not symmetric and min(*rows, *cols) > 0
-    found = sides.of(name, features.device) if takes else None
+    row = features.shape[1] * features.element_size()
+    most = gathered.most_sharing(max(rows), row)
+    found = sides.of(name, features.device, most) if takes else None
     if found is not None:
-        row = features.shape[1] * features.element_size()
         sharing = found.rows.size(), found.cols.size()
         if gathered.fits_grid(*sharing, max(rows), max(cols), row):
             return Grid(name, rows, cols, operation, features.device, found)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,7 +44,8 @@ def several(group: dist.ProcessGroup, device: torch.device) -> bool:
     return len(set(by_rank(group, device))) > 1
 
 
-def in_order(names: Sequence[str]) -> tuple[list[int], int]:
+@functools.lru_cache(maxsize=8)
+def in_order(names: tuple[str, ...]) -> tuple[list[int], int]:
     """The ranks host by host, and the number of ranks of each host; 0 if they differ in it."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
@@ -53,18 +54,19 @@ def in_order(names: Sequence[str]) -> tuple[list[int], int]:
     return [rank for own in ranks.values() for rank in own], sizes.pop() if len(sizes) == 1 else 0
 
 
-def columns_for(number: int, ranks: int) -> int:
+def columns_for(number: int, ranks: int, most: int) -> int:
     """Ranks of a row of the grid for so many hosts of `ranks` ranks each; 0: no grid.
 
-    A row is whole hosts. Of the divisions that leave several rows and columns, it is the one with
-    which a host receives the fewest shards from others.
+    A row is whole hosts, up to `most` ranks, whose rows fit into memory. Of the divisions that
+    leave several rows and columns, it is the one with which a host receives the fewest shards from
+    others.
     """
 
     def received(width: int) -> int:
         columns, rows = width * ranks, number // width
         return columns - ranks + ranks * (rows - 1)
 
-    widths = [w for w in range(1, number) if number % w == 0 and w * ranks > 1]
+    widths = [w for w in range(1, number) if number % w == 0 and 1 < w * ranks <= most]
     return min(widths, key=received) * ranks if widths else 0
 
 

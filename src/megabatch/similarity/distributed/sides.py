@@ -20,15 +20,18 @@ class Sides(NamedTuple):
     cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
 
 
-#: By the setting under which they were made; None: the group is no grid.
-_known: WeakKeyDictionary[dist.ProcessGroup, dict[int, Sides | None]] = WeakKeyDictionary()
+#: By the setting and the number of columns; None: the group is no grid.
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], Sides | None]] = (
+    WeakKeyDictionary()
+)
 
 
-def of(name: str, device: torch.device) -> Sides | None:
+def of(name: str, device: torch.device, most: int) -> Sides | None:
     """The sides of a group that is a grid: a mesh, or as the setting and its hosts decide.
 
     Args:
         name: of the group. device: of its tensors.
+        most: ranks whose rows fit into memory at once, the same on all ranks.
 
     Raises:
         CommunicationError: a rank is gone or does not come in time.
@@ -36,29 +39,34 @@ def of(name: str, device: torch.device) -> Sides | None:
     group, of_mesh = comm.resolve(name), comm.sides(name)
     if of_mesh is not None:
         found: Sides | None = Sides(*of_mesh)
-    else:
-        known, setting = _known.setdefault(group, {}), settings.grid()
-        if setting not in known:
-            known[setting] = _new_sides(group, setting, device)
-        found = known[setting]
+    elif group is dist.group.WORLD:
+        found = _of_all(group, settings.grid(), device, most)
+    else:  # torch makes new groups on all ranks
+        found = None
     for side in found or ():
         control.watch_with(side, group)
     return found
 
 
-def _new_sides(group: dist.ProcessGroup, columns: int, device: torch.device) -> Sides | None:
-    """The sides of a grid with so many columns; -1: as the hosts suggest.
+def _of_all(
+    group: dist.ProcessGroup, columns: int, device: torch.device, most: int
+) -> Sides | None:
+    """The sides of a grid of all ranks with so many columns; -1: as the hosts suggest."""
+    setting, order = columns, list(range(group.size()))
+    if setting < 0:
+        order, on_each = hosts.in_order(tuple(hosts.by_rank(group, device)))
+        columns = hosts.columns_for(len(order) // on_each, on_each, most) if on_each else 0
+    known = _known.setdefault(group, {})
+    if (setting, columns) not in known:
+        grid = columns > 0 and len(order) % columns == 0
+        known[setting, columns] = _new_sides(group, columns, order, device) if grid else None
+    return known[setting, columns]
 
-    Only the default group, of all ranks, becomes a grid: torch makes new groups on all ranks.
-    """
-    if group is not dist.group.WORLD:
-        return None
-    order = list(range(group.size()))
-    if columns < 0:
-        order, on_each = hosts.in_order(hosts.by_rank(group, device))
-        columns = hosts.columns_for(len(order) // on_each, on_each) if on_each else 0
-    if columns == 0 or len(order) % columns:
-        return None
+
+def _new_sides(
+    group: dist.ProcessGroup, columns: int, order: list[int], device: torch.device
+) -> Sides:
+    """New groups of the ranks in this order, row by row."""
     table = [order[i : i + columns] for i in range(0, len(order), columns)]
     # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
     timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
@@ -66,4 +74,6 @@ def _new_sides(group: dist.ProcessGroup, columns: int, device: torch.device) -> 
     cols, _ = dist.new_subgroups_by_enumeration(
         [list(c) for c in zip(*table, strict=True)], timeout
     )
+    assert isinstance(rows, dist.ProcessGroup)
+    assert isinstance(cols, dist.ProcessGroup)
     return Sides(rows, cols)
