@@ -35,7 +35,7 @@ html_title = f"{project} {release}"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
-include_patterns = ["*.md", "benchmarks/README.md", "docs/**"]
+include_patterns = ["*.md", "benchmarks/README.md", "docs/**", "examples/**.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "src", "tests", "tools"]
 
 myst_heading_anchors = 4  # the anchors that links in Markdown name

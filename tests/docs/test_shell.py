@@ -65,7 +65,10 @@ def check(words: Sequence[str]) -> None:
     elif program == "python" and rest[0] == "-m":
         check_module(rest[1], [word for word in rest[2:] if word != "--"])
     elif program == "python":
-        accepts(lambda: runpy.run_path(str(ROOT / rest[0]), run_name="__main__"), rest)
+        script = ROOT / rest[0]
+        with pytest.MonkeyPatch.context() as patch:  # it may import from its own folder
+            patch.syspath_prepend(str(script.parent))
+            accepts(lambda: runpy.run_path(str(script), run_name="__main__"), rest)
     elif Path(program).name == "megabatch":
         accepts(lambda: main(list(rest)), rest) if rest != ["--version"] else None
     elif program == "make":

@@ -1,0 +1,122 @@
+"""Every command of the examples' pages runs, at small size, and what it trains beats chance."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megabatch.cli import main
+from tests import programs
+from tests.docs.pages import ROOT, blocks
+from tests.docs.test_shell import commands
+
+EXAMPLES = ROOT / "examples"
+PAGES = sorted(str(page.relative_to(ROOT)) for page in EXAMPLES.glob("*/README.md"))
+
+
+class Small(NamedTuple):
+    """A program at small size, and chance."""
+
+    options: str
+    chance: float
+    figure: str = r"x_to_y/recall@1: ([\d.]+)"
+    before: str | None = None
+    needs: str | None = None
+
+
+TRAINED = {"figure": r"([\d.]+) after", "before": r"([\d.]+) before"}
+SCRIPTS = {
+    "digit_halves/digit_halves.py": Small("--steps 15", 1 / 300),
+    "digit_halves/hf_trainer.py": Small(
+        "--steps 35", 10 / 300, r"x_to_y/recall@10: ([\d.]+)", needs="transformers"
+    ),
+    "digit_halves/lightning_module.py": Small("--steps 15", 1 / 300, needs="lightning"),
+    "simclr/simclr.py": Small("--steps 15", 1 / 300, **TRAINED),
+    "simclr/lightly_simclr.py": Small("--steps 15", 1 / 300, **TRAINED, needs="lightly"),
+    "labelled_embeddings/supcon.py": Small("--steps 10", 1 / 10, **TRAINED),
+    "labelled_embeddings/metric_learning.py": Small(
+        "--steps 10", 1 / 10, **TRAINED, needs="pytorch_metric_learning"
+    ),
+    "retriever/wordnet_glosses.py": Small(
+        "--count 500 --steps 3", 1 / 500, **TRAINED, needs="sentence_transformers"
+    ),
+    "three_modalities/three_modalities.py": Small(
+        "--steps 10 --characters 100", 1 / 100, r"recall@1 ([\d.]+)"
+    ),
+    "distillation/distill.py": Small("--steps 30", 10 / 300, r"distilled: recall@10 ([\d.]+)"),
+}
+#: Scripts that write data for `megabatch train`, and the run: what to add to both commands.
+RUNS = {
+    "images_and_captions": (
+        "--count 600",
+        "--global-batch-size 200 --micro-batch-size 100 --epochs 5 --warmup 2",
+    ),
+    "retriever": ("--count 600", "--global-batch-size 200 --micro-batch-size 100 --epochs 2"),
+}
+
+
+def shown(page: str) -> list[list[str]]:
+    return [words for code in blocks(page, "bash") for words in commands(code)]
+
+
+def found(pattern: str, text: str) -> float:
+    (value,) = re.findall(pattern, text, re.M)
+    return float(value)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_beats_chance(script: str) -> None:
+    small = SCRIPTS[script]
+    if small.needs:
+        pytest.importorskip(small.needs)
+    ended = programs.run([str(EXAMPLES / script), *small.options.split()])
+    assert ended.returncode == 0, ended.stderr
+    learnt = found(small.figure, ended.stdout)
+    assert learnt > 2 * small.chance, ended.stdout
+    if small.before:
+        assert learnt > found(small.before, ended.stdout), ended.stdout
+
+
+@pytest.mark.concurrency
+@pytest.mark.parametrize("folder", RUNS)
+def test_a_run_on_data_that_a_script_writes_beats_chance(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if folder == "retriever":
+        pytest.importorskip("transformers")
+    python, train, *_ = shown(f"examples/{folder}/README.md")
+    assert (python[0], train[:2]) == ("python", ["megabatch", "train"])
+    of_data, of_run = RUNS[folder]
+    monkeypatch.chdir(tmp_path)
+    config = (ROOT / train[train.index("--config") + 1]).read_text()
+    data = re.search(r'^train_data = "(runs/[\w-]+)/', config, re.M)
+    assert data is not None
+    ended = programs.run(
+        [str(ROOT / python[1]), "--output", str(tmp_path / data[1]), *of_data.split()]
+    )
+    assert ended.returncode == 0, ended.stderr
+    words = [str(ROOT / word) if word.endswith(".toml") else word for word in train[1:]]
+    assert main([*words, *of_run.split()]) == 0
+    output = re.search(r'^output = "(.*)"', config, re.M)
+    assert output is not None
+    evaluation = json.loads(Path(output[1], "evaluation.json").read_text())
+    model, chance = (
+        evaluation["retrieval"]["pairs"][of]["image_to_text/recall@1"] for of in ("model", "chance")
+    )
+    assert model > 2 * chance
+
+
+def test_every_script_is_shown_and_run() -> None:
+    scripts = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.glob("*/*.py")}
+    data = {shown(f"examples/{folder}/README.md")[0][1] for folder in RUNS}
+    imported = {"retriever/wordnet.py"}
+    assert scripts == {*SCRIPTS, *imported, *(name.removeprefix("examples/") for name in data)}
+    words = {word for page in PAGES for command in shown(page) for word in command}
+    assert {f"examples/{script}" for script in scripts - imported} <= words
+    assert {page.split("/")[1] for page in PAGES} == {
+        p.name for p in EXAMPLES.iterdir() if p.is_dir()
+    }
