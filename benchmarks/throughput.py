@@ -63,6 +63,7 @@ class Record:
     b: int  #: pairs of a step, of all devices
     micro_batch_size: int  #: rows that go through the towers at a time
     settings: dict[str, Any]  #: of this trainer, where they are not its defaults
+    auto: bool = False  #: this trainer chose the size of micro-batches
     status: str = "ok"
     note: str = ""
     seconds: float | None = None  #: a step's, the median
@@ -82,7 +83,7 @@ class Record:
 
     def key(self) -> tuple[Any, ...]:
         """The configuration: a later record of the same one replaces this one."""
-        names = "contender", "model", "device", "n_devices", "b", "micro_batch_size"
+        names = "contender", "model", "device", "n_devices", "b", "micro_batch_size", "auto"
         return (*(getattr(self, name) for name in names), json.dumps(self.settings, sort_keys=True))
 
 
@@ -135,6 +136,7 @@ def run(
         b=size,
         micro_batch_size=micro or 0,
         settings=settings,
+        auto=name in SETTINGS and micro is None,
         command=records.command_line(options.output or Path()),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
