@@ -26,7 +26,8 @@ quickstart: $(VENV)/.installed-train
 	@echo
 	@echo "Look at $(RUN)/report.html. To train once more: rm -r $(RUN), or make quickstart RUN=runs/other"
 
-# Many small tests: one thread each and a process for each core is twice as fast as the default.
+# Many small tests: one thread each and about a process for each core (tests/conftest.py) is
+# twice as fast as the default.
 # Each process takes files in a row, whose fixtures it makes once, then some of the others'.
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)

@@ -55,9 +55,7 @@ class Place:
     def environment(self) -> dict[str, str]:
         """The environment of its processes."""
         path = os.pathsep.join([str(self.root / "src"), *filter(None, [os.getenv("PYTHONPATH")])])
-        # pytest-xdist counts the machine's cores, not those that a process may use.
-        workers = {"PYTEST_XDIST_AUTO_NUM_WORKERS": str(len(os.sched_getaffinity(0)))}
-        return {**os.environ, **ENVIRONMENT, **workers, "PYTHONPATH": path}
+        return {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
 
     def describe(self) -> dict[str, Any]:
         """Its machine and versions, as records of measurements have them."""
