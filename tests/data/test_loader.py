@@ -179,6 +179,12 @@ def epochs(data: PairLoader, count: int) -> list[Batch]:
     return [batch for _ in range(count) for batch in data]
 
 
+def use_up(data: PairLoader, count: int) -> None:
+    for _ in range(count):
+        for _ in data:
+            pass
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_stream_is_a_function_of_the_seed(workers: int):
     options = {"bad": (3, 4, 50), "transform": to_pixels_and_noise}
@@ -291,12 +297,21 @@ def test_workers_end_at_once(monkeypatch):
 
 def test_an_interrupt_does_not_spoil_the_workers():
     options = {"n": 2000, "workers": 2, "transform": to_pixels_and_noise}
-    data = loader(**options)
-    timer = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    data, caught = loader(**options), threading.Event()
+
+    def interrupt() -> None:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not caught.wait(5):  # Python ignores exceptions in destructors and around a fork
+            os.kill(os.getpid(), signal.SIGINT)
+
+    list(data)  # the processes persist: none is forked from now on
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        epochs(data, 1000)
-    timer.join()
+        use_up(data, 1000)
+    caught.set()
+    thread.join()
     again = loader(**options)
     again.load_state_dict(data.state_dict())
     assert_equal(list(data), list(again))
