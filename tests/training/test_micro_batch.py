@@ -69,8 +69,8 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overhead", "memory", "found", "sizes"),
     [
-        (0, 1 << 35, 512, [512, 1024, 2048]),  # nothing is gained by larger ones
-        (400, 1 << 35, 16384, [2**k for k in range(9, 16)]),
+        (0, 1 << 35, 2048, [512, 1024, 2048]),  # nothing is gained by still larger ones
+        (400, 1 << 35, 32768, [2**k for k in range(9, 16)]),
         (400, 4096 * MIB, 4096, [512, 1024, 2048, 4096]),  # the next is not even tried
         (400, 4500 * MIB, 4096, [512, 1024, 2048, 4096]),
         (400, 100 * MIB, 64, [512, 256, 128, 64]),
@@ -110,7 +110,7 @@ def test_the_whole_share_is_tried_as_it_is_encoded_once() -> None:
     assert machine.search(12_000).find() == 12_000
     assert machine.sizes == [512, 1024, 2048, 12_000]
     machine = Machine(0, 11_999 * MIB)
-    assert machine.search(12_000).find() == 512
+    assert machine.search(12_000).find() == 2048
     assert machine.search(100).find() == 100
 
 
@@ -119,8 +119,8 @@ def test_smaller_micro_batches_keep_more_activations() -> None:
     # Of 16,384 pairs 16,000 could wait, in micro-batches of 4,096 only 12,288.
     machine = Machine(80, 16_000 * MIB)
     search = machine.search(16_384, bound=None)
-    assert search.find() == 1024
-    assert machine.search(16_384).find() == 4096
+    assert search.find() == 2048
+    assert machine.search(16_384).find() == 8192
 
 
 def test_a_single_pair_is_the_least() -> None:

@@ -34,7 +34,7 @@ from megabatch.training.world import World
 
 #: The first size that is tried, and the smallest unless it does not fit.
 FIRST = UNMEASURED_MICRO_BATCH
-#: A larger size must be faster by this share: with smaller ones more activations can be kept.
+#: Sizes whose times differ by a smaller share are equally fast.
 GAIN = 0.02
 #: The largest sizes without such a gain that are tried one after the other.
 WITHOUT_GAIN = 2
@@ -207,7 +207,8 @@ class Search:
 
     Sizes are doubled as long as that is expected to fit and is worth it; the size of a rank's whole
     share, which is encoded once, is tried in any case. Of sizes that are equally fast, within
-    `GAIN`, the smallest one is taken.
+    `GAIN`, the largest one is taken: it has the fewest launches, and beside them a step's host has
+    more to do than a trial's.
 
     Args:
         trial: measures a size on this rank; None if it does not fit.
@@ -261,7 +262,7 @@ class Search:
         if self._largest not in self.tried and self._promising(self._largest):
             self._fits(self._largest)
         best = self._fastest()
-        return min(size for size in self.tried if self.seconds(size) <= best * (1 + GAIN))
+        return max(size for size in self.tried if self.seconds(size) <= best * (1 + GAIN))
 
     def seconds(self, size: int) -> float:
         """Seconds per pair with a size that was tried, with the activations kept that fit."""
