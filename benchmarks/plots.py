@@ -30,6 +30,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from machinery.family import FAMILY
+from megabatch.benchmarking.report import record_files
 
 #: contender -> colour, marker; megabatch's stand out.
 STYLES = {
@@ -270,19 +271,14 @@ def main() -> None:
         for name, (field, unit, label) in FIGURES.items():
             figures[f"-{name}"] = figure(records, field, unit, label)
     for name, made in figures.items():
-        on = "simulated, H200s" if "simulated" in content else place(content["machine"])
+        on = (
+            "simulated, H200s" if "simulated" in content else record_files.place(content["machine"])
+        )
         made.suptitle(f"{on}, bf16, d = {options.width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)
         plt.close(made)
         print(path)
-
-
-def place(machine: dict[str, Any]) -> str:
-    """The names of the GPUs, without repetition, or of the CPU."""
-    gpus: list[str] = machine["gpus"]
-    kinds = [f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus)]
-    return ", ".join(kinds).removeprefix("1 x ") or str(machine["cpu"])
 
 
 if __name__ == "__main__":

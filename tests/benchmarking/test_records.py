@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,3 +74,24 @@ def test_file_says_what_is_needed_to_repeat(tmp_path: Path) -> None:
     assert {"python", "torch", "megabatch"} <= set(content["versions"])
     wanted = "contender device n_devices dtype b d ms fraction extra_bytes max_row_error"
     assert set(wanted.split()) <= set(content["records"][0])
+
+
+def test_a_record_names_the_commit_of_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "src/megabatch"
+    package.mkdir(parents=True)
+    source = package / "__init__.py"
+    source.write_text("one = 1\n")
+    monkeypatch.setattr(records.megabatch, "__file__", str(source))
+    assert records.commit() is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=A", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *words], check=True)
+    name = records.commit()
+    assert name is not None
+    assert re.fullmatch("[0-9a-f]{7,}", name)
+    (tmp_path / "record.json").touch()
+    assert records.commit() == name
+    source.write_text("one = 2\n")
+    assert records.commit() == f"{name}-dirty"

@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -125,15 +126,32 @@ def command_line(output: Path) -> str:
 
 
 def write(path: Path, command: str, records: Sequence[Any]) -> None:
-    """Write records (dataclasses) with command, date, machine and versions, atomically."""
+    """Write records (dataclasses) with command, commit, date, machine and versions, atomically."""
     content = {
         "command": command,
+        "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
         "records": [asdict(record) for record in records],
     }
     files.write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def commit() -> str | None:
+    """The commit of the sources, with "-dirty" if they differ from it; None outside a checkout."""
+    root = Path(megabatch.__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True
+        )
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "benchmarks/*.py"])
+    except (OSError, subprocess.CalledProcessError):  # no git, or another user's folder
+        return None
+    return head.stdout.strip() + ("-dirty" if changed.returncode else "")
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,34 @@
+"""The page of results: its introduction, and its sections in the order in which a user asks."""
+
+from __future__ import annotations
+
+from megabatch.benchmarking.report import (
+    beyond,
+    exactness,
+    loss,
+    parallel,
+    robustness,
+    steps,
+    training,
+)
+
+INTRODUCTION = """
+`megabatch bench report` wrote this page from records of measurements; do not edit it. Each table
+names its records, and each section ends with their commands, machines and dates.
+
+Every figure was measured, except where a line says *reported* (by others, not measured here),
+*computed*, *extrapolated* or *simulated*. Contenders such as OpenCLIP's loss are the published
+packages, run beside this library on the same inputs. A GiB has 2^30 bytes.
+"""
+
+SECTIONS = (
+    exactness.SECTION,
+    loss.MEMORY,
+    loss.SPEED,
+    parallel.SECTION,
+    steps.SECTION,
+    training.SECTION,
+    robustness.SECTION,
+    beyond.SIMULATED,
+    beyond.HOSTS,
+)
