@@ -9,6 +9,9 @@ import pytest
 from megabatch.cli import COMMANDS
 from tests.docs.pages import NOTEBOOKS, PAGES, ROOT, blocks
 
+#: Of the figures that the README quotes.
+UNITS = "ms|s|GiB|MB|pairs/s|times"
+
 
 @pytest.mark.parametrize("number", range(len(blocks("README.md", "python"))))
 def test_each_python_block_runs_alone(number: int) -> None:
@@ -40,3 +43,36 @@ def test_commands_in_the_readme_exist() -> None:
     shown = "\n".join(blocks("README.md", "bash"))
     words = set(re.findall(r"^megabatch (\w+)", shown, flags=re.M))
     assert words == set(COMMANDS)
+
+
+def _figures(text: str) -> set[str]:
+    """The numbers of a text with their units, outside code and links' targets."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+    number = r"(?<![\w.,-])\d+(?:,\d{3})*(?:\.\d+)?"
+    return set(re.findall(rf"{number}(?:%| (?:{UNITS})\b|(?![\w²]))", text))
+
+
+def _paragraphs() -> list[str]:
+    """The README's paragraphs, a table together with the sentence that announces it."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text("utf-8"), flags=re.M | re.S)
+    return text.replace(":\n\n|", ":\n|").split("\n\n")
+
+
+def test_measured_figures_are_those_of_the_results() -> None:
+    results = (ROOT / "docs/results.md").read_text("utf-8")
+    shown = [paragraph for paragraph in _paragraphs() if "(docs/results.md#" in paragraph]
+    assert len(shown) >= 5
+    for paragraph in shown:
+        for figure in _figures(paragraph):
+            assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", results), figure
+
+
+def test_figures_of_time_name_their_source() -> None:
+    """A paragraph with one links to the results, where a record has it."""
+    for paragraph in _paragraphs():
+        timed = {figure for figure in _figures(paragraph) if re.search(r" m?s$|%|times|/s", figure)}
+        assert not timed or "(docs/results.md#" in paragraph, timed
+
+
+def test_records_are_quoted_by_way_of_the_results() -> None:
+    assert "benchmarks/results/" not in (ROOT / "README.md").read_text("utf-8")
