@@ -30,7 +30,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from machinery.family import FAMILY
-from megabatch.benchmarking.report import record_files
+from megabatch.benchmarking.report.record_files import place
 
 #: contender -> colour, marker; megabatch's stand out.
 STYLES = {
@@ -138,10 +138,10 @@ def family(records: list[dict[str, Any]], d: int) -> plt.Figure | None:
         return None
     shown.sort(key=lambda r: (list(largest).index(r["loss"]), r["ms"]))
     made, axes = plt.subplots(figsize=(9, 0.42 * len(shown) + 1.4), layout="constrained")
-    for place, record in enumerate(shown):
-        axes.barh(place, record["fraction"], color=STYLES[record["contender"]][0])
+    for row, record in enumerate(shown):
+        axes.barh(row, record["fraction"], color=STYLES[record["contender"]][0])
         label = f" {record['fraction']:.0%}, {record['ms']:,.1f} ms"
-        axes.text(record["fraction"], place, label, va="center", fontsize=9)
+        axes.text(record["fraction"], row, label, va="center", fontsize=9)
     names = [f"{r['loss']}, {r['b']:,}: {r['contender']}" for r in shown]
     axes.set_yticks(range(len(shown)), names, fontsize=9)
     axes.invert_yaxis()
@@ -271,9 +271,7 @@ def main() -> None:
         for name, (field, unit, label) in FIGURES.items():
             figures[f"-{name}"] = figure(records, field, unit, label)
     for name, made in figures.items():
-        on = (
-            "simulated, H200s" if "simulated" in content else record_files.place(content["machine"])
-        )
+        on = "simulated, H200s" if "simulated" in content else place(content["machine"])
         made.suptitle(f"{on}, bf16, d = {options.width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)

@@ -63,6 +63,7 @@ def trials(sizes: list[int]) -> Iterator[Trial]:
         for peer, loss in (("memeff", "clip"), ("siglip-kernel", "siglip"), ("inf-cl", "clip")):
             for b in (65_536, 16_384):
                 yield Trial(case(b, peer, loss), most)
+        yield Trial(case(65_536, "disco-clip"), most)
 
 
 def duration(b: int, loss: str = "clip") -> float:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from machinery.ranks import Team
@@ -209,6 +211,41 @@ def _openclip(team: Team) -> LossFunction:
     )
 
 
+class _DiscoGather(torch.autograd.Function):
+    """DisCo-CLIP's gathering (arXiv 2304.08480): every rank's gradient of all rows is all-reduced.
+
+    Its release averages these gradients, which makes them 1/n of the right ones under DDP; here
+    they are summed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, team: Team) -> Tensor:
+        ctx.team = team
+        parts = [torch.empty_like(shard) for _ in range(team.size)]
+        dist.all_gather(parts, shard.contiguous(), group=team.group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        whole = gradient.contiguous()
+        dist.all_reduce(whole, group=ctx.team.group)
+        return whole.chunk(ctx.team.size)[ctx.team.rank], None
+
+
+def _disco_clip(team: Team) -> LossFunction:
+    """Own rows against all gathered ones, a product for each direction."""
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        images, texts = (_DiscoGather.apply(side, team) for side in (x, y))
+        own = slice(team.rank * len(x), (team.rank + 1) * len(x))
+        labels = torch.arange(own.start, own.stop, device=x.device)
+        rows, columns = scale * images[own] @ texts.T, scale * texts[own] @ images.T
+        return (F.cross_entropy(rows, labels) + F.cross_entropy(columns, labels)) / 2
+
+    return loss
+
+
 def _openclip_siglip(team: Team) -> LossFunction:
     from open_clip.loss import SigLipLoss
 
@@ -265,6 +302,7 @@ PARALLEL: dict[str, dict[str, Contender]] = {
         "megabatch-no-overlap": Contender(_clip, without_overlap),
         "megabatch-no-transfers": Contender(_clip, without_transfers, checked=False),
         "openclip": Contender(_openclip, needs=("open_clip", "open_clip_torch")),
+        "disco-clip": Contender(_disco_clip),
         "memeff": Contender(_memeff, needs=("memeff", "memeff"), cuda=True, apart=True),
         "inf-cl": Contender(_inf_cl, needs=("inf_cl", "inf-cl"), cuda=True, apart=True),
     },

@@ -124,7 +124,7 @@ def test_the_report_says_what_it_read_and_wrote(
     (tmp_path / "strange.json").write_text("{}")
     words = ["bench", "report", "--results", str(tmp_path), "--output"]
     assert cli.main([*words, str(tmp_path / "new/page.md")]) == 0
-    assert capsys.readouterr().out == f"1 files of records: {tmp_path}/new/page.md\n"
+    assert capsys.readouterr().out == f"{tmp_path}/new/page.md: files of records: 1\n"
     assert "[strange.json](../strange.json)" in (tmp_path / "new/page.md").read_text()
     assert cli.main([*words, str(tmp_path)]) == 2
     assert "--output" in capsys.readouterr().err

@@ -59,6 +59,17 @@ def test_losses_are_measured_and_plotted(tmp_path: Path) -> None:
     assert (tmp_path / "losses.png").exists()
 
 
+def test_blocks_of_several_sizes_are_measured(tmp_path: Path) -> None:
+    output = tmp_path / "tiling.json"
+    run("tiling.py", "--smallest", "--device=cpu", "--only=1", f"--output={output}")
+    records = json.loads(output.read_text())["records"]
+    found = {r["contender"]: r["status"] for r in records}
+    assert found.pop("dense-compiled") == "skipped"
+    assert len(found) == 6
+    assert set(found.values()) == {"ok"}
+    assert "| 64, d = 96: blocks of 2,048 |" in page(output)
+
+
 def test_the_plan_covers_what_is_promised() -> None:
     listed = run("single_gpu.py", "--list").splitlines()
     for words in ("b=65536, d=512,", "b=65536, d=1024,", "b=1048576, d=768,", "b=4194304, d=512,"):

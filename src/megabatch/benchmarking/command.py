@@ -95,7 +95,7 @@ def bench_report(options: ReportOptions) -> int:
     folder = options.output.parent
     text = page.render(found, folder, contents.SECTIONS, contents.INTRODUCTION)
     files.write_text(options.output, text)
-    print(f"{len(found)} files of records: {options.output}")
+    print(f"{options.output}: files of records: {len(found)}")
     return 0
 
 

@@ -117,3 +117,17 @@ def test_several_gpus_are_compared_with_one(tmp_path: Path) -> None:
     made = rendered(tmp_path, turns_2gpu=turns)
     assert "| 40.0 ms | 25.0 ms on 2 | 80.0% |" in made  # computed: 40 / 2 / 25
     assert "| turns-2gpu: CLIP's loss, 65,536, 2 GPUs | 25.0 ms | 26.0 ms, 77.0% |" in made
+
+
+def test_accuracy_has_means_and_deviations(tmp_path: Path) -> None:
+    def run(seed: int, recall: float, status: str = "ok") -> dict[str, Any]:
+        shape = {"data": "icons", "loss": "clip", "batch": 4096, "group": 1024, "steps": 64}
+        tests = {name: {"recall@10": recall} for name in ("validation", "in_domain")}
+        return {**shape, "lr": 0.002, "seed": seed, "status": status, "losses": [2.0, 1.0]} | (
+            {"tests": tests} if status == "ok" else {}
+        )
+
+    runs = [run(0, 0.10), run(1, 0.14), run(100, 0.9), run(2, 0.0, "stopped")]
+    made = rendered(tmp_path, batch_study=runs)
+    figures = "2 | in domain 12.00 ± 2.83% | 1.0000 ± 0.0000 |"
+    assert f"| icons, clip | 4,096 | 1,024 | 64 | 0.002 | {figures}" in made

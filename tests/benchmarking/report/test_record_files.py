@@ -37,6 +37,7 @@ def test_commands_are_the_records_own_where_several_calls_wrote_a_file() -> None
     assert made(records=own).commands == ["a", "b"]
     assert made(command="all of it", records=own).commands == ["all of it"]
     assert made(command="c", records=[{}]).commands == ["c"]
+    assert made(commands=["a", "b"]).commands == ["a", "b"]
     assert made().commands == []
 
 

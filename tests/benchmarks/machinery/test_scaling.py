@@ -109,7 +109,7 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     output = tmp_path / "s.json"
     # 48 pairs on 1 and 2 processes, with overlap and without; without transfers; peers.
     wanted = [("megabatch", 1), ("megabatch", 2), ("megabatch-no-overlap", 2)]
-    wanted += [("megabatch-no-transfers", 2), ("openclip", 2), ("memeff", 2)]
+    wanted += [("megabatch-no-transfers", 2), ("openclip", 2), ("memeff", 2), ("disco-clip", 2)]
     listed = run("scaling.py", "--smallest", "--gpus=1,2", "--list").splitlines()
     only = [f"--only={_number(listed, name, n)}" for name, n in wanted]
     shown = run("scaling.py", "--smallest", "--gpus=1,2", *only, f"--output={output}")
@@ -124,7 +124,9 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     assert [len(r["device_ms"]) for r in (alone, ours)] == [2, 2]
     assert by["clip", "megabatch-no-overlap", 2]["status"] == "ok"
     assert by["clip", "megabatch-no-transfers", 2]["ms"] > 0
-    assert by["clip", "openclip", 2]["status"] == "ok"
+    for peer in ("openclip", "disco-clip"):
+        assert by["clip", peer, 2]["status"] == "ok"
+        assert by["clip", peer, 2]["scale_gradient_error"] < 1e-2
     assert by["clip", "memeff", 2]["status"] in ("not installed", "skipped")
     assert "of ideal" in shown
     run("plots.py", str(output), "--width=16")
@@ -149,7 +151,7 @@ def test_contenders_take_turns(tmp_path: Path) -> None:
 
 def test_turns_names_what_it_cannot_take() -> None:
     for words, message in (
-        ("--contenders=mine", "--contenders: expected some of alone, inf-cl, .*, got mine"),
+        ("--contenders=mine", "--contenders: expected some of alone, disco-clip, .*, got mine"),
         ("--batch-sizes=7", "--batch-sizes: expected multiples of 2, got 7"),
         ("--gpus=3", "--gpus: expected 1 to 2, got 3"),
         ("--turns=0", "--turns, --seconds: expected positive numbers"),

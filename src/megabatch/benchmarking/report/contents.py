@@ -27,6 +27,7 @@ SECTIONS = (
     loss.SPEED,
     parallel.SECTION,
     steps.SECTION,
+    training.ACCURACY,
     training.SECTION,
     robustness.SECTION,
     beyond.SIMULATED,

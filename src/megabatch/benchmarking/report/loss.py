@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from megabatch.benchmarking.report import published
@@ -149,6 +150,30 @@ def family(files: Sequence[RecordFile]) -> Iterator[str]:
     yield from markdown(head, rows)
 
 
+def tiling(files: Sequence[RecordFile]) -> Iterator[str]:
+    """CLIP's loss by size of blocks, in two sweeps, and as one block."""
+    rows = [
+        (
+            f"{record['b']:,}, d = {record['d']:,}: {_blocks(record['contender'])}",
+            milliseconds(record["ms"]),
+            share(record["fraction"]),
+            gib(record["extra_bytes"]),
+        )
+        for file in files
+        for record in file.measured
+    ]
+    if rows:
+        yield from markdown(("CLIP's loss", "time", "of the rate", "memory"), rows)
+
+
+def _blocks(contender: str) -> str:
+    """The rows and columns of a block in half precision that fills the contender's workspace."""
+    if not contender.startswith("workspace"):
+        return {"dense-compiled": "one block: dense under torch.compile"}.get(contender, contender)
+    bytes_of_block = int(contender.split()[1]) << 20
+    return f"blocks of {math.isqrt(bytes_of_block // 2):,}"
+
+
 def directions(files: Sequence[RecordFile]) -> Iterator[str]:
     """CLIP's loss beside losses of one direction, of the same run."""
     rows = []
@@ -292,6 +317,13 @@ SPEED = Section(
         ),
         Part("Other sizes, widths and dtypes", ("single-gpu", "single-gpu-4m"), other_cases),
         Part("A later run", ("single-gpu-engine",), again),
+        Part(
+            "The time that tiling costs",
+            ("tiling*",),
+            tiling,
+            """CLIP's loss in bfloat16, by rows and columns of a block of the matrix. "Two sweeps"
+            computes each direction with a loss of its own.""",
+        ),
         Part(
             "Both directions from one matrix",
             ("losses",),

@@ -28,7 +28,7 @@ class Part:
             least one exists; their commands follow at the section's end.
         show: from the files that exist, in this order, to lines of Markdown; no line: no part.
         text: what was measured and how.
-        figures: (file name, description) of pictures beside the records, shown if they exist.
+        figures: (file name or pattern, description) of pictures beside the records, if they exist.
     """
 
     title: str
@@ -96,8 +96,7 @@ def _part(part: Part, files: Files, folder: Path, used: dict[str, RecordFile]) -
     lines = [f"### {part.title}", "", *_prose(f"{part.text} {records}".lstrip()), *shown]
     lines += [""] if lines[-1] else []
     for name, description in part.figures:
-        path = found[0].path.with_name(name)
-        if path.exists():
+        for path in sorted(found[0].path.parent.glob(name)):
             lines += [f"![{description}]({_link(path, folder)})", ""]
     return lines
 

@@ -37,8 +37,9 @@ class RecordFile:
 
     @property
     def commands(self) -> list[str]:
-        """The command line; the records' own ones where a file was written by several calls."""
-        own = list(dict.fromkeys(r["command"] for r in self.records if r.get("command")))
+        """The command line, or all of them where several calls wrote the file."""
+        several = self.content.get("commands") or [r.get("command") for r in self.records]
+        own = list(dict.fromkeys(command for command in several if command))
         whole = self.content.get("command")
         return own if whole is None or whole in own else [whole]
 

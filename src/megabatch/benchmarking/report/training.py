@@ -1,12 +1,91 @@
-"""Trained models: what they reach."""
+"""Accuracy: the same with every loss, by batch size, and of the models that come along."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 
 from megabatch.benchmarking.report.page import Part, Section
 from megabatch.benchmarking.report.record_files import RecordFile
-from megabatch.benchmarking.report.tables import NONE, count, markdown, seconds, share
+from megabatch.benchmarking.report.tables import (
+    NONE,
+    count,
+    error,
+    grouped,
+    markdown,
+    seconds,
+    share,
+)
+
+#: Runs of batch_study.py with this seed chose learning rates.
+TUNING_SEED = 100
+
+
+def same_accuracy(files: Sequence[RecordFile]) -> Iterator[str]:
+    """The same training with the dense loss, the tiled one, and gradient caching."""
+    rows = []
+    for file in files:
+        for one in file.content["comparison"]:
+            recalls = [
+                f"{name.partition('/')[0]} {_spread(figure, 100, '%')}"
+                for name, figure in one["figures"].items()
+                if name.endswith("image_to_text/recall@1")
+            ]
+            rows.append(
+                (
+                    f"{one['data']}, {one['precision']}, {one['b']:,} pairs: {one['contender']}, "
+                    f"{one['n_devices']} rank{'s' if one['n_devices'] > 1 else ''}",
+                    count(one["seeds"]),
+                    error(one["largest_difference"]),
+                    error(one["largest_difference_of_seeds"]),
+                    _spread(one["last_loss"]),
+                    ", ".join(recalls),
+                )
+            )
+    head = "training", "seeds", "losses differ from dense by", "two seeds by"
+    yield from markdown((*head, "last loss", "image to text, recall@1"), rows)
+
+
+def batch_sizes(files: Sequence[RecordFile]) -> Iterator[str]:
+    """Recall by the number of pairs that meet in the loss: means and deviations over seeds."""
+    names = "data", "loss", "batch", "group", "steps", "lr"
+    rows = []
+    for file in files:
+        runs = [r for r in file.measured if r["seed"] != TUNING_SEED and "tests" in r]
+        runs.sort(key=lambda r: [r[name] for name in names])
+        for (data, loss, batch, group, steps, lr), seeds in grouped(runs, *names):
+            tests = [test for test in seeds[0]["tests"] if test != "validation"]
+            recalls = (
+                f"{test.replace('_', ' ')} "
+                + _spread(_over([r["tests"][test]["recall@10"] for r in seeds]), 100, "%")
+                for test in tests
+            )
+            rows.append(
+                (
+                    f"{data}, {loss}",
+                    f"{batch:,}",
+                    f"{group:,}",
+                    f"{steps:,}",
+                    f"{lr:g}",
+                    count(len(seeds)),
+                    ", ".join(recalls),
+                    _spread(_over([r["losses"][-1] for r in seeds])),
+                )
+            )
+    head = "data, loss", "batch", "pairs that meet", "steps", "learning rate", "seeds"
+    yield from markdown((*head, "recall@10", "training loss"), rows)
+
+
+def _over(values: Sequence[float]) -> dict[str, float]:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": statistics.fmean(values), "deviation": deviation}
+
+
+def _spread(figure: dict[str, float], factor: float = 1.0, unit: str = "") -> str:
+    """A mean and a deviation, two digits after the point in per cent."""
+    mean, deviation = (factor * figure[name] for name in ("mean", "deviation"))
+    precision = 2 if unit else 4
+    return f"{mean:.{precision}f} ± {deviation:.{precision}f}{unit}"
 
 
 def quickstart(files: Sequence[RecordFile]) -> Iterator[str]:
@@ -66,6 +145,28 @@ def rates(files: Sequence[RecordFile]) -> Iterator[str]:
     yield from markdown(("settings", "loss after 66 steps", ""), rows)
 
 
+ACCURACY = Section(
+    "Is the accuracy the same, and does the batch size matter?",
+    (
+        Part(
+            "The same training with each loss",
+            ("same-accuracy*",),
+            same_accuracy,
+            """Means and standard deviations over seeds. A seed gives the same weights and batches
+            to all: the largest difference of a step's loss from the dense loss on one rank, beside
+            that of two seeds of the dense loss itself.""",
+            (("same-accuracy*.png", "The same training with each loss"),),
+        ),
+        Part(
+            "By batch size",
+            ("batch-study*",),
+            batch_sizes,
+            """Means and standard deviations over seeds, in both directions. Where fewer pairs meet
+            than the batch has, the loss sees groups.""",
+            (("batch-study*.png", "Recall by batch size"),),
+        ),
+    ),
+)
 SECTION = Section(
     "What do the trained models reach?",
     (
