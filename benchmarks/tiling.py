@@ -1,6 +1,6 @@
 """The time that tiling costs CLIP's loss on one GPU, and what one sweep for both directions saves.
 
-    python benchmarks/tiling.py --output benchmarks/results/tiling.json   # about a minute; --list
+    python benchmarks/tiling.py --output benchmarks/results/tiling.json   # --list: the plan
 
 ClipLoss in workspaces of several sizes, which its blocks of the matrix fill; a loss for each
 direction, which sweeps twice; and the dense loss under torch.compile, whose only block is the

@@ -40,15 +40,15 @@ class Parts:
         self._wrap(objective, "forward", self._around_loss)
         optimizer = self._trainer.optimizer
         for handle in (
-            optimizer.register_step_pre_hook(lambda *_: self._mark("optimizer")),
-            optimizer.register_step_post_hook(lambda *_: self._mark("rest")),
+            optimizer.register_step_pre_hook(lambda *_: self.mark("optimizer")),
+            optimizer.register_step_post_hook(lambda *_: self.mark("rest")),
         ):
             self._undo.append(handle.remove)
-        self._mark(WAITING)
+        self.mark(WAITING)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._mark("end")
+        self.mark("end")
         for undo in self._undo:
             undo()
 
@@ -71,15 +71,15 @@ class Parts:
     def _around_tower(self, tower: str) -> Callable[..., Tensor]:
         def call(encode: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             which = "second" if self._second else "first"
-            self._mark(f"{tower}s, {which} pass")
+            self.mark(f"{tower}s, {which} pass")
             features = encode(*args, **kwargs)
-            self._mark(BACKWARD if self._second else WAITING)
+            self.mark(BACKWARD if self._second else WAITING)
             return features
 
         return call
 
     def _around_loss(self, objective: Callable[..., Tensor], **given: Any) -> Tensor:
-        self._mark("loss")
+        self.mark("loss")
         for features in (given["image_features"], given["text_features"]):
             if features.requires_grad:
                 features.register_hook(self._end_of_loss)
@@ -87,9 +87,10 @@ class Parts:
 
     def _end_of_loss(self, _: Tensor) -> None:
         self._second = True
-        self._mark(BACKWARD)
+        self.mark(BACKWARD)
 
-    def _mark(self, name: str) -> None:
+    def mark(self, name: str) -> None:
+        """End the part before, and begin this one."""
         if not self._on_gpu:
             self._marks.append((name, time.perf_counter()))
             return

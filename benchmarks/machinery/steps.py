@@ -111,6 +111,7 @@ class OpenClip:
         module = open_clip.create_model(model, output_dict=True)
         module.load_state_dict(towers.module.state_dict())
         module = module.to(world.device)
+        self.module = module
         if world.size > 1:
             on = [world.device] if world.device.type == "cuda" else None
             module = torch.nn.parallel.DistributedDataParallel(module, device_ids=on)

@@ -226,6 +226,32 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
     assert f"| part | {heads} |" in shown
 
 
+def test_the_papers_tables(tmp_path: Path) -> None:
+    output = tmp_path / "paper-tables.json"
+    common = (*tiny_clip(tmp_path), "--device=cpu", "--no-compile", "--micro-batch-size=2")
+    words = (*common, "--whole=8", f"--output={output}", "--batch-sizes")
+    run("paper_tables.py", *words, "8", "32")
+    found = json.loads(output.read_text())["records"]
+    assert all(r["status"] == "ok" and r["seconds"] > 0 for r in found)
+    lines = [(r["measured"], r["contender"], r["inputs"], r["b"]) for r in found]
+    steps = ("megabatch", "host"), ("openclip", "device"), ("megabatch", "device")
+    assert lines == [
+        *(("step", *line, b) for line in steps for b in (8, 32)),
+        *(("loss", name, "device", b) for name in ("megabatch", "openclip") for b in (8, 32)),
+    ]
+    real = {(r["b"], r["extrapolated"], r["real_micro_batches"]) for r in found[:6]}
+    assert real == {(8, False, 4), (32, True, 6)}
+    assert run("paper_tables.py", *words, "8", "32", "--list") == ""  # nothing is missing
+    listed = run("paper_tables.py", *words, "8", "64", "--list", "--contenders=openclip")
+    assert listed.splitlines() == [
+        "('step', 'openclip', 'device', 'tiny-clip', 1, 64)",
+        "('loss', 'openclip', 'device', 'tiny-clip', 1, 64)",
+    ]
+    shown = page(output)
+    assert "| tiny-clip, one GPU | 8 pairs | 32 pairs |" in shown
+    assert shown.count("(extrapolated)") == 3
+
+
 def test_towers_alone(tmp_path: Path) -> None:
     output = tmp_path / "towers.json"
     words = "--micro-batch-sizes=4", "--lengths=16", "--compiled=0", "--seconds=0"

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from machinery.sampled import Sampled
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.calls: list[str] = []
+
+    def encode_image(self, inputs: Tensor) -> Tensor:
+        self.calls.append("image")
+        made: Tensor = self.image(inputs)
+        return made
+
+    def encode_text(self, inputs: Tensor) -> Tensor:
+        self.calls.append("text")
+        made: Tensor = self.text(inputs)
+        return made
+
+
+def test_towers_run_on_some_micro_batches_of_each_pass() -> None:
+    module, x = Towers(), torch.randn(4, 3)
+    expected = module.image(x)
+    skipped: list[int] = []
+    ran = []
+    with Sampled(module, total=7, real=3, on_skip=lambda: skipped.append(1)):
+        for _ in range(2):  # passes
+            for position in range(7):
+                before = len(module.calls)
+                torch.testing.assert_close(module.encode_image(x), expected)
+                module.encode_text(x)
+                ran.append((position, len(module.calls) - before))
+    assert [position for position, calls in ran if calls == 2] == [0, 3, 6] * 2
+    assert len(skipped) == 2 * 2 * 4
+    module.calls.clear()
+    module.encode_image(x)
+    assert module.calls == ["image"]
+
+
+def test_every_parameter_gets_a_gradient_of_zero_from_others() -> None:
+    module, x = Towers(), torch.randn(4, 3)
+    with Sampled(module, total=3, real=2):
+        module.encode_image(x).sum().backward()
+        module.zero_grad()
+        module.encode_image(x[:2]).sum().backward()  # skipped
+    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
+
+
+def test_another_wrapper_is_as_it_was() -> None:
+    module = Towers()
+    module.encode_image = lambda inputs: inputs + 1  # type: ignore[method-assign]
+    with Sampled(module, total=2, real=2):
+        assert module.encode_image(torch.zeros(1)) == 1
+    assert module.encode_image(torch.zeros(1)) == 1
+
+
+@pytest.mark.parametrize("real", [1, 8])
+def test_numbers_that_cannot_be(real: int) -> None:
+    with pytest.raises(ValueError, match=f"real: expected 2 to 7 micro-batches, got {real}"):
+        Sampled(Towers(), total=7, real=real)
