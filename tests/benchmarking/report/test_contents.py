@@ -104,7 +104,8 @@ def test_the_loss_stands_beside_its_peers_and_the_paper(tmp_path: Path) -> None:
     assert "| OpenCLIP's over megabatch's | 3.00 times |" in made
     assert "| OpenCLIP's over megabatch's | 64.0 times |" in made
     assert "| reported: OpenCLIP, 8 A800 | 2.27 GB | 8.63 GB | 33.64 GB | out of memory |" in made
-    assert "| measured: OpenCLIP's loss, 1 H200 | - | 64.0 GiB | - | - | - |" in made
+    assert "| measured: OpenCLIP's loss, one device | - | 64.0 GiB | - | - | - |" in made
+    assert "| computed: their ratio, one device | - | 64.0 times | - | - | - |" in made
     assert "- [single-gpu.json](single-gpu.json).\n  `measure single_gpu`" in made
 
 

@@ -29,6 +29,7 @@ def test_machines() -> None:
     assert place({"cpu": "AMD EPYC", "cores": 2, "gpus": [H200]}) == H200
     assert place({"cpu": "AMD EPYC", "cores": 2, "gpus": []}) == "AMD EPYC, 2 cores"
     assert place("x86_64, 2 cores") == "x86_64, 2 cores"
+    assert place({}) == ""
 
 
 def test_commands_are_the_records_own_where_several_calls_wrote_a_file() -> None:
@@ -47,15 +48,23 @@ def test_skipped_records_are_not_measured() -> None:
 
 
 def test_files_are_read_by_name(tmp_path: Path) -> None:
-    (tmp_path / "b.json").write_text(json.dumps({"records": [1]}))
-    (tmp_path / "a.json").write_text(json.dumps([2]))
+    (tmp_path / "b.json").write_text(json.dumps({"records": [{"ms": 1}]}))
+    (tmp_path / "a.json").write_text(json.dumps([{"ms": 2}]))
     (tmp_path / "c.png").touch()
     files = read(tmp_path)
     assert list(files) == ["a", "b"]
-    assert [file.records for file in files.values()] == [[2], [1]]
+    assert [file.records for file in files.values()] == [[{"ms": 2}], [{"ms": 1}]]
 
 
-@pytest.mark.parametrize(("content", "expected"), [("{", "cannot be read as JSON"), ("1", "a int")])
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("1", "has a int"),
+        ("[1]", "`records` is no list of objects"),
+        ('{"records": 1}', "`records` is no list of objects"),
+    ],
+)
 def test_a_file_that_holds_no_records(tmp_path: Path, content: str, expected: str) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(UsageError, match=rf"a\.json: .*{expected}"):

@@ -114,7 +114,7 @@ def _answers(section: Section, files: Files) -> Iterator[tuple[str, str]]:
 def _checked(show: Callable[..., Any], found: Sequence[RecordFile]) -> Any:
     try:
         return show(found)
-    except (KeyError, TypeError, IndexError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         names = ", ".join(str(file.path) for file in found)
         raise UsageError(
             f"{names}: a record's fields are not those of the benchmark of this name: {error!r}"

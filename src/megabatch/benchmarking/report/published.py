@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megabatch.benchmarking.report.record_files import RecordFile
-from megabatch.benchmarking.report.tables import NONE, gib, markdown, seconds, value
+from megabatch.benchmarking.report.tables import (
+    NONE,
+    gib,
+    markdown,
+    seconds,
+    times,
+    value,
+)
 
 PAPER = "[Inf-CL](https://arxiv.org/abs/2410.17243)"
 
@@ -30,12 +37,21 @@ def loss_memory(files: Sequence[RecordFile]) -> Iterator[str]:
         for name, row in LOSS_MEMORY.items()
     ]
     found = [r for file in files for r in file.measured]
+    kinds = [gpu for file in files for gpu in file.content.get("machine", {}).get("gpus", [])]
+    kind = kinds[0] if kinds else "one device"
     for n in sorted({r.get("n_devices", 1) for r in found}):
-        for contender, name in (("openclip", "OpenCLIP's loss"), ("megabatch", "megabatch")):
-            wanted = {"loss": "clip", "contender": contender, "n_devices": n, "d": 768}
-            row = [gib(value(found, "extra_bytes", b=b, **wanted)) for b in SIZES]
-            if any(cell != NONE for cell in row):
-                rows.append((f"measured: {name}, {n} H200{'s' if n > 1 else ''}", *row))
+        gpus = kind if n == 1 else f"{n} x {kind}"
+        wanted = {"loss": "clip", "n_devices": n, "d": 768}
+        theirs, ours = (
+            [value(found, "extra_bytes", b=b, contender=name, **wanted) for b in SIZES]
+            for name in ("openclip", "megabatch")
+        )
+        for name, row in (("OpenCLIP's loss", theirs), ("megabatch", ours)):
+            if any(row):
+                rows.append((f"measured: {name}, {gpus}", *map(gib, row)))
+        if any(theirs):
+            ratios = (times(a / b) if a and b else NONE for a, b in zip(theirs, ours, strict=True))
+            rows.append((f"computed: their ratio, {gpus}", *ratios))
     yield from markdown(("a GPU's memory for the loss", *(f"{b:,}" for b in SIZES)), rows)
 
 

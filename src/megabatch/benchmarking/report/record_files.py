@@ -60,7 +60,7 @@ class RecordFile:
 
     @property
     def note(self) -> str:
-        """What the file itself says about its figures."""
+        """The file's own remark on its figures."""
         return str(self.content.get("note") or self.content.get("what") or "")
 
 
@@ -70,7 +70,8 @@ def place(machine: dict[str, Any] | str | None) -> str:
         return machine or ""
     gpus: list[str] = machine.get("gpus") or []
     kinds = [f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus)]
-    return ", ".join(kinds).removeprefix("1 x ") or f"{machine['cpu']}, {machine['cores']} cores"
+    cores = f", {machine['cores']} cores" if "cores" in machine else ""
+    return ", ".join(kinds).removeprefix("1 x ") or f"{machine.get('cpu', '')}{cores}"
 
 
 def read(folder: Path) -> dict[str, RecordFile]:
@@ -91,7 +92,10 @@ def _content(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
     if isinstance(content, list):  # records without anything about their origin
-        return {"records": content}
+        content = {"records": content}
     if not isinstance(content, dict):
         raise UsageError(f"{path}: has a {type(content).__name__}, expected an object or a list")
+    records = content.get("records", [])
+    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
+        raise UsageError(f"{path}: `records` is no list of objects, expected a benchmark's records")
     return content
