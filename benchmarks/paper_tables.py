@@ -154,24 +154,23 @@ def megabatch_step(one: Record, options: argparse.Namespace, world: World) -> di
     """Time and micro-batches of a step of this trainer."""
     settings = {"torchcompile": options.compile, "activation_memory": "0"}
     contender = Megabatch(one.model, one.b, one.micro_batch_size, world, settings)
-    batch = whole_batch(few_pairs(contender, one, world), one, world)
+    trainer, pairs = contender.trainer, few_pairs(contender, one, world)
+    few = min(one.b, REAL * one.micro_batch_size * world.size)
+    for _ in range(2):  # compilation, the optimizer's state
+        trainer.train_step(whole_batch(pairs, replace(one, b=few), world))
+    batch = whole_batch(pairs, one, world)
     total = -(-len(batch) // one.micro_batch_size)
     real = total if one.b <= options.whole else min(total, REAL)
-    trainer = contender.trainer
-    with Sampled(trainer.module, total, real):
-        for _ in range(2):  # compilation, the optimizer's state
-            trainer.train_step(batch)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     parts = Parts(trainer)
     skips = Sampled(trainer.module, total, real, on_skip=lambda: parts.mark(SKIPPED))
     with parts, skips:  # in this order: skipped calls are no part of a tower's
         trainer.train_step(batch)
-    factors = {SKIPPED: 0.0}
-    seconds = sum(
-        took * factors.get(name, total / real if "pass" in name else 1.0)
-        for name, took in parts.seconds().items()
-    )
+    taken = parts.seconds()
+    taken.pop(SKIPPED, None)
+    passes = sum(took for name, took in taken.items() if "pass" in name)
+    seconds = sum(taken.values()) + (total / real - 1) * passes
     return {"seconds": seconds, "extrapolated": real < total, "real_micro_batches": real}
 
 

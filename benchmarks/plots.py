@@ -1,16 +1,17 @@
-"""Figures from the records of single_gpu.py, losses.py, scaling.py and simulation.py.
+"""Figures from the records of single_gpu.py, losses.py, scaling.py, simulation.py, paper_tables.py.
 
     python benchmarks/plots.py benchmarks/results/single-gpu.json
     python benchmarks/plots.py benchmarks/results/losses.json
     python benchmarks/plots.py benchmarks/results/scaling.json
     python benchmarks/plots.py benchmarks/results/simulation.json
+    python benchmarks/plots.py benchmarks/results/paper-tables.json
 
 All figures are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
 memory and share of the matrix product over b (single-gpu-time.png, -memory.png, -fraction.png, in
 the records' folder). For other losses: the share of each at its largest size (losses.png). For
 several GPUs: fraction of ideal and memory per GPU over their number (scaling.png). Simulated: the
 fraction of ideal of each schedule on 8 to 4,096 GPUs, of the loss and of a training step
-(simulation.png).
+(simulation.png). The paper's tables: a GPU's memory over the batch size (paper-tables.png).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
@@ -233,6 +235,47 @@ def simulation(records: list[dict[str, Any]]) -> plt.Figure:
     return made
 
 
+#: Of paper_tables.py: what was measured, contender, place of the batch -> label, colour, line.
+PAPER = {
+    ("step", "megabatch", "host"): ("megabatch, batch on the host", "#d62728", "-"),
+    ("step", "megabatch", "device"): ("megabatch, batch on the GPU", "#ff9896", "-"),
+    ("step", "openclip", "device"): ("OpenCLIP's loop", "#7f7f7f", "-"),
+    ("loss", "megabatch", "device"): ("megabatch's loss alone", "#d62728", ":"),
+    ("loss", "openclip", "device"): ("OpenCLIP's loss alone", "#7f7f7f", ":"),
+}
+
+
+def paper(records: list[dict[str, Any]]) -> plt.Figure:
+    """A GPU's peak of memory over the batch size, a panel for each model and number of GPUs."""
+    found = [record for record in records if record["peak_bytes"]]
+    kinds = sorted({(record["model"], record["n_devices"]) for record in found})
+    size = (1 + 6 * max(1, len(kinds)), 5.2)
+    made, panels = plt.subplots(1, max(1, len(kinds)), figsize=size, layout="constrained")
+    for axes, (model, n) in zip(np.atleast_1d(panels), kinds, strict=False):
+        own = [r for r in found if (r["model"], r["n_devices"]) == (model, n)]
+        for key, (label, colour, line) in PAPER.items():
+            points = sorted(
+                (r["b"], r["peak_bytes"] / 2**30)
+                for r in own
+                if (r["measured"], r["contender"], r["inputs"]) == key
+            )
+            if points:
+                places = zip(*points, strict=True)
+                axes.plot(*places, color=colour, linestyle=line, marker="o", label=label)
+        sizes = sorted({r["b"] for r in own})
+        axes.set_title(f"{model}, {n} GPU{'s' if n > 1 else ''}")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [short(b) for b in sizes])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("global batch")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.set_ylabel("peak memory of a GPU, GiB")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9)
+    return made
+
+
 def fraction_known(record: dict[str, Any]) -> bool:
     return record["n_devices"] == 1 or record["of_ideal"] is not None
 
@@ -257,6 +300,8 @@ def main() -> None:
     figures: dict[str, plt.Figure] = {}
     if "simulated" in content:
         figures[""] = simulation(content["simulated"])
+    elif any("measured" in record for record in everything):
+        figures[""] = paper(everything)
     elif any("of_ideal" in record for record in everything):
         figures[""] = scaling([r for r in everything if r["d"] == options.width])
     elif any(record["loss"] in FAMILY for record in everything):
@@ -272,7 +317,10 @@ def main() -> None:
             figures[f"-{name}"] = figure(records, field, unit, label)
     for name, made in figures.items():
         on = "simulated, H200s" if "simulated" in content else place(content["machine"])
-        made.suptitle(f"{on}, bf16, d = {options.width}")
+        width = (
+            "" if any("measured" in record for record in everything) else f", d = {options.width}"
+        )
+        made.suptitle(f"{on}, bf16{width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)
         plt.close(made)

@@ -84,6 +84,7 @@ SECTION = Section(
             memory,
             """The peak on a GPU of a whole step, measured without kept activations at every size;
             of the loss alone, beside its inputs and returned gradients.""",
+            (("paper-tables*.png", "Peak memory over the batch size"),),
         ),
         Part(
             "Time",
