@@ -156,7 +156,7 @@ def speeds(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         run = Run(network, options, timeout=600, late=options.late)
         yield {"joined_s": run.ranks.joined, "late_s": options.late}
         errors = {}
-        for way in WAYS:  # which opens all connections
+        for way in options.schedules:  # which opens all connections
             np.save(truth, _gradients(way, run.ranks.size, options.rows, options.width))
             found, _ = run.step(way, truth=str(truth))
             if WAYS[way].right:
@@ -166,13 +166,13 @@ def speeds(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for mbit in (*options.speeds, None):
             network.set_speed(mbit)
             yield {"mbit": mbit, **_link(run, mbit)}
-            times: dict[str, list[float]] = {way: [] for way in WAYS}
-            moved = dict.fromkeys(WAYS, 0)
-            for way in (*WAYS,) * options.repetitions:  # in turns
+            times: dict[str, list[float]] = {way: [] for way in options.schedules}
+            moved = dict.fromkeys(options.schedules, 0)
+            for way in [*options.schedules] * options.repetitions:  # in turns
                 found, received = run.step(way)
                 times[way].append(max(rank["ms"] for rank in found))
                 moved[way] += received
-            for way in WAYS:
+            for way in options.schedules:
                 yield {
                     "mbit": mbit,
                     "schedule": way,
@@ -297,6 +297,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=SCENARIOS, help="repeatable")
     parser.add_argument("--speeds", type=float, nargs="*", default=[50, 200, 1000, 5000],
                         help="of the link, Mbit/s; then without a limit")  # fmt: skip
+    parser.add_argument("--schedules", nargs="+", choices=WAYS, default=[*WAYS],
+                        help="whose steps are timed")  # fmt: skip
     parser.add_argument("--rows", type=int, default=512, help="of a rank")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--repetitions", type=int, default=3, help="of a step")

@@ -98,7 +98,7 @@ def in_columns(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_between_hosts() -> Iterator[None]:
-    """Gather what uses the ring on one host: shards of different sizes, and x against itself."""
+    """Gather shards of different sizes, which use the ring on one host."""
     before, hosts.several = hosts.several, lambda group, device: True
     try:
         yield
@@ -126,7 +126,9 @@ def without_transfers() -> Iterator[None]:
 
 
 class _StillSwap(ring.P2PExchange):
-    def add(self, outgoing: Tensor, size: int, dim: int = 0) -> Tensor:
+    def add(
+        self, outgoing: Tensor, size: int, dim: int = 0, incoming: Tensor | None = None
+    ) -> Tensor:
         assert outgoing.shape[dim] == size
         # Features are read-only; gradients and states are accumulated into.
         wide = outgoing.dtype in (torch.float32, torch.float64)
@@ -328,7 +330,10 @@ SCHEDULES: dict[str, dict[str, Contender]] = {
         "unequal": Contender(_clip_unequal),
         "unequal-gathered": Contender(_clip_unequal, as_between_hosts),
         "nt-xent": Contender(_nt_xent),
-        "nt-xent-gathered": Contender(_nt_xent, as_between_hosts),
+        **{
+            f"nt-xent-{n}-columns": Contender(_nt_xent, functools.partial(in_columns, n))
+            for n in (1, 2)
+        },
     },
     "siglip": {name: Contender(_siglip, around) for name, around in _grids.items()},
 }

@@ -20,6 +20,7 @@ from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed import schedule as routes
 from megabatch.similarity.distributed.ranks import Ranks
 from megabatch.similarity.distributed.schedule import (
+    Block,
     Chunk,
     Gathered,
     Partials,
@@ -32,6 +33,18 @@ from megabatch.similarity.reductions.base import StateTiles, Tiles
 
 T = TypeVar("T", bound=Tiles)
 Deferred = list[Callable[[], None]]
+
+
+class Part(NamedTuple):
+    """A part of the matrix that a sweep comes to."""
+
+    tiles: Any
+    rows: slice  #: among all rows that this rank computes
+    cols: slice | None  #: likewise, if its columns are among these rows: x against itself
+    partial: Tensor | None  #: of its columns otherwise, see `Chunk`
+    overwrite: bool  #: `partial` is uninitialised
+    row_numbers: Tensor | None  #: the last of the rows' tensors
+    col_numbers: Tensor | None  #: and of the columns'
 
 
 class Sweep(Generic[T]):
@@ -51,35 +64,51 @@ class Sweep(Generic[T]):
         """
         self.schedule, self.own, self.sides, self.against = schedule, own, sides, against
         self.m = schedule.rows.bounds(own.m)[-1]  #: rows against which chunks are computed
+        start = schedule.starts[schedule.rank] - schedule.rows.start
+        self.own_rows = slice(start, start + own.m)  #: among them
 
     def run(
         self,
-        on_tiles: Callable[[T, Gathered, Chunk], None],
+        on_part: Callable[[Part], None],
         partials: Partials | None,
         meanwhile: Callable[[], None] = lambda: None,
         extra: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Iterator[tuple[slice, Tensor]]:
-        """`Schedule.run`; `on_tiles` gets the tiles of each chunk that has pairs with the rows.
+        """`Schedule.run`; `on_part` gets each part of the matrix that has pairs.
 
-        It also gets the rows' tensors and the chunk. `extra` (k, m), (k, n): further tensors of
-        rows and columns, the last ones. `partials` None: there are no partial results for other
-        ranks' columns. For x against itself, a rank's own part is one sweep over half of the
-        blocks, with its own tiles.
+        `extra` (k, m), (k, n): further tensors of rows and columns, the last ones. `partials` None:
+        there are no partial results for other ranks' columns. For x against itself, a rank's own
+        part is one sweep over half of the blocks, with its own tiles.
         """
         own, alone = self.own, self.schedule.alone
         rows, cols = ([*side, Shard(t, 1)] for side, t in zip(self.sides, extra, strict=True))
         arrived = cache(self.schedule.rows.gather(rows))
 
         def on_chunk(chunk: Chunk) -> None:
-            if own.symmetric and chunk.owner == self.schedule.rank:
-                if chunk.rows.start == 0:  # the whole shard, in the first round
-                    on_tiles(own, arrived(), chunk)
-            elif alone:
-                on_tiles(own, arrived(), chunk)
-            elif self.m and chunk.size:
-                on_tiles(self.against(arrived(), chunk), arrived(), chunk)
+            is_own = own.symmetric and chunk.owner == self.schedule.rank
+            if alone or (is_own and chunk.rows.start == 0):  # the whole shard, in the first round
+                on_part(Part(own, self.own_rows, None, chunk.partial, True, *extra))
+            if alone:
+                return
+            whole = Block(slice(0, self.m), slice(0, chunk.size))
+            blocks = [whole] if chunk.blocks is None else chunk.blocks
+            blocks = [block for block in blocks if all(s.start < s.stop for s in block)]
+            overwrite = False
+            if partials is not None and chunk.partial is not None:
+                overwrite = bool(blocks) and blocks[0].cols == whole.cols
+                if not overwrite:
+                    partials.clear(chunk.partial)
+            for block in blocks:
+                ours = _narrow(arrived(), rows, block.rows)
+                part = chunk.narrow(block, [shard.dim for shard in cols], partials)
+                mirrored = _shifted(part.rows, self.own_rows.start) if is_own else None
+                numbers = ours[-1], part.tensors[-1]
+                tiles = self.against(ours, part)
+                on_part(Part(tiles, block.rows, mirrored, part.partial, overwrite, *numbers))
+                overwrite = False
 
-        return self.schedule.run(cols, on_chunk, self._route(partials), partials, meanwhile)
+        yield from self.schedule.run(cols, on_chunk, self._route(partials), partials, meanwhile)
+        arrived()  # also if no block needed them
 
     def _route(self, partials: Partials | None) -> Route:
         n = self.schedule.n
@@ -88,28 +117,39 @@ class Sweep(Generic[T]):
         return routes.rows_only(n) if partials is None else routes.full(n)
 
 
+def _narrow(tensors: Gathered, shards: Sequence[Shard], rows: slice) -> Gathered:
+    """These rows of tensors that are arranged as the shards."""
+    pairs = zip(tensors, shards, strict=True)
+    return tuple(Shard(tensor, shard.dim).narrow(rows) for tensor, shard in pairs)
+
+
+def _shifted(rows: slice, start: int) -> slice:
+    return slice(rows.start + start, rows.stop + start)
+
+
 def reduce(sweep: Sweep[Any], cols: bool) -> tuple[Tensor, Tensor | None]:
     """The results of this rank's rows and, if wanted, of its columns."""
     own: StateTiles = sweep.own
     if sweep.schedule.alone:
         return own.reduce(cols)
+    row_state = own.new_state(sweep.m)
     started = False
 
-    def unwritten(size: int) -> Tensor:
-        state = own.new_state(size)
-        return state if sweep.m else own.clear(state)  # without rows no block is computed
-
-    def on_tiles(tiles: StateTiles, _: Gathered, chunk: Chunk) -> None:
+    def on_part(part: Part) -> None:
         nonlocal started
-        tiles.forward(row_state, chunk.partial, (not started, True))
+        first = not started and part.rows == slice(0, sweep.m)
+        if not started and not first:
+            own.clear(row_state)
+        others = part.partial if part.cols is None else row_state[:, part.cols]
+        part.tiles.forward(row_state[:, part.rows], others, (first, part.overwrite))
         started = True
 
-    row_state = unwritten(sweep.m)
     col_results = own.new_results(own.n) if cols else None
-    partials = Partials(unwritten, 1, own.merge, own.clear) if cols or own.symmetric else None
-    for rows, states in sweep.run(on_tiles, partials):
+    partials = Partials(own.new_state, 1, own.merge, own.clear) if cols or own.symmetric else None
+    for rows, states in sweep.run(on_part, partials):
         if own.symmetric:
-            row_state[:, rows] = own.merge(torch.cat([row_state[None, :, rows], states]))
+            state = row_state[:, sweep.own_rows][:, rows]
+            state.copy_(own.merge(torch.cat([state[None], states])))
         elif col_results is not None:
             own.write_results(states, col_results[:, rows])
     if not started:  # no rank has a column
@@ -220,28 +260,33 @@ def add_up_gradients(
             `Tiles.gradient_block`.
         after: called with the tiles of each chunk when their blocks are done.
     """
-    own, alone, shared = sweep.own, sweep.schedule.alone, sweep.schedule.rows.shared
-    m, symmetric = sweep.m, sweep.own.symmetric
+    own, alone, symmetric, m = sweep.own, sweep.schedule.alone, sweep.own.symmetric, sweep.m
     # On one process each strip of rows is complete after its blocks: no accumulator of all rows.
     strip_by_strip = alone and not symmetric
     total = own.new_total(m) if x and not strip_by_strip else None
     deferred: Deferred = []
     started = False
 
-    def on_tiles(tiles: Tiles, row_tensors: Gathered, chunk: Chunk) -> None:
+    def on_part(part: Part) -> None:
         nonlocal started
         flush(deferred)
-        ours = tiles.upstream(row_tensors[-1]) if shared else rows
-        theirs = cols if tiles is own else tiles.upstream(chunk.tensors[-1])
+        tiles: Tiles = part.tiles
+        first = not started and part.rows == slice(0, m)
+        if total is not None and not started and not first:
+            total.zero_()
+        ours = rows if part.rows == sweep.own_rows else tiles.upstream(part.row_numbers)
+        theirs = cols if tiles is own else tiles.upstream(part.col_numbers)
+        sums = None if total is None else total[part.rows]
+        mirrored = part.rows if tiles.symmetric else part.cols
+        others = part.partial if mirrored is None or total is None else total[mirrored]
         for i in tiles.row_blocks():
             if strip_by_strip:
                 strip = own.new_total(i.stop - i.start) if x else None
             else:
-                strip = None if total is None else total[i]
-            first = i.start == 0
-            overwrite = (first, first) if tiles.symmetric else (not started, first)
-            others = total if tiles.symmetric else chunk.partial
-            last = not (alone or tiles.symmetric) and i.stop == m
+                strip = None if sums is None else sums[i]
+            top = i.start == 0
+            overwrite = (first and top,) * 2 if tiles.symmetric else (first, top and part.overwrite)
+            last = not (alone or tiles.symmetric) and i.stop == tiles.m
             add_strip(tiles, i, ours, theirs, strip, others, overwrite, deferred if last else None)
             if strip_by_strip and strip is not None:
                 write("x", i, strip)
@@ -257,15 +302,16 @@ def add_up_gradients(
             write("x", slice(0, own.m), sums)
 
     partials = Partials(own.new_total) if y or symmetric else None
-    sent = own.numbers(rows) if shared else None, None if alone else own.numbers(cols)
-    for part, arrived in sweep.run(on_tiles, partials, complete, sent):
+    sent = (None, None) if alone else (own.numbers(rows), own.numbers(cols))
+    for part, arrived in sweep.run(on_part, partials, complete, sent):
         if symmetric and total is not None:
-            total[part] += arrived
+            total[sweep.own_rows][part] += arrived
         else:
             write("y", part, arrived)
         del arrived  # a view of this rank's sums for all ranks
     if symmetric and total is not None:
-        write("x", slice(0, m), total if started else total.zero_())
+        sums = sweep.schedule.rows.sum(total if started else total.zero_())
+        write("x", slice(0, own.m), sums)
 
 
 def flush(deferred: Deferred) -> None:

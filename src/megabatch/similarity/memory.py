@@ -47,15 +47,16 @@ class Run(NamedTuple):
 
     def _sharing(self, x: Tensor, y: Tensor | None) -> int:
         """The ranks whose columns a rank computes with: all, or those that share them."""
-        columns = settings.grid()
+        columns, row, symmetric = settings.grid(), x.shape[1] * x.element_size(), y is None
         if columns < 0:
             each, rest = divmod(self.ranks, self.hosts)
-            most = gathered.most_sharing(len(x), x.shape[1] * x.element_size())
-            columns = 0 if rest else columns_for(self.hosts, each, most)
-        if columns == 0 or self.ranks % columns or y is None:
+            most = gathered.most_sharing(len(x), row)
+            columns = 0 if rest else columns_for(self.hosts, each, most, symmetric)
+        if columns == 0 or self.ranks % columns:
             return self.ranks
-        row, others = x.shape[1] * x.element_size(), self.ranks // columns
-        return others if gathered.fits_grid(columns, others, len(x), len(x), row) else self.ranks
+        others = self.ranks // columns
+        fits = gathered.fits_grid(columns, others, len(x), len(x), row, symmetric)
+        return others if fits else self.ranks
 
     def eager_block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
         """`block` for torch operations on any device."""
@@ -73,9 +74,13 @@ class Run(NamedTuple):
             return 0
         rows, shared = self._round(x, y), self.rows(x, y)
         beside = shared * x.shape[1] * x.element_size() if shared > len(x) else 0
-        if rows == 0:  # two chunks of features and three of gradients around the ring
-            row = x.shape[1] * (2 * x.element_size() + 3 * accumulator_dtype(x.dtype).itemsize)
-            return min(ring.chunk_rows(x), len(x)) * row
+        if rows == 0:  # two chunks of features, or all if they are saved, and three of gradients
+            chunk = min(ring.chunk_rows(x), len(x))
+            features = beside + 2 * chunk * x.shape[1] * x.element_size()
+            if y is None:
+                saved = gathered.saved_shards(x, self.ranks, True, settings.gather())
+                features = saved * x.nbytes or features
+            return features + self.totals(x, 3 * chunk)
         if rows == len(x):
             return beside + self.in_rounds(x, y, 1, 1)
         # Features of this round, of the next, and of the previous one, which its last chunk holds;
@@ -90,7 +95,7 @@ class Run(NamedTuple):
 
     def _round(self, x: Tensor, y: Tensor | None) -> int:
         """Rows of each rank that are gathered at once; 0 for the ring."""
-        if y is None and self.hosts == 1:
+        if y is None:
             return 0
         row = self._sharing(x, y) * x.shape[1] * x.element_size()
         return gathered.round_rows(len(x), row, self.hosts > 1)

@@ -137,7 +137,7 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
 def test_contenders_take_turns(tmp_path: Path) -> None:
     output = tmp_path / "t.json"
     names = ["alone", *(f"megabatch{w}" for w in ("", "-no-transfers", "-1-columns", "-2-columns"))]
-    names += ["unequal", "unequal-gathered", "nt-xent", "nt-xent-gathered"]
+    names += ["unequal", "unequal-gathered", "nt-xent", "nt-xent-2-columns"]
     words = ["--smallest", "--turns=2", "--contenders", *names, f"--output={output}"]
     shown = run("turns.py", *words)
     made = {r["contender"]: r for r in json.loads(output.read_text())["records"]}

@@ -1,4 +1,4 @@
-"""Groups on several hosts: which grid they are, and that no ring of single transfers is used."""
+"""Groups on several hosts: which grid they are, and that other shards are gathered."""
 
 from __future__ import annotations
 
@@ -64,6 +64,22 @@ def test_a_row_of_the_grid_is_whole_hosts(number: int, ranks: int, most: int, co
     assert hosts.columns_for(number, ranks, most) == columns
 
 
+@pytest.mark.parametrize(
+    ("number", "ranks", "columns"),
+    [
+        (1, 8, 0),
+        (2, 8, 8),
+        (4, 8, 8),  # 4 x 8: a host receives 16 shards, as 2 x 16 also
+        (128, 8, 64),  # 16 x 64: 56 + 64
+        (16, 1, 2),  # 8 x 2: 1 + 4
+    ],
+)
+def test_columns_of_x_against_itself_reach_half_of_the_rows(
+    number: int, ranks: int, columns: int
+) -> None:
+    assert hosts.columns_for(number, ranks, 9999, symmetric=True) == columns
+
+
 @on_processes(4)
 def test_hosts_are_exchanged_once(world: World) -> None:
     group, device = dist.group.WORLD, torch.device("cpu")
@@ -102,7 +118,9 @@ def test_the_schedule_of_a_call(world: World) -> None:
     assert chosen() is Ranks  # one host
     with on_hosts(*"aabb"):
         assert chosen() is chosen([1, 2, 3, 4]) is Grid
-        assert chosen([3, 3, 0, 3]) is chosen(symmetric=True) is Ranks
+        assert chosen([3, 3, 0, 3]) is Ranks
+        assert chosen(symmetric=True) is Grid
+        assert chosen([3, 3, 0, 3], symmetric=True) is Ranks
         with grid_of(0):
             assert chosen() is Ranks
         if world.rank < 2:
@@ -111,14 +129,14 @@ def test_the_schedule_of_a_call(world: World) -> None:
         row = D * 4
         for limit, kind in ((2 * 3 * row, Grid), (2 * 3 * row - 1, Ranks), (0, Ranks)):
             with gathered_in_rounds(limit):
-                assert chosen() is kind
+                assert chosen() is chosen(symmetric=True) is kind
     with on_hosts(*"aaab"):
         assert chosen() is Ranks
 
 
 @on_devices(2, 3, 4)
 def test_no_ring_between_hosts(world: World) -> None:
-    """Unequal shards and x against itself are gathered, also in rounds."""
+    """Unequal shards are gathered, also in rounds."""
     unequal = [2, 7, 0, 3][: world.size]
     with on_hosts(*"abab") as patch, grid_of(0):
         patch.setattr(P2PExchange, "start", lambda self: pytest.fail("a single transfer"))
@@ -126,11 +144,12 @@ def test_no_ring_between_hosts(world: World) -> None:
             ids = some_ids(sum(sizes)), some_ids(sum(sizes))
             for limit in (settings.DEFAULT_GATHER, world.size * 3 * D * 8):
                 with gathered_in_rounds(limit):
-                    test_statistics_ring.compare(world, sizes)
-                    test_statistics_ring.compare(world, sizes, ids=(ids[0], ids[0]))
+                    test_statistics_ring.compare(world, sizes, sizes)
                     test_statistics_ring.compare(world, sizes, sizes, ids=ids)
-                    test_statistics_ring.compare(world, sizes, needs=(False, False, True))
-        x, y = (torch.randn(world.rank + 1, D) for _ in range(2))
+                    needs = False, False, True
+                    test_statistics_ring.compare(world, sizes, sizes, needs=needs)
+        sizes = [1, 2, 3, 4][: world.size]
+        x, y = (world.shard(torch.randn(sum(sizes), D), sizes) for _ in range(2))
         found = similarity.topk(x, y, 3)
     for a, b in zip(found, similarity.topk(x, y, 3), strict=True):
         torch.testing.assert_close(a, b)

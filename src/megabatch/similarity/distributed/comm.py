@@ -238,11 +238,17 @@ class P2PExchange:
         self._works: list[dist.Work] = []
         self._added = 0
 
-    def add(self, outgoing: Tensor, size: int, dim: int = 0) -> Tensor:
-        """Send a tensor; returns one like it, of `size` along `dim`, which is filled at the end."""
-        shape = list(outgoing.shape)
-        shape[dim] = size
-        incoming = outgoing.new_empty(shape)
+    def add(
+        self, outgoing: Tensor, size: int, dim: int = 0, incoming: Tensor | None = None
+    ) -> Tensor:
+        """Send a tensor; returns one like it, of `size` along `dim`, which is filled at the end.
+
+        `incoming`: the tensor to fill, contiguous; None: a new one.
+        """
+        if incoming is None:
+            shape = list(outgoing.shape)
+            shape[dim] = size
+            incoming = outgoing.new_empty(shape)
         sides = (dist.isend, outgoing.contiguous(), self.to), (dist.irecv, incoming, self.source)
         for kind, tensor, peer in sides:
             if tensor.numel():

@@ -33,7 +33,7 @@ from megabatch.similarity.distributed.comm import (
     let_begin,
     reduce_scatter,
 )
-from megabatch.similarity.distributed.schedule import Chunk, OnChunk, Partials, Route, Shard
+from megabatch.similarity.distributed.schedule import Chunk, OnChunk, Partials, Shard
 
 #: With at least this many rows of a rank in a round, its own columns come first, and `let_begin` is
 #: called for transfers of results. With fewer, launches by the host decide the time.
@@ -65,12 +65,15 @@ def round_rows(size: int, row: int, several_hosts: bool = False) -> int:
     return -(-size // (rounds * tile)) * tile  # even rounds, of whole tiles
 
 
-def fits_grid(columns: int, others: int, rows: int, cols: int, row: int) -> bool:
+def fits_grid(
+    columns: int, others: int, rows: int, cols: int, row: int, symmetric: bool = False
+) -> bool:
     """Whether so many ranks may share rows of a grid, and so many others columns.
 
-    rows, cols: of the largest shards. row: bytes of features of one row.
+    rows, cols: of the largest shards. row: bytes of features of one row. symmetric: x against
+        itself, whose columns come in chunks of a ring.
     """
-    return columns <= most_sharing(rows, row) and round_rows(cols, others * row) > 0
+    return columns <= most_sharing(rows, row) and (symmetric or round_rows(cols, others * row) > 0)
 
 
 def most_sharing(rows: int, row: int) -> int:
@@ -83,12 +86,16 @@ def rounds_of(size: int, step: int) -> list[slice]:
     return [slice(i, min(i + step, size)) for i in range(0, size, step)]
 
 
-def fits_one_round(features: Tensor, ranks: int, limit: int) -> bool:
-    """Whether shards of this size, one a rank, are gathered in one round of up to `limit` bytes.
+def saved_shards(features: Tensor, ranks: int, symmetric: bool, limit: int) -> int:
+    """The number of shards that are saved for the backward pass: all that a rank receives, or none.
 
-    They are then saved for the backward pass.
+    They are saved if they take up to `limit` bytes, as those of a round do, and if kernels take
+    them without padding. Of x against itself these are half of all shards and one more, as many as
+    a ring or any grid needs.
     """
-    return 0 < ranks * features.numel() * features.element_size() <= limit
+    shards = ranks // 2 + 1 if symmetric else ranks
+    whole_lines = features.shape[1] * features.element_size() % 16 == 0
+    return shards if whole_lines and 0 < shards * features.nbytes <= limit else 0
 
 
 class Layout:
@@ -192,28 +199,24 @@ class Round:
             self.gathered[k] = self.layout.join(whole, self.own[k].dim)
         self._pending = {}
 
-    def chunks(
-        self, route: Route, found: Tensor | None, partials: Partials | None
-    ) -> Iterator[Chunk]:
+    def chunks(self, found: Tensor | None, partials: Partials | None) -> Iterator[Chunk]:
         """This rank's own columns, then the others', which arrive meanwhile; or all at once.
 
         All at once if they are consecutive and have arrived, or will soon.
         """
         starts, rank = self.layout.starts, self.place.group.rank()
         own_first = 0 in self._pending and self.layout.size >= LARGE
-        if self._consecutive and route.complete and not own_first:
+        if self._consecutive and not own_first:
             self.wait()
             yield self._chunk(0, starts[-1], 0, found, partials)
             return
         tensors = tuple(shard.tensor for shard in self.own)
-        part = found if 0 in route.carried else None
-        part = _share(part, partials, starts[rank], starts[rank + 1])
+        part = _share(found, partials, starts[rank], starts[rank + 1])
         yield Chunk(rank, self.rows, self.place.start + self.rows.start, tensors, part)
         self.wait()
-        for ranks, carried in route.others(rank, self.place.group.size()):
-            a, b = starts[ranks.start], starts[ranks.stop]
+        for a, b in ((starts[rank + 1], starts[-1]), (0, starts[rank])):
             start = a if self._consecutive else self.place.behind
-            yield self._chunk(a, b, start, found if carried else None, partials)
+            yield self._chunk(a, b, start, found, partials)
 
     def _chunk(
         self, a: int, b: int, start: int, found: Tensor | None, partials: Partials | None
@@ -230,7 +233,6 @@ def run(
     rounds: Sequence[slice],
     shards: Sequence[Shard],
     on_chunk: OnChunk,
-    route: Route,
     partials: Partials | None,
     meanwhile: Callable[[], None],
     features: Tensor | None,
@@ -249,8 +251,8 @@ def run(
             coming.append(Round(place, rounds[k + 1], shards, None))
         if not place.overlap:
             now.wait()
-        found = None if partials is None else _unwritten(partials, route, now.layout.starts[-1])
-        for chunk in now.chunks(route, found, partials):
+        found = None if partials is None else partials.empty(now.layout.starts[-1])
+        for chunk in now.chunks(found, partials):
             if chunk.size:
                 on_chunk(chunk)
         if summing is not None:
@@ -272,12 +274,6 @@ def run(
     if summing is not None:
         yield _summed(*summing)
     return now.gathered[0] if now is not None and len(rounds) == 1 else None
-
-
-def _unwritten(partials: Partials, route: Route, rows: int) -> Tensor:
-    """Room for partial results; those that this rank does not compute count as nothing."""
-    found = partials.empty(rows)
-    return found if route.complete else partials.clear(found)
 
 
 def _share(found: Tensor | None, partials: Partials | None, a: int, b: int) -> Tensor | None:

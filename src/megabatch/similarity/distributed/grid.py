@@ -4,7 +4,8 @@ Rank (r, c) gathers the rows of the ranks (r, *) and the columns of the ranks (*
 the former against the latter: as many pairs as its own rows against all columns, but it receives
 R - 1 + C - 1 shards instead of R C - 1. Columns are gathered in rounds, as those of any group
 (`gathered`). States of rows are exchanged, and their gradients summed, along (r, *), those of
-columns along (*, c).
+columns along (*, c). For x against itself the columns travel half of the way around a ring of the
+ranks (*, c), so that R // 2 + C - 1 shards suffice (`halves`).
 
 All rows of the ranks (r, *) are in memory at once. Shards that are too large for that are gathered
 by all ranks in rounds: their computation takes longer than any transfer (docs/distributed.md).
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered, sides
+from megabatch.similarity.distributed import gathered, halves, ring, sides
 from megabatch.similarity.distributed.gathered import Layout
 from megabatch.similarity.distributed.ranks import Ranks
 from megabatch.similarity.distributed.schedule import (
@@ -29,8 +30,6 @@ from megabatch.similarity.distributed.schedule import (
     Route,
     Rows,
     Shard,
-    full,
-    rows_only,
 )
 from megabatch.similarity.distributed.sides import Sides
 
@@ -44,20 +43,20 @@ def choose(
 ) -> Ranks:
     """The schedule of a call over a group; the same on all ranks.
 
-    A grid takes no empty shard, and not x against itself, of which other schedules compute half.
+    A grid takes no empty shard.
 
     Args:
         name: of the group. sizes: (rows by rank, columns by rank). operation: its name in errors.
         features: this rank's, (m, d). symmetric: x against itself.
     """
     rows, cols = sizes
-    takes = not symmetric and min(*rows, *cols) > 0
     row = features.shape[1] * features.element_size()
     most = gathered.most_sharing(max(rows), row)
-    found = sides.of(name, features.device, most) if takes else None
+    takes = min(*rows, *cols) > 0
+    found = sides.of(name, features.device, most, symmetric) if takes else None
     if found is not None:
         sharing = found.rows.size(), found.cols.size()
-        if gathered.fits_grid(*sharing, max(rows), max(cols), row):
+        if gathered.fits_grid(*sharing, max(rows), max(cols), row, symmetric):
             return Grid(name, rows, cols, operation, features.device, found)
     return Ranks(name, cols, operation, features.device)
 
@@ -121,6 +120,9 @@ class Grid(Ranks):
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[slice, Tensor]]:
         """See `Schedule`: the chunks are those of the ranks that share this one's columns."""
+        if route.symmetric:
+            yield from super().run(shards, on_chunk, route, partials, meanwhile)
+            return
         features = shards[0].tensor
         assert features is not None
         n, size = self._cols.size(), max(self._col_sizes)
@@ -135,10 +137,25 @@ class Grid(Ranks):
             operation=self.operation,
             overlap=settings.overlap(),
         )
-        route, partials = (full(n), partials) if route.carried else (rows_only(n), None)
+        carried = partials if route.carried else None
         self._features = yield from gathered.run(
-            place, rounds, shards, on_chunk, route, partials, meanwhile, self._features
+            place, rounds, shards, on_chunk, carried, meanwhile, self._features
         )
+
+    def keep(self, features: Tensor, arrived: bool) -> None:
+        """See `Ranks`; the shared rows come first."""
+        shared = self.rows.bounds(0)[-1]
+        super().keep(features[shared:], arrived)
+        if self._kept is not None:
+            self.rows.keep(features[:shared], arrived)
+
+    def _half(self) -> halves.Place:
+        """A ring of the ranks that share this one's columns."""
+        n = self._cols.size()
+        # No block of these columns has a pair (i, i): see `Chunk.start`.
+        place = ring.Place(self._cols, self._cols.rank(), n, [self.rows.end] * n, self.operation)
+        bounds = self.rows.bounds(0)
+        return halves.Place(place, self._col_sizes, bounds, self.rows.column, self.rank)
 
 
 class SharedRows(Rows):
@@ -150,8 +167,11 @@ class SharedRows(Rows):
         """`start`: index of this rank's own rows, as in `Chunk`."""
         super().__init__(start - layout.starts[layout.group.rank()])
         self._layout = layout
+        #: the place of this rank's rows
+        self.column = layout.group.rank()
         #: those of all rows, once they are gathered; a later `gather` may start with them
         self.features: Tensor | None = None
+        self._room: Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -161,6 +181,13 @@ class SharedRows(Rows):
     def bounds(self, own: int) -> list[int]:
         """See `Rows`."""
         return self._layout.starts
+
+    def keep(self, features: Tensor, arrived: bool) -> None:
+        """See `Ranks.keep`."""
+        if arrived:
+            self.features = features
+        else:
+            self._room = features
 
     def gather(self, shards: Sequence[Shard]) -> Callable[[], Gathered]:
         """See `Rows`."""
@@ -173,6 +200,8 @@ class SharedRows(Rows):
         def arrived() -> Gathered:
             coming.wait()
             self.features = coming.gathered[0]
+            if self._room is not None and self.features is not None:
+                self._room.copy_(self.features)
             return tuple(coming.gathered)
 
         return arrived

@@ -54,17 +54,17 @@ def in_order(names: tuple[str, ...]) -> tuple[list[int], int]:
     return [rank for own in ranks.values() for rank in own], sizes.pop() if len(sizes) == 1 else 0
 
 
-def columns_for(number: int, ranks: int, most: int) -> int:
+def columns_for(number: int, ranks: int, most: int, symmetric: bool = False) -> int:
     """Ranks of a row of the grid for so many hosts of `ranks` ranks each; 0: no grid.
 
     A row is whole hosts, up to `most` ranks, whose rows fit into memory. Of the divisions that
     leave several rows and columns, it is the one with which a host receives the fewest shards from
-    others.
+    others; if symmetric (x against itself), columns reach half of the rows of the grid.
     """
 
     def received(width: int) -> int:
         columns, rows = width * ranks, number // width
-        return columns - ranks + ranks * (rows - 1)
+        return columns - ranks + ranks * (rows // 2 if symmetric else rows - 1)
 
     widths = [w for w in range(1, number) if number % w == 0 and 1 < w * ranks <= most]
     return min(widths, key=received) * ranks if widths else 0

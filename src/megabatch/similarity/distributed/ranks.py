@@ -1,10 +1,10 @@
-"""The schedule of a group of ranks, each of which has a shard of the columns.
+"""The schedules of a group of ranks, each of which has a shard of the columns.
 
 Shards of one size are gathered (`gathered`), which is faster on GPUs of one host: 262,144 x 768 on
 4 H200s take 179 ms instead of 184 around the ring, most of it ranks' waiting for each other at each
-step (benchmarks/results/transfers-4gpu.json). Shards of different sizes, and x against itself, use
-the ring (`ring`) on one host. It passes chunks from one rank to the next, by one network card of a
-host; between hosts they are gathered too, by all cards.
+step (benchmarks/results/transfers-4gpu.json). Shards of different sizes use the ring (`ring`) on
+one host. It passes chunks from one rank to the next, by one network card of a host; between hosts
+they are gathered too, by all cards. x against itself uses half of a ring (`halves`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import comm, gathered, hosts, ring
+from megabatch.similarity.distributed import comm, gathered, halves, hosts, ring
 from megabatch.similarity.distributed.schedule import OnChunk, Partials, Route, Rows, Shard
 
 
@@ -51,6 +51,7 @@ class Ranks:
         self._several_hosts = hosts.several(self.group, device)
         #: the features of all ranks, once they are gathered; a later run may start with them
         self.gathered: Tensor | None = None
+        self._kept: ring.Kept | None = None
 
     def run(
         self,
@@ -61,6 +62,10 @@ class Ranks:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[slice, Tensor]]:
         """See `Schedule`."""
+        if route.symmetric:
+            half = self._half()
+            yield from halves.run(half, shards, on_chunk, partials, meanwhile, self._kept)
+            return
         features = shards[0].tensor
         assert features is not None
         rounds = self._gathered_rounds(features, route)
@@ -71,14 +76,35 @@ class Ranks:
             )
             carried = partials if route.carried else None
             found = yield from gathered.run(
-                place, rounds, shards, on_chunk, route, carried, meanwhile, self.gathered
+                place, rounds, shards, on_chunk, carried, meanwhile, self.gathered
             )
             if len(set(self.sizes)) == 1:
                 self.gathered = found
             return
-        in_ring = ring.Place(self.group, self.rank, self.n, self.starts, self.operation)
         chunks = ring.rounds_of(self.sizes, ring.chunk_rows(features))
-        yield from ring.run(in_ring, chunks, shards, on_chunk, route, partials, meanwhile)
+        yield from ring.run(self._ring(), chunks, shards, on_chunk, route, partials, meanwhile)
+
+    def keep(self, features: Tensor, arrived: bool) -> None:
+        """For x against itself: use the features of an earlier run, or keep those of this one.
+
+        Features of shards of different sizes, or of too many for this tensor, are sent again.
+
+        Args:
+            features: (rows, d), room for them. arrived: an earlier run filled it.
+        """
+        half = self._half()
+        reached, size = half.ring.n // 2, half.sizes[0]
+        if len(set(self.sizes)) == 1 and reached * size <= len(features):
+            columns = features[: reached * size].unflatten(0, (reached, size))
+            self._kept = ring.Kept(columns, arrived)
+
+    def _half(self) -> halves.Place:
+        """This rank's place in the schedule of x against itself: a ring of all ranks."""
+        own = self.rows.bounds(self.sizes[self.rank])
+        return halves.Place(self._ring(), self.sizes, own, 0, self.rank)
+
+    def _ring(self) -> ring.Place:
+        return ring.Place(self.group, self.rank, self.n, self.starts, self.operation)
 
     def _gathered_rounds(self, features: Tensor, route: Route) -> list[slice]:
         """The rounds in which all ranks' columns are gathered; none for the ring.
@@ -86,7 +112,7 @@ class Ranks:
         The result is the same on all ranks.
         """
         size = max(self.sizes)
-        even = route.complete and len(set(self.sizes)) == 1
+        even = len(set(self.sizes)) == 1
         if size == 0 or not (even or self._several_hosts):
             return []
         row = self.n * features.shape[1] * features.element_size()

@@ -61,23 +61,30 @@ def run(
     route: Route,
     partials: Partials | None,
     meanwhile: Callable[[], None],
+    kept: Kept | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """As `Schedule.run`. `rounds`: for each round, the rows of each rank's chunk in its shard."""
+    """As `Schedule.run`.
+
+    Args:
+        rounds: for each round, the rows of each rank's chunk in its shard.
+        kept: features that arrived in an earlier run, or room for those of this one.
+    """
+    # If the features are here, a rank's own chunk hides the last transfer and not the first one.
+    known = kept is not None and kept.arrived and len(route.carried) > 0
     returning: tuple[Partials, P2PExchange, slice, Tensor] | None = None
     for chunks in rounds:
         current = tuple(shard.narrow(chunks[place.rank]) for shard in shards)
         merged: Tensor | None = None
+        own_chunk: Chunk | None = None
         for step in range(route.steps):
             owner = place.owner(step)
             rows = chunks[owner]
             exchange = place.exchange(f"ring step {step + 1} of {route.steps}", 1)
             upcoming = current
             if step + 1 < route.steps:
-                size = _length(chunks[place.owner(step + 1)])
-                upcoming = tuple(
-                    None if t is None else exchange.add(t, size, shard.dim)
-                    for t, shard in zip(current, shards, strict=True)
-                )
+                coming = chunks[place.owner(step + 1)]
+                features = None if kept is None else kept.features[step, coming]
+                upcoming = _pass_on(exchange, current, shards, coming, features, known)
             arriving = partial = None
             if merged is not None:
                 assert partials is not None
@@ -86,7 +93,11 @@ def run(
             if step in route.carried:
                 assert partials is not None
                 partial = partials.empty(_length(rows))
-            on_chunk(Chunk(owner, rows, place.starts[owner] + rows.start, current, partial))
+            chunk = Chunk(owner, rows, place.starts[owner] + rows.start, current, partial)
+            if step == 0 and known:
+                own_chunk = chunk
+            else:
+                on_chunk(chunk)
             exchange.wait()
             current = upcoming
             if returning is not None:
@@ -102,9 +113,39 @@ def run(
                     returning = partials, exchange, own, incoming
                     _start(exchange)
                     merged = None
+                    if own_chunk is not None:
+                        on_chunk(own_chunk)
     meanwhile()
     if returning is not None:
         yield _arrived(*returning)
+
+
+class Kept(NamedTuple):
+    """The features that a rank receives, of shards of one size."""
+
+    features: Tensor  #: (steps - 1, rows of a shard, d), or room for them
+    arrived: bool  #: in an earlier run
+
+
+def _pass_on(
+    exchange: P2PExchange,
+    tensors: Sequence[Tensor | None],
+    shards: Sequence[Shard],
+    coming: slice,
+    features: Tensor | None,
+    known: bool,
+) -> tuple[Tensor | None, ...]:
+    """Send a chunk's tensors to the next rank; returns those of the chunk that comes, `coming`.
+
+    `features`: its features if they are known, otherwise room for them; None: new ones.
+    """
+    found: list[Tensor | None] = []
+    for k, (tensor, shard) in enumerate(zip(tensors, shards, strict=True)):
+        room = features if k == 0 else None
+        if tensor is not None and not (known and k == 0):
+            room = exchange.add(tensor, _length(coming), shard.dim, room)
+        found.append(room)
+    return tuple(found)
 
 
 def rounds_of(sizes: Sequence[int], rows: int) -> Iterator[list[slice]]:

@@ -19,20 +19,8 @@ class Route(NamedTuple):
 
     steps: int  #: number of ranks that a chunk reaches, its owner first
     carried: range  #: steps whose partial results are passed on; after the last, to the owner
-    complete: bool = True  #: every rank gets every other rank's columns
+    symmetric: bool = False  #: x against itself: half of the blocks, see `symmetric`
     consecutive: bool = False  #: the rows of a chunk must be consecutive among those of all ranks
-
-    def others(self, rank: int, n: int) -> Iterator[tuple[slice, bool]]:
-        """Slices of the other ranks whose chunks reach this one; whether it has partials of them.
-
-        At step s a rank has the chunk of rank - s (modulo n).
-        """
-        end = max(1, self.carried.stop)
-        for first, last, carried in ((1, end, True), (end, self.steps, False)):
-            start, stop = rank - last + 1, rank - first + 1
-            for part in (slice(start + n, min(stop, 0) + n), slice(max(start, 0), stop)):
-                if part.start < part.stop and part.start < n:
-                    yield part, carried
 
 
 def full(n: int) -> Route:
@@ -51,13 +39,12 @@ def consecutive(n: int) -> Route:
 
 
 def symmetric(n: int) -> Route:
-    """Chunks reach half of the ranks, since the block of ranks (r, o) is the transpose of (o, r).
+    """Chunks reach half of the other ranks, since the block of ranks (r, o) serves (o, r) too.
 
-    One block serves both. Partial results return to the owner after (n - 1) // 2 ranks. If n is
-    even, opposite ranks get each other's chunks and each keeps its own results: they compute that
-    block twice, n / 2 + 1 / 2 blocks a rank instead of the full route's n.
+    If n is even, opposite ranks get each other's chunks; each computes a part of their block, see
+    `halves`. Partial results return to the owner from the last of these ranks.
     """
-    return Route(n // 2 + 1, range(1, (n + 1) // 2), complete=False)
+    return Route(n // 2 + 1, range(1, n // 2 + 1), symmetric=True)
 
 
 class Shard(NamedTuple):
@@ -71,6 +58,13 @@ class Shard(NamedTuple):
         if self.tensor is None:
             return None
         return self.tensor.narrow(self.dim, rows.start, rows.stop - rows.start)
+
+
+class Block(NamedTuple):
+    """A part of the matrix: some of the rows that a rank computes, and columns of a chunk."""
+
+    rows: slice  #: among those of `Rows`
+    cols: slice  #: of the chunk
 
 
 class Partials(NamedTuple):
@@ -93,11 +87,28 @@ class Chunk(NamedTuple):
     #: a place where the diagonal does not cross them
     tensors: tuple[Tensor | None, ...]  #: of the shards, in their order
     partial: Tensor | None  #: to be written, if the route has partial results; uninitialised
+    blocks: tuple[Block, ...] | None = None  #: to be computed; None: all rows against all columns
 
     @property
     def size(self) -> int:
         """Number of columns."""
         return self.rows.stop - self.rows.start
+
+    def narrow(self, block: Block, dims: Sequence[int], partials: Partials | None) -> Chunk:
+        """The columns of a block; `dims`: of the tensors, along which they lie.
+
+        Their place is given for rows that begin with the block's.
+        """
+        first, size = block.cols.start, block.cols.stop - block.cols.start
+        tensors = tuple(
+            None if t is None else t.narrow(dim, first, size)
+            for t, dim in zip(self.tensors, dims, strict=True)
+        )
+        partial = self.partial
+        if partial is not None and partials is not None:
+            partial = partial.narrow(partials.dim, first, size)
+        rows = slice(self.rows.start + first, self.rows.start + first + size)
+        return Chunk(self.owner, rows, self.start + first - block.rows.start, tensors, partial)
 
 
 OnChunk = Callable[[Chunk], None]

@@ -26,12 +26,13 @@ _known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], Sides | None]
 )
 
 
-def of(name: str, device: torch.device, most: int) -> Sides | None:
+def of(name: str, device: torch.device, most: int, symmetric: bool = False) -> Sides | None:
     """The sides of a group that is a grid: a mesh, or as the setting and its hosts decide.
 
     Args:
         name: of the group. device: of its tensors.
         most: ranks whose rows fit into memory at once, the same on all ranks.
+        symmetric: x against itself, whose columns reach half of the ranks.
 
     Raises:
         CommunicationError: a rank is gone or does not come in time.
@@ -40,7 +41,7 @@ def of(name: str, device: torch.device, most: int) -> Sides | None:
     if of_mesh is not None:
         found: Sides | None = Sides(*of_mesh)
     elif group is dist.group.WORLD:
-        found = _of_all(group, settings.grid(), device, most)
+        found = _of_all(group, settings.grid(), device, most, symmetric)
     else:  # torch makes new groups on all ranks
         found = None
     for side in found or ():
@@ -49,13 +50,15 @@ def of(name: str, device: torch.device, most: int) -> Sides | None:
 
 
 def _of_all(
-    group: dist.ProcessGroup, columns: int, device: torch.device, most: int
+    group: dist.ProcessGroup, columns: int, device: torch.device, most: int, symmetric: bool
 ) -> Sides | None:
     """The sides of a grid of all ranks with so many columns; -1: as the hosts suggest."""
     setting, order = columns, list(range(group.size()))
     if setting < 0:
         order, on_each = hosts.in_order(tuple(hosts.by_rank(group, device)))
-        columns = hosts.columns_for(len(order) // on_each, on_each, most) if on_each else 0
+        columns = 0
+        if on_each:
+            columns = hosts.columns_for(len(order) // on_each, on_each, most, symmetric)
     known = _known.setdefault(group, {})
     if (setting, columns) not in known:
         grid = columns > 0 and len(order) % columns == 0

@@ -179,6 +179,8 @@ def schedule_again(
         return Local()
     operation = f"{call.split(',', 1)[0]}, backward"
     schedule = grid.choose(group, sizes.tolist(), operation, x, symmetric)
-    if columns.numel() and len(set(schedule.sizes)) == 1:
+    if columns.numel() and symmetric:
+        schedule.keep(columns, arrived=True)
+    elif columns.numel() and len(set(schedule.sizes)) == 1:
         schedule.gathered = columns
     return schedule

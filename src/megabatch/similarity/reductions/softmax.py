@@ -80,9 +80,11 @@ def _forward(
         own_sizes = x.shape[0], (x if y is None else y).shape[0]
         schedule, sizes = handshake(group, call, terms, *own_sizes, x, y is None)
         saved = _new_saved(x, y, sizes.shape[1], save, settings)
+        if isinstance(schedule, Ranks) and y is None and len(saved):
+            schedule.keep(saved, arrived=False)
         matrix, sweep = _sweep(x, y, scale, pairs, schedule, saved)
         row_results, col_results = engine.reduce(sweep, cols)
-    if isinstance(schedule, Ranks) and len(saved):
+    if isinstance(schedule, Ranks) and y is not None and len(saved):
         gathered_features = schedule.gathered
         saved = saved if gathered_features is None else gathered_features
     rows = masks.restore(row_results, matrix.row_order, 1)
@@ -204,9 +206,9 @@ def _terms(x: Tensor, y: Tensor | None, pairs: Pairs, cols: bool, wanted: str) -
 def _new_saved(x: Tensor, y: Tensor | None, n: int, save: bool, settings: Sequence[int]) -> Tensor:
     """An empty tensor for what is saved for the backward pass; n: ranks of the group, 0 alone.
 
-    One process saves the first blocks' logits (`saved_logits`), a group all ranks' columns if they
-    fit one round. The shape must be known without the other ranks, so the tensor may remain unused:
-    shards of different sizes are not gathered.
+    One process saves the first blocks' logits (`saved_logits`), a group other ranks' features
+    (`saved_shards`). The shape must be known without the other ranks, so the tensor may remain
+    unused: those of shards of different sizes are not saved.
     """
     limits = Settings(*settings)
     if not save:
@@ -214,11 +216,9 @@ def _new_saved(x: Tensor, y: Tensor | None, n: int, save: bool, settings: Sequen
     if n == 0:
         size = saved_logits(x, x if y is None else y, limits.workspace)
         return x.new_empty(size, dtype=accumulator_dtype(x.dtype))
-    # Otherwise the gathered columns are padded to multiples of 16 bytes.
-    whole_lines = y is not None and y.shape[1] * y.element_size() % 16 == 0
-    if y is None or not whole_lines or not gathered.fits_one_round(y, n, limits.gather):
-        return x.new_empty(0)
-    return y.new_empty(n * y.shape[0], y.shape[1])
+    columns = x if y is None else y
+    shards = gathered.saved_shards(columns, n, y is None, limits.gather)
+    return columns.new_empty(shards * columns.shape[0], columns.shape[1])
 
 
 def saved_logits(x: Tensor, y: Tensor, limit: int) -> int:
