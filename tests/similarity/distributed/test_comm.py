@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import similarity
+from megabatch.errors import CommunicationError
 from megabatch.losses import ClipLoss, NTXentLoss
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import P2PExchange, group_name
@@ -111,3 +112,23 @@ def test_ranks_that_disagree_raise_before_any_transfer(world: World) -> None:
         assert words[1] not in before
     # The group is still usable.
     similarity.logsumexp(x(), x())
+
+
+@on_processes(2)
+def test_a_neighbour_that_failed_is_noticed_while_another_one_takes_nothing(world: World) -> None:
+    class Endless:
+        def wait(self) -> None:
+            pytest.fail("it waited until the timeout")
+
+    class Closed:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    other = 1 - world.rank
+    exchange = P2PExchange(comm.resolve(group_name(None)), other, other, "a test")
+    exchange.add(x(), 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", lambda operations: [Endless(), Closed()])
+        exchange.start()
+    with pytest.raises(CommunicationError, match=f"receiving from rank {other}: Connection closed"):
+        exchange.wait()

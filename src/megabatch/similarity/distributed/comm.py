@@ -266,13 +266,17 @@ class P2PExchange:
     def wait(self) -> None:
         """Wait for all transfers: on the CPU in this thread, on a GPU in its stream."""
         operations, works = self._operations, self._works
-        for i, work in enumerate(works):
-            what = self.what
-            if len(works) == len(operations):
-                sends = operations[i].op is dist.isend
-                what += f", {'sending to' if sends else 'receiving from'} rank {operations[i].peer}"
-            with failures_of(what):
+        each = list(zip(operations, works, strict=False)) if len(works) == len(operations) else []
+        # Receiving first: a rank that fails closes its connections, and the next one thus fails at
+        # once, and so on around a ring. Sending to a host that vanished ends with the timeout.
+        for operation, work in sorted(each, key=lambda one: one[0].op is dist.isend):
+            kind = "sending to" if operation.op is dist.isend else "receiving from"
+            with failures_of(f"{self.what}, {kind} rank {operation.peer}"):
                 work.wait()
+        if not each:  # NCCL's transfers are one
+            with failures_of(self.what):
+                for work in works:
+                    work.wait()
         if works:
             control.note(self.group, operations[0].tensor, self.what)
         self._operations, self._works = [], []
