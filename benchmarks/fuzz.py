@@ -1,16 +1,17 @@
 """Random calls of all losses and similarity functions against naive dense expressions.
 
     python benchmarks/fuzz.py --cases 20000 --seed 0 --output benchmarks/results/fuzz-cpu.json
+    python benchmarks/fuzz.py --cases 4000 --ranks 6 --output benchmarks/results/fuzz-grids.json
     python benchmarks/fuzz.py --cases 1000 --device cuda --processes 16 \\
         --output benchmarks/results/fuzz-gpu.json
     python benchmarks/fuzz.py --only 4711      # that case again, with its configuration
 
 Values and all gradients in float64, to 1e-9 of each tensor's largest number: shapes with 0 and 1,
 ids, weights, labels, masks, margins, queues, further negatives, workspaces (another one in the
-backward pass), normalisation, shards on two and three ranks (Gloo), frozen, expanded, strided and
-aliased inputs. On a GPU, where float64 does not reach the kernels, also bfloat16, float16 and
-float32 (TF32), bounded by the error of the dense expression in the same precision. Needs torch
-alone. Ends with status 1 if a case failed.
+backward pass), normalisation, shards on up to six ranks (Gloo) and on grids of them, frozen,
+expanded, strided and aliased inputs. On a GPU, where float64 does not reach the kernels, also
+bfloat16, float16 and float32 (TF32), bounded by the error of the dense expression in the same
+precision. Needs torch alone. Ends with status 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=int, action="append", help="a case's number, repeatable")
     parser.add_argument("--device", choices=tuple(DTYPES), default="cpu")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES["cuda"])
-    parser.add_argument("--ranks", type=int, default=3, help="of the largest group (CPU, float64)")
+    parser.add_argument(
+        "--ranks", type=int, default=3, help="of the largest group, up to 6 (CPU, float64)"
+    )
     parser.add_argument(
         "--processes", type=int, default=1, help="that share the cases; on a GPU compiling is slow"
     )

@@ -29,6 +29,8 @@ SUMS = ("logsumexp", "split_logsumexp", "softplus_sum", "paired")
 RANKING = ("ranks", "topk")
 LAYOUTS = ("plain", "plain", "plain", "transposed", "strided", "one row", "one column")
 NAMES = ("a", "b", "c")
+#: Ranks of groups beyond two and three.
+LARGER = (4, 6)
 
 
 @dataclass
@@ -52,7 +54,9 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
     rng = random.Random(f"{seed} {index}")
     dtype = rng.choice(dtypes)
     name = rng.choice([*LOSSES, *LOSSES, *SUMS, *RANKING])
-    world = min(largest_world, rng.choice([1, 1, 1, 1, 1, 2, 3])) if name != "paired" else 1
+    # Larger groups come last, so that without them a case's number means the same.
+    worlds = [1, 1, 1, 1, 1, 2, 3, *(n for n in LARGER if n <= largest_world)]
+    world = min(largest_world, rng.choice(worlds)) if name != "paired" else 1
     case: Case = {"seed": seed, "index": index, "call": name, "dtype": dtype, "ranks": world}
     case["d"] = rng.choice([1, 2, 3, 5, 8, 16, 33, 70])
     case["rows"] = _sizes(rng, world, least=0 if name in (*SUMS, *RANKING) else 1)
@@ -86,6 +90,9 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
     if name in RANKING:
         case["values"] = "integers"
     case["features"] = _features(rng, case)
+    # The number of columns of a grid of ranks; 0: none.
+    columns = [n for n in range(1, world + 1) if world % n == 0]
+    case["grid"] = rng.choice([0, *columns]) if world > 1 else None
     return case
 
 

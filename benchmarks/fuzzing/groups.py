@@ -101,8 +101,13 @@ def configure(device: str) -> None:
 
 def attempt(case: Case, rank: int, device: str) -> tuple[str, bool]:
     """What came of a case on this rank, and whether the ranks can go on together."""
-    changes = ((similarity.set_workspace, "workspace"), (similarity.set_gather, "gather"))
-    for change, name in (*changes, (similarity.set_piece, "piece")):
+    changes: tuple[tuple[Any, str], ...] = (
+        (similarity.set_workspace, "workspace"),
+        (similarity.set_gather, "gather"),
+        (similarity.set_piece, "piece"),
+        (similarity.set_grid, "grid"),
+    )
+    for change, name in changes:
         change(case[name])
     try:
         return check(case, rank, device), True
@@ -111,7 +116,7 @@ def attempt(case: Case, rank: int, device: str) -> tuple[str, bool]:
     except Exception:
         return traceback.format_exc(), case["ranks"] == 1
     finally:
-        for change in (similarity.set_workspace, similarity.set_gather, similarity.set_piece):
+        for change, _ in changes:
             change(None)
 
 

@@ -1,4 +1,4 @@
-"""Random cases of benchmarks/fuzz.py on two and on three ranks."""
+"""Random cases of benchmarks/fuzz.py on two, three and four ranks and on grids of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from tests.similarity.distributed.processes import World, on_processes
 SCRIPTS = Path(__file__).parents[3] / "benchmarks"
 
 
-@on_processes(2, 3)
+@on_processes(2, 3, 4)
 def test_random_cases(world: World) -> None:
     with mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
         from fuzzing.cases import draw
         from fuzzing.groups import FINE, attempt
-    drawn = (draw(6, index, ("float64",), 3) for index in range(400))
+    drawn = (draw(6, index, ("float64",), max(3, world.size)) for index in range(400))
     cases = [case for case in drawn if case["ranks"] == world.size][:40]
     assert len(cases) == 40
+    assert len({case["grid"] for case in cases}) > 2
     for case in cases:
         outcome, _ = attempt(case, world.rank, "cpu")
         assert outcome in FINE, (case, outcome)
