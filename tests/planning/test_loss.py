@@ -86,6 +86,19 @@ def test_a_grid_holds_the_rows_and_the_columns_that_ranks_share(loss, rows, shar
     assert 0 < planned - shared < (512 << 20) + 8 * rows * width + 0.03 * shared
 
 
+@pytest.mark.parametrize(("gpus", "hosts", "sharing"), [(1024, 128, 64), (16, 2, 8), (8, 1, 1)])
+def test_x_against_itself_holds_the_rows_that_ranks_share_and_the_features_it_saves(
+    gpus, hosts, sharing
+):
+    rows, width = 1024, 768  # of two views
+    config = replace(TrainConfig(), loss="ntxent")
+    planned = loss_bytes(config, rows // 2, width, torch.bfloat16, "cuda", gpus, hosts=hosts)
+    # Chunks on their way have gradients in float32, too.
+    saved = gpus // 2 + 1 if (gpus // 2 + 1) * rows * width * 2 <= settings.DEFAULT_GATHER else 0
+    least = (2 * (saved or sharing) + 4 * (sharing + 3)) * rows * width
+    assert 0 < planned - least < (512 << 20) + 16 * rows * width
+
+
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 def test_shards_too_large_for_a_grid_are_gathered_in_rounds(loss):
     config, width = replace(TrainConfig(), loss=loss), 768

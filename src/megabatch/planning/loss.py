@@ -34,12 +34,14 @@ def loss_bytes(
     ranks: int,
     locked: frozenset[str] = frozenset(),
     hosts: int = 1,
+    columns: int | None = None,
 ) -> int:
     """Peak memory of the loss in bytes, for `rows` pairs of this rank, beside the features (b, d).
 
     With hard negatives, beside theirs (b, k, d), too. It includes the features' gradients.
-    `locked`: towers whose features need none. `hosts`: on which the ranks are, as many on each. For
-    a loss of the user's own it is these gradients alone: the rest is unknown.
+    `locked`: towers whose features need none. `hosts`: on which the ranks are, as many on each.
+    `columns`: of a grid of ranks, 0: none; None: that which the library chooses. For a loss of the
+    user's own it is these gradients alone: the rest is unknown.
     """
     if is_reference(config.loss):
         return (2 + config.hard_negatives - len(locked)) * rows * width * dtype.itemsize
@@ -59,17 +61,22 @@ def loss_bytes(
 
     enabled = config.precision in AUTOCAST
     with torch.autocast("cpu", AUTOCAST.get(config.precision), enabled=enabled):
-        return planned_bytes(prepare, device, ranks, hosts)
+        return planned_bytes(prepare, device, ranks, hosts, columns)
 
 
 def planned_bytes(
-    prepare: Callable[[], Callable[[], Tensor]], device: str, ranks: int, hosts: int = 1
+    prepare: Callable[[], Callable[[], Tensor]],
+    device: str,
+    ranks: int,
+    hosts: int = 1,
+    columns: int | None = None,
 ) -> int:
     """Peak memory of a loss and its backward pass in bytes, beside its inputs.
 
     Args:
         prepare: makes the inputs, and returns the loss of them; called on fake tensors.
-        device: "cpu" or "cuda". ranks: processes that share the batch. hosts: theirs.
+        device: "cpu" or "cuda". ranks: processes that share the batch. hosts: theirs. columns: of
+            their grid, as in `loss_bytes`.
     """
     # Fake tensors are on the CPU, since a backward pass on CUDA needs a device. CUDA differs in the
     # operators' workspace, and in that no logits are saved (`softmax.saved_logits`).
@@ -78,7 +85,7 @@ def planned_bytes(
     keeps = device == "cpu" and ranks == 1
     settings.set_workspace(limit if keeps else _SMALLEST)
     try:
-        with counted(_workspace(Run(limit, device == "cpu", ranks, hosts))) as counter:
+        with counted(_workspace(Run(limit, device == "cpu", ranks, hosts, columns))) as counter:
             loss = prepare()
             start = counter.start()
             loss().backward()

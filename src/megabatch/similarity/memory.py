@@ -28,6 +28,7 @@ class Run(NamedTuple):
     on_cpu: bool
     ranks: int
     hosts: int = 1  #: with as many ranks on each
+    columns: int | None = None  #: of a grid, 0: none; None: as the setting and the hosts decide
 
     def block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
         """(bytes of a block with what a backend holds beside it, its rows)."""
@@ -47,6 +48,8 @@ class Run(NamedTuple):
 
     def _sharing(self, x: Tensor, y: Tensor | None) -> int:
         """The ranks whose columns a rank computes with: all, or those that share them."""
+        if self.columns is not None:
+            return self.ranks // max(1, self.columns)
         columns, row, symmetric = settings.grid(), x.shape[1] * x.element_size(), y is None
         if columns < 0:
             each, rest = divmod(self.ranks, self.hosts)

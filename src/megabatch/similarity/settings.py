@@ -205,9 +205,10 @@ def set_gather(size: int | None) -> int:
     """Limit the features of all ranks that are gathered at once, in bytes; returns the previous.
 
     If the features of all ranks together take more, they are gathered in rounds of a quarter of the
-    limit; if shards differ in size, or the limit is 0, the ring is used instead. All
-    ranks must set the same value. It applies to all later calls and their backward passes. None is
-    the default, 384 MiB.
+    limit; if shards differ in size, or the limit is 0, the ring is used instead. x against itself
+    always uses a ring; the limit decides whether ranks share rows, and whether features are saved
+    for the backward pass. All ranks must set the same value. It applies to all later calls and
+    their backward passes. None is the default, 384 MiB.
 
     Raises:
         TypeError: `size` is neither None nor an integer.

@@ -4,6 +4,7 @@ import pytest
 
 from megabatch.planning.simulation.hardware import Cluster, Gpu, Spread
 from megabatch.planning.simulation.schedules import Grid, Ring, Workload
+from megabatch.planning.simulation.step import loss_memory
 from megabatch.planning.simulation.timeline import Speeds, Timeline
 from megabatch.similarity.distributed import gathered, ring
 
@@ -88,6 +89,6 @@ def test_the_host_limits_rings_of_many_small_chunks():
 
 def test_memory_grows_with_the_gathered_rows_of_a_grid():
     work, cluster = Workload(8192, 768), Cluster(1024)
-    sizes = [Grid((1024 // c, c)).memory(work, cluster) for c in (8, 16, 32, 64, 128)]
+    sizes = [loss_memory(cluster, work, Grid((1024 // c, c))) for c in (8, 16, 32, 64, 128)]
     assert sizes == sorted(sizes)
     assert sizes[-1] > 128 * 8192 * 768 * 6

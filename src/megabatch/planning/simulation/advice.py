@@ -54,7 +54,8 @@ def advise(plan: Plan, cluster: Cluster, width: int, towers: Towers | None) -> A
     config = plan.config
     rows = -(-config.global_batch_size // cluster.gpus)
     item = 4 if config.precision == "fp32" else 2
-    work = Workload(rows, sum(config.matryoshka_dims) or width, SWEEPS[config.loss], item)
+    widths = sum(config.matryoshka_dims) or width
+    work = Workload(rows, widths, SWEEPS[config.loss], item, config.loss)
     found = compare(cluster, work, _free(plan, config))
 
     def candidate(schedule: Schedule, loss: Result) -> Candidate:

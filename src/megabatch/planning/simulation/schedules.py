@@ -29,12 +29,14 @@ class Workload:
         sweeps: operations of each sweep over the matrix, in units of (pairs x width): a softmax
             loss's forward and backward pass; a sigmoid loss's only one, with its gradients.
         item: bytes of a number of the features.
+        loss: the option's name of the loss, whose memory is counted.
     """
 
     rows: int
     width: int
     sweeps: tuple[int, ...] = (2, 6)
     item: int = 2
+    loss: str = "clip"
 
     @property
     def row_bytes(self) -> int:
@@ -59,8 +61,14 @@ class Schedule(Protocol):
         """Put the loss's forward and backward pass on the timeline."""
         ...
 
-    def memory(self, work: Workload, cluster: Cluster) -> int:
-        """Peak bytes of a rank beside its features and their returned gradients."""
+    @property
+    def columns(self) -> int:
+        """Of a grid; 0: it is none."""
+        ...
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Bytes for `megabatch.similarity.set_gather` and `set_piece`."""
         ...
 
 
@@ -85,6 +93,16 @@ class Grid:
         rows, cols = self.shape
         return "gather" if cols == 1 else f"grid {rows} x {cols}"
 
+    @property
+    def columns(self) -> int:
+        """See `Schedule`."""
+        return 0 if self.shape[1] == 1 else self.shape[1]
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """See `Schedule`."""
+        return self.gather, settings.DEFAULT_PIECE
+
     def sides(self, cluster: Cluster) -> tuple[Side, Side]:
         """The groups that share rows, and the groups that share columns."""
         local = min(self.shape[1], cluster.local)
@@ -105,22 +123,6 @@ class Grid:
         for k, operations in enumerate(work.sweeps):
             _GridSweep(self, work, timeline, operations, k, last=k == backward).run()
         reduce_scale(timeline)
-
-    def memory(self, work: Workload, cluster: Cluster) -> int:
-        """See `Schedule`; as `similarity.memory.Run` estimates it."""
-        rows, cols = self.shape
-        own = work.rows * (work.row_bytes + work.gradient_bytes)  # features, gradient
-        step = self.round_rows(work)
-        share = step * rows * (work.row_bytes + work.gradient_bytes)
-        features, gradients = (1, 1) if step == work.rows else (3, 2)
-        transfers = step * rows * (features * work.row_bytes + gradients * work.gradient_bytes)
-        if cluster.gpus == 1:  # sums of all columns, and of a strip of rows
-            sums = (work.rows + min(work.rows, BLOCK)) * work.gradient_bytes
-            return _block_bytes(work, work.rows, work.rows) + sums
-        block = _block_bytes(work, cols * work.rows, rows * step)
-        gathered_rows = 0 if cols == 1 else cols * own
-        temporary = max(share, block + transfers - work.rows * work.row_bytes)
-        return work.rows * work.gradient_bytes + temporary + gathered_rows
 
 
 class _GridSweep:
@@ -243,6 +245,16 @@ class Ring:
         """For users."""
         return "ring"
 
+    @property
+    def columns(self) -> int:
+        """See `Schedule`."""
+        return 0
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """See `Schedule`."""
+        return 0, self.piece
+
     def chunk_rows(self, work: Workload) -> int:
         """Rows of a chunk, as `ring.chunk_rows`."""
         rows = max(1, self.piece // work.row_bytes)
@@ -297,12 +309,6 @@ class Ring:
             timeline.wait(returning)
         return returning
 
-    def memory(self, work: Workload, cluster: Cluster) -> int:
-        """See `Schedule`: two chunks of features and three of gradients beside a block."""
-        rows = self.chunk_rows(work)
-        transfers = rows * (2 * work.row_bytes + 3 * work.gradient_bytes)
-        return _block_bytes(work, work.rows, rows) + transfers + work.rows * work.gradient_bytes
-
 
 def default(cluster: Cluster, work: Workload) -> Schedule:
     """The schedule that the library takes by itself, for shards of one size."""
@@ -321,8 +327,3 @@ def reduce_scale(timeline: Timeline) -> None:
     """The scale's gradient, which all ranks average at the end of a step."""
     everyone = Side((1, timeline.cluster.gpus), 1, timeline.cluster.local)
     timeline.wait(timeline.collective("scale's gradient", everyone, 4.0, "tree"))
-
-
-def _block_bytes(work: Workload, rows: int, cols: int) -> int:
-    """Of dS, in the default workspace."""
-    return min(rows * cols * work.item, settings.DEFAULT_WORKSPACE["cuda"])

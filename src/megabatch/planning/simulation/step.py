@@ -6,6 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from megabatch.config.settings import TrainConfig
+from megabatch.planning.loss import loss_bytes
 from megabatch.planning.simulation.hardware import Cluster
 from megabatch.planning.simulation.schedules import Grid, Ring, Schedule, Workload
 from megabatch.planning.simulation.timeline import (
@@ -15,6 +19,7 @@ from megabatch.planning.simulation.timeline import (
     WithoutTransfers,
     collective_seconds,
 )
+from megabatch.similarity import settings
 
 #: Speeds of so many GPUs are drawn at least: the result is the mean over several draws of few GPUs.
 DRAWN = 64
@@ -85,8 +90,26 @@ def simulate(
         ideal,
         max(0.0, seconds - without),
         ran[0].received,
-        schedule.memory(work, cluster),
+        loss_memory(cluster, work, schedule),
     )
+
+
+def loss_memory(cluster: Cluster, work: Workload, schedule: Schedule) -> int:
+    """Peak bytes of a loss on a rank, beside features and their returned gradients.
+
+    It is the planner's count: see `loss_bytes`.
+    """
+    config = TrainConfig(loss=work.loss, precision="fp32")  # which leaves features as they are
+    dtype = torch.float32 if work.item == 4 else torch.bfloat16
+    gather, piece = schedule.limits
+    before = settings.set_gather(gather), settings.set_piece(piece)
+    try:
+        shape = work.rows, work.width, dtype, "cuda", cluster.gpus
+        counted = loss_bytes(config, *shape, hosts=cluster.nodes, columns=schedule.columns)
+    finally:
+        settings.set_gather(before[0])
+        settings.set_piece(before[1])
+    return counted - 2 * work.rows * work.row_bytes
 
 
 def _run(
