@@ -29,7 +29,10 @@ class Way(NamedTuple):
 
 
 def no_grid(around: Around) -> Around:
-    """The same by all ranks together, which several hosts would otherwise do as a grid."""
+    """The same by all ranks together, which several hosts would otherwise do as a grid.
+
+    x against y is gathered, x against itself travels half of the ring.
+    """
 
     @contextmanager
     def both(size: int) -> Iterator[None]:
@@ -60,7 +63,8 @@ WAYS = {
     "unequal shards": Way(uneven=True),
     "unequal shards, ring": Way(ring, uneven=True),
     "NT-Xent": Way(loss="NT-Xent"),
-    "NT-Xent, ring": Way(ring, loss="NT-Xent"),
+    "NT-Xent, ring": Way(no_grid(lambda size: nullcontext()), loss="NT-Xent"),
+    "NT-Xent, unequal shards": Way(loss="NT-Xent", uneven=True),
 }
 #: Those whose shape is told.
 GRIDS = ("default", "grid of a mesh", "gathered")
