@@ -83,6 +83,24 @@ def test_results_and_gradients(world: World) -> None:
                     compare(world, sizes, ids=ids)
 
 
+@on_processes(2, 3, 4, 6)
+def test_saved_features(world: World) -> None:
+    """As many as fit; those of a grid of one row are too many from three ranks on."""
+    x, ids = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), some_ids(3)
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        rows, _ = similarity.split_logsumexp(x, ids=ids)
+        total = rows.negative + rows.positive_sum
+        return total.detach(), torch.autograd.grad(total.square().sum(), x)[0]
+
+    with ring_in_pieces_of(1 << 20):
+        wanted = found()
+    for columns in (n for n in range(world.size + 1) if n == 0 or world.size % n == 0):
+        with grid_of(columns):
+            for a, b in zip(found(), wanted, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
 @on_processes(4)
 def test_chunks_of_several_rounds(world: World) -> None:
     before = settings.set_piece(2 * D * 8)

@@ -145,7 +145,8 @@ class Grid(Ranks):
     def keep(self, features: Tensor, arrived: bool) -> None:
         """See `Ranks`; the shared rows come first."""
         shared = self.rows.bounds(0)[-1]
-        super().keep(features[shared:], arrived)
+        if shared <= len(features):
+            super().keep(features[shared:], arrived)
         if self._kept is not None:
             self.rows.keep(features[:shared], arrived)
 
