@@ -134,6 +134,8 @@ def main(
         plan = [smallest(one, options.device) for one in plan]
     if options.only:
         plan = [plan[i] for i in options.only]
+    if options.contenders:
+        plan = [replace(g, cases=_of(g.cases, options.contenders)) for g in plan]
     missing = [(c, absent(c)) for one in plan for c in one.cases]
     here = [replace(one, cases=tuple(c for c in one.cases if not absent(c))) for one in plan]
     here = [one for one in here if one.cases]
@@ -155,13 +157,18 @@ def main(
         print(row(record))
     same = [f"--device={options.device}", *(f"--only={i}" for i in options.only)]
     same += ["--smallest"] if options.smallest else []
+    same += ["--contenders", *options.contenders] if options.contenders else []
     start = supervise.start_self([script, *same, f"--deadline={deadline}", "--worker"])
-    for one, result in supervise.supervise(here, start, log, deadline, options.patience):
-        done.append(combine(one, result))
+    for case, result in supervise.supervise(here, start, log, deadline, options.patience):
+        done.append(combine(case, result))
         records.write(path, command, done)
         print(row(done[-1]), flush=True)
     print(f"{len(done)} records: {path}; messages: {log}")
     return path
+
+
+def _of(cases: tuple[Case, ...], contenders: list[str]) -> tuple[Case, ...]:
+    return tuple(case for case in cases if case.contender in contenders)
 
 
 def arguments(doc: str, output: str) -> argparse.Namespace:
@@ -172,6 +179,7 @@ def arguments(doc: str, output: str) -> argparse.Namespace:
     parser.add_argument(
         "--only", type=int, action="append", default=[], help="this group of --list; repeatable"
     )
+    parser.add_argument("--contenders", nargs="+", default=[], help="default: all of a group")
     parser.add_argument("--list", action="store_true", help="print what would be measured")
     parser.add_argument("--smallest", action="store_true", help="tiny, on the CPU by default")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="the CPU with --smallest only")

@@ -162,10 +162,11 @@ class Watched(ClipLoss):
 def test_float16_scales_the_loss(tmp_path: Path) -> None:
     data, gradients = rows_of(images_and_texts()), []
     for trainer_class, extra in ((Plain, {}), (Cached, {"micro_batch_size": 3})):
+        options = arguments(tmp_path, fp16=True, use_cpu=False, max_steps=1, max_grad_norm=1e9)
+        assert options.device.type == "cuda"  # which also counts the machine's GPUs
+        options._n_gpu = 1
         trainer = trainer_class(
-            model_of("clip"),
-            arguments(tmp_path, fp16=True, use_cpu=False, max_steps=1, max_grad_norm=1e9),
-            data_collator=collate, train_dataset=data, **extra,
+            model_of("clip"), options, data_collator=collate, train_dataset=data, **extra,
         )  # fmt: skip
         scaler = trainer.accelerator.scaler
         scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})  # nothing overflows

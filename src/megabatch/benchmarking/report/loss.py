@@ -131,7 +131,7 @@ def again(files: Sequence[RecordFile]) -> Iterator[str]:
         (file.date, record["contender"], _case(record), *_figures(record))
         for file in files
         for record in file.measured
-        if record["contender"] == "megabatch"
+        if record["contender"].startswith("megabatch")
     ]
     if rows:
         head = "day", "contender", "case", "time", "of the rate", "memory", "a row's error"
@@ -316,7 +316,7 @@ SPEED = Section(
             only if the GPU has no other work. "Captured": as CUDA graphs.""",
         ),
         Part("Other sizes, widths and dtypes", ("single-gpu", "single-gpu-4m"), other_cases),
-        Part("A later run", ("single-gpu-engine",), again),
+        Part("Later runs", ("single-gpu-engine", "single-gpu-graph"), again),
         Part(
             "The time that tiling costs",
             ("tiling*",),
