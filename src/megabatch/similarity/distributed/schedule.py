@@ -81,7 +81,7 @@ class Partials(NamedTuple):
 class Chunk(NamedTuple):
     """Columns of one rank or of several, at this rank."""
 
-    owner: int | None  #: the rank whose columns they are; None: several ranks'
+    owner: int | None  #: the rank whose columns they are; None: several ranks', or another's
     rows: slice  #: in its owner's shard, or among all shards one after another
     start: int  #: index of the first among the columns of all ranks. If these are not consecutive:
     #: a place where the diagonal does not cross them
