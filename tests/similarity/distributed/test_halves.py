@@ -79,6 +79,7 @@ def test_results_and_gradients(world: World) -> None:
             with grid_of(columns):
                 compare(world, sizes)
                 compare(world, sizes, ids=ids, needs=(True, False, False))
+                compare(world, sizes, needs=(False, False, True))
                 with ring_in_pieces_of(1 << 20):
                     compare(world, sizes, ids=ids)
 
