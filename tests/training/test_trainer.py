@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabatch import ClipLoss
 from megabatch.data import Batch
+from megabatch.losses.objective import Objective
 from megabatch.models import create
 from megabatch.models.blocks import CompiledBlocks
 from megabatch.training import TrainConfig
@@ -43,6 +44,21 @@ def batch(seed: int = 0, size: int = 6) -> Batch:
 @pytest.fixture
 def config(make_config: MakeConfig, tmp_path: Path) -> TrainConfig:
     return make_config(tmp_path)
+
+
+def test_a_given_objective_is_the_loss(config: TrainConfig) -> None:
+    usual = trainer_of(config).train_step(batch())["loss"]
+    loss = ClipLoss()
+    objective = Objective(
+        lambda x, y, logit_scale: 2 * loss(x, y, logit_scale),
+        scale_as="logit_scale",
+        takes_bias=False,
+        takes_ids=False,
+    )
+    torch.manual_seed(0)
+    module, device = create(TINY).module, torch.device("cpu")
+    trainer = Trainer(config, module, device, total_steps=10, objective=objective)
+    assert trainer.train_step(batch())["loss"] == pytest.approx(2 * usual, rel=1e-6)
 
 
 def test_the_step_is_the_whole_batchs_whatever_the_micro_batch(

@@ -17,7 +17,7 @@ from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.errors import UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
-from megabatch.losses.objective import create_objective
+from megabatch.losses.objective import Objective, create_objective
 from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
 from megabatch.models.layers import Tower
 from megabatch.models.locking import locked_towers, set_modes
@@ -75,10 +75,12 @@ class Trainer:
         total_steps: int,
         world: World | None = None,
         lengths: Mapping[Tower, Lengths] | None = None,
+        objective: Objective | None = None,
     ) -> None:
         """Prepare the module for the device and the processes.
 
         `lengths`: of `Towers`; with `trim_texts` texts are encoded without padding.
+        `objective`: the loss; default: the one that the configuration names.
         """
         self.config = config
         self.device = device
@@ -100,7 +102,7 @@ class Trainer:
         self.ema = None if config.ema_decay is None else Ema(self.module, config.ema_decay)
         enabled = config.precision == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
-        self.objective = create_objective(config).to(device)
+        self.objective = (objective or create_objective(config)).to(device)
         self._lengths = trimmed
         self.micro_batch = MicroBatchSize(config, self.module, self.world)
         self._divide(self.micro_batch.rows)
