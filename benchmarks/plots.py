@@ -1,12 +1,16 @@
-"""Figures from the records of single_gpu.py, losses.py, scaling.py, simulation.py, paper_tables.py.
+"""Figures from the records of benchmarks.
 
     python benchmarks/plots.py benchmarks/results/single-gpu.json
     python benchmarks/plots.py benchmarks/results/losses.json
     python benchmarks/plots.py benchmarks/results/scaling.json
     python benchmarks/plots.py benchmarks/results/simulation.json
     python benchmarks/plots.py benchmarks/results/paper-tables.json
+    python benchmarks/plots.py benchmarks/results/batch-study.json
+    python benchmarks/plots.py benchmarks/results/same-accuracy.json
 
-All figures are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
+Those of batch_study.py and same_accuracy.py are described in machinery/study_figures.py.
+
+All others are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
 memory and share of the matrix product over b (single-gpu-time.png, -memory.png, -fraction.png, in
 the records' folder). For other losses: the share of each at its largest size (losses.png). For
 several GPUs: fraction of ideal and memory per GPU over their number (scaling.png). Simulated: the
@@ -31,6 +35,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
+from machinery import study_figures
 from machinery.family import FAMILY
 from megabatch.benchmarking.report.record_files import place
 
@@ -298,8 +303,12 @@ def main() -> None:
     folder: Path = options.output or options.records.parent
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, plt.Figure] = {}
+    studies = {"series": study_figures.batch_study, "comparison": study_figures.same_accuracy}
+    study = next((draw for field, draw in studies.items() if field in content), None)
     if "simulated" in content:
         figures[""] = simulation(content["simulated"])
+    elif study is not None:
+        figures = {f"-{name}": made for name, made in study(content).items()}
     elif any("measured" in record for record in everything):
         figures[""] = paper(everything)
     elif any("of_ideal" in record for record in everything):
@@ -317,10 +326,9 @@ def main() -> None:
             figures[f"-{name}"] = figure(records, field, unit, label)
     for name, made in figures.items():
         on = "simulated, H200s" if "simulated" in content else place(content["machine"])
-        width = (
-            "" if any("measured" in record for record in everything) else f", d = {options.width}"
-        )
-        made.suptitle(f"{on}, bf16{width}")
+        measured = any("measured" in record for record in everything)
+        width = "" if measured else f", d = {options.width}"
+        made.suptitle(on if name and study else f"{on}, bf16{width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)
         plt.close(made)
