@@ -1,0 +1,67 @@
+"""benchmarks/same_accuracy.py on a few icons, in one process and in two."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabatch.data.sources import open_pairs
+from megabatch.training.world import World
+from tests.benchmarks.study_files import write_icons
+from tests.benchmarks.test_icons import load
+from tests.similarity.distributed.processes import on_processes
+
+SMALL = "--batch-size=32", "--micro-batches=2", "--steps=2", "--precision=fp32"
+
+
+def test_ways_agree_and_a_call_adds_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    icons, output = write_icons(tmp_path / "icons", 64, 8), tmp_path / "same.json"
+    words = [*SMALL, f"--train-data={icons / 'train'}", f"--val-data={icons / 'test'}"]
+    program = load("same_accuracy")
+    program.main([*words, f"--output={output}", "--seeds=1"])
+    shown = capsys.readouterr().out
+    program.main([*words, f"--output={output}", "--seeds=2"])
+    content = json.loads(output.read_text())
+    assert [(r["contender"], r["seed"]) for r in content["records"]] == [
+        (contender, seed) for seed in (0, 1) for contender in ("dense", "tiled", "cached")
+    ]
+    sizes = {r["contender"]: r["micro_batch_size"] for r in content["records"]}
+    assert sizes == {"dense": 32, "tiled": 32, "cached": 16}
+    for one in content["comparison"]:
+        assert (one["data"], one["n_devices"], one["seeds"]) == ("icons", 1, 2)
+        assert one["largest_difference"] < 1e-4 < one["largest_difference_of_seeds"]
+        assert one["last_loss"]["deviation"] > 0
+        assert 0 <= one["figures"]["test/image_to_text/recall@10"]["mean"] <= 1
+    assert "| icons | fp32 | cached | 1 | 1 |" in shown
+
+
+def test_no_run_begins_after_the_budget(tmp_path: Path) -> None:
+    icons, output = write_icons(tmp_path / "icons", 64, 8), tmp_path / "same.json"
+    words = [*SMALL, f"--train-data={icons / 'train'}", f"--val-data={icons / 'test'}"]
+    load("same_accuracy").main([*words, f"--output={output}", "--budget-seconds=1e-9"])
+    assert not output.exists()
+
+
+@on_processes(2)
+def test_two_ranks_agree_with_one(world: Any) -> None:
+    program = load("same_accuracy")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        icons = write_icons(folder / "icons", 64, 8)
+        words = [*SMALL, f"--train-data={icons / 'train'}", f"--val-data={icons / 'test'}"]
+        options = program._options(words)
+        tests = {"test": open_pairs(str(icons / "test"))}
+        losses = {}
+        for contender in program.CONTENDERS:
+            together = World(torch.device(world.device), world.rank, 2)
+            config = program.configuration(options, contender, 0, together, folder)
+            losses[contender] = program.measure(config, contender, tests, together)["losses"]
+        for contender in ("tiled", "cached"):
+            assert losses[contender] == pytest.approx(losses["dense"], rel=1e-4)
