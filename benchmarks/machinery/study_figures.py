@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -91,14 +92,15 @@ def _curves(runs: list[dict[str, Any]]) -> Figure:
         for run in own:
             # Narrower and narrower, so that curves that coincide are all visible.
             width = 5 - 4 * number / max(1, len(ways) - 1)
-            curves.plot(steps, run["losses"], color=colour, linewidth=width, alpha=0.6)
+            curves.plot(steps, run["losses"], color=colour, linewidth=width)
         pairs = [(run, reference[run["seed"]]) for run in own if run["seed"] in reference]
         if pairs and way != ("dense", 1):
             furthest = [
                 max(abs(run["losses"][i] - other["losses"][i]) for run, other in pairs)
                 for i in range(own[0]["steps"])
             ]
-            distances.plot(steps, furthest, color=colour, label=label)
+            shown = [distance or math.nan for distance in furthest]  # 0 has no logarithm
+            distances.plot(steps, shown, ".-", color=colour, label=label)
     curves.set_ylabel("loss, a line for each run")
     distances.set_ylabel("largest difference from dense on one rank, same seed")
     distances.set_yscale("log")

@@ -156,7 +156,10 @@ def step_seconds(run: Run) -> float:
 def estimate(run: Run, found: Found) -> float:
     """Seconds of a run: those of its like, else a guess."""
     like = ("data", "loss", "batch", "group", "steps")
-    for other, record in found.items():
-        if all(getattr(run, name) == getattr(other, name) for name in like):
-            return float(record["seconds"])
-    return OVERHEAD_SECONDS + run.steps * step_seconds(run)
+    seconds = [
+        float(record["seconds"])
+        for other, record in found.items()
+        if all(getattr(run, name) == getattr(other, name) for name in like)
+    ]
+    # The least: the first run of a shape also compiles kernels.
+    return min(seconds, default=OVERHEAD_SECONDS + run.steps * step_seconds(run))

@@ -14,6 +14,7 @@ from megabatch.data.sources import open_pairs
 from megabatch.training.world import World
 from tests.benchmarks.study_files import write_icons
 from tests.benchmarks.test_icons import load
+from tests.benchmarks.test_scripts import SCRIPTS, run
 from tests.similarity.distributed.processes import on_processes
 
 SMALL = "--batch-size=32", "--micro-batches=2", "--steps=2", "--precision=fp32"
@@ -40,6 +41,8 @@ def test_ways_agree_and_a_call_adds_what_is_missing(
         assert one["last_loss"]["deviation"] > 0
         assert 0 <= one["figures"]["test/image_to_text/recall@10"]["mean"] <= 1
     assert "| icons | fp32 | cached | 1 | 1 |" in shown
+    run("plots.py", str(output))
+    assert (tmp_path / "same-icons-fp32.png").exists()
 
 
 def test_no_run_begins_after_the_budget(tmp_path: Path) -> None:
@@ -47,6 +50,32 @@ def test_no_run_begins_after_the_budget(tmp_path: Path) -> None:
     words = [*SMALL, f"--train-data={icons / 'train'}", f"--val-data={icons / 'test'}"]
     load("same_accuracy").main([*words, f"--output={output}", "--budget-seconds=1e-9"])
     assert not output.exists()
+
+
+def test_the_page_shows_the_record() -> None:
+    record = json.loads((SCRIPTS / "results/same-accuracy.json").read_text())
+    page = (SCRIPTS.parent / "docs/accuracy.md").read_text()
+    cases = {(one["contender"], one["n_devices"]): one for one in record["comparison"]}
+    assert len(cases) == 9
+    for seed in range(5):
+        runs = [run["tests"] for run in record["records"] if run["seed"] == seed]
+        assert len(runs) == 9
+        assert all(run == runs[0] for run in runs)  # every figure
+        found = [figures["chance"] for figures in runs[0].values()]
+        assert all(chance["image_to_text/recall@1"] < 0.003 for chance in found)
+        assert all(chance["text_to_image/recall@1"] < 0.003 for chance in found)
+    for test in ("faces", "characters"):
+        ways = "image_to_text/recall@1", "text_to_image/recall@1"
+        shown = []
+        for way in ways:
+            figure = cases["tiled", 4]["figures"][f"{test}/{way}"]
+            shown.append(f"{100 * figure['mean']:.2f} ± {100 * figure['deviation']:.2f}%")
+        assert f"| held-out {test} | {' | '.join(shown)} |" in page
+    for contender in ("dense", "tiled", "cached"):
+        differences = [cases[contender, ranks]["largest_difference"] for ranks in (1, 2, 4)]
+        shown = [f"{value:.1e}" if value else "" for value in differences]
+        assert f"| {contender} | {' | '.join(shown)} |".replace("|  |", "| |") in page
+    assert max(one["largest_difference_of_seeds"] for one in record["comparison"]) < 0.295
 
 
 @on_processes(2)
