@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,18 +21,24 @@ from torch import Tensor
 
 from megabatch.data.grey import PAIRS, GreyPairs
 from megabatch.data.pairs import caption_id
-from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.glyph import IMAGE_SIZE, TextFeatureTower
+from megabatch.models import ModelOptions, Towers
+from megabatch.models.glyph import (
+    IMAGE_SIZE,
+    GlyphImageTower,
+    GlyphTransform,
+    TextFeatureTower,
+)
 from megabatch.models.hashing_tokenizer import HashingTokenizer
+from megabatch.models.icon import jittered
 from megabatch.models.two_towers import TwoTowers
 
 #: Data sets by name, with the model that is trained on each.
-MODELS = {"icons": "glyph-small", "wordnet": "machinery.study_data:gloss_towers"}
+MODELS = {name: f"machinery.study_data:{name}_towers" for name in ("icons", "wordnet")}
 EVALUATED = ("validation", "in_domain", "unseen", "seen")
 #: Lexicographer files that are WordNet's unseen family: noun.body, noun.food, verb.motion.
 UNSEEN_FILES = (8, 13, 38)
 HELD_OUT_PERCENT = 4
-KEPT_FEATURES = 0.5  # of a text of WordNet, in training
+KEPT_FEATURES = 0.5  # of a text, in training
 
 _BUCKETS, _WIDTH = 16_384, 256
 _MARKER = re.compile(r"\((?:a|p|ip)\)$")  # an adjective's position, after its word
@@ -86,18 +92,37 @@ def load(name: str, folder: Path, device: torch.device) -> StudyData:
     return {"icons": _icons, "wordnet": _wordnet}[name](folder, device)
 
 
-def gloss_towers(options: ModelOptions) -> Towers:
-    """Two bags of text features, glyph-small's text tower for words and for their glosses."""
+def icons_towers(options: ModelOptions) -> Towers:
+    """glyph-small, whose towers see another form of each pair every time that it comes."""
+    module = TwoTowers(JitteredTower(_WIDTH), DroppingTower(_WIDTH, _BUCKETS), options)
+    transform = GlyphTransform()
+    return Towers("icons", module, transform, transform, tokenizer(), _WIDTH)
+
+
+def wordnet_towers(options: ModelOptions) -> Towers:
+    """Two of glyph-small's text towers, for words and for their glosses."""
     words, glosses = (DroppingTower(_WIDTH, _BUCKETS) for _ in range(2))
     module = TwoTowers(words, glosses, options)
-    tokenizer = HashingTokenizer(_BUCKETS, 64)
-    return Towers("gloss_towers", module, tokenizer, tokenizer, tokenizer, _WIDTH, first="text")
+    return Towers("wordnet", module, tokenizer(), tokenizer(), tokenizer(), _WIDTH, first="text")
+
+
+def tokenizer() -> HashingTokenizer:
+    """The tokenizer of all texts."""
+    return HashingTokenizer(_BUCKETS, 64)
+
+
+class JitteredTower(GlyphImageTower):
+    """glyph-small's image tower; in training images are shifted and scaled at random."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        """As `GlyphImageTower`."""
+        return super().forward(jittered(image.float()) if self.training else image)
 
 
 class DroppingTower(TextFeatureTower):
     """glyph-small's text tower, which in training reads a random half of each text's features.
 
-    Without that it knows the whole training set by heart after a few epochs.
+    Without that it knows the training set of WordNet by heart after a few epochs.
     """
 
     def forward(self, text: Tensor) -> Tensor:
@@ -108,15 +133,13 @@ class DroppingTower(TextFeatureTower):
 
 
 def _icons(folder: Path, device: torch.device) -> StudyData:
-    tokenizer = create(MODELS["icons"]).tokenizer
-
     def pairs(split: str) -> tuple[Pairs, np.ndarray]:
         source = GreyPairs(folder / split)
         everything = range(len(source))
         images = torch.from_numpy(255 - source.arrays(everything))  # white on black, as glyphs
         if images.shape[-1] != IMAGE_SIZE:
             raise ValueError(f"{folder}: icons of {images.shape[-1]} pixels, expected {IMAGE_SIZE}")
-        texts = _tokens(tokenizer, source.texts(everything))
+        texts = _tokens(source.texts(everything))
         lines = (folder / split / PAIRS).read_text(encoding="utf-8").splitlines()
         keys = [line.partition("\t")[0].encode() for line in lines]
         ids = torch.from_numpy(source.ids(everything))
@@ -129,17 +152,16 @@ def _icons(folder: Path, device: torch.device) -> StudyData:
 def _wordnet(folder: Path, device: torch.device) -> StudyData:
     synsets = [synset for part in ("noun", "verb", "adj", "adv")
                for synset in read_synsets(folder / f"data.{part}")]  # fmt: skip
-    tokenizer = HashingTokenizer(_BUCKETS, 64)
 
     def pairs(chosen: Sequence[Synset]) -> tuple[Pairs, np.ndarray]:
         words = [word for synset in chosen for word in synset.words]
         times = torch.tensor([len(synset.words) for synset in chosen])
-        glosses = _tokens(tokenizer, [synset.gloss for synset in chosen])
+        glosses = _tokens([synset.gloss for synset in chosen])
         ids = torch.tensor([caption_id(synset.gloss) for synset in chosen])
         # By gloss, so that all words of a synset are on one side of each split.
         draws = _draws([synset.gloss.encode() for synset in chosen])
         repeated = (tensor.repeat_interleave(times, 0) for tensor in (glosses, ids))
-        whole = Pairs(_tokens(tokenizer, words), *repeated)
+        whole = Pairs(_tokens(words), *repeated)
         return whole.to(device), np.repeat(draws, times.numpy())
 
     rest, draws = pairs([s for s in synsets if s.file not in UNSEEN_FILES])
@@ -168,8 +190,9 @@ def read_synsets(path: Path) -> Iterator[Synset]:
             yield Synset(words, gloss.split('; "')[0].strip(), int(file))
 
 
-def _tokens(tokenizer: Callable[[list[str]], Tensor], texts: list[str]) -> Tensor:
-    return torch.cat([tokenizer(texts[i : i + 4096]) for i in range(0, len(texts), 4096)])
+def _tokens(texts: list[str]) -> Tensor:
+    tokens = tokenizer()
+    return torch.cat([tokens(texts[i : i + 4096]) for i in range(0, len(texts), 4096)])
 
 
 def _draws(keys: Sequence[bytes]) -> np.ndarray:

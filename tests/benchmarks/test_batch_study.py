@@ -30,6 +30,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.concurrency
 @pytest.mark.usefixtures("small")
 def test_a_study_is_continued_shown_and_plotted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -68,6 +69,7 @@ def test_a_study_is_continued_shown_and_plotted(
     assert (tmp_path / "study-wordnet.png").exists()
 
 
+@pytest.mark.concurrency
 @pytest.mark.usefixtures("small")
 def test_icons_and_the_other_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, icons = tmp_path / "study.json", write_icons(tmp_path / "icons")

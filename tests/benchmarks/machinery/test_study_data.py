@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from machinery.study_data import MODELS, Synset, gloss_towers, load, read_synsets
-from megabatch.models import ModelOptions
+from machinery.study_data import MODELS, Synset, load, read_synsets
+from megabatch.models import create
 from tests.benchmarks.study_files import write_icons, write_wordnet
 
 CPU = torch.device("cpu")
@@ -56,12 +56,16 @@ def test_icons_of_another_size_are_refused(tmp_path: Path) -> None:
         load("icons", folder, CPU)
 
 
-def test_features_are_dropped_in_training_only() -> None:
-    towers = gloss_towers(ModelOptions())
-    assert MODELS["wordnet"] == f"{gloss_towers.__module__}:{gloss_towers.__name__}"
+@pytest.mark.parametrize("name", ["icons", "wordnet"])
+def test_training_sees_another_form_of_each_pair(name: str) -> None:
+    towers = create(MODELS[name])
     tokens = towers.tokenizer(["a thing with a long name", "another one"])
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (2, 1, 32, 32), dtype=torch.uint8, generator=generator)
+    first = tokens if towers.first == "text" else images
     module = towers.module.train()
-    first, second = (module.encode_image(tokens) for _ in range(2))
-    assert not torch.equal(first, second)
-    module.eval()
-    assert torch.equal(module.encode_image(tokens), module.encode_image(tokens))
+    for encode, inputs in ((module.encode_image, first), (module.encode_text, tokens)):
+        module.train()
+        assert not torch.equal(encode(inputs), encode(inputs))
+        module.eval()
+        assert torch.equal(encode(inputs), encode(inputs))
