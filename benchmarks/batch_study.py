@@ -50,7 +50,7 @@ SIZES = {
     "icons": (1024, 2048, 4096, 8192, 16384, 32768),
     "wordnet": (1024, 2048, 4096, 8192, 16384),
 }
-SAMPLES = {"icons": 64 * 32768, "wordnet": 64 * 16384}
+SAMPLES = {"icons": 128 * 32768, "wordnet": 64 * 16384}
 LOSSES = ("clip", "siglip", "dcl")
 FEW = 3  # sizes of the losses other than the first
 
