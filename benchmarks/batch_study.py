@@ -44,7 +44,7 @@ from machinery.study_plan import Found, Record, Series
 from machinery.study_runs import Run, chance, train_and_evaluate
 from machinery.study_summary import table
 from megabatch import files
-from megabatch.benchmarking.records import command_line, machine, versions
+from megabatch.benchmarking.records import command_line, commit, machine, versions
 
 SIZES = {
     "icons": (1024, 2048, 4096, 8192, 16384, 32768),
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     content |= {
         "command": command_line(options.output),
+        "commit": commit(),
         "machine": machine(),
         "versions": versions(),
         "series": _merged(content["series"], plan),

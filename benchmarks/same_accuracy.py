@@ -37,7 +37,7 @@ from open_clip.loss import ClipLoss as OpenClipLoss
 
 from machinery.study_summary import mean_and_deviation
 from megabatch import files
-from megabatch.benchmarking.records import command_line, machine, versions
+from megabatch.benchmarking.records import command_line, commit, machine, versions
 from megabatch.config.settings import TrainConfig
 from megabatch.data.glyphs import load_glyphs
 from megabatch.data.pairs import PairDataset
@@ -260,6 +260,7 @@ def write(output: Path, content: dict[str, Any]) -> None:
         command = f"torchrun --nproc-per-node {ranks} {command.removeprefix('python ')}"
     content |= {
         "commands": [*commands, *([] if command in commands else [command])],
+        "commit": commit(),
         "machine": machine(),
         "versions": versions(),
         "comparison": compare(content["records"]),
