@@ -107,9 +107,38 @@ def instance_norm() -> None:
 
 def attention() -> None:
     with torch_internals.fake_tensor_mode():
-        query, key = (torch.empty(2, 3, n, 8, device="cuda") for n in (5, 7))
-        out = torch_internals.efficient_attention(query, key, key, None, True, 0.0, False)
-    assert out[0].shape == (2, 3, 5, 8)
+        # Batch and heads are in the middle, as in CLIP; the result is in the queries' order.
+        query, key, value = (
+            torch.empty(5, 2, 3, 8, device="cuda", dtype=torch.bfloat16).permute(1, 2, 0, 3)
+            for _ in range(3)
+        )
+        mask = torch.empty(5, 5, device="cuda", dtype=torch.bfloat16)
+        plain = torch_internals.flash_attention(query, key, value, 0.0, False)
+        masked = torch_internals.masked_attention(query, key, value, mask, 0.0, False)
+    for out in (plain, masked):
+        assert (out.shape, out.stride()) == (query.shape, query.stride())
+
+
+def containers() -> None:
+    leaves, structure = torch_internals.flattened(({"a": 1}, [2, None]))
+    assert leaves == [1, 2, None]
+    assert torch_internals.unflattened([3, 4, 5], structure) == ({"a": 3}, [4, 5])
+
+
+def partition() -> None:
+    """A cheap operation is computed again: of x.sin().cos() the backward pass needs x alone."""
+    with torch_internals.fake_tensor_mode():
+        given = torch.empty(8, requires_grad=True), torch.empty(8)
+
+        def joint(x: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
+            y = x.sin().cos()
+            return [y, *torch.autograd.grad([y], [x], [gradient])]
+
+        whole = torch_internals.traced(joint, given, compiled=True)
+        first, second = torch_internals.partitioned_as_compiled(whole, 1, 1, [])
+    results = next(node for node in first.graph.nodes if node.op == "output").args[0]
+    assert [str(node) for node in results[1:]] == ["primals_1"]
+    assert len([node for node in second.graph.nodes if node.op == "placeholder"]) == 2
 
 
 def fake() -> None:
@@ -321,10 +350,15 @@ CHECKS: dict[str, Callable[[], None]] = {
     "Tensor._version": version,
     "nn.modules.batchnorm._BatchNorm": batch_norm,
     "nn.modules.instancenorm._InstanceNorm": instance_norm,
-    "ops.aten._scaled_dot_product_efficient_attention": attention,
+    "ops.aten._scaled_dot_product_flash_attention": attention,
+    "ops.aten._scaled_dot_product_cudnn_attention": attention,
     "_subclasses.fake_tensor.FakeTensorMode": fake,
     "utils._python_dispatch.TorchDispatchMode": dispatch,
     "utils._pytree.tree_leaves": leaves,
+    "utils._pytree.tree_flatten": containers,
+    "utils._pytree.tree_unflatten": containers,
+    "_functorch.partitioners.min_cut_rematerialization_partition": partition,
+    "_inductor.decomposition.select_decomp_table": partition,
     "UntypedStorage._cdata": storages,
 }
 

@@ -7,7 +7,9 @@ are in `similarity.backends.triton.launch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, reduce
 from typing import Any, TypeGuard, TypeVar
@@ -49,11 +51,17 @@ PURPOSES = {
     "Tensor._version": "to know whether a tensor was changed in place since",
     "nn.modules.batchnorm._BatchNorm": "to find layers that normalise over a batch",
     "nn.modules.instancenorm._InstanceNorm": "to leave running statistics alone in a second pass",
-    "ops.aten._scaled_dot_product_efficient_attention": "to plan attention's memory as a GPU has "
-    "it",
+    "ops.aten._scaled_dot_product_flash_attention": "to plan attention's memory as a GPU has it",
+    "ops.aten._scaled_dot_product_cudnn_attention": "to plan the memory of attention with a mask",
     "_subclasses.fake_tensor.FakeTensorMode": "to count a step's memory without making its tensors",
     "utils._python_dispatch.TorchDispatchMode": "to see each operation whose memory is counted",
     "utils._pytree.tree_leaves": "to find the tensors that an operation made",
+    "utils._pytree.tree_flatten": "to list the inputs and outputs of a model's block",
+    "utils._pytree.tree_unflatten": "to call a model's block with other inputs",
+    "_functorch.partitioners.min_cut_rematerialization_partition": "to plan the tensors that "
+    "compiled code keeps for the backward pass",
+    "_inductor.decomposition.select_decomp_table": "to plan compiled code's memory by the "
+    "operations that the compiler sees",
     "UntypedStorage._cdata": "to count tensors that share their memory once",
 }
 
@@ -70,12 +78,20 @@ def private(path: str) -> Any:
         InternalsError: this torch lacks it; the message names its purpose.
     """
     try:
-        return reduce(getattr, path.split("."), torch)
+        return reduce(_member, path.split("."), torch)
     except AttributeError:
         raise InternalsError(
             f"torch {torch.__version__} has no torch.{path}, which megabatch needs "
             f"{PURPOSES[path]}; use a version that it was tested with"
         ) from None
+
+
+def _member(parent: Any, name: str) -> Any:
+    """An attribute, of a module also one of its modules that is not imported yet."""
+    if not hasattr(parent, name) and hasattr(parent, "__path__"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"{parent.__name__}.{name}")
+    return getattr(parent, name)
 
 
 # --- transforms of torch.func ---------------------------------------------------------------------
@@ -282,6 +298,70 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def efficient_attention(*arguments: Any) -> Any:
-    """Attention without the matrix of weights, as GPUs compute it."""
-    return private("ops.aten._scaled_dot_product_efficient_attention")(*arguments)
+def flattened(nested: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and their structure."""
+    leaves, structure = private("utils._pytree.tree_flatten")(nested)
+    return list(leaves), structure
+
+
+def unflattened(leaves: Sequence[Any], structure: Any) -> Any:
+    """Containers of this structure with other leaves."""
+    return private("utils._pytree.tree_unflatten")(leaves, structure)
+
+
+def traced(
+    function: Callable[..., Any], inputs: Sequence[Tensor], *, compiled: bool = False
+) -> torch.fx.GraphModule:
+    """The operations of a function of fake tensors; if `compiled`, those of torch.compile's.
+
+    Each node's `meta["val"]` has the fake tensors of its result.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    table = private("_inductor.decomposition.select_decomp_table")() if compiled else None
+    graph: torch.fx.GraphModule = make_fx(function, decomposition_table=table)(*inputs)
+    return graph
+
+
+def partitioned_as_compiled(
+    joint: torch.fx.GraphModule, inputs: int, outputs: int, static: Sequence[int]
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Divide a trace of both passes into forward and backward pass, as torch.compile does.
+
+    Args:
+        joint: takes the inputs and the outputs' gradients, and returns outputs and the inputs'
+            gradients.
+        inputs, outputs: their numbers.
+        static: indices of the inputs that stay where they are, as parameters do.
+
+    Returns:
+        the passes; the first one returns the outputs and what the second one needs of it.
+    """
+    given = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    for i, node in enumerate(given):  # the names by which the partitioner tells them apart
+        name = f"primals_{i + 1}" if i < inputs else f"tangents_{i - inputs + 1}"
+        node.name = node.target = name
+    joint.recompile()
+    partition = private("_functorch.partitioners.min_cut_rematerialization_partition")
+    first, second = partition(
+        joint, None, num_fwd_outputs=outputs, static_lifetime_input_indices=list(static)
+    )
+    return first, second
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool
+) -> Tensor:
+    """Attention as GPUs compute it without a mask."""
+    attend = private("ops.aten._scaled_dot_product_flash_attention")
+    result: Tensor = attend(query, key, value, dropout, causal)[0]
+    return result
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, causal: bool
+) -> Tensor:
+    """Attention as H100s and H200s compute it with a mask, `bias` in the queries' dtype."""
+    attend = private("ops.aten._scaled_dot_product_cudnn_attention")
+    result: Tensor = attend(query, key, value, bias, True, dropout, causal)[0]
+    return result

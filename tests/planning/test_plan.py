@@ -11,6 +11,7 @@ from megabatch.data import Batch
 from megabatch.models import create
 from megabatch.models.locking import lock
 from megabatch.planning import Machine, make_plan, to_json
+from megabatch.planning.lengths import TextLengths
 from megabatch.planning.plan import PHASES, graph_bytes
 from megabatch.planning.state import state_bytes
 from megabatch.training.optimizer import create_optimizer
@@ -19,7 +20,12 @@ from tests.models.tiny import TINY
 from tests.planning.allocator import peak_bytes
 
 CONFIG = replace(
-    TrainConfig(), global_batch_size=256, micro_batch_size=64, warmup=1, activation_memory="0"
+    TrainConfig(),
+    global_batch_size=256,
+    micro_batch_size=64,
+    warmup=1,
+    activation_memory="0",
+    torchcompile=False,
 )
 CPU = Machine("cpu", 1, 1 << 40)
 
@@ -95,8 +101,8 @@ def test_the_peak_of_a_real_step_that_keeps_activations(precision):
     graph = graph_bytes(config, towers, "cpu")
     config = replace(config, activation_memory=str(3 * graph))
     plan = make_plan(config, towers, CPU)
-    waiting = {"encode": 3 * graph, "loss": 3 * graph, "second pass": 2 * graph}
-    assert part(plan, "kept activations") == waiting
+    waiting = part(plan, "kept activations")
+    assert (waiting["loss"], waiting["second pass"]) == (3 * graph, 2 * graph)
     images, texts = torch.zeros(256, 1, 32, 32, dtype=torch.uint8), torch.ones(256, 64).long()
     batch = Batch(images, texts, torch.arange(256))
     trainer = Trainer(config, towers.module, torch.device("cpu"), 10)
@@ -232,16 +238,36 @@ def test_a_host_that_cannot_hold_the_batch(glyph):
     assert 2 * size * 1536 <= 2**30 < 4 * size * 1536
 
 
-def test_a_plan_for_compiled_towers_says_that_it_is_a_bound(glyph):
-    def notes(torchcompile, machine):
-        plan = make_plan(replace(CONFIG, torchcompile=torchcompile), glyph, machine)
-        return [note for note in to_json(plan)["notes"] if "at most what compiled ones" in note]
+def test_blocks_that_cannot_be_traced_count_uncompiled_with_a_note(glyph, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no trace")
 
-    assert len(notes(True, CPU)) == len(notes(True, gpus(1, 80))) == 1
-    assert not notes(False, CPU)
-    assert not notes(False, gpus(1, 80))
-    assert not notes(None, CPU)
-    assert len(notes(None, gpus(1, 80))) == 1
+    whole = make_plan(CONFIG, glyph, CPU)
+    assert whole.notes == make_plan(replace(CONFIG, torchcompile=None), glyph, CPU).notes
+    monkeypatch.setattr("megabatch.planning.compiled.compiled_graphs", fail)
+    compiled = make_plan(replace(CONFIG, torchcompile=True), glyph, CPU)
+    assert compiled.parts == whole.parts
+    assert any("at most what compiled ones" in note for note in compiled.notes)
+    checkpointed = replace(CONFIG, torchcompile=True, grad_checkpointing=True)
+    assert any(
+        "at most what compiled" in note for note in make_plan(checkpointed, glyph, CPU).notes
+    )
+
+
+def test_texts_of_several_lengths(glyph):
+    """The last micro-batches, which are kept, have the shortest texts."""
+    config = replace(CONFIG, activation_memory="1TiB")
+    uniform = [make_plan(config, glyph, CPU, text_tokens=n) for n in (8, 64)]
+    lengths = TextLengths({"text": [64] * 64 + [5] * 192})
+    mixed = make_plan(config, glyph, CPU, lengths=lengths)
+    assert mixed.notes == (
+        "texts in order of length are cut to 22 tokens on average, the longest to 64",
+    )
+    short, long, some = (part(plan, "kept activations")["loss"] for plan in (*uniform, mixed))
+    assert abs(some - (3 * short + long) / 4) <= 0.001 * some
+    none = replace(CONFIG, activation_memory="0")
+    longest = make_plan(none, glyph, CPU, text_tokens=64)
+    assert make_plan(none, glyph, CPU, lengths=lengths).peak == longest.peak
 
 
 def test_a_plan_with_trimmed_texts_says_that_it_is_a_bound(glyph):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megabatch import cli
-from megabatch.planning import Machine, plan
+from megabatch.planning import Machine, micro_batches
 
 SHORT = (
     "train --model glyph-small --train-data glyphs --device cpu "
@@ -60,7 +60,7 @@ def test_a_model_that_cannot_be_counted_is_trained_all_the_same(train, monkeypat
     def fail(*_):
         raise RuntimeError("data-dependent output")
 
-    monkeypatch.setattr(plan, "measure", fail)
+    monkeypatch.setattr(micro_batches, "measure", fail)
     code, out, _, begun = train(1 << 40)
     assert (code, begun) == (0, True)
     assert "glyph-small cannot be planned: data-dependent output" in out

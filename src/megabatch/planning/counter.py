@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.planning.work import Work, work_of
 from megabatch.torch_internals import (
     TorchDispatchMode,
     fake_tensor_mode,
@@ -35,6 +36,7 @@ class MemoryCounter(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and the maximum since `start`.
+        work: of the operations so far.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class MemoryCounter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.work = Work()
+        self._counts = self._counts_work = True
         self._inside = inside
         self._known: set[int] = set()
 
@@ -54,10 +58,32 @@ class MemoryCounter(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         results = function(*args, **(kwargs or {}))
+        if not self._counts:
+            return results
+        if self._counts_work:
+            self.work += work_of(function, args, kwargs or {}, results)
         for result in tensors_in(results):
             self._count(result)
         self.peak = max(self.peak, self.live + self._inside(function, args))
         return results
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context neither memory nor work counts."""
+        self._counts, before = False, self._counts
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    @contextmanager
+    def without_work(self) -> Iterator[None]:
+        """Within this context memory counts, but no work."""
+        self._counts_work, before = False, self._counts_work
+        try:
+            yield
+        finally:
+            self._counts_work = before
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,23 +17,27 @@ from megabatch.hints import is_reference
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
 from megabatch.models.locking import locked_towers
-from megabatch.planning.kept import kept_at_most, kept_count
+from megabatch.planning.compiled import CompiledBlocks
+from megabatch.planning.lengths import TextLengths
 from megabatch.planning.loss import loss_bytes, loss_seconds
 from megabatch.planning.machine import Machine
+from megabatch.planning.micro_batches import Encoders, MicroBatches
 from megabatch.planning.state import state_bytes
-from megabatch.planning.towers import AUTOCAST, MicroBatch, Sample, measure, sample_of
+from megabatch.planning.towers import AUTOCAST, Sample, sample_of
 from megabatch.torch_internals import is_batch_norm
 
 #: Bytes of Python objects per image file.
 _FILE_OVERHEAD = 500
 #: Micro-batches of decoded images in memory: in workers, in transit, being collated, pinned.
 _DECODED = 5
-#: The note of a plan with compiled towers.
+#: The note of a plan with compiled towers that count as they are.
 COMPILED = "activations are those of towers that are not compiled: at most what compiled ones take"
 #: The note of a plan with trimmed texts.
 TRIMMED = "texts count with all of their tokens: at most what trimmed ones take"
 #: The notes of a plan with a number of tokens.
 TOKENS, PADDED = "texts count with {} tokens", "texts count with all of their tokens: none is cut"
+#: The note of a plan with texts of various lengths.
+SORTED = "texts in order of length are cut to {} tokens on average, the longest to {}"
 #: The note of a plan with a loss of the user's own.
 OWN_LOSS = "the memory of {} is unknown and not counted, except for the features' gradients"
 #: Phases of a step, in order.
@@ -106,6 +111,7 @@ def make_plan(
     *,
     file_bytes: float | None = None,
     text_tokens: int | None = None,
+    lengths: TextLengths | None = None,
 ) -> Plan:
     """Estimate a run's memory, whether it fits, and if not, settings that would.
 
@@ -116,13 +122,16 @@ def make_plan(
         towers: its model.
         machine: its devices.
         file_bytes: mean size of an image file if images are decoded late; else None.
-        text_tokens: tokens of a micro-batch's longest text, if texts are trimmed; None: all that
-            the model takes.
+        text_tokens: tokens of each micro-batch's longest text, if texts are trimmed.
+        lengths: of a sample of texts instead, if they are trimmed. Without either of the two, texts
+            have all tokens that the model takes.
 
     Raises:
         NoPlan: the model's memory cannot be estimated.
     """
-    planner = _Planner(config, towers, machine, file_bytes, text_tokens)
+    if text_tokens is not None:
+        lengths = TextLengths({tower: (text_tokens,) for tower in towers.lengths})
+    planner = _Planner(config, towers, machine, file_bytes, lengths)
     plan = planner.auto_plan() if config.micro_batch_size == "auto" else planner.plan(config)
     return plan if plan.fits else replace(plan, problem=planner.advice(plan))
 
@@ -135,7 +144,7 @@ def graph_bytes(config: TrainConfig, towers: Towers, device: str) -> int:
     """
     planner = _Planner(config, towers, Machine(device, 1, 0))
     size = min(unmeasured_micro_batch(config), config.global_batch_size)
-    return planner.micro_batch(size).further
+    return planner.micro_batches(config, size, size).largest.further
 
 
 @dataclass
@@ -144,78 +153,95 @@ class _Planner:
     towers: Towers
     machine: Machine
     file_bytes: float | None = None
-    text_tokens: int | None = None
-    _measured: dict[int, MicroBatch] = field(default_factory=dict)
+    lengths: TextLengths | None = None
 
     @cached_property
     def sample(self) -> Sample:
-        sample = replace(sample_of(self.towers), texts=1 + self.config.hard_negatives)
-        if self.text_tokens is None or not self.config.trim_texts:
-            return sample
-        return sample.with_tokens(self.text_tokens, self.towers.lengths)
+        return replace(sample_of(self.towers), texts=1 + self.config.hard_negatives)
 
-    def micro_batch(self, size: int) -> MicroBatch:
-        if size not in self._measured:
-            config, module = self.config, self.towers.module
-            try:
-                with _checkpointed(module, config.grad_checkpointing):
-                    self._measured[size] = measure(
-                        module, self.sample, size, self.machine.device, config.precision
-                    )
-            except Exception as error:  # of any type, depending on the model's operations
-                reason = " ".join(str(error).split())[:200] or type(error).__name__
-                raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
-        return self._measured[size]
+    @property
+    def compiled(self) -> bool:
+        """Whether the towers are compiled."""
+        on_gpu = self.machine.device == "cuda"
+        return on_gpu if self.config.torchcompile is None else self.config.torchcompile
+
+    @cached_property
+    def encoders(self) -> Encoders:
+        config, module = self.config, self.towers.module
+        cut = frozenset(self.towers.lengths) if config.trim_texts and self.lengths else frozenset()
+        # Compiled blocks with checkpoints are divided in another way.
+        compiled = CompiledBlocks() if self.compiled and not config.grad_checkpointing else None
+        return Encoders(
+            *(module, self.sample, self.machine.device, config.precision),
+            self.lengths or TextLengths(),
+            cut,
+            compiled,
+            lambda: _checkpointed(module, config.grad_checkpointing),
+        )
+
+    def micro_batches(
+        self, config: TrainConfig, rows: int, size: int, between: tuple[int, int] | None = None
+    ) -> MicroBatches:
+        try:
+            return self.encoders.micro_batches(rows, size, between)
+        except Exception as error:  # of any type, depending on the model's operations
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
 
     def plan(
         self,
         config: TrainConfig,
         machine: Machine | None = None,
-        micro: MicroBatch | None = None,
+        between: tuple[int, int] | None = None,
     ) -> Plan:
         """The plan of a configuration that differs from the planner's in sizes only.
 
-        `micro`: an estimate for the configuration's micro-batch, instead of counting it.
+        `between`: sizes of micro-batches to interpolate, instead of counting the configuration's.
         """
         machine = machine or self.machine
         rows = -(-config.global_batch_size // machine.count)
         size = min(unmeasured_micro_batch(config), rows)
         on_gpu = machine.device == "cuda"
         parts = [*self._state(machine), *self._features(config, machine, rows)]
-        micro = micro or self.micro_batch(size)
-        kept = f"{_mega(micro.kept)} in the graph of {size:,} pairs"
-        parts.append(Part("activations", _passes(micro, once=size == rows), kept))
+        micro = self.micro_batches(config, rows, size, between)
+        kept = f"{_mega(micro.largest.kept)} in the graph of {size:,} pairs"
+        parts.append(Part("activations", micro.passes(), kept))
         if on_gpu:
-            parts.append(_inputs_on_gpu(size * self.sample.nbytes, once=size == rows))
-        compiled = on_gpu if config.torchcompile is None else config.torchcompile
+            parts.append(_inputs_on_gpu(size * self.sample.nbytes, micro.once))
         own_loss = (OWN_LOSS.format(config.loss),) * is_reference(config.loss)
-        notes = (COMPILED,) * compiled + self._texts_note() + own_loss
+        notes = self._compiled_note() + self._texts_note(micro) + own_loss
         plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)
-        return self._with_kept(self._with_host(plan, rows), micro, -(-rows // size))
+        return self._with_kept(self._with_host(plan, rows), micro)
 
-    def _texts_note(self) -> tuple[str, ...]:
+    def _compiled_note(self) -> tuple[str, ...]:
+        counted = self.encoders.compiled
+        return (COMPILED,) * (self.compiled and (counted is None or counted.failed))
+
+    def _texts_note(self, micro: MicroBatches) -> tuple[str, ...]:
         trimmed = self.config.trim_texts and bool(self.towers.lengths)
-        if self.text_tokens is None:
+        if self.lengths is None:
             return (TRIMMED,) * trimmed
-        return (TOKENS.format(self.sample.text[0][0]) if trimmed else PADDED,)
+        if not trimmed:
+            return (PADDED,)
+        widths = [width for found in micro.widths.values() for width in found]
+        if min(widths) == max(widths):
+            return (TOKENS.format(widths[0]),)
+        return (SORTED.format(round(statistics.fmean(widths)), max(widths)),)
 
-    def _with_kept(self, plan: Plan, micro: MicroBatch, micro_batches: int) -> Plan:
+    def _with_kept(self, plan: Plan, micro: MicroBatches) -> Plan:
         """Add the activations that wait for the second pass."""
-        machine, graph = plan.machine, micro.further
-        room = None
+        machine, room = plan.machine, None
         if machine.device == "cuda":  # the second pass has one of the graphs already
             encode, loss, second = map(plan.total, PHASES[:3])
-            room = machine.limit - max(encode, loss, second - graph)
-        possible = kept_at_most(micro_batches, machine.count)
+            room = machine.limit - max(encode, loss, second - micro.typical_graph())
         bound = activation_bytes(plan.config, machine.device)
-        count = kept_count([graph] * micro_batches, possible, bound, room)
+        count = micro.kept(machine.count, bound, room)
         if not count:
             return plan
-        waiting = {"encode": count * graph, "loss": count * graph}
-        note = f"{count} of {micro_batches} micro-batches are encoded once"
-        part = Part("kept activations", {**waiting, "second pass": (count - 1) * graph}, note)
+        note = f"{count} of {len(micro.all)} micro-batches are encoded once"
+        part = Part("kept activations", micro.beside(count), note)
         return replace(plan, parts=(*plan.parts, part))
 
     def _state(self, machine: Machine) -> list[Part]:
@@ -268,7 +294,7 @@ class _Planner:
         """The dtype in which GradientCache keeps features."""
         if config.precision in AUTOCAST and not config.matryoshka_dims:
             return AUTOCAST[config.precision]
-        return self.micro_batch(2).feature_dtype
+        return self.micro_batches(config, 2, 2).largest.feature_dtype
 
     def _seconds(self, config: TrainConfig, machine: Machine) -> float | None:
         return loss_seconds(config, self.towers.embed_dim, machine.name, machine.count)
@@ -333,12 +359,11 @@ class _Planner:
         """The largest size that fits: `size`, doubled some times, or all `rows`."""
         if size == rows:
             return size
-        first, second = self.micro_batch(size), self.micro_batch(min(2 * size, rows))
-        step = min(2 * size, rows) - size
+        between = size, min(2 * size, rows)
         fitting = size
         for value in [*_doubled(2 * size, rows), rows]:
-            micro = _interpolated(first, second, (value - size) / step)
-            if not self.plan(replace(self.config, micro_batch_size=value), micro=micro).fits:
+            larger = replace(self.config, micro_batch_size=value)
+            if not self.plan(larger, between=between).fits:
                 break
             fitting = value
         return fitting
@@ -380,11 +405,10 @@ class _Planner:
         half = max(1, size // 2)
         if half == size:
             return 0
-        first, second = self.micro_batch(half), self.micro_batch(size)
 
         def fits(value: int) -> bool:
-            micro = _interpolated(first, second, (value - half) / (size - half))
-            return self.plan(replace(config, micro_batch_size=value), micro=micro).fits
+            smaller = replace(config, micro_batch_size=value)
+            return self.plan(smaller, between=(half, size)).fits
 
         found = _bisect(fits, size)
         while found and not self.plan(replace(config, micro_batch_size=found)).fits:
@@ -423,28 +447,6 @@ def _bisect(fits: Callable[[int], bool], above: int) -> int:
         low, high = (middle, high) if fits(middle) else (low, middle)
     grain = 1 << max(0, low.bit_length() - 5)  # a power of two, at most 1/16 of `low`
     return low // grain * grain
-
-
-def _interpolated(first: MicroBatch, second: MicroBatch, share: float) -> MicroBatch:
-    """Interpolate or extrapolate: `share` is 0 at the first micro-batch, 1 at the second."""
-
-    def line(low: int, high: int) -> int:
-        return max(0, int(low + share * (high - low)))
-
-    return MicroBatch(
-        line(first.forward, second.forward),
-        line(first.kept, second.kept),
-        line(first.peak, second.peak),
-        first.feature_dtype,
-        line(first.further, second.further),
-    )
-
-
-def _passes(micro: MicroBatch, once: bool) -> dict[str, int]:
-    """Bytes of activations by phase. A batch of one micro-batch keeps its graph for the loss."""
-    if once:
-        return {"encode": micro.peak, "loss": micro.kept, "second pass": micro.peak}
-    return {"encode": micro.forward, "second pass": micro.peak}
 
 
 def _inputs_on_gpu(nbytes: int, once: bool) -> Part:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest import mock
 
@@ -16,8 +16,11 @@ from torch.func import functional_call
 
 from megabatch import torch_internals
 from megabatch.models import Towers
+from megabatch.models.layers import Tower
 from megabatch.models.locking import locked_towers
+from megabatch.planning.compiled import CompiledBlocks
 from megabatch.planning.counter import counted, fake_copies
+from megabatch.planning.work import Work
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,6 +35,8 @@ class MicroBatch:
         peak: of forward and backward pass.
         feature_dtype: of the features.
         further: in a further graph beside one, with which it shares autocast's casts of weights.
+        encode, record, backward: work of a forward pass without a graph, of one with, and of the
+            backward pass.
     """
 
     forward: int
@@ -39,6 +44,21 @@ class MicroBatch:
     peak: int
     feature_dtype: torch.dtype
     further: int
+    encode: Work
+    record: Work
+    backward: Work
+
+    def minus(self, other: MicroBatch) -> MicroBatch:
+        """The differences."""
+        return self.plus(other, -1)
+
+    def plus(self, other: MicroBatch, share: float = 1) -> MicroBatch:
+        """The sums with a share of another one's numbers."""
+        made: dict[str, Any] = {"feature_dtype": self.feature_dtype}
+        for name in (field.name for field in fields(self) if field.name not in made):
+            own, more = getattr(self, name), getattr(other, name)
+            made[name] = own + more * share if isinstance(own, Work) else int(own + more * share)
+        return MicroBatch(**made)
 
 
 @dataclass(frozen=True)
@@ -67,16 +87,16 @@ class Sample:
         """Bytes of a pair's texts."""
         return _size(*self.text) * self.texts
 
-    def with_tokens(self, tokens: int, towers: Collection[str]) -> Sample:
-        """The sample with texts of at most so many tokens for these towers, as trimmed ones have.
+    def context(self, tower: Tower) -> int:
+        """Tokens of a tower's text."""
+        return (self.first if tower == "image" else self.text)[0][0]
 
-        Trimmed texts have a multiple of 8 tokens, or all.
-        """
+    def with_widths(self, widths: Mapping[Tower, int]) -> Sample:
+        """The sample with texts of so many tokens for these towers."""
 
-        def cut(tower: str, one: tuple[tuple[int, ...], torch.dtype]) -> Any:
+        def cut(tower: Tower, one: tuple[tuple[int, ...], torch.dtype]) -> Any:
             (context, *more), dtype = one
-            width = min(context, -(-tokens // 8) * 8) if tower in towers else context
-            return (width, *more), dtype
+            return (widths.get(tower, context), *more), dtype
 
         return replace(self, first=cut("image", self.first), text=cut("text", self.text))
 
@@ -100,26 +120,33 @@ def sample_of(towers: Towers) -> Sample:
 
 
 def measure(
-    module: nn.Module, sample: Sample, size: int, device: str, precision: str
+    module: nn.Module,
+    sample: Sample,
+    size: int,
+    device: str,
+    precision: str,
+    compiled: CompiledBlocks | None = None,
 ) -> MicroBatch:
-    """Count the memory of `size` pairs; nothing is computed, and the device need not exist.
+    """Count the memory and work of `size` pairs; nothing is computed, and no device is needed.
+
+    `compiled`: counts the module's blocks as compiled ones.
 
     Without a CUDA device torch cannot run a backward pass on fake CUDA tensors. Then the graph is
     counted for CUDA, and the backward pass is assumed to add what it adds on the CPU. torch 2.9 has
     no graph for an absent device; with it all is counted on the CPU.
     """
     if device == "cpu" or torch.cuda.is_available():
-        return _measure(module, sample, size, device, precision)
-    host = _measure(module, sample, size, "cpu", precision)
+        return _measure(module, sample, size, device, precision, compiled)
+    host = _measure(module, sample, size, "cpu", precision, compiled)
     if torch.__version__ < "2.10":  # compared as versions; it would end the process
         return host
     try:
         with mock.patch.object(F, "scaled_dot_product_attention", _fused_attention):
-            there = _measure(module, sample, size, "cuda", precision, backward=False)
+            there = _measure(module, sample, size, "cuda", precision, compiled, backward=False)
     except (RuntimeError, AssertionError):  # it uses the device itself, as checkpointing does
         return host
     peak = max(there.peak, there.kept + host.peak - host.kept)
-    return replace(there, peak=peak)
+    return replace(there, peak=peak, backward=host.backward)
 
 
 def _measure(
@@ -128,9 +155,13 @@ def _measure(
     size: int,
     device: str,
     precision: str,
+    compiled: CompiledBlocks | None,
     backward: bool = True,
 ) -> MicroBatch:
-    with counted() as counter:
+    with contextlib.ExitStack() as stack:
+        counter = stack.enter_context(counted())
+        if compiled is not None:
+            stack.enter_context(compiled.of(module, counter))
         place = torch.device(device)
         weights = fake_copies(module, place)
         for weight in weights.values():
@@ -148,24 +179,29 @@ def _measure(
 
         with _autocast(device, precision):
             inputs = sample.empty(size, place)
-            before = counter.start()
+            before, work = counter.start(), counter.work
             with torch.no_grad():
                 features = encode(*inputs)
             dtype = next(t.dtype for t in features if t.ndim == 2)
             forward = counter.peak - before
+            encoded, work = counter.work - work, counter.work
             del features
             torch.clear_autocast_cache()
             before = counter.start()
             outputs = encode(*live(inputs))
             kept, peak = counter.live - before, counter.peak
+            recorded = counter.work - work
             another = encode(*live(sample.empty(size, place)))  # a graph may keep its inputs
             further = counter.live - before - kept
             del another
             counter.start()
+            work = counter.work
             if backward:
                 wanted = [tensor for tensor in outputs if tensor.requires_grad]
                 torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
-            return MicroBatch(forward, kept, max(peak, counter.peak) - before, dtype, further)
+            most = max(peak, counter.peak) - before
+            works = encoded, recorded, counter.work - work
+            return MicroBatch(forward, kept, most, dtype, further, *works)
 
 
 def _fused_attention(
@@ -181,12 +217,10 @@ def _fused_attention(
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    bias = None
-    if attn_mask is not None:
-        bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
-    inputs = query, key, value, bias, True, dropout_p, is_causal
-    output: Tensor = torch_internals.efficient_attention(*inputs)[0]
-    return output
+    if attn_mask is None:
+        return torch_internals.flash_attention(query, key, value, dropout_p, is_causal)
+    bias = attn_mask.to(query.dtype)
+    return torch_internals.masked_attention(query, key, value, bias, dropout_p, is_causal)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,60 @@
+"""The work of operations: floating-point operations, and bytes read from and written to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.flop_counter import flop_registry
+
+from megabatch.torch_internals import storage_key, tensors_in
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of some operations.
+
+    Attributes:
+        flops: of matrix products, attention and convolutions.
+        nbytes: read from and written to memory, those of inputs and results of each kernel.
+        kernels: launches.
+    """
+
+    flops: int = 0
+    nbytes: int = 0
+    kernels: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops, self.nbytes + other.nbytes, self.kernels + other.kernels
+        )
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(int(self.flops * factor), int(self.nbytes * factor), int(self.kernels * factor))
+
+    def __sub__(self, other: Work) -> Work:
+        return self + other * -1
+
+
+def is_product(overload: Any) -> bool:
+    """Whether an operation is a matrix product, attention or a convolution: a library's kernel."""
+    return getattr(overload, "overloadpacket", None) in flop_registry
+
+
+def flops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> int:
+    """Floating-point operations of a product; 0 for any other operation."""
+    formula = flop_registry.get(getattr(overload, "overloadpacket", None))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=results))
+
+
+def work_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Work:
+    """The work of one operation that runs as a kernel of its own; none for a view."""
+    name = str(getattr(overload, "overloadpacket", overload)).rpartition(".")[2]
+    read = {storage_key(t.untyped_storage()): t.nbytes for t in tensors_in((args, kwargs))}
+    made = {storage_key(t.untyped_storage()): t.nbytes for t in tensors_in(results)}
+    in_place = name.endswith("_")
+    if name.startswith("empty") or (not in_place and made.keys() <= read.keys()):
+        return Work()
+    nbytes = sum(read.values()) + sum(made.values())
+    return Work(flops_of(overload, args, kwargs, results), nbytes, 1)

@@ -1,0 +1,101 @@
+"""Blocks counted as compiled ones, against what torch.compile's own partition keeps."""
+
+import pytest
+import torch
+
+from megabatch.models.icon import Block
+from megabatch.planning.compiled import CompiledBlocks, compiled_graphs
+from megabatch.planning.counter import UNIT, counted, fake_copies
+from megabatch.planning.towers import measure, sample_of
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block(64, 4) for _ in range(count))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_keeps_what_the_compiler_would_keep():
+    """Really divided by torch, with operations that run one by one; nothing is generated."""
+    block, x = Block(64, 4), torch.randn(8, 16, 64, requires_grad=True)
+    compiled = torch.compile(block, backend="aot_eager_decomp_partition")
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    own = {t.untyped_storage().data_ptr() for t in (x, *block.parameters())}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = compiled(x)
+    own.add(output.untyped_storage().data_ptr())
+    real = sum(size for key, size in kept.items() if key not in own)
+
+    with counted():
+        weights = fake_copies(block, torch.device("cpu"))
+        inputs = [*weights.values(), torch.empty(8, 16, 64, requires_grad=True)]
+
+        def call(*given):
+            state = dict(zip(weights, given, strict=False))
+            return torch.func.functional_call(block, state, (given[-1],))
+
+        graphs = compiled_graphs(call, inputs)
+    assert abs(sum(graphs.kept) - real) < 0.02 * real
+    assert [g is None for g in graphs.gradients] == [False] * len(inputs)
+
+
+def test_kept_tensors_count_until_the_backward_pass_has_used_them():
+    model = Blocks(3)
+    with counted() as counter:
+        compiled = CompiledBlocks()
+        with compiled.of(model, counter):
+            x = torch.empty(8, 16, 64)
+            levels = []
+            for count in (1, 2, 3):
+                part = torch.nn.Sequential(*model.blocks[:count])
+                before = counter.live
+                output = part(x)
+                levels.append(counter.live - before)
+                output.backward(torch.empty_like(output))
+                del output
+                gradients = sum(-(-p.nbytes // UNIT) * UNIT for p in part.parameters())
+                assert counter.live - before == gradients
+                for p in part.parameters():
+                    p.grad = None
+    assert not compiled.failed
+    assert levels[2] - levels[1] == levels[1] - levels[0] > 8 * 16 * 64 * 4
+    assert all("forward" not in vars(block) for block in model.blocks)
+
+
+def test_without_gradients_nothing_is_kept_and_products_count():
+    model = Blocks(1)
+    with counted() as counter, CompiledBlocks().of(model, counter), torch.no_grad():
+        before, work = counter.start(), counter.work
+        output = model(torch.empty(8, 16, 64))
+        assert counter.live - before == output.nbytes
+        work = counter.work - work
+    products = 2 * 8 * 16 * 64 * (3 + 1 + 4 + 4) * 64
+    attention = 2 * 2 * 8 * 16 * 16 * 64
+    assert work.flops == products + attention
+    # Weights, inputs and outputs of four products and of attention; little else in memory.
+    rows = 8 * 16 * 4
+    assert work.nbytes >= 4 * 12 * 64 * 64 + rows * 64 * (1 + 3 + 3 + 1 + 1 + 1 + 1 + 4 + 4 + 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_compiled_towers_take_less_and_read_less(glyph, device):
+    sample = sample_of(glyph)
+    eager = measure(glyph.module, sample, 32, device, "bf16")
+    compiled = measure(glyph.module, sample, 32, device, "bf16", CompiledBlocks())
+    assert compiled.kept < eager.kept
+    for name in ("encode", "record", "backward"):
+        own, other = getattr(compiled, name), getattr(eager, name)
+        assert own.flops == pytest.approx(other.flops, rel=0.02)
+        assert own.nbytes < other.nbytes
+        assert own.kernels < other.kernels
