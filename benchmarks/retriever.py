@@ -87,6 +87,8 @@ class Record:
     weight_difference: float | None
     recall_before: float  #: at 1, of 500 words among as many definitions
     recall_after: float
+    compiled: bool = False  #: of the trainer: its towers
+    kept_micro_batches: int | None = None  #: of the trainer: those encoded once
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
@@ -168,6 +170,8 @@ class Trained:
     extra_bytes: int
     mini_batch_size: int
     mini_batch_tokens: int | None
+    compiled: bool = False
+    kept: int | None = None
 
 
 def run(
@@ -219,6 +223,8 @@ def run(
         weight_difference=moved if first and name in LOSSES else None,
         recall_before=before,
         recall_after=evaluator(model)["cosine_recall@1"],
+        compiled=done.compiled,
+        kept_micro_batches=done.kept,
     )
     return record, last
 
@@ -243,6 +249,7 @@ def library_trainer(
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            dataloader_drop_last=True,  # the epoch's last batch would be a fraction of one
             use_cpu=options.device == "cpu",
             ddp_backend={"cpu": "gloo", "cuda": "nccl"}[options.device] if RANKS > 1 else None,
             bf16=options.device == "cuda",
@@ -285,6 +292,7 @@ def by_trainer(
         warmup=warm_up(options),
         precision="bf16" if options.device == "cuda" else "fp32",
         activation_memory="auto",
+        torchcompile=options.device == "cuda",
     )
     if options.device == "cpu":
         config = replace(config, micro_batch_size=options.mini_batch_size)
@@ -304,7 +312,8 @@ def by_trainer(
     encoder = towers.module.first.encoder.state_dict()
     absent, _ = model[0].auto_model.load_state_dict(encoder, strict=False)
     assert all(name.startswith("pooler.") for name in absent)  # of another task
-    return Trained(seconds, seconds, found, extra, trainer.micro_batch.rows, None)
+    rows, kept = trainer.micro_batch.rows, trainer.kept.count
+    return Trained(seconds, seconds, found, extra, rows, None, bool(config.torchcompile), kept)
 
 
 def token_batches(trainer: SentenceTransformerTrainer, count: int) -> list[Batch]:

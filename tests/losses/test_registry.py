@@ -14,6 +14,7 @@ from megabatch.losses.objective import create_objective
 from megabatch.losses.registry import TRAINABLE, LossEntry, describe_duplicates, describe_losses
 from megabatch.models import ModelOptions
 from megabatch.planning.loss import loss_seconds
+from megabatch.planning.simulation.hardware import gpu_named
 from megabatch.training import TrainConfig
 
 
@@ -79,7 +80,7 @@ def test_model_planner_and_help_list_it() -> None:
     options = ModelOptions.of({"loss": "mine"})
     assert (options.init_logit_scale, options.init_logit_bias) == (1.5, None)
     config = replace(CONFIG, loss="clip")
-    mine, clip = (loss_seconds(c, 512, "NVIDIA H200", 1) for c in (CONFIG, config))
+    mine, clip = (loss_seconds(c, 512, gpu_named("NVIDIA H200"), 1) for c in (CONFIG, config))
     assert mine == pytest.approx(5 / 8 * clip)
     assert "; mine: a test." in describe_losses()
     assert "; mine: ignored." in describe_duplicates()

@@ -1,6 +1,7 @@
 """`megabatch plan`."""
 
 import json
+import re
 
 import pytest
 
@@ -9,7 +10,16 @@ from megabatch.hints import parse_bytes
 from megabatch.planning.machine import other_machine
 from tests.training.synthetic import write_shard
 
-SMALL = ["plan", "--model", "glyph-small", "--global-batch-size", "512", "--micro-batch-size", "64"]
+SMALL = [
+    "plan",
+    "--model",
+    "glyph-small",
+    "--global-batch-size",
+    "512",
+    "--micro-batch-size",
+    "64",
+    "--no-torchcompile",
+]
 
 
 def test_a_table_of_what_fits_here(capsys):
@@ -26,6 +36,32 @@ def test_json_of_another_machine(capsys):
     assert plan["machine"]["count"] == 8
     assert plan["machine"]["limit"] == int(79 * 2**30 * 0.95)
     assert plan["loss_seconds"] > 0
+
+
+def test_the_time_of_a_step_on_a_known_kind_of_gpu(capsys):
+    assert cli.main([*SMALL, "--gpu-name", "H200", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["machine"]["limit"] > 130 * 2**30
+    step = plan["step"]
+    assert step["seconds"] == pytest.approx(sum(step["parts"].values()))
+    assert step["pairs_per_second"] == pytest.approx(512 / step["seconds"])
+    assert plan["kept_micro_batches"] == 8
+    assert cli.main([*SMALL, "--gpu-name", "A100"]) == 0
+    out = capsys.readouterr().out
+    assert "pairs/s, by its datasheet (first pass " in out
+    assert "of 76,8" in out  # MiB
+
+
+def test_texts_of_the_training_data_count_with_their_lengths(tmp_path, capsys):
+    write_shard(tmp_path / "pairs.tar", 8)
+    here = ["--gpu-name", "H200", "--train-data"]
+    assert cli.main([*SMALL, *here, str(tmp_path / "pairs.tar")]) == 0
+    words = r"texts (count with|in order of length are cut to) \d+ tokens"
+    assert re.search(words, capsys.readouterr().out)
+    assert cli.main([*SMALL, *here, str(tmp_path / "absent.tar")]) == 0
+    captured = capsys.readouterr()
+    assert "the lengths of texts are not known: --train-data: " in captured.err
+    assert "texts count with all of their tokens: at most" in captured.out
 
 
 CLUSTER = [*SMALL, "--global-batch-size", "65536", "--gpu-memory", "80GiB", "--gpus"]

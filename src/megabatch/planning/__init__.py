@@ -1,4 +1,4 @@
-"""Estimates of a run's memory on each device, before it starts, as `megabatch plan` prints."""
+"""Estimates of a run's memory and time, before it starts, as `megabatch plan` prints."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,8 @@ from megabatch.lazy import lazy
 
 if TYPE_CHECKING:
     from megabatch.planning.machine import Machine, this_machine
-    from megabatch.planning.plan import NoPlan, Plan, make_plan
+    from megabatch.planning.make import make_plan
+    from megabatch.planning.plan import NoPlan, Plan
     from megabatch.planning.show import print_plan, to_json
 
 __all__ = ["Machine", "NoPlan", "Plan", "make_plan", "print_plan", "this_machine", "to_json"]
@@ -18,7 +19,7 @@ __getattr__ = lazy(
         "this_machine": "megabatch.planning.machine",
         "NoPlan": "megabatch.planning.plan",
         "Plan": "megabatch.planning.plan",
-        "make_plan": "megabatch.planning.plan",
+        "make_plan": "megabatch.planning.make",
         "print_plan": "megabatch.planning.show",
         "to_json": "megabatch.planning.show",
     },

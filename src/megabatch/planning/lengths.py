@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+
+from megabatch.data.late import UndecodedPairs
+from megabatch.data.pairs import BadSample, PairDataset
+from megabatch.models import Towers
 from megabatch.models.layers import Tower
 
 #: Texts are cut to multiples of this many tokens (`megabatch.models.padding.trimmed`).
@@ -39,11 +46,23 @@ class TextLengths:
         sample = self.samples.get(tower) or (context,)
         return cut(min(sample), context), cut(max(sample), context)
 
-    @property
-    def mean(self) -> float | None:
-        """The mean length; None without a sample."""
-        found = [length for sample in self.samples.values() for length in sample]
-        return sum(found) / len(found) if found else None
+
+def sampled_lengths(dataset: PairDataset, towers: Towers, samples: int = 1024) -> TextLengths:
+    """The lengths of texts spread evenly over a data set, of the towers that take them cut."""
+    pairs, found = UndecodedPairs(dataset), []
+    for index in np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int)):
+        with contextlib.suppress(BadSample):
+            found.append(pairs[int(index)])
+    made: dict[Tower, list[int]] = {}
+    for tower, lengths in towers.lengths.items():
+        if not found:
+            continue
+        if tower == "image":
+            tokens = torch.stack([towers.train_transform(pair.image) for pair in found])
+        else:
+            tokens = towers.tokenizer([pair.caption for pair in found])
+        made[tower] = lengths(tokens).tolist()
+    return TextLengths(made)
 
 
 def cut(length: int, context: int) -> int:

@@ -14,13 +14,10 @@ from megabatch.hints import is_reference
 from megabatch.losses.objective import create_objective
 from megabatch.losses.registry import TRAINABLE
 from megabatch.planning.counter import counted
+from megabatch.planning.simulation.hardware import Gpu
 from megabatch.planning.towers import AUTOCAST
 from megabatch.similarity import ops, settings
 from megabatch.similarity.memory import Run
-
-#: FLOP/s of CLIP's loss in half precision, by part of the GPU's name, with 8 b^2 d operations per
-#: loss (benchmarks/results/single-gpu.json: 575 to 605 TFLOP/s at d = 512 to 1,024, b = 65,536).
-RATES = {"H200": 590e12}
 
 _SMALLEST = 64 << 10
 
@@ -106,11 +103,14 @@ def _workspace(run: Run) -> Callable[[Any, Sequence[Any]], int]:
     return workspace
 
 
-def loss_seconds(config: TrainConfig, width: int, name: str, ranks: int) -> float | None:
-    """Seconds per step for the loss, if its rate on such GPUs has been measured; else None."""
-    rate = next((rate for part, rate in RATES.items() if part in name), None)
-    if rate is None or config.precision == "fp32" or is_reference(config.loss):
+def loss_seconds(config: TrainConfig, width: int, gpu: Gpu | None, ranks: int) -> float | None:
+    """Seconds per step for the loss on such GPUs; None if they or the loss's work are not known.
+
+    Transfers are not counted.
+    """
+    if gpu is None or config.precision == "fp32" or is_reference(config.loss):
         return None
     widths = sum(config.matryoshka_dims) or width
     logits = config.global_batch_size**2 * (1 + config.hard_negatives)
-    return TRAINABLE[config.loss].work * logits * widths / ranks / rate
+    operations = TRAINABLE[config.loss].work * logits * widths
+    return gpu.sweep_seconds(operations / ranks, widths)

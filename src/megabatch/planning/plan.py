@@ -1,11 +1,11 @@
-"""The memory of each phase of a step, whether it fits, and a suggestion if it does not."""
+"""The memory of each phase of a step, and its time."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -22,9 +22,10 @@ from megabatch.planning.lengths import TextLengths
 from megabatch.planning.loss import loss_bytes, loss_seconds
 from megabatch.planning.machine import Machine
 from megabatch.planning.micro_batches import Encoders, MicroBatches
+from megabatch.planning.seconds import StepSeconds, step_seconds
+from megabatch.planning.simulation.hardware import Cluster, Encoding
 from megabatch.planning.state import state_bytes
 from megabatch.planning.towers import AUTOCAST, Sample, sample_of
-from megabatch.torch_internals import is_batch_norm
 
 #: Bytes of Python objects per image file.
 _FILE_OVERHEAD = 500
@@ -71,6 +72,8 @@ class Plan:
         parts: on each device.
         host: on each host, where the phase does not matter.
         seconds: time of the loss per step, if known.
+        step: time of a step by part, if known.
+        kept: micro-batches of a step that are encoded once. micro_batches: their number.
         notes: remarks for the user.
         problem: the reason why it does not fit, with a suggestion; "" if it fits.
     """
@@ -80,6 +83,9 @@ class Plan:
     parts: tuple[Part, ...]
     host: tuple[Part, ...]
     seconds: float | None = None
+    step: StepSeconds | None = None
+    kept: int = 0
+    micro_batches: int = 1
     notes: tuple[str, ...] = ()
     problem: str = ""
 
@@ -104,59 +110,32 @@ class Plan:
         return self.peak <= self.machine.limit and (free is None or self.host_total <= free)
 
 
-def make_plan(
-    config: TrainConfig,
-    towers: Towers,
-    machine: Machine,
-    *,
-    file_bytes: float | None = None,
-    text_tokens: int | None = None,
-    lengths: TextLengths | None = None,
-) -> Plan:
-    """Estimate a run's memory, whether it fits, and if not, settings that would.
-
-    Nothing is computed or allocated, whatever the sizes; it takes a second or two.
-
-    Args:
-        config: the run's settings.
-        towers: its model.
-        machine: its devices.
-        file_bytes: mean size of an image file if images are decoded late; else None.
-        text_tokens: tokens of each micro-batch's longest text, if texts are trimmed.
-        lengths: of a sample of texts instead, if they are trimmed. Without either of the two, texts
-            have all tokens that the model takes.
-
-    Raises:
-        NoPlan: the model's memory cannot be estimated.
-    """
-    if text_tokens is not None:
-        lengths = TextLengths({tower: (text_tokens,) for tower in towers.lengths})
-    planner = _Planner(config, towers, machine, file_bytes, lengths)
-    plan = planner.auto_plan() if config.micro_batch_size == "auto" else planner.plan(config)
-    return plan if plan.fits else replace(plan, problem=planner.advice(plan))
-
-
 def graph_bytes(config: TrainConfig, towers: Towers, device: str) -> int:
     """Bytes of a micro-batch's graph beside another one, counted as for a plan.
 
     Raises:
         NoPlan: the model's memory cannot be estimated.
     """
-    planner = _Planner(config, towers, Machine(device, 1, 0))
+    planner = Planner(config, towers, Machine(device, 1, 0))
     size = min(unmeasured_micro_batch(config), config.global_batch_size)
     return planner.micro_batches(config, size, size).largest.further
 
 
 @dataclass
-class _Planner:
+class Planner:
+    """Plans configurations of a run that differ in sizes."""
+
     config: TrainConfig
     towers: Towers
     machine: Machine
     file_bytes: float | None = None
     lengths: TextLengths | None = None
+    cluster: Cluster | None = None
+    encoding: Encoding = field(default_factory=Encoding)
 
     @cached_property
     def sample(self) -> Sample:
+        """A pair."""
         return replace(sample_of(self.towers), texts=1 + self.config.hard_negatives)
 
     @property
@@ -167,6 +146,7 @@ class _Planner:
 
     @cached_property
     def encoders(self) -> Encoders:
+        """Counts the towers' micro-batches."""
         config, module = self.config, self.towers.module
         cut = frozenset(self.towers.lengths) if config.trim_texts and self.lengths else frozenset()
         # Compiled blocks with checkpoints are divided in another way.
@@ -182,6 +162,11 @@ class _Planner:
     def micro_batches(
         self, config: TrainConfig, rows: int, size: int, between: tuple[int, int] | None = None
     ) -> MicroBatches:
+        """The micro-batches of a process with so many rows; see `Encoders.micro_batches`.
+
+        Raises:
+            NoPlan: the model's memory cannot be estimated.
+        """
         try:
             return self.encoders.micro_batches(rows, size, between)
         except Exception as error:  # of any type, depending on the model's operations
@@ -210,10 +195,10 @@ class _Planner:
             parts.append(_inputs_on_gpu(size * self.sample.nbytes, micro.once))
         own_loss = (OWN_LOSS.format(config.loss),) * is_reference(config.loss)
         notes = self._compiled_note() + self._texts_note(micro) + own_loss
-        plan = Plan(config, machine, tuple(parts), (), self._seconds(config, machine), notes)
+        plan = Plan(config, machine, tuple(parts), (), notes=notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)
-        return self._with_kept(self._with_host(plan, rows), micro)
+        return self._with_seconds(self._with_kept(self._with_host(plan, rows), micro), micro)
 
     def _compiled_note(self) -> tuple[str, ...]:
         counted = self.encoders.compiled
@@ -237,12 +222,31 @@ class _Planner:
             encode, loss, second = map(plan.total, PHASES[:3])
             room = machine.limit - max(encode, loss, second - micro.typical_graph())
         bound = activation_bytes(plan.config, machine.device)
-        count = micro.kept(machine.count, bound, room)
+        count, of = micro.kept(machine.count, bound, room), len(micro.all)
         if not count:
-            return plan
-        note = f"{count} of {len(micro.all)} micro-batches are encoded once"
+            return replace(plan, micro_batches=of)
+        note = f"{count} of {of} micro-batches are encoded once"
         part = Part("kept activations", micro.beside(count), note)
-        return replace(plan, parts=(*plan.parts, part))
+        return replace(plan, parts=(*plan.parts, part), kept=count, micro_batches=of)
+
+    def _with_seconds(self, plan: Plan, micro: MicroBatches) -> Plan:
+        """Add the time of the loss and of the step, if the GPUs are known."""
+        if self.cluster is None:
+            return plan
+        width, cluster = self.towers.embed_dim, self.cluster
+        if cluster.gpus != plan.machine.count:  # of a suggestion, which has no time
+            return plan
+        step = step_seconds(
+            *(plan.config, micro, plan.kept),
+            width=width,
+            state=state_bytes(self.towers.module, plan.config, plan.machine.count),
+            cluster=cluster,
+            encoding=self.encoding,
+            pair_bytes=self.sample.nbytes,
+            compiled=self.compiled,
+        )
+        loss = loss_seconds(plan.config, width, cluster.gpu, cluster.gpus)
+        return replace(plan, seconds=loss, step=step)
 
     def _state(self, machine: Machine) -> list[Part]:
         config = self.config
@@ -296,9 +300,6 @@ class _Planner:
             return AUTOCAST[config.precision]
         return self.micro_batches(config, 2, 2).largest.feature_dtype
 
-    def _seconds(self, config: TrainConfig, machine: Machine) -> float | None:
-        return loss_seconds(config, self.towers.embed_dim, machine.name, machine.count)
-
     def _gradients_to_host(self, plan: Plan) -> Plan:
         """Move feature gradients to the host, as GradientCache does if memory is short."""
         parts = tuple(
@@ -334,120 +335,6 @@ class _Planner:
         note = f"{_DECODED} micro-batches"
         yield Part("decoded images", dict.fromkeys(PHASES, decoded), note)
 
-    # --- --micro-batch-size auto ------------------------------------------------------------
-
-    def auto_plan(self) -> Plan:
-        """The plan with the size of a run that measures none, or with the next one that fits.
-
-        On a GPU a run may choose a larger one: a note has the largest.
-        """
-        rows = -(-self.config.global_batch_size // self.machine.count)
-        size = min(unmeasured_micro_batch(self.config), rows)
-        plan = self.plan(replace(self.config, micro_batch_size=size))
-        if self.machine.device == "cpu" or any(map(is_batch_norm, self.towers.module.modules())):
-            return plan
-        if plan.peak > self.machine.limit:
-            size = 1 << self._largest_micro_batch(self.config, size).bit_length() >> 1 or 1
-            plan = self.plan(replace(self.config, micro_batch_size=size))
-        largest = self._largest_measured(size, rows) if plan.fits else size
-        counted = f"--micro-batch-size auto: counted with {size:,} pairs at a time"
-        if largest > size:
-            counted += f"; a run takes the fastest of the sizes that fit, up to {largest:,}"
-        return replace(plan, notes=(counted, *plan.notes))
-
-    def _largest_measured(self, size: int, rows: int) -> int:
-        """The largest size that fits: `size`, doubled some times, or all `rows`."""
-        if size == rows:
-            return size
-        between = size, min(2 * size, rows)
-        fitting = size
-        for value in [*_doubled(2 * size, rows), rows]:
-            larger = replace(self.config, micro_batch_size=value)
-            if not self.plan(larger, between=between).fits:
-                break
-            fitting = value
-        return fitting
-
-    # --- suggestions ------------------------------------------------------------------------
-
-    def advice(self, plan: Plan) -> str:
-        """What is too large, and settings that would fit."""
-        config, machine = plan.config, plan.machine
-        if machine.host is not None and plan.host_total > machine.host:
-            what = f"{_giga(plan.host_total)} of the host's {_giga(machine.host)}"
-            if self.file_bytes is None and self.towers.first == "image":
-                what += " (--decode late would keep image files there instead of pixels)"
-        else:
-            worst = max(PHASES, key=plan.total)
-            what = f"{_giga(plan.peak)} of {_giga(machine.limit)} in the phase {worst!r}"
-        return f"does not fit: it needs {what}; {self._suggestion(config)}"
-
-    def _suggestion(self, config: TrainConfig) -> str:
-        rows = -(-config.global_batch_size // self.machine.count)
-        size = self._largest_micro_batch(config, min(unmeasured_micro_batch(config), rows))
-        if size:
-            return f"--micro-batch-size {size} fits"
-        config = replace(config, micro_batch_size=1)
-        size = self._largest_batch(config)
-        if not size:
-            more = "" if config.grad_checkpointing else ", --grad-checkpointing"
-            return f"no batch fits: a smaller model{more} or --parallel fsdp on more GPUs would"
-        smaller = f"--global-batch-size {size} does, with a small --micro-batch-size"
-        count = self._enough(config)
-        return f"no micro-batch size fits; {smaller}" + (f"; so do {count} GPUs" if count else "")
-
-    def _largest_micro_batch(self, config: TrainConfig, size: int) -> int:
-        """The largest micro-batch below `size` that fits; 0 if none does.
-
-        A micro-batch's memory is counted at two sizes and interpolated linearly, which is accurate
-        except for small ones; the answer is counted again.
-        """
-        half = max(1, size // 2)
-        if half == size:
-            return 0
-
-        def fits(value: int) -> bool:
-            smaller = replace(config, micro_batch_size=value)
-            return self.plan(smaller, between=(half, size)).fits
-
-        found = _bisect(fits, size)
-        while found and not self.plan(replace(config, micro_batch_size=found)).fits:
-            found = found * 7 // 8
-        return found
-
-    def _largest_batch(self, config: TrainConfig) -> int:
-        """The largest global batch below the configuration's that fits; 0 if none does."""
-
-        def fits(value: int) -> bool:
-            return self.plan(replace(config, global_batch_size=value)).fits
-
-        return _bisect(fits, config.global_batch_size)
-
-    def _enough(self, config: TrainConfig) -> int:
-        """The number of devices that would suffice, up to 64 times as many; 0 if these do not."""
-        for factor in (2, 4, 8, 16, 32, 64):
-            machine = replace(self.machine, count=self.machine.count * factor)
-            if self.plan(config, machine).fits:
-                return machine.count
-        return 0
-
-
-def _doubled(size: int, below: int) -> Iterator[int]:
-    """A size, doubled again and again, as long as it is below a bound."""
-    while size < below:
-        yield size
-        size *= 2
-
-
-def _bisect(fits: Callable[[int], bool], above: int) -> int:
-    """The largest number below `above` that fits, to 3%, as a round number; 0 if none does."""
-    low, high = 0, above
-    while high - low > max(1, low // 32):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    grain = 1 << max(0, low.bit_length() - 5)  # a power of two, at most 1/16 of `low`
-    return low // grain * grain
-
 
 def _inputs_on_gpu(nbytes: int, once: bool) -> Part:
     """Inputs on the GPU: the current micro-batch's and the next one's."""
@@ -469,10 +356,6 @@ def _checkpointed(module: nn.Module, on: bool) -> Iterator[None]:
     finally:
         for block in blocks(module):
             del block.forward  # restores the class's method
-
-
-def _giga(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
 
 
 def _mega(size: int) -> str:

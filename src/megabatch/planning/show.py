@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megabatch.planning.plan import PHASES, Plan
+from megabatch.planning.seconds import StepSeconds
+from megabatch.planning.simulation.hardware import MEASURED
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -40,8 +42,26 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"on the host: {part.name} {size} MiB{free} ({part.note})")
     for note in plan.notes:
         console.print(note)
-    if plan.seconds is not None:
+    if plan.step is not None:
+        print_seconds(plan, plan.step, console)
+    elif plan.seconds is not None:
         console.print(f"the loss takes about {plan.seconds:.3g} s a step")
+
+
+def print_seconds(plan: Plan, step: StepSeconds, console: Console) -> None:
+    """Print the time of a step by part in one line."""
+    parts = ", ".join(f"{name} {_seconds(value)}" for name, value in seconds_by_part(step).items())
+    rate = plan.config.global_batch_size / step.total
+    known = "" if MEASURED in plan.machine.name else ", by its datasheet"
+    console.print(
+        f"a step takes about {step.total:.3g} s, {rate:,.0f} pairs/s{known} ({parts}); reading and "
+        "decoding data are not counted"
+    )
+
+
+def seconds_by_part(step: StepSeconds) -> dict[str, float]:
+    """The parts' seconds by their names for users."""
+    return {name.replace("_", " "): value for name, value in vars(step).items() if value}
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -59,8 +79,20 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "problem": plan.problem,
         "notes": list(plan.notes),
         "loss_seconds": plan.seconds,
+        "kept_micro_batches": plan.kept,
+        "step": None
+        if plan.step is None
+        else {
+            "seconds": plan.step.total,
+            "pairs_per_second": plan.config.global_batch_size / plan.step.total,
+            "parts": asdict(plan.step),
+        },
     }
 
 
 def _mega(size: int) -> str:
     return f"{size / 2**20:,.{0 if size >= 100 << 20 else 1}f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

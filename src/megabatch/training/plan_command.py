@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from megabatch.config.command_line import Start, configure, parser
 from megabatch.config.problems import problems
 from megabatch.config.resolve import resolve
-from megabatch.config.settings import TrainConfig, resolve_device
+from megabatch.config.settings import TrainConfig, resolve_device, unmeasured_micro_batch
 from megabatch.errors import UsageError, all_of
 from megabatch.hints import Interval, is_reference, parse_bytes
 
 if TYPE_CHECKING:
     from megabatch.models import Towers
+    from megabatch.planning.lengths import TextLengths
     from megabatch.planning.machine import Machine
     from megabatch.planning.plan import Plan
     from megabatch.planning.simulation.advice import Advice
+    from megabatch.planning.simulation.hardware import Cluster
 
-_DESCRIPTION = """Estimate the memory that a run needs on each GPU, and whether it fits.
+_DESCRIPTION = """Estimate the memory and the time of a step on each GPU, and whether it fits.
 
-Takes the options of `megabatch train` ({names} are packaged configurations). With --decode late it
-reads the sizes of some images. For several GPUs it also simulates the loss by each schedule, with
-the speed of H200s unless --product-tflops is given. The exit code is 0 if the run fits and 1 if it
-does not."""
+Takes the options of `megabatch train` ({names} are packaged configurations). If training data are
+named, it reads some texts for their lengths, and with --decode late the sizes of some images. Times
+are known for H200s, as measured, and for H100, A100, A800 and L40S in proportion to datasheets. For
+several GPUs it also simulates the loss by each schedule. The exit code is 0 if the run fits and 1
+if it does not."""
 
 
 #: Share of a network card's nominal rate that transfers reach; assumed, not measured here.
@@ -39,13 +42,14 @@ class PlanOptions:
     gpus: Annotated[int, Interval(at_least=1)] = 1
     """Number of GPUs, or of processes on the CPU."""
     gpu_memory: str | None = None
-    """Memory per GPU of another machine, such as 80GiB. Default: this machine."""
+    """Memory per GPU of another machine, such as 80GiB. Default: that of --gpu-name, or this
+    machine."""
     gpu_name: str = ""
-    """Name of the GPUs of another machine; for a measured kind the time of the loss is estimated.
-    """
+    """Kind of the GPUs of another machine: H200, H100, A100 (80 GB), A800 or L40S; for another one
+    give --gpu-memory."""
     text_tokens: Annotated[int | None, Interval(at_least=1)] = None
-    """Tokens of a micro-batch's longest text, where texts are trimmed (trim_texts). Default: all
-    that the model takes, which some text of a large batch usually has."""
+    """Tokens of a micro-batch's longest text, where texts are trimmed (trim_texts). Default: as the
+    texts of --train-data in order of length, or all that the model takes."""
     json: bool = False
     """Print JSON, sizes in bytes."""
 
@@ -60,16 +64,18 @@ class ClusterOptions:
     """Gigabits per second of one network card; 88% of them count."""
     nics_per_node: Annotated[int | None, Interval(at_least=1)] = None
     """Network cards of a node. Default: one for each GPU."""
-    nvlink_gigabytes: Annotated[float, Interval(above=0)] = 324.0
-    """Gigabytes per second that a GPU receives within a node in a collective, as measured."""
+    nvlink_gigabytes: Annotated[float | None, Interval(above=0)] = None
+    """Gigabytes per second that a GPU receives within a node in a collective. Default: 324, as
+    measured on H200s, or in proportion to the datasheet of --gpu-name."""
     network_latency_us: Annotated[float, Interval(at_least=0)] = 14.0
     """Microseconds of a step of a collective from node to node."""
     nvlink_latency_us: Annotated[float, Interval(at_least=0)] = 3.4
     """Microseconds of a step of a collective within a node."""
     product_tflops: Annotated[float | None, Interval(above=0)] = None
-    """Rate of large matrix products on one GPU. Default: 665, of an H200."""
+    """Rate of large matrix products on one GPU. Default: that of --gpu-name, or 665, of an H200."""
     pairs_per_second: Annotated[float | None, Interval(above=0)] = None
-    """Pairs per second that one GPU trains without the loss, to simulate whole steps."""
+    """Pairs per second that one GPU trains without the loss, to simulate whole steps. Default: as
+    estimated, for a known kind of GPU."""
 
 
 def main(argv: list[str]) -> int:
@@ -83,12 +89,12 @@ def main(argv: list[str]) -> int:
     config, notes = resolve(*configure(chosen))
     from rich.console import Console  # --help imports as little as possible
 
-    from megabatch.data.late import mean_bytes
-    from megabatch.planning.plan import make_plan
+    from megabatch.planning.make import make_plan
     from megabatch.planning.show import print_plan, to_json
     from megabatch.planning.simulation.advice import Advice, print_advice
     from megabatch.planning.simulation.advice import to_json as advice_to_json
-    from megabatch.training.setup import build_towers, open_data, unnamed
+    from megabatch.planning.simulation.hardware import datasheet
+    from megabatch.training.setup import build_towers, unnamed
 
     late = config.decode == "late"
     if lacking := unnamed(config, "model", *["train_data"] * late):
@@ -97,14 +103,17 @@ def main(argv: list[str]) -> int:
         raise UsageError(all_of(reasons))
     for note in notes:
         print(note, file=sys.stderr)
-    files = mean_bytes(open_data(config)) if late else None
     towers, machine = build_towers(config), _machine(options, config)
+    files, lengths = _data(config, towers, options)
+    cluster = _cluster(ClusterOptions(**network), machine)
     plan = make_plan(
         *(config, towers, machine),
         file_bytes=files,
         text_tokens=options.text_tokens,
+        lengths=lengths,
+        cluster=None if isinstance(cluster, str) or datasheet(machine.name) is None else cluster,
     )
-    advice = _advice(ClusterOptions(**network), plan, towers)
+    advice = _advice(ClusterOptions(**network), cluster, plan, towers)
     if options.json:
         simulation = advice_to_json(advice) if isinstance(advice, Advice) else None
         print(json.dumps({**to_json(plan), "simulation": simulation}, indent=1))
@@ -120,9 +129,35 @@ def main(argv: list[str]) -> int:
     return 0 if plan.fits else 1
 
 
+def _data(
+    config: TrainConfig, towers: Towers, options: PlanOptions
+) -> tuple[float | None, TextLengths | None]:
+    """The mean bytes of image files that are decoded late, and lengths of texts, if they count."""
+    from megabatch.data.late import mean_bytes
+    from megabatch.planning.lengths import sampled_lengths
+    from megabatch.training.setup import open_data
+
+    late = config.decode == "late"
+    cut = config.trim_texts and bool(towers.lengths) and options.text_tokens is None
+    if not (late or (cut and config.train_data)):
+        return None, None
+    try:
+        data = open_data(config)
+    except UsageError as error:
+        if late:
+            raise
+        print(f"the lengths of texts are not known: {error}", file=sys.stderr)
+        return None, None
+    return mean_bytes(data) if late else None, sampled_lengths(data, towers) if cut else None
+
+
 def _machine(options: PlanOptions, config: TrainConfig) -> Machine:
     from megabatch.planning.machine import other_machine, this_machine
+    from megabatch.planning.simulation.hardware import datasheet
 
+    sheet = datasheet(options.gpu_name)
+    if options.gpu_memory is None and sheet is not None:
+        return other_machine(options.gpus, sheet.memory, options.gpu_name)
     if options.gpu_memory is None:
         return this_machine(resolve_device(config.device), options.gpus)
     try:
@@ -131,24 +166,21 @@ def _machine(options: PlanOptions, config: TrainConfig) -> Machine:
         raise UsageError(f"--gpu-memory {options.gpu_memory}: {error}") from error
 
 
-def _advice(options: ClusterOptions, plan: Plan, towers: Towers) -> Advice | str:
-    """The simulation of a plan for several GPUs, or why there is none; "": no need to say so."""
-    from megabatch.config.settings import unmeasured_micro_batch
-    from megabatch.planning.simulation.advice import SWEEPS, advise
-    from megabatch.planning.simulation.hardware import Cluster, Gpu
-    from megabatch.planning.simulation.step import Towers as Speed
+def _cluster(options: ClusterOptions, machine: Machine) -> Cluster | str:
+    """The GPUs and the network of the options; or why there is none."""
+    from megabatch.planning.simulation.hardware import Cluster, Gpu, usual_cluster
 
-    machine, config = plan.machine, plan.config
-    if machine.device != "cuda" or machine.count == 1:
-        return ""
-    if config.loss not in SWEEPS:
-        return f"the simulation knows {', '.join(SWEEPS)}, not {config.loss}"
-    tflops = options.product_tflops
-    gpu = Gpu() if tflops is None else Gpu(product_rate=1e12 * tflops)
+    usual = usual_cluster(machine.name, 1)
+    gpu = Gpu() if usual is None else usual.gpu
+    if options.product_tflops is not None:
+        gpu = replace(gpu, product_rate=1e12 * options.product_tflops)
+    nvlink = Cluster.nvlink if usual is None else usual.nvlink
+    if options.nvlink_gigabytes is not None:
+        nvlink = 1e9 * options.nvlink_gigabytes
     try:
-        cluster = Cluster(
+        return Cluster(
             *(machine.count, options.gpus_per_node, gpu),
-            nvlink=1e9 * options.nvlink_gigabytes,
+            nvlink=nvlink,
             nic=NIC_SHARE * 1e9 / 8 * options.nic_gbps,
             nics=options.nics_per_node or options.gpus_per_node,
             nvlink_latency=1e-6 * options.nvlink_latency_us,
@@ -156,8 +188,28 @@ def _advice(options: ClusterOptions, plan: Plan, towers: Towers) -> Advice | str
         )
     except ValueError as error:
         return str(error)
+
+
+def _advice(
+    options: ClusterOptions, cluster: Cluster | str, plan: Plan, towers: Towers
+) -> Advice | str:
+    """The simulation of a plan for several GPUs, or why there is none; "": no need to say so."""
+    from megabatch.planning.simulation.advice import advise
+    from megabatch.planning.simulation.schedules import SWEEPS
+    from megabatch.planning.simulation.step import Towers as Speed
+
+    machine, config = plan.machine, plan.config
+    if machine.device != "cuda" or machine.count == 1:
+        return ""
+    if config.loss not in SWEEPS:
+        return f"the simulation knows {', '.join(SWEEPS)}, not {config.loss}"
+    if isinstance(cluster, str):
+        return cluster
+    rate = options.pairs_per_second
+    if rate is None and plan.step is not None:
+        rate = -(-config.global_batch_size // machine.count) / plan.step.encoders
     speed = None
-    if options.pairs_per_second is not None:
+    if rate is not None:
         trained = sum(p.nbytes for p in towers.module.parameters() if p.requires_grad)
-        speed = Speed(options.pairs_per_second, trained, unmeasured_micro_batch(config))
+        speed = Speed(rate, trained, unmeasured_micro_batch(config))
     return advise(plan, cluster, towers.embed_dim, speed)

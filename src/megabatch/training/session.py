@@ -139,12 +139,14 @@ def _train(
 def _plan(setup: Setup, console: Console) -> None:
     """Print the memory plan; raise a UsageError if a step cannot fit and `plan` says to refuse."""
     from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
+    from megabatch.planning.lengths import sampled_lengths
 
     config, world = setup.config, setup.world
     try:
         files = mean_bytes(setup.loader.dataset) if config.decode == "late" else None
         machine = this_machine(world.device, world.size)
-        plan = make_plan(config, setup.towers, machine, file_bytes=files)
+        lengths = sampled_lengths(setup.loader.dataset, setup.towers)
+        plan = make_plan(config, setup.towers, machine, file_bytes=files, lengths=lengths)
     except NoPlan as error:
         console.print(str(error))
         return

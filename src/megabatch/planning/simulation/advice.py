@@ -11,11 +11,8 @@ from rich.table import Table
 from megabatch.config.settings import TrainConfig
 from megabatch.planning.plan import Plan
 from megabatch.planning.simulation.hardware import Cluster
-from megabatch.planning.simulation.schedules import Grid, Ring, Schedule, Workload, default
+from megabatch.planning.simulation.schedules import SWEEPS, Grid, Ring, Schedule, Workload, default
 from megabatch.planning.simulation.step import Result, Towers, best, compare, simulate
-
-#: Sweeps of the losses that are simulated. Those of x against itself have another schedule.
-SWEEPS = {"clip": (2, 6), "siglip": (6,), "infonce": (6,)}
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""The machines of a simulation: GPUs, nodes, links. All rates per second, all sizes in bytes.
+"""GPUs, nodes and links, of plans and of simulations. All rates per second, all sizes in bytes.
 
-The defaults are those of H200s. `benchmarks/simulation.py fit` derives the fitted ones from the
-records that docs/simulation.md names, which also says which of them are assumptions.
+The defaults are those of H200s. `benchmarks/simulation.py` derives the fitted ones of the loss from
+the records that docs/simulation.md names, which also says which of them are assumptions, and
+`benchmarks/plan_check.py` those of the encoders. Other GPUs are scaled by their datasheets.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Floating-point operations per second that cuBLAS sustains, by part of the GPU's name: the mean
 #: `product_tflops` of benchmarks/results/scaling.json.
@@ -81,6 +82,97 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Encoding:
+    """How encoders use a GPU.
+
+    Attributes:
+        products: share of `Gpu.product_rate` that their matrix products and attention reach.
+        kernel: seconds of each kernel in addition: its launch, and its tail, in which
+            multiprocessors idle.
+        separate: share of `Gpu.memory_rate` that kernels reach which torch.compile does not fuse.
+        host_link: bytes per second that the GPU receives from its host.
+    """
+
+    products: float = 0.73
+    kernel: float = 10e-6
+    separate: float = 0.78
+    host_link: float = 50e9
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """A model of GPU as its vendor describes it.
+
+    Attributes:
+        tflops: of dense bfloat16 products.
+        memory_rate: bytes per second. memory: bytes, those that CUDA reports.
+        nvlink: bytes per second to other GPUs of a node, in one direction; of GPUs without NVLink
+            those of PCIe.
+        host_link: bytes per second of PCIe, in one direction.
+        source: the datasheet.
+    """
+
+    tflops: float
+    memory_rate: float
+    memory: int
+    nvlink: float
+    host_link: float
+    source: str
+
+
+#: By part of the GPU's name.
+DATASHEETS = {
+    "H200": Datasheet(
+        *(989.5, 4.8e12, 143_771 << 20, 450e9, 64e9),
+        "NVIDIA H200 Tensor Core GPU datasheet, SXM",
+    ),
+    "H100": Datasheet(
+        *(989.5, 3.35e12, 81_559 << 20, 450e9, 64e9),
+        "NVIDIA H100 Tensor Core GPU datasheet, SXM",
+    ),
+    "A100": Datasheet(
+        *(312.0, 2.039e12, 81_920 << 20, 300e9, 32e9),
+        "NVIDIA A100 Tensor Core GPU datasheet, 80GB SXM",
+    ),
+    "A800": Datasheet(
+        *(312.0, 2.039e12, 81_920 << 20, 200e9, 32e9),
+        "NVIDIA A800 Tensor Core GPU datasheet, 80GB SXM",
+    ),
+    "L40S": Datasheet(
+        *(362.05, 864e9, 46_068 << 20, 32e9, 32e9),
+        "NVIDIA L40S datasheet",
+    ),
+}
+#: The kind of GPU whose figures were measured.
+MEASURED = "H200"
+
+
+def datasheet(name: str) -> Datasheet | None:
+    """The datasheet of a GPU, by a name such as "NVIDIA H200"; None if there is none."""
+    return next((sheet for part, sheet in DATASHEETS.items() if part in name), None)
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """A GPU by its name: as measured, or with an H200's shares of what its datasheet promises."""
+    sheet, own = datasheet(name), DATASHEETS[MEASURED]
+    if sheet is None:
+        return None
+    base = Gpu()
+    return replace(
+        base,
+        product_rate=base.product_rate * sheet.tflops / own.tflops,
+        memory_rate=base.memory_rate * sheet.memory_rate / own.memory_rate,
+    )
+
+
+def encoding_named(name: str) -> Encoding:
+    """How encoders use a GPU of this name: an H200's shares."""
+    sheet, own = datasheet(name) or DATASHEETS[MEASURED], DATASHEETS[MEASURED]
+    base = Encoding()
+    return replace(base, host_link=base.host_link * sheet.host_link / own.host_link)
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Identical nodes of identical GPUs.
 
@@ -130,3 +222,19 @@ class Cluster:
     def nic_share(self) -> float:
         """Bytes per second of the network for each GPU of a node while all of them transfer."""
         return self.nics * self.nic / self.per_node
+
+
+def usual_cluster(name: str, gpus: int) -> Cluster | None:
+    """So many GPUs of a name, in nodes of 8 if they are more.
+
+    None: there is no datasheet of them, or they are no whole nodes.
+    """
+    gpu, sheet = gpu_named(name), datasheet(name)
+    if gpu is None or sheet is None or (gpus > Cluster.per_node and gpus % Cluster.per_node):
+        return None
+    return Cluster(gpus, gpu=gpu, nvlink=nvlink_of(sheet))
+
+
+def nvlink_of(sheet: Datasheet) -> float:
+    """Bytes per second that a GPU receives in a collective, with an H200's share of its link."""
+    return Cluster.nvlink * sheet.nvlink / DATASHEETS[MEASURED].nvlink

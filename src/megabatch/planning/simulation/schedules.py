@@ -17,6 +17,8 @@ from megabatch.similarity.distributed import gathered, hosts, ring
 
 #: Rows and columns of a block of the engine on a GPU, for the default workspace.
 BLOCK = 16_384
+#: Sweeps of the losses that are simulated. Those of x against itself have another schedule.
+SWEEPS = {"clip": (2, 6), "siglip": (6,), "infonce": (6,)}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,227 @@
+"""Plans beside measured training steps: memory within 7%, time within 12%.
+
+    python benchmarks/plan_check.py                       # all committed records, a minute or two
+    python benchmarks/plan_check.py throughput.json       # those of one file
+
+Each measured configuration of the trainer in the records is planned anew, with the texts that it
+had and no other knowledge: the plan also chooses how many micro-batches are kept. The peak is the
+allocator's. The time is a step's, without waiting for data. The exit code is 1 if one deviates by
+more. Those that say "calibrates" are the ones from which the package's constants of the encoders
+come (`megabatch.planning.simulation.hardware.Encoding`); all others are predicted. The loss alone,
+on one to four GPUs, has a check of its own: benchmarks/simulation.py. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from machinery.definitions import captions, tokenized, words_and_definitions
+from megabatch.config.settings import TrainConfig
+from megabatch.models import Towers, create
+from megabatch.planning import make_plan
+from megabatch.planning.lengths import TextLengths
+from megabatch.planning.machine import other_machine
+from megabatch.planning.plan import Plan
+from megabatch.planning.simulation.hardware import datasheet
+
+RESULTS = Path(__file__).parent / "results"
+#: The largest deviations of a plan from a measurement.
+MEMORY, TIME = 0.07, 0.12
+FILES = ("throughput.json", "icons.json", "icons-rates.json", "icons-1m.json",
+         "retriever-trainer.json", "retriever-bert-base.json")  # fmt: skip
+#: Micro-batches and compilation of the icons' runs that are compared, by their settings.
+RATES = {
+    "lr=2e-3": (32768, True),
+    "micro_batch_size=8192 torchcompile=false lr=2e-3 duplicates=positives": (8192, False),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step of the trainer.
+
+    Attributes:
+        name: of the model.
+        config: of the run.
+        towers: its model. lengths: of its texts, if they were cut.
+        gpus: their number, and `device` their name.
+        seconds: of a step.
+        peak: bytes of the allocator. before: those of them that it does not count.
+        kept: micro-batches that were encoded once; None if it is not recorded.
+        calibrates: whether constants of the package come from its time.
+    """
+
+    name: str
+    config: TrainConfig
+    towers: Towers
+    lengths: TextLengths | None
+    gpus: int
+    device: str
+    seconds: float
+    peak: int
+    before: int = 0
+    kept: int | None = None
+    calibrates: bool = False
+
+    def plan(self) -> Plan:
+        """The plan of the run."""
+        sheet = datasheet(self.device)
+        assert sheet is not None
+        machine = other_machine(self.gpus, sheet.memory, self.device)
+        return make_plan(self.config, self.towers, machine, lengths=self.lengths)
+
+
+def measured(file: Path) -> Iterator[Measured]:
+    """The training steps of a file of records."""
+    content = json.loads(file.read_text())
+    if file.name == "icons-1m.json":
+        yield million(content)
+        return
+    for record in content["records"]:
+        if record.get("contender") in ("megabatch", "megabatch-eager"):
+            if record["status"] == "ok" and datasheet(record["device"]):
+                yield clip(record)
+        elif record.get("contender") == "trainer":
+            if record.get("kept_micro_batches") is not None:
+                yield retriever(record)
+        elif record.get("set") in RATES:
+            yield icons(*RATES[record["set"]], record, calibrates=True)
+        elif record.get("model") == "icon-small":
+            yield icons(record["micro_batch_size"], True, record)
+
+
+@cache
+def towers_of(model: str) -> Towers:
+    """An OpenCLIP model or the icons'."""
+    return create(model)
+
+
+def clip(record: dict[str, Any]) -> Measured:
+    """A record of benchmarks/throughput.py, whose first rank has the first texts."""
+    towers, size = towers_of(record["model"]), record["b"]
+    texts = captions(size)[: size // record["n_devices"]]
+    lengths = towers.lengths["text"](tokenized(towers.tokenizer, texts))
+    config = TrainConfig(
+        model=record["model"],
+        global_batch_size=size,
+        **{**record["settings"], "micro_batch_size": record["micro_batch_size"]},
+    )
+    return Measured(
+        *(record["model"], config, towers, TextLengths({"text": lengths.tolist()})),
+        *(record["n_devices"], record["device"], record["seconds"], record["peak_bytes"]),
+        kept=record["kept_micro_batches"],
+        calibrates=(record["model"], size, record["n_devices"]) == ("ViT-B-32", 4096, 1),
+    )
+
+
+def icons(
+    micro: int,
+    compiled: bool,
+    record: dict[str, Any],
+    calibrates: bool = False,
+) -> Measured:
+    """A run of the icons' model, before texts were cut and activations kept."""
+    config = TrainConfig(
+        model="icon-small",
+        global_batch_size=32768,
+        micro_batch_size=micro,
+        torchcompile=compiled,
+        trim_texts=False,
+        activation_memory="0",
+    )
+    seconds, peak = record["step_ms"] / 1e3, record["memory_bytes"]
+    return Measured(
+        *("icon-small", config, towers_of("icon-small"), None, 1, "NVIDIA H200", seconds, peak),
+        calibrates=calibrates,
+    )
+
+
+def million(content: dict[str, Any]) -> Measured:
+    """The last of the steps over 1,048,576 icons, without its time of waiting."""
+    step, size = content["steps"][-1], 1 << 20
+    seconds = size / step["pairs_per_second"] * (1 - step["data_wait"])
+    made = icons(16384, True, {**step, "step_ms": 1e3 * seconds})
+    return replace(made, config=replace(made.config, global_batch_size=size))
+
+
+def retriever(record: dict[str, Any]) -> Measured:
+    """A record of benchmarks/retriever.py, whose peak is that beside the weights."""
+    from retriever import HELD_OUT, random_bert
+
+    pairs = words_and_definitions()
+    with tempfile.TemporaryDirectory() as folder:
+        path = random_bert(record["model"], pairs, Path(folder) / "bert")
+        towers = create(f"hf:{path}")
+    texts = zip(*pairs[HELD_OUT : HELD_OUT + record["b"]], strict=True)
+    lengths = {
+        tower: towers.lengths[tower](towers.tokenizer(list(side))).tolist()
+        for tower, side in zip(("image", "text"), texts, strict=True)
+    }
+    config = TrainConfig(
+        model="hf:bert",
+        loss="infonce",
+        global_batch_size=record["b"],
+        micro_batch_size=record["mini_batch_size"],
+        torchcompile=record["compiled"],
+    )
+    weights = sum(p.nbytes for p in towers.module.parameters())
+    return Measured(
+        *(record["model"], config, towers, TextLengths(lengths), 1, "NVIDIA H200"),
+        *(record["seconds"], record["extra_bytes"], weights, record["kept_micro_batches"]),
+    )
+
+
+def compared(one: Measured) -> tuple[str, bool]:
+    """A line with the plan beside the measurement, and whether both deviations are allowed."""
+    plan = one.plan()
+    assert plan.step is not None
+    memory = (plan.peak - one.before) / one.peak - 1
+    time = plan.step.total / one.seconds - 1
+    good = abs(memory) <= MEMORY and abs(time) <= TIME
+    config = one.config
+    kept = "?" if one.kept is None else one.kept
+    line = (
+        f"{one.name:10} {config.global_batch_size:>9,} pairs on {one.gpus}, "
+        f"{config.micro_batch_size:>6,} at a time{'' if config.torchcompile else ', eager'}: "
+        f"{one.peak / 2**30:6.1f} GiB {memory:+6.1%}, {one.seconds:7.3f} s {time:+6.1%}, "
+        f"kept {kept} (plan {plan.kept}), {'calibrates' if one.calibrates else 'predicted'}"
+        f"{'' if good else '  BEYOND'}"
+    )
+    return line, good
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "files", nargs="*", default=FILES, help="below benchmarks/results, or paths"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    paths = [Path(name) if Path(name).exists() else RESULTS / name for name in options.files]
+    found, beyond = [], 0
+    for one in (one for path in paths for one in measured(path)):
+        line, good = compared(one)
+        print(line, flush=True)
+        found.append(one)
+        beyond += not good
+    print(
+        f"{len(found)} configurations of {len({one.name for one in found})} models on "
+        f"{', '.join(map(str, sorted({one.gpus for one in found})))} GPUs, "
+        f"{sum(one.calibrates for one in found)} of which calibrate; {beyond} beyond "
+        f"{MEMORY:.0%} of memory or {TIME:.0%} of time"
+    )
+    sys.exit(1 if beyond or not found else 0)
+
+
+if __name__ == "__main__":
+    main()

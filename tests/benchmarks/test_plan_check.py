@@ -1,0 +1,38 @@
+"""The check of plans against measured steps."""
+
+import pytest
+
+import plan_check
+from tests.benchmarks.test_scripts import SCRIPTS
+
+RESULTS = SCRIPTS / "results"
+
+
+def test_a_step_of_a_million_pairs_is_within_the_limits(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["plan_check.py", "icons-1m.json"])
+    with pytest.raises(SystemExit) as ended:
+        plan_check.main()
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "1,048,576 pairs on 1" in out
+    assert "1 configurations of 1 models on 1 GPUs, 0 of which calibrate; 0 beyond" in out
+
+
+def test_a_deviation_ends_with_1(monkeypatch, capsys):
+    one = next(plan_check.measured(RESULTS / "icons-1m.json"))
+    line, good = plan_check.compared(plan_check.replace(one, peak=2 * one.peak))
+    assert not good
+    assert line.endswith("BEYOND")
+    monkeypatch.setattr(plan_check, "compared", lambda _: (line, False))
+    monkeypatch.setattr("sys.argv", ["plan_check.py", "icons-1m.json"])
+    with pytest.raises(SystemExit) as ended:
+        plan_check.main()
+    assert ended.value.code == 1
+    assert "1 beyond 7% of memory or 12% of time" in capsys.readouterr().out
+
+
+def test_all_committed_steps_on_gpus_are_read():
+    names = {name: [*plan_check.measured(RESULTS / name)] for name in plan_check.FILES[1:3]}
+    assert [len(found) for found in names.values()] == [3, 2]
+    assert {one.config.torchcompile for one in names["icons-rates.json"]} == {True, False}
+    assert all(one.calibrates for one in names["icons-rates.json"])
