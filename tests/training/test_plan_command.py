@@ -52,6 +52,16 @@ def test_the_time_of_a_step_on_a_known_kind_of_gpu(capsys):
     assert "of 76,8" in out  # MiB
 
 
+def test_search_compares_sizes(capsys):
+    assert cli.main([*SMALL, "--gpu-name", "H200", "--search"]) == 0
+    out = capsys.readouterr().out
+    assert "the largest batch that fits has about " in out
+    assert "pairs at a time  encoded once" in out
+    assert "the size to take: --micro-batch-size " in out
+    assert cli.main([*SMALL, "--gpu-memory", "8GiB", "--search"]) == 2
+    assert "--search: the time of a step is not known on " in capsys.readouterr().err
+
+
 def test_texts_of_the_training_data_count_with_their_lengths(tmp_path, capsys):
     write_shard(tmp_path / "pairs.tar", 8)
     here = ["--gpu-name", "H200", "--train-data"]

@@ -23,4 +23,4 @@ def kept_count(graphs: Sequence[int], possible: int, *limits: int | None) -> int
     if limit is None:
         return possible
     sums = itertools.accumulate(max(1, graph) for graph in reversed(graphs))
-    return min(possible, sum(total <= limit for total in sums))
+    return min(possible, sum(1 for _ in itertools.takewhile(lambda total: total <= limit, sums)))

@@ -51,6 +51,12 @@ def make_plan(
     planner = create_planner(
         *(config, towers, machine, file_bytes, text_tokens, lengths, cluster, encoding)
     )
+    return planned(planner)
+
+
+def planned(planner: Planner) -> Plan:
+    """The plan of the planner's configuration, with a suggestion if it does not fit."""
+    config = planner.config
     plan = auto_plan(planner) if config.micro_batch_size == "auto" else planner.plan(config)
     return plan if plan.fits else replace(plan, problem=advice(planner, plan))
 
@@ -102,10 +108,23 @@ def _largest_measured(planner: Planner, size: int, rows: int) -> int:
     fitting = size
     for value in [*_doubled(2 * size, rows), rows]:
         larger = replace(planner.config, micro_batch_size=value)
-        if not planner.plan(larger, between=between).fits:
+        if not planner.memory(larger, between=between).fits:
             break
         fitting = value
     return fitting
+
+
+def largest_batch(planner: Planner, plan: Plan) -> int:
+    """The largest global batch that fits with the micro-batches of a plan that fits, to 3%."""
+    config = replace(plan.config, activation_memory="0")
+
+    def fits(value: int) -> bool:
+        return planner.memory(replace(config, global_batch_size=value)).fits
+
+    above = 8 * config.global_batch_size
+    while fits(above):
+        above *= 8
+    return max(_bisect(fits, above), config.global_batch_size)
 
 
 def advice(planner: Planner, plan: Plan) -> str:
@@ -148,10 +167,10 @@ def _largest_micro_batch(planner: Planner, config: TrainConfig, size: int) -> in
 
     def fits(value: int) -> bool:
         smaller = replace(config, micro_batch_size=value)
-        return planner.plan(smaller, between=(half, size)).fits
+        return planner.memory(smaller, between=(half, size)).fits
 
     found = _bisect(fits, size)
-    while found and not planner.plan(replace(config, micro_batch_size=found)).fits:
+    while found and not planner.memory(replace(config, micro_batch_size=found)).fits:
         found = found * 7 // 8
     return found
 
@@ -160,7 +179,7 @@ def _largest_batch(planner: Planner, config: TrainConfig) -> int:
     """The largest global batch below the configuration's that fits; 0 if none does."""
 
     def fits(value: int) -> bool:
-        return planner.plan(replace(config, global_batch_size=value)).fits
+        return planner.memory(replace(config, global_batch_size=value)).fits
 
     return _bisect(fits, config.global_batch_size)
 
@@ -169,7 +188,7 @@ def _enough(planner: Planner, config: TrainConfig) -> int:
     """The number of devices that would suffice, up to 64 times as many; 0 if these do not."""
     for factor in (2, 4, 8, 16, 32, 64):
         machine = replace(planner.machine, count=planner.machine.count * factor)
-        if planner.plan(config, machine).fits:
+        if planner.memory(config, machine).fits:
             return machine.count
     return 0
 

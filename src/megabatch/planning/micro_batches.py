@@ -125,6 +125,8 @@ class Encoders:
             if most > least:
                 other = self._one(size, {**shortest, tower: most}, between)
                 slopes[tower] = (other.minus(base), most - least)
+        if not slopes:
+            return MicroBatches((base,) * count, size, widths)
         made: dict[tuple[int, ...], MicroBatch] = {}
         every = []
         for i in range(count):

@@ -173,13 +173,20 @@ class Planner:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
 
-    def plan(
+    def plan(self, config: TrainConfig, between: tuple[int, int] | None = None) -> Plan:
+        """The plan of a configuration, with its time; see `memory`."""
+        plan = self.memory(config, between=between)
+        rows = -(-config.global_batch_size // self.machine.count)
+        size = min(unmeasured_micro_batch(config), rows)
+        return self._with_seconds(plan, self.micro_batches(config, rows, size, between))
+
+    def memory(
         self,
         config: TrainConfig,
         machine: Machine | None = None,
         between: tuple[int, int] | None = None,
     ) -> Plan:
-        """The plan of a configuration that differs from the planner's in sizes only.
+        """The plan, without its time, of a configuration that differs from the planner's in sizes.
 
         `between`: sizes of micro-batches to interpolate, instead of counting the configuration's.
         """
@@ -198,7 +205,7 @@ class Planner:
         plan = Plan(config, machine, tuple(parts), (), notes=notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)
-        return self._with_seconds(self._with_kept(self._with_host(plan, rows), micro), micro)
+        return self._with_kept(self._with_host(plan, rows), micro)
 
     def _compiled_note(self) -> tuple[str, ...]:
         counted = self.encoders.compiled
@@ -234,8 +241,6 @@ class Planner:
         if self.cluster is None:
             return plan
         width, cluster = self.towers.embed_dim, self.cluster
-        if cluster.gpus != plan.machine.count:  # of a suggestion, which has no time
-            return plan
         step = step_seconds(
             *(plan.config, micro, plan.kept),
             width=width,

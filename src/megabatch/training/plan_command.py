@@ -50,6 +50,8 @@ class PlanOptions:
     text_tokens: Annotated[int | None, Interval(at_least=1)] = None
     """Tokens of a micro-batch's longest text, where texts are trimmed (trim_texts). Default: as the
     texts of --train-data in order of length, or all that the model takes."""
+    search: bool = False
+    """Compare sizes of micro-batches by the time of a step, for a known kind of GPU."""
     json: bool = False
     """Print JSON, sizes in bytes."""
 
@@ -89,7 +91,8 @@ def main(argv: list[str]) -> int:
     config, notes = resolve(*configure(chosen))
     from rich.console import Console  # --help imports as little as possible
 
-    from megabatch.planning.make import make_plan
+    from megabatch.planning.make import create_planner, largest_batch, planned
+    from megabatch.planning.search import print_search, search
     from megabatch.planning.show import print_plan, to_json
     from megabatch.planning.simulation.advice import Advice, print_advice
     from megabatch.planning.simulation.advice import to_json as advice_to_json
@@ -106,20 +109,30 @@ def main(argv: list[str]) -> int:
     towers, machine = build_towers(config), _machine(options, config)
     files, lengths = _data(config, towers, options)
     cluster = _cluster(ClusterOptions(**network), machine)
-    plan = make_plan(
+    planner = create_planner(
         *(config, towers, machine),
         file_bytes=files,
         text_tokens=options.text_tokens,
         lengths=lengths,
         cluster=None if isinstance(cluster, str) or datasheet(machine.name) is None else cluster,
     )
+    plan = planned(planner)
+    most = largest_batch(planner, plan) if plan.fits and machine.device == "cuda" else None
+    tried = search(planner) if options.search else []
+    if options.search and not tried:
+        raise UsageError(f"--search: the time of a step is not known on {machine.name or 'it'}")
     advice = _advice(ClusterOptions(**network), cluster, plan, towers)
     if options.json:
         simulation = advice_to_json(advice) if isinstance(advice, Advice) else None
-        print(json.dumps({**to_json(plan), "simulation": simulation}, indent=1))
+        found = {"largest_batch_size": most, "search": [to_json(one) for one in tried]}
+        print(json.dumps({**to_json(plan), **found, "simulation": simulation}, indent=1))
     else:
         console = Console(highlight=False, soft_wrap=True)
         print_plan(plan, console)
+        if most is not None:
+            console.print(f"the largest batch that fits has about {most:,} pairs")
+        if tried:
+            print_search(tried, console)
         if isinstance(advice, Advice):
             print_advice(advice, console)
         elif advice:

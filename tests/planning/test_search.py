@@ -1,0 +1,48 @@
+"""The fastest size of micro-batches and the largest batch, by a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from megabatch.config.settings import TrainConfig
+from megabatch.planning.machine import Machine, other_machine
+from megabatch.planning.make import create_planner, largest_batch
+from megabatch.planning.search import fastest, search
+
+CONFIG = TrainConfig(global_batch_size=2048, micro_batch_size=256, torchcompile=False)
+
+
+def test_sizes_that_fit_are_compared_and_a_small_one_of_the_fastest_is_taken(glyph):
+    roomy = create_planner(CONFIG, glyph, other_machine(1, 80 << 30, "NVIDIA H200"))
+    plans = search(roomy)
+    assert [plan.config.micro_batch_size for plan in plans] == [128, 256, 512, 1024, 2048]
+    assert all(plan.fits for plan in plans)
+    best = fastest(plans)
+    least = min(plan.step.total for plan in plans)
+    assert best.step.total <= 1.02 * least
+    assert all(plan.step.total > 1.02 * least for plan in plans[: plans.index(best)])
+    exact = roomy.plan(replace(CONFIG, micro_batch_size=512))
+    found = plans[2]
+    assert found.peak == pytest.approx(exact.peak, rel=0.03)
+    assert found.step.total == pytest.approx(exact.step.total, rel=0.03)
+    none = replace(CONFIG, activation_memory="0")
+    peaks = [plan.peak for plan in search(create_planner(none, glyph, roomy.machine))]
+    limit = Machine("cuda", 1, (peaks[0] + peaks[-1]) // 2, name="NVIDIA H200")
+    tight = search(create_planner(none, glyph, limit))
+    assert tight[0].fits
+    assert not tight[-1].fits
+    assert fastest(tight).fits
+    assert fastest(tight[-1:]) is None
+
+
+def test_a_gpu_without_figures_has_no_times(glyph):
+    assert search(create_planner(CONFIG, glyph, other_machine(1, 80 << 30, "T4"))) == []
+
+
+def test_the_largest_batch_fits_and_one_that_is_larger_does_not(glyph):
+    planner = create_planner(CONFIG, glyph, other_machine(2, 4 << 30))
+    most = largest_batch(planner, planner.plan(CONFIG))
+    assert most > 1 << 18
+    config = replace(CONFIG, activation_memory="0")
+    assert planner.plan(replace(config, global_batch_size=most)).fits
+    assert not planner.plan(replace(config, global_batch_size=int(1.1 * most))).fits
