@@ -214,10 +214,12 @@ def main() -> None:
         print(line, flush=True)
         found.append(one)
         beyond += not good
+    kinds = {(one.name, one.gpus, one.config) for one in found}
     print(
-        f"{len(found)} configurations of {len({one.name for one in found})} models on "
-        f"{', '.join(map(str, sorted({one.gpus for one in found})))} GPUs, "
-        f"{sum(one.calibrates for one in found)} of which calibrate; {beyond} beyond "
+        f"{len(found)} steps of {len(kinds)} configurations, {len({one.name for one in found})} "
+        f"models on "
+        f"{', '.join(map(str, sorted({one.gpus for one in found})))} GPUs; "
+        f"{sum(one.calibrates for one in found)} calibrate; {beyond} beyond "
         f"{MEMORY:.0%} of memory or {TIME:.0%} of time"
     )
     sys.exit(1 if beyond or not found else 0)

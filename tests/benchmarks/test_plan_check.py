@@ -15,7 +15,7 @@ def test_a_step_of_a_million_pairs_is_within_the_limits(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert ended.value.code == 0
     assert "1,048,576 pairs on 1" in out
-    assert "1 configurations of 1 models on 1 GPUs, 0 of which calibrate; 0 beyond" in out
+    assert "1 steps of 1 configurations, 1 models on 1 GPUs; 0 calibrate; 0 beyond" in out
 
 
 def test_a_deviation_ends_with_1(monkeypatch, capsys):
