@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from megabatch import cli
 from megabatch.hints import parse_bytes
@@ -60,6 +61,20 @@ def test_search_compares_sizes(capsys):
     assert "the size to take: --micro-batch-size " in out
     assert cli.main([*SMALL, "--gpu-memory", "8GiB", "--search"]) == 2
     assert "--search: the time of a step is not known on " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has the device that is to be missing")
+def test_a_probe_needs_a_gpu(capsys):
+    assert cli.main([*SMALL, "--gpu-name", "H200", "--probe"]) == 2
+    assert "--probe: there is no GPU in this machine" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_probe_measures_the_gpu_at_hand(capsys):
+    assert cli.main([*SMALL, "--probe", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "measured: products " in captured.err
+    assert json.loads(captured.out)["step"]["seconds"] > 0
 
 
 def test_texts_of_the_training_data_count_with_their_lengths(tmp_path, capsys):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megabatch.models import Towers
     from megabatch.planning.lengths import TextLengths
     from megabatch.planning.machine import Machine
-    from megabatch.planning.plan import Plan
+    from megabatch.planning.plan import Plan, Planner
     from megabatch.planning.simulation.advice import Advice
     from megabatch.planning.simulation.hardware import Cluster
 
@@ -52,6 +52,8 @@ class PlanOptions:
     texts of --train-data in order of length, or all that the model takes."""
     search: bool = False
     """Compare sizes of micro-batches by the time of a step, for a known kind of GPU."""
+    probe: bool = False
+    """Measure the GPU of this machine for some seconds, with blocks of the model."""
     json: bool = False
     """Print JSON, sizes in bytes."""
 
@@ -109,13 +111,20 @@ def main(argv: list[str]) -> int:
     towers, machine = build_towers(config), _machine(options, config)
     files, lengths = _data(config, towers, options)
     cluster = _cluster(ClusterOptions(**network), machine)
+    if isinstance(cluster, str) or not (options.probe or datasheet(machine.name)):
+        known = None
+    else:
+        known = cluster
     planner = create_planner(
         *(config, towers, machine),
         file_bytes=files,
         text_tokens=options.text_tokens,
         lengths=lengths,
-        cluster=None if isinstance(cluster, str) or datasheet(machine.name) is None else cluster,
+        cluster=known,
     )
+    if options.probe:
+        planner = _probed(planner, config)
+        cluster = planner.cluster or cluster
     plan = planned(planner)
     most = largest_batch(planner, plan) if plan.fits and machine.device == "cuda" else None
     tried = search(planner) if options.search else []
@@ -201,6 +210,31 @@ def _cluster(options: ClusterOptions, machine: Machine) -> Cluster | str:
         )
     except ValueError as error:
         return str(error)
+
+
+def _probed(planner: Planner, config: TrainConfig) -> Planner:
+    """The planner with the measured figures of this machine's GPU."""
+    import torch
+
+    from megabatch.planning.probe import Probe
+
+    if planner.machine.device != "cuda" or not torch.cuda.is_available():
+        raise UsageError("--probe: there is no GPU in this machine to measure")
+    if planner.cluster is None:
+        raise UsageError("--probe: expected whole nodes of --gpus-per-node GPUs")
+    rows = -(-config.global_batch_size // planner.machine.count)
+    gpu, encoding = Probe(torch.device("cuda")).figures(
+        *(planner.towers, planner.sample, min(rows, unmeasured_micro_batch(config))),
+        config.precision,
+        compiled=planner.compiled,
+    )
+    print(
+        f"measured: products {gpu.product_rate / 1e12:,.0f} TFLOP/s, of which the encoders' reach "
+        f"{encoding.products:.0%}; memory {gpu.memory_rate / 1e12:.2f} TB/s",
+        file=sys.stderr,
+    )
+    cluster = replace(planner.cluster, gpu=gpu)
+    return replace(planner, cluster=cluster, encoding=encoding)
 
 
 def _advice(
