@@ -49,6 +49,8 @@ class TextLengths:
 
 def sampled_lengths(dataset: PairDataset, towers: Towers, samples: int = 1024) -> TextLengths:
     """The lengths of texts spread evenly over a data set, of the towers that take them cut."""
+    if not towers.lengths:
+        return TextLengths()
     pairs, found = UndecodedPairs(dataset), []
     for index in np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int)):
         with contextlib.suppress(BadSample):

@@ -74,6 +74,8 @@ def create_planner(
     """The planner of `make_plan`, with its arguments."""
     if text_tokens is not None:
         lengths = TextLengths({tower: (text_tokens,) for tower in towers.lengths})
+    if lengths is not None and not lengths.samples:
+        lengths = None
     if cluster is None and machine.device == "cuda":
         cluster = usual_cluster(machine.name, machine.count)
     encoding = encoding or encoding_named(machine.name)

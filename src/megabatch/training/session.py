@@ -145,7 +145,8 @@ def _plan(setup: Setup, console: Console) -> None:
     try:
         files = mean_bytes(setup.loader.dataset) if config.decode == "late" else None
         machine = this_machine(world.device, world.size)
-        lengths = sampled_lengths(setup.loader.dataset, setup.towers)
+        cut = config.trim_texts and setup.towers.lengths
+        lengths = sampled_lengths(setup.loader.dataset, setup.towers) if cut else None
         plan = make_plan(config, setup.towers, machine, file_bytes=files, lengths=lengths)
     except NoPlan as error:
         console.print(str(error))
