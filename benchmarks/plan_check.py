@@ -120,7 +120,7 @@ def clip(record: dict[str, Any]) -> Measured:
         *(record["model"], config, towers, TextLengths({"text": lengths.tolist()})),
         *(record["n_devices"], record["device"], record["seconds"], record["peak_bytes"]),
         kept=record["kept_micro_batches"],
-        calibrates=(record["model"], size, record["n_devices"]) == ("ViT-B-32", 4096, 1),
+        calibrates=record["model"] in ("ViT-B-32", "ViT-L-14") and size == 4096,
     )
 
 

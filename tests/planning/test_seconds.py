@@ -24,7 +24,7 @@ from megabatch.planning.work import Work
 
 CONFIG = TrainConfig(global_batch_size=4096, micro_batch_size=1024)
 STATE = State(10**9, 10**9, 2 * 10**9, 0, 0, 0, 0)
-FORWARD, BACKWARD = Work(10**14, 10**11, 1000), Work(2 * 10**14, 2 * 10**11, 2000)
+FORWARD, BACKWARD = Work(10**14, 0, 10**11, 1000), Work(2 * 10**14, 0, 2 * 10**11, 2000)
 ONE = MicroBatch(0, 1, 1, torch.bfloat16, 1, FORWARD, FORWARD, BACKWARD)
 
 
@@ -46,7 +46,8 @@ def test_kernels_take_their_operations_their_bytes_and_a_constant():
     def of(work, compiled=True):
         return work_seconds(work, gpu, encoding, compiled=compiled)
 
-    assert of(Work(flops=10**15)) == 1e15 / (encoding.products * gpu.product_rate)
+    assert of(Work(flops=10**15)) == pytest.approx(1e15 / encoding.products / gpu.product_rate)
+    assert of(Work(convolved=10**15)) > 20 * of(Work(flops=10**15))
     assert of(Work(nbytes=10**12)) == 1e12 / gpu.memory_rate
     assert of(Work(kernels=1000)) == 1000 * encoding.kernel
     assert of(FORWARD + BACKWARD) == pytest.approx(of(FORWARD) + of(BACKWARD))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from megabatch.planning.work import Work, flops_of, is_product
+from megabatch.planning.work import Work, is_product, kernel_work
 from megabatch.torch_internals import storage_key, tensors_in
 
 
@@ -35,8 +35,8 @@ def storages(node: Any) -> dict[int, int]:
 def pass_of(graph: fx.Graph) -> Pass:
     """Count the graph of a forward or a backward pass, on fake tensors (`node.meta["val"]`).
 
-    Products read and write memory. What lies between them is fused: connected operations are one
-    kernel, which reads what it did not make and writes what products or the caller take.
+    Products read and write memory. Operations between them are fused: connected ones are a kernel,
+    which reads tensors of others and writes those that products or the caller take.
     """
     nodes = list(graph.nodes)
     given = {key: size for n in nodes if n.op == "placeholder" for key, size in storages(n).items()}
@@ -108,8 +108,8 @@ def _work(nodes: list[fx.Node], sizes: dict[int, int], in_memory: set[int]) -> W
             continue
         if is_product(node.target):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            flops = flops_of(node.target, args, kwargs, node.meta["val"])
-            work += Work(flops, sum(sizes[key] for key in read | made), 1)
+            nbytes = sum(sizes[key] for key in read | made)
+            work += kernel_work(node.target, args, kwargs, node.meta["val"], nbytes)
             continue
         kernel = len(joined)
         joined.append(kernel)
@@ -125,5 +125,5 @@ def _work(nodes: list[fx.Node], sizes: dict[int, int], in_memory: set[int]) -> W
         reads.setdefault(last(kernel), set()).update(keys)
     for kernel, own in made_by.items():
         moved = (reads[kernel] - own) | (own & in_memory)
-        work += Work(0, sum(sizes[key] for key in moved), 1)
+        work += Work(nbytes=sum(sizes[key] for key in moved), kernels=1)
     return work

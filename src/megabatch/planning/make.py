@@ -32,7 +32,7 @@ def make_plan(
 ) -> Plan:
     """Estimate a run's memory and time, whether it fits, and if not, settings that would.
 
-    Nothing is computed or allocated, whatever the sizes; it takes a second or two.
+    Nothing is computed or allocated, whatever the sizes; it takes some seconds.
 
     Args:
         config: the run's settings.

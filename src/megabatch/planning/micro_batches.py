@@ -63,14 +63,10 @@ class MicroBatches:
             return {}
         waiting = self.all[-count:]
         graphs = sum(micro.further for micro in waiting)
-        # They go backward first; with the last one of them the others' graphs are in memory.
-        least = min(micro.further for micro in waiting)
-        backward = max(micro.peak - micro.kept for micro in waiting)
-        # No graph waits during a forward pass without one: that comes first.
-        encoded = max(0, graphs + backward - self.largest.forward)
-        second = max(0, graphs + backward - self.largest.peak)
-        if least == self.largest.further:  # all alike
-            second = (count - 1) * least
+        # Forward passes without a graph come first, and the second pass begins with these graphs.
+        most = graphs + max(micro.peak - micro.further for micro in waiting)
+        encoded = max(0, most - self.largest.forward)
+        second = max(0, most - self.largest.peak)
         return {"encode": encoded, "loss": graphs, "second pass": second}
 
     def typical_graph(self) -> int:

@@ -228,6 +228,7 @@ class Planner:
         if machine.device == "cuda":  # the second pass has one of the graphs already
             encode, loss, second = map(plan.total, PHASES[:3])
             room = machine.limit - max(encode, loss, second - micro.typical_graph())
+            room -= int((self._longer_texts(micro) - 1) * micro.largest.further)
         bound = activation_bytes(plan.config, machine.device)
         count, of = micro.kept(machine.count, bound, room), len(micro.all)
         if not count:
@@ -235,6 +236,11 @@ class Planner:
         note = f"{count} of {of} micro-batches are encoded once"
         part = Part("kept activations", micro.beside(count), note)
         return replace(plan, parts=(*plan.parts, part), kept=count, micro_batches=of)
+
+    def _longer_texts(self, micro: MicroBatches) -> float:
+        """How many times as many tokens another batch's longest text may have, as for a run."""
+        contexts = ((self.sample.context(tower), max(n)) for tower, n in micro.widths.items())
+        return max((context / longest for context, longest in contexts), default=1.0)
 
     def _with_seconds(self, plan: Plan, micro: MicroBatches) -> Plan:
         """Add the time of the loss and of the step, if the GPUs are known."""

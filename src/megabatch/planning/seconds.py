@@ -126,8 +126,8 @@ def step_seconds(
 def work_seconds(work: Work, gpu: Gpu, encoding: Encoding, *, compiled: bool) -> float:
     """Seconds of an encoder's kernels on a GPU."""
     memory = gpu.memory_rate * (1 if compiled else encoding.separate)
-    products = work.flops / (encoding.products * gpu.product_rate)
-    return products + work.nbytes / memory + work.kernels * encoding.kernel
+    products = work.flops / encoding.products + work.convolved / encoding.convolutions
+    return products / gpu.product_rate + work.nbytes / memory + work.kernels * encoding.kernel
 
 
 def _averaging(cluster: Cluster, nbytes: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from torch.utils.flop_counter import flop_registry
@@ -16,22 +16,23 @@ class Work:
     """The work of some operations.
 
     Attributes:
-        flops: of matrix products, attention and convolutions.
+        flops: of matrix products and attention.
+        convolved: floating-point operations of convolutions.
         nbytes: read from and written to memory, those of inputs and results of each kernel.
         kernels: launches.
     """
 
     flops: int = 0
+    convolved: int = 0
     nbytes: int = 0
     kernels: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops + other.flops, self.nbytes + other.nbytes, self.kernels + other.kernels
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Work(*(own + more for own, more in pairs))
 
     def __mul__(self, factor: float) -> Work:
-        return Work(int(self.flops * factor), int(self.nbytes * factor), int(self.kernels * factor))
+        return Work(*(int(own * factor) for own in astuple(self)))
 
     def __sub__(self, other: Work) -> Work:
         return self + other * -1
@@ -42,10 +43,16 @@ def is_product(overload: Any) -> bool:
     return getattr(overload, "overloadpacket", None) in flop_registry
 
 
-def flops_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> int:
-    """Floating-point operations of a product; 0 for any other operation."""
-    formula = flop_registry.get(getattr(overload, "overloadpacket", None))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=results))
+def kernel_work(
+    overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any, nbytes: int
+) -> Work:
+    """The work of an operation that is a kernel and reads and writes so many bytes."""
+    packet = getattr(overload, "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=results))
+    if "conv" in str(packet):
+        return Work(convolved=flops, nbytes=nbytes, kernels=1)
+    return Work(flops=flops, nbytes=nbytes, kernels=1)
 
 
 def work_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Work:
@@ -57,4 +64,4 @@ def work_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     if name.startswith("empty") or (not in_place and made.keys() <= read.keys()):
         return Work()
     nbytes = sum(read.values()) + sum(made.values())
-    return Work(flops_of(overload, args, kwargs, results), nbytes, 1)
+    return kernel_work(overload, args, kwargs, results, nbytes)

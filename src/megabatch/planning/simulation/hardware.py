@@ -87,15 +87,17 @@ class Encoding:
 
     Attributes:
         products: share of `Gpu.product_rate` that their matrix products and attention reach.
+        convolutions: share of it that convolutions reach, such as a transformer's of patches.
         kernel: seconds of each kernel in addition: its launch, and its tail, in which
             multiprocessors idle.
         separate: share of `Gpu.memory_rate` that kernels reach which torch.compile does not fuse.
         host_link: bytes per second that the GPU receives from its host.
     """
 
-    products: float = 0.73
-    kernel: float = 10e-6
-    separate: float = 0.78
+    products: float = 0.95
+    convolutions: float = 0.03
+    kernel: float = 5e-6
+    separate: float = 0.70
     host_link: float = 50e9
 
 
