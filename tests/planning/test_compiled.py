@@ -99,3 +99,11 @@ def test_compiled_towers_take_less_and_read_less(glyph, device):
         assert own.flops == pytest.approx(other.flops, rel=0.02)
         assert own.nbytes < other.nbytes
         assert own.kernels < other.kernels
+
+
+def test_convolutions_count_apart_from_products():
+    layer = torch.nn.Conv2d(3, 16, 4, stride=4, bias=False)
+    with counted() as counter:
+        layer(torch.empty(2, 3, 8, 8))
+    assert (counter.work.flops, counter.work.convolved) == (0, 2 * 2 * 4 * 16 * 3 * 16)
+    assert counter.work.nbytes >= 4 * (2 * 3 * 64 + 16 * 48 + 2 * 16 * 4)

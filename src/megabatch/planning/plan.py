@@ -238,9 +238,16 @@ class Planner:
         return replace(plan, parts=(*plan.parts, part), kept=count, micro_batches=of)
 
     def _longer_texts(self, micro: MicroBatches) -> float:
-        """How many times as many tokens another batch's longest text may have, as for a run."""
-        contexts = ((self.sample.context(tower), max(n)) for tower, n in micro.widths.items())
-        return max((context / longest for context, longest in contexts), default=1.0)
+        """How many times as many tokens another batch's longest text may have, as for a run.
+
+        A single length that the user gives is every text's.
+        """
+        samples = {} if self.lengths is None else self.lengths.samples
+        several = {tower for tower, sample in samples.items() if len(sample) > 1}
+        return max(
+            (self.sample.context(t) / max(n) for t, n in micro.widths.items() if t in several),
+            default=1.0,
+        )
 
     def _with_seconds(self, plan: Plan, micro: MicroBatches) -> Plan:
         """Add the time of the loss and of the step, if the GPUs are known."""
