@@ -78,7 +78,7 @@ class Record:
     date: str = ""
 
     def key(self) -> tuple[Any, ...]:
-        """What tells measurements apart."""
+        """The configuration, by which measurements are told apart."""
         return (*self.line(), self.b)
 
     def line(self) -> tuple[Any, ...]:

@@ -113,7 +113,7 @@ def configuration(
 def describe(
     config: TrainConfig, contender: str, options: argparse.Namespace, world: World
 ) -> Record:
-    """What is known of a run beforehand."""
+    """The fields of a record that are known before the run."""
     on_gpu = world.device.type == "cuda"
     return {
         "contender": contender,
@@ -178,7 +178,7 @@ def held_out(options: argparse.Namespace) -> dict[str, PairDataset]:
 
 
 def key(record: Record) -> tuple[str, ...]:
-    """What tells a run from others."""
+    """The configuration, by which runs are told apart."""
     return tuple(json.dumps(record[name], sort_keys=True) for name in KEY)
 
 

@@ -136,7 +136,7 @@ def waiting(plan: Sequence[Series], seeds: int, found: Found) -> list[Run]:
 
 
 def score(record: Record) -> float:
-    """What the best learning rate has most of; of a run that stopped early, -1."""
+    """The score by which the best learning rate is chosen; -1 for a run that stopped early."""
     return float(record["tests"]["validation"]["recall@10"]) if "tests" in record else -1.0
 
 
