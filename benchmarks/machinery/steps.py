@@ -166,7 +166,7 @@ class OpenClip:
     def _normalized(self, images: Tensor) -> Tensor:
         """Float32 images, pinned on the host, as OpenCLIP's loader makes them."""
         visual: Any = self.towers.module.visual
-        made = images.float().div_(255).sub_(visual.pixel_mean).div_(visual.pixel_std)
+        made: Tensor = visual.pixel_normalization(images)
         return made.pin_memory() if self._world.device.type == "cuda" else made
 
 

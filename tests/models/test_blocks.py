@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from megabatch.models import create
-from megabatch.models.blocks import CompiledBlocks, blocks, checkpoint_activations
+from megabatch.models.blocks import (
+    CompiledBlocks,
+    blocks,
+    checkpoint_activations,
+    lists_to_compile,
+)
 from tests.models.tiny import TINY
 from tests.training.toy import WIDTH, Block, toy
 
@@ -29,6 +34,22 @@ def test_blocks_of_real_models() -> None:
     }
     glyph = create("glyph-small").module
     assert blocks(glyph) == [glyph.visual, glyph.text]
+
+
+def test_the_first_layers_of_images_are_compiled_too(graphs: list[Any]) -> None:
+    lists = lists_to_compile(create(TINY).module)
+    assert list(lists) == [
+        "visual.transformer.resblocks",
+        "transformer.resblocks",
+        "visual.conv1",
+        "visual.pixel_normalization",
+    ]
+    model = create(TINY).module.eval()
+    pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
+    expected = model.encode_image(pixels)  # type: ignore[operator]
+    CompiledBlocks(model, backend=counting(graphs))
+    assert torch.equal(model.encode_image(pixels), expected)  # type: ignore[operator]
+    assert len(graphs) == 3  # one of them of the blocks
 
 
 def test_blocks_are_computed_again_and_compiled_under_their_own_names() -> None:

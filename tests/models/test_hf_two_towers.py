@@ -91,8 +91,8 @@ def test_images_are_prepared_as_the_processor_does(folder: Path) -> None:
     expected = processor(picture, return_tensors="pt")["pixel_values"][0]
     towers = made(folder)
     # Two libraries' bicubic filters, and rounding to 8 bits between their steps.
-    mean, std = (towers.module.get_buffer(f"visual.pixel_{name}") for name in ("mean", "std"))
-    pixels = (towers.eval_transform(picture) / 255 - mean) / std
+    normalization = towers.module.get_submodule("visual.pixel_normalization")
+    pixels = normalization(towers.eval_transform(picture))
     torch.testing.assert_close(pixels, expected, atol=0.05, rtol=0)
     assert towers.train_transform(picture).shape == (3, 32, 32)
 

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megabatch.errors import one_line
 from megabatch.models.layers import Tower, tower_of
+from megabatch.models.patches import PatchConvolution
+from megabatch.models.pixels import PixelNormalization
 from megabatch.torch_internals import (
     allow_recompiles,
     compile_for_ddp_in_one_piece,
@@ -30,6 +32,22 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [block for members in _lists_of_blocks(module).values() for block in members]
 
 
+def lists_to_compile(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """The modules that are worth compiling, by the name of the list or module that they belong to.
+
+    These are the blocks, and what is done to images before the first of them: outside of graphs
+    its kernels only copy and convert pixels.
+    """
+    lists = _lists_of_blocks(module)
+    inside = {part for members in lists.values() for block in members for part in block.modules()}
+    first: dict[str, list[nn.Module]] = {
+        name: [layer]
+        for name, layer in module.named_modules()
+        if isinstance(layer, (PixelNormalization, PatchConvolution)) and layer not in inside
+    }
+    return {**lists, **first}
+
+
 def checkpoint_activations(module: nn.Module) -> None:
     """Keep only the blocks' inputs for the backward pass, which recomputes the rest."""
     for block in blocks(module):
@@ -38,7 +56,7 @@ def checkpoint_activations(module: nn.Module) -> None:
 
 
 class CompiledBlocks:
-    """A model's blocks, compiled in place with torch.compile; parameters keep their names.
+    """A model's blocks and first layers, compiled in place; parameters keep their names.
 
     The blocks of one list share their graphs: one with and one without gradients, for each shape of
     the input or, where the length of texts varies, for all shapes. Hooks, such as FSDP2's, stay
@@ -61,7 +79,7 @@ class CompiledBlocks:
         """
         self.news: list[str] = []
         self._seconds = compile_seconds()
-        lists = _lists_of_blocks(module)
+        lists = lists_to_compile(module)
         self._compiled = set(lists)  # all but the lists that cannot be
         # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
         allow_recompiles(8 * max(map(len, lists.values()), default=1))

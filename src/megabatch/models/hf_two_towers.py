@@ -21,6 +21,7 @@ from megabatch.models.padding import (
     up_to_largest,
     without_padding,
 )
+from megabatch.models.patches import multiply_patches
 from megabatch.models.pixels import with_bytes
 from megabatch.models.towers import Towers
 from megabatch.models.two_towers import TwoTowers, load
@@ -66,6 +67,7 @@ def create(
         load(module, weights, name)
     projection = getattr(model, "visual_projection", None)
     width = config.vision_config.hidden_size if projection is None else projection.out_features
+    multiply_patches(module.visual)
     train, evaluation = with_bytes(
         module.visual, *(_transform(folder, config.vision_config, one) for one in (True, False))
     )

@@ -14,6 +14,7 @@ import torch
 from megabatch.errors import UsageError, one_line
 from megabatch.models import weights as files
 from megabatch.models.options import ModelOptions
+from megabatch.models.patches import multiply_patches
 from megabatch.models.pixels import with_bytes
 from megabatch.models.towers import Towers
 
@@ -79,6 +80,7 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
         torch.nn.init.constant_(
             bias, config.get("init_logit_bias", 0.0) if start is None else start
         )
+    multiply_patches(module.visual)
     transforms = with_bytes(module.visual, train_transform, eval_transform)
     lengths = accept_short_texts(module)
     return Towers(

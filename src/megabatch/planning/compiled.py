@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from megabatch.models.blocks import blocks
+from megabatch.models.blocks import lists_to_compile
 from megabatch.planning.counter import MemoryCounter
 from megabatch.planning.fused import Pass, pass_of, storages
 from megabatch.torch_internals import flattened, partitioned_as_compiled, traced, unflattened
@@ -77,7 +77,9 @@ class CompiledBlocks:
     @contextmanager
     def of(self, module: nn.Module, counter: MemoryCounter) -> Iterator[None]:
         """Within this context the module's blocks are compiled."""
-        forwards = [(block, vars(block).get("forward")) for block in blocks(module)]
+        lists = lists_to_compile(module).values()
+        blocks = [block for members in lists for block in members]
+        forwards = [(block, vars(block).get("forward")) for block in blocks]
         for block, _ in forwards:
             block.forward = self._stand_in(block, block.forward, counter)
         try:
