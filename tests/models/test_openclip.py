@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from megabatch.errors import UsageError
-from megabatch.models import create
+from megabatch.models import ModelOptions, create
 from tests.models.tiny import CONFIG, TINY
 from tests.models.tiny_bert import save_tiny_bert
 from tests.own_parts import writing_when_imported
@@ -78,8 +78,16 @@ def test_a_tokenizer_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("no connection")
 
     monkeypatch.setattr(open_clip, "get_tokenizer", fail)
+    new = ModelOptions(force_context_length=13)  # no other test made its tokenizer
     with pytest.raises(UsageError, match=f"the tokenizer of {TINY}: no connection"):
-        create(TINY)
+        create(TINY, options=new)
+
+
+def test_a_tokenizer_is_made_once_for_each_configuration() -> None:
+    tokenizer = create(TINY).tokenizer
+    assert create(TINY).tokenizer is tokenizer
+    shorter = create(TINY, options=ModelOptions(force_context_length=12)).tokenizer
+    assert [t("a picture").shape for t in (tokenizer, shorter)] == [(1, 16), (1, 12)]
 
 
 def test_nothing_is_printed_about_random_weights(

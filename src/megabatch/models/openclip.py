@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -136,15 +137,33 @@ def _tokenizer(
 ) -> Callable[[Any], torch.Tensor]:
     import open_clip
 
-    # A folder's configuration could ask transformers to run code of the folder.
-    of_hugging_face = bool(config.get("text_cfg", {}).get("hf_tokenizer_name"))
-    safely = {"trust_remote_code": False} if of_hugging_face else {}
+    text = config.get("text_cfg", {})
     try:
-        tokenizer: Callable[[Any], torch.Tensor] = open_clip.get_tokenizer(
-            name, context_length=context_length, **safely
-        )
+        if text.get("hf_tokenizer_name"):
+            # A folder's configuration could ask transformers to run code of the folder.
+            tokenizer: Callable[[Any], torch.Tensor] = open_clip.get_tokenizer(
+                name, context_length=context_length, trust_remote_code=False
+            )
+            return tokenizer
+        return _own_tokenizer(name, context_length, json.dumps(text, sort_keys=True))
     except Exception as error:  # Hugging Face tokenizers: not installed, not in the local cache ...
         raise UsageError(f"--model: the tokenizer of {name}: {one_line(error, 240)}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def _own_tokenizer(
+    name: str, context_length: int | None, configuration: str
+) -> Callable[[Any], torch.Tensor]:
+    """A tokenizer with open_clip's own vocabulary, made once for each configuration of texts.
+
+    Reading the vocabulary takes 60 ms, and a run creates its model several times: to plan, to train
+    and to evaluate it.
+    """
+    import open_clip
+
+    tokenizer: Callable[[Any], torch.Tensor] = open_clip.get_tokenizer(
+        name, context_length=context_length
+    )
     return tokenizer
 
 
