@@ -53,6 +53,7 @@ def config_of(folder: Path, output: Path, **changes: Any) -> TrainConfig:
         steps=5,
         precision="fp32",
         device="cpu",
+        plan="off",
         loss="infonce",
         hard_negatives=2,
         evaluate=False,

@@ -25,52 +25,57 @@ SOFTMAX += (
     "clip, ds@80",
     "clip, ds, half@80",
 )
+RANKS = ("find@90", "count@90", "count, ids@90", "count@80", "scores@90", "scores@80")
+SOFT_TARGETS = ("targets@90", "targets, masked@90", "targets, ds@90", "targets, masked ds@90")
+SOFT_TARGETS += ("targets, float32@90", "targets, small@80")
+Resources = dict[str, dict[str, int]]
 #: Bytes of shared memory of a multiprocessor of an H100, and those reserved for each program.
 SHARED, RESERVED = 228 << 10, 1 << 10
 
 
-def compiled(kernels: tuple[str, ...]) -> dict[str, dict[str, int]]:
+@pytest.fixture(scope="module")
+def compiled() -> Resources:
+    """Resources of each kernel, from one program: starting one takes 2 s."""
+    kernels = (*SIGMOID, *RANKS, *SOFTMAX, *SOFT_TARGETS)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[4]
     command = [sys.executable, "-m", "tests.similarity.backends.triton.compiling", *kernels]
     ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found: dict[str, dict[str, int]] = json.loads(ended.stdout.splitlines()[-1])
+    found: Resources = json.loads(ended.stdout.splitlines()[-1])
     assert set(found) == set(kernels)
     return found
 
 
-def test_the_sigmoid_kernels() -> None:
-    found = compiled(SIGMOID)
+def test_the_sigmoid_kernels(compiled: Resources) -> None:
     for name in ("sigmoid@90", "sigmoid, ids@90"):  # two programs share a multiprocessor
-        assert 2 * (found[name]["shared"] + RESERVED) <= SHARED, found
-        assert found[name].get("stack", 0) <= 64, found  # bytes of spilled registers
-    assert found["sigmoid, masked@90"]["shared"] + RESERVED <= SHARED
+        taken = compiled[name]
+        assert 2 * (taken["shared"] + RESERVED) <= SHARED, taken
+        assert taken.get("stack", 0) <= 64, taken  # bytes of spilled registers
+    assert compiled["sigmoid, masked@90"]["shared"] + RESERVED <= SHARED
 
 
-def test_the_ranks_kernel() -> None:
-    found = compiled(("find@90", "count@90", "count, ids@90", "count@80", "scores@90", "scores@80"))
-    for name, taken in found.items():
+def test_the_ranks_kernel(compiled: Resources) -> None:
+    for name in RANKS:
+        taken = compiled[name]
         assert 2 * (taken["shared"] + RESERVED) <= (SHARED if name.endswith("90") else 164 << 10)
-        assert taken.get("stack", 0) <= (64 if name.endswith("90") else 512), found
+        assert taken.get("stack", 0) <= (64 if name.endswith("90") else 512), (name, taken)
 
 
-def test_the_softmax_kernels() -> None:
-    found = compiled(SOFTMAX)
+def test_the_softmax_kernels(compiled: Resources) -> None:
     for name in SOFTMAX:
+        taken = compiled[name]
         limit = SHARED if name.endswith("90") else 164 << 10
         programs = 2 if name.startswith("clip") else 1  # share a multiprocessor
-        assert programs * (found[name]["shared"] + RESERVED) <= limit, found
+        assert programs * (taken["shared"] + RESERVED) <= limit, (name, taken)
         if name.startswith("clip"):  # bytes of spilled registers; 4 warps on sm_80: 544 to 912
-            assert found[name].get("stack", 0) <= (64 if name.endswith("90") else 256), found
+            assert taken.get("stack", 0) <= (64 if name.endswith("90") else 256), (name, taken)
 
 
-def test_the_kernels_of_soft_targets() -> None:
-    halves = ("targets@90", "targets, masked@90", "targets, ds@90", "targets, masked ds@90")
-    found = compiled((*halves, "targets, float32@90", "targets, small@80"))
-    for name, taken in found.items():
+def test_the_kernels_of_soft_targets(compiled: Resources) -> None:
+    for name in SOFT_TARGETS:
         # The smallest of those that kernels are for: 99 KiB, of sm_86 and sm_89.
         limit = 227 << 10 if name.endswith("90") else 99 << 10
-        assert taken["shared"] <= limit, found
-    assert found["targets@90"].get("stack", 0) <= 256, found
-    assert found["targets, ds@90"].get("stack", 0) <= 128, found
+        assert compiled[name]["shared"] <= limit, (name, compiled[name])
+    assert compiled["targets@90"].get("stack", 0) <= 256
+    assert compiled["targets, ds@90"].get("stack", 0) <= 128
