@@ -19,6 +19,8 @@ from megabatch.training.trainer import Trainer
 from tests.models.tiny import TINY
 from tests.planning.allocator import peak_bytes
 
+pytestmark = pytest.mark.usefixtures("counted_once")
+
 CONFIG = replace(
     TrainConfig(),
     global_batch_size=256,

@@ -9,6 +9,8 @@ from megabatch.planning.machine import Machine, other_machine
 from megabatch.planning.make import create_planner, largest_batch
 from megabatch.planning.search import fastest, search
 
+pytestmark = pytest.mark.usefixtures("counted_once")
+
 CONFIG = TrainConfig(global_batch_size=2048, micro_batch_size=256, torchcompile=False)
 
 

@@ -13,6 +13,9 @@ import torch
 from PIL import Image
 
 from megabatch.training import TrainConfig, train
+from tests.planning.conftest import counted_once
+
+__all__ = ["counted_once"]
 
 
 class MakeConfig(Protocol):
