@@ -151,12 +151,22 @@ def test_other_optimizers(processes: Processes) -> None:
 
 @on_processes(2)
 def test_activations_computed_again_and_compiled_blocks(processes: Processes) -> None:
+    """The same as without both on one process; compiling anew for each trainer takes seconds."""
+    alone, world = trainer_of(config_of()), world_of(processes)
+    expected = run(alone, range(3))
     with pytest.MonkeyPatch.context() as patch:
         eager = functools.partial(CompiledBlocks, backend="eager")
         patch.setattr("megabatch.training.trainer.CompiledBlocks", eager)
         for layout in LAYOUTS:
-            options = {"grad_checkpointing": True, "torchcompile": True}
-            compare(processes, {"parallel": layout, **options})
+            config = config_of(parallel=layout, grad_checkpointing=True, torchcompile=True)
+            together = trainer_of(config, world)
+            for ours, theirs in zip(run(together, range(3), world), expected, strict=True):
+                assert_alike(ours, theirs, 1e-9)
+            made = together.checkpoint()
+            if world.main:
+                saved = alone.checkpoint()
+                assert_alike(made.model, saved.model, 1e-9)
+                assert_alike(made.optimizer, saved.optimizer, 1e-9)
 
 
 @on_processes(2)
