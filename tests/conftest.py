@@ -43,7 +43,8 @@ def _as_found() -> Iterator[None]:
     before = State.now()
     yield
     left = State.now().differences(before)
-    before.restore()
+    if left:
+        before.restore()
     assert not left, f"this test left behind: {left}"
 
 

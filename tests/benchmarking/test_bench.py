@@ -86,7 +86,7 @@ MIB = 2**20
 
 def alone(contender: str, max_memory: int | None = None) -> Result:
     effort = Effort(
-        seconds=0.0, repetitions=2, product_size=64, check_batch_size=128, max_memory=max_memory
+        seconds=0.0, repetitions=1, product_size=64, check_batch_size=128, max_memory=max_memory
     )
     return bench.in_process(
         Case("clip", contender, "cpu", "float32", b=4096, d=32, scale=14.3), effort
