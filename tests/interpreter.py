@@ -1,4 +1,4 @@
-"""Triton's interpreter for the tests: right in its older versions, and in half of the time."""
+"""Triton's interpreter for the tests: right in its older versions, and faster."""
 
 from __future__ import annotations
 

@@ -156,8 +156,8 @@ def _own_tokenizer(
 ) -> Callable[[Any], torch.Tensor]:
     """A tokenizer with open_clip's own vocabulary, made once for each configuration of texts.
 
-    Reading the vocabulary takes 60 ms, and a run creates its model several times: to plan, to train
-    and to evaluate it.
+    Reading the vocabulary takes most of the time of creating a small model, and a run creates its
+    model several times: to plan, to train and to evaluate it.
     """
     import open_clip
 

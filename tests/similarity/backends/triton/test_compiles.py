@@ -35,7 +35,7 @@ SHARED, RESERVED = 228 << 10, 1 << 10
 
 @pytest.fixture(scope="module")
 def compiled() -> Resources:
-    """Resources of each kernel, from one program: starting one takes 2 s."""
+    """Resources of each kernel, from one program, since starting one takes seconds."""
     kernels = (*SIGMOID, *RANKS, *SOFTMAX, *SOFT_TARGETS)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     root = Path(__file__).parents[4]
