@@ -28,6 +28,12 @@ def small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megabatch.evaluation.report.similarities._MAPPED", 10)
 
 
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations write no report: its charts take most of a small one's time."""
+    monkeypatch.setattr("megabatch.evaluation.run.write_report", lambda *_: None)
+
+
 @pytest.fixture(scope="session")
 def small_glyphs() -> GlyphSet:
     """ASCII and Latin-1 in every face: some 180 names, in all splits of the real set."""

@@ -106,6 +106,7 @@ def test_labelled_images_are_classed_by_all_methods(run: Path, tmp_path: Path) -
     assert sum("query image" in alt for alt in page.pictures_of) >= 8
 
 
+@pytest.mark.usefixtures("no_report")
 def test_shards_bring_their_own_names_and_templates(run: Path, tmp_path: Path) -> None:
     folder = class_shards(tmp_path / "wds", 6)
     with_shards = evaluate_run(run, class_data=str(folder))["zero_shot"]["classes"]
@@ -128,6 +129,7 @@ def test_shards_bring_their_own_names_and_templates(run: Path, tmp_path: Path) -
     assert with_folder["recall_by_class"] == pytest.approx(with_shards["recall_by_class"])
 
 
+@pytest.mark.usefixtures("no_report")
 def test_training_classes_are_met_by_name(run: Path, tmp_path: Path) -> None:
     test = image_folder(tmp_path / "test", 5)
     train = image_folder(tmp_path / "train", 8, seed=500)
@@ -146,6 +148,7 @@ def test_training_classes_are_met_by_name(run: Path, tmp_path: Path) -> None:
         evaluate_run(run, **settings)
 
 
+@pytest.mark.usefixtures("no_report")
 def test_the_moving_average_is_evaluated_where_there_is_one(run: Path, tmp_path: Path) -> None:
     data = {"class_data": str(class_shards(tmp_path / "wds", 3))}
     with pytest.raises(UsageError, match=r"has no model-ema\.safetensors"):

@@ -75,6 +75,7 @@ def test_glyphs_are_evaluated_and_reported(run: Path) -> None:
     assert f"{100 * faces['model']['image_to_text/recall@10']:.2f}%" in page.text
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_collapsed_model_scores_chance_throughout(run: Path) -> None:
     state = load_file(run / "model.safetensors")
     for layer in ("visual.projection", "text.hidden.2"):
@@ -122,6 +123,7 @@ def test_other_pairs_are_evaluated_among_their_own_captions(run: Path, csv: Path
     assert "Skipped:" in html
 
 
+@pytest.mark.usefixtures("no_report")
 def test_an_open_clip_model_is_evaluated(run: Path, csv: Path, tmp_path: Path) -> None:
     tiny = {
         "embed_dim": 16,
@@ -143,6 +145,7 @@ def test_an_open_clip_model_is_evaluated(run: Path, csv: Path, tmp_path: Path) -
     assert evaluation["zero_shot"] == {}
 
 
+@pytest.mark.usefixtures("no_report")
 def test_digits_are_classed_alike_whatever_else_is_asked(run: Path, csv: Path) -> None:
     alone = evaluate_run(run)["zero_shot"]["digits"]
     for settings in ({"val_data": str(csv)}, {"val_data": "glyphs"}, {}):
@@ -152,8 +155,8 @@ def test_digits_are_classed_alike_whatever_else_is_asked(run: Path, csv: Path) -
     assert "trained on glyphs" in alone["prompts"]["source"]
 
 
+@pytest.mark.usefixtures("no_report")
 def test_prompts_for_digits_follow_the_training_data(run: Path, csv: Path) -> None:
-    evaluate_run(run, class_data="digits")
     (run / "config.toml").write_text('model = "glyph-small"\ntrain_data = "a.csv::glyphs"\n')
     unicode = evaluate_run(run, class_data="digits", val_data=str(csv))["zero_shot"]["digits"]
     assert unicode["prompts"]["names"][3] == ["three"]
@@ -165,6 +168,7 @@ def test_prompts_for_digits_follow_the_training_data(run: Path, csv: Path) -> No
         assert "baseline" not in digits
 
 
+@pytest.mark.usefixtures("no_report")
 def test_prompts_for_digits_can_be_given(run: Path, tmp_path: Path) -> None:
     (tmp_path / "templates.txt").write_text("the digit {}\n")
     settings = {"class_data": "digits", "templates": str(tmp_path / "templates.txt")}
@@ -178,6 +182,7 @@ def test_prompts_for_digits_can_be_given(run: Path, tmp_path: Path) -> None:
     assert prompts["names"][3] == ["number 3"]
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize("val_data", [None, "glyphs"])
 def test_digits_are_classed_only_where_they_are_asked_for(
     run: Path, csv: Path, val_data: str | None, monkeypatch: pytest.MonkeyPatch
