@@ -61,8 +61,10 @@ def is_python(asked: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[object, str]]:
-    """How each case ended, and what it printed."""
+def ended(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, str | None], tuple[object, str]]:
+    """By what was asked and the library named as missing (None: none): how it ended, its output."""
     folder = tmp_path_factory.mktemp("libraries")
     save_tiny_bert(folder / "bert")
     (folder / "pairs.csv").write_text("filepath,title\na.png,one\nb.png,two\n")
@@ -71,7 +73,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tup
         (folder / name).write_bytes(png())
     drawing = b'<svg xmlns="http://www.w3.org/2000/svg" width="4" height="4"/>'
     write_tar(folder / "svg.tar", [("0.svg", drawing), ("0.txt", b"nothing")])
-    cases = [*CASES, *WITHOUT]
+    cases = [*NEEDS.items(), *WITHOUT]
     given = [(names.split(), a if is_python(a) else a.split()) for a, names in cases]
     done = subprocess.run(
         [sys.executable, "-m", "tests.without_libraries"],
@@ -83,13 +85,18 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tup
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {case: (code, text) for case, (code, text) in zip(cases, lines, strict=True)}
+    return {
+        (asked, library): (code, text)
+        for (asked, _), outcomes in zip(cases, lines, strict=True)
+        for library, code, text in outcomes
+    }
 
 
 @pytest.mark.parametrize(("asked", "library"), CASES)
 def test_a_missing_library_is_named_with_its_extra(
-    asked: str, library: str, ended: dict[tuple[str, str], tuple[object, str]]
+    asked: str, library: str, ended: dict[tuple[str, str | None], tuple[object, str]]
 ) -> None:
+    assert (asked, library) in ended, f"no error names it: {ended}"
     code, text = ended[asked, library]
     extra = next(e for e in ("train", "hf", "watch") if library in EXTRAS[e])
     extra = "bench" if asked == BENCH else extra
@@ -100,11 +107,12 @@ def test_a_missing_library_is_named_with_its_extra(
     assert is_python(asked) or "Traceback" not in text
 
 
-@pytest.mark.parametrize(("asked", "libraries"), WITHOUT)
+@pytest.mark.parametrize("asked", [asked for asked, _ in WITHOUT])
 def test_what_is_not_needed_is_not_asked_for(
-    asked: str, libraries: str, ended: dict[tuple[str, str], tuple[object, str]]
+    asked: str, ended: dict[tuple[str, str | None], tuple[object, str]]
 ) -> None:
-    code, text = ended[asked, libraries]
+    assert (asked, None) in ended, f"something is missing: {ended}"
+    code, text = ended[asked, None]
     assert code == 0, text
 
 

@@ -1,7 +1,9 @@
-"""Run commands in forks of one process, in each of which some libraries are not installed.
+"""Run commands in forks of one process, where some libraries are not installed.
 
-Started as a program: reads a list of [libraries, words or a Python expression] as JSON, writes a
-line for each: [exit code or the error's name, what was printed]. A fork costs no import of torch.
+Started as a program: reads a list of [libraries, words or a Python expression] as JSON. After a run
+that names one of its libraries as missing this is there and the same runs again, as its user would,
+until none is named. Writes a line for each: [library or null, exit code or the error's name, what
+was printed] of all of these runs. A fork costs no import of torch.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import gc
 import io
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -23,6 +26,9 @@ import torch.nn.parallel
 import torch.utils.data
 
 from megabatch import cli
+from megabatch.extras import DISTRIBUTIONS
+
+Outcome = tuple[str | None, object, str]
 
 
 class Hiding:
@@ -39,10 +45,7 @@ class Hiding:
         return getattr(self.finder, name)
 
 
-def run(libraries: list[str], asked: list[str] | str) -> tuple[object, str]:
-    for name in [name for name in sys.modules if name.partition(".")[0] in libraries]:
-        del sys.modules[name]
-    sys.meta_path[:] = [Hiding(finder, libraries) for finder in sys.meta_path]
+def run(asked: list[str] | str) -> tuple[object, str]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
@@ -54,13 +57,35 @@ def run(libraries: list[str], asked: list[str] | str) -> tuple[object, str]:
     return 0, printed.getvalue()
 
 
+def run_until_nothing_is_missing(libraries: list[str], asked: list[str] | str) -> list[Outcome]:
+    loaded = {name: sys.modules.pop(name) for name in list(sys.modules) if top(name) in libraries}
+    sys.meta_path[:] = [Hiding(finder, libraries) for finder in sys.meta_path]
+    outcomes = []
+    while True:
+        code, text = run(asked)
+        library = next((x for x in libraries if is_named(x, text)), None)
+        outcomes.append((library, code, text))
+        if library is None or libraries == [library]:
+            return outcomes
+        libraries.remove(library)
+        sys.modules.update({n: module for n, module in loaded.items() if top(n) == library})
+
+
+def is_named(library: str, text: str) -> bool:
+    return bool(re.search(rf"\b{DISTRIBUTIONS.get(library, library)} is not installed", text))
+
+
+def top(name: str) -> str:
+    return name.partition(".")[0]
+
+
 def in_a_fork(libraries: list[str], asked: list[str] | str) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         os.close(reading)
         with os.fdopen(writing, "w") as pipe:
-            pipe.write(json.dumps(run(libraries, asked)))
+            pipe.write(json.dumps(run_until_nothing_is_missing(libraries, asked)))
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
