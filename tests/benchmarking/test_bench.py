@@ -14,6 +14,7 @@ from megabatch.benchmarking import bench, records
 from megabatch.benchmarking.contenders import CLIP
 from megabatch.benchmarking.inputs import Case
 from megabatch.benchmarking.measure import Effort, Result
+from tests import programs
 
 EFFORT = Effort(seconds=0.0, repetitions=1, product_size=8, check_batch_size=8, max_memory=None)
 
@@ -84,6 +85,17 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the CPU is measured 
 MIB = 2**20
 
 
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start with torch imported; in test_command.py one starts as it does for users."""
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        ended = programs.run(words[1:])
+        return subprocess.CompletedProcess(words, ended.returncode, b"", ended.stderr.encode())
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
 def alone(contender: str, max_memory: int | None = None) -> Result:
     effort = Effort(
         seconds=0.0, repetitions=1, product_size=64, check_batch_size=128, max_memory=max_memory
@@ -94,6 +106,7 @@ def alone(contender: str, max_memory: int | None = None) -> Result:
 
 
 @linux
+@pytest.mark.usefixtures("_forked")
 def test_dense_takes_its_matrices_and_megabatch_does_not() -> None:
     dense, mine = alone("dense"), alone("megabatch")
     assert (dense.status, mine.status) == ("ok", "ok")
@@ -104,6 +117,7 @@ def test_dense_takes_its_matrices_and_megabatch_does_not() -> None:
 
 
 @linux
+@pytest.mark.usefixtures("_forked")
 def test_too_little_memory_is_a_result() -> None:
     result = alone("dense", max_memory=60 * MIB)
     assert result.status == "out of memory"
@@ -112,6 +126,7 @@ def test_too_little_memory_is_a_result() -> None:
 
 
 @linux
+@pytest.mark.usefixtures("_forked")
 def test_a_process_that_fails_is_a_result() -> None:
     result = alone("unheard-of")
     assert (result.status, result.note) == ("failed", "KeyError: 'unheard-of'")

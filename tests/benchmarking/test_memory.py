@@ -11,20 +11,15 @@ from megabatch.benchmarking import memory
 MIB = 2**20
 
 # In a process of its own, started by one that has had more: its peak is not to be inherited.
-PEAK = """
+SCRIPT = """
 import torch
-from megabatch.benchmarking.memory import extra_bytes
+from megabatch.benchmarking.memory import at_most, extra_bytes, is_out_of_memory
 kept = torch.ones(40 << 18)
 def call():
     first = torch.ones(64 << 18)   # 64 MiB
     del first
     torch.ones(16 << 18)
 print(extra_bytes(call, "cpu"))
-"""
-
-LIMIT = """
-import torch
-from megabatch.benchmarking.memory import at_most, is_out_of_memory
 with at_most(100 << 20):
     small = torch.ones(50 << 18)
     try:
@@ -36,22 +31,26 @@ print("granted")
 """
 
 
-def output(script: str) -> str:
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    """The peak in bytes, then how allocations under the limit and after it went."""
+    torch.ones(512 << 18)
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return ended.stdout.split()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured on Linux only")
-def test_peak_above_what_was_there() -> None:
-    torch.ones(512 << 18)
+def test_peak_above_what_was_there(printed: list[str]) -> None:
     # Linux counts pages by core, and adds them up only now and then: 62.7 MiB on 32 cores.
-    assert 60 * MIB < int(output(PEAK)) < 72 * MIB
+    assert 60 * MIB < int(printed[0]) < 72 * MIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers memory on Linux only")
-def test_an_allocation_above_the_limit_is_refused_and_the_limit_ends() -> None:
-    assert output(LIMIT).split() == ["refused", "True", "granted"]
+def test_an_allocation_above_the_limit_is_refused_and_the_limit_ends(
+    printed: list[str],
+) -> None:
+    assert printed[1:] == ["refused", "True", "granted"]
 
 
 def test_other_errors_are_not_taken_for_memory() -> None:
