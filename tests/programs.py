@@ -18,13 +18,14 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from tests.similarity.distributed.processes import forked
 
 ROOT = Path(__file__).parents[1]
+_subprocess_run = subprocess.run
 
 
 class Program:
@@ -78,6 +79,20 @@ def run(
     out, err = program.communicate(timeout)
     assert program.returncode is not None
     return subprocess.CompletedProcess(list(words), program.returncode, out, err)
+
+
+def completed(
+    command: Sequence[str], *, text: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """In place of `subprocess.run`: a Python program, of whose output only errors are kept, forks.
+
+    Any other program runs as ever.
+    """
+    if command[0] != sys.executable:
+        return _subprocess_run(command, text=text, **options)
+    ended = run(command[1:])
+    errors = ended.stderr if text else ended.stderr.encode()
+    return subprocess.CompletedProcess(list(command), ended.returncode, stderr=errors)
 
 
 def _run(words: list[str], environment: Mapping[str, str], files: Sequence[Path]) -> NoReturn:

@@ -88,12 +88,7 @@ MIB = 2**20
 @pytest.fixture
 def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes start with torch imported; in test_command.py one starts as it does for users."""
-
-    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
-        ended = programs.run(words[1:])
-        return subprocess.CompletedProcess(words, ended.returncode, b"", ended.stderr.encode())
-
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", programs.completed)
 
 
 def alone(contender: str, max_memory: int | None = None) -> Result:

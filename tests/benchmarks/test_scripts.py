@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +26,15 @@ def run(script: str, *words: str) -> str:
     return ended.stdout
 
 
+def run_here(script: str, *words: str) -> None:
+    """In this process, so that the programs which it starts can be forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(SCRIPTS / script), *words])
+        patch.setattr(subprocess, "run", programs.completed)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def page(output: Path) -> str:
     """The page of results of the records in this file's folder."""
     made = output.parent / "results.md"
@@ -34,7 +45,16 @@ def page(output: Path) -> str:
 
 def test_single_gpu_measures_records_and_is_plotted(tmp_path: Path) -> None:
     output = tmp_path / "r.json"
-    shown = run("single_gpu.py", "--smallest", "--only=0", "--only=3", f"--output={output}")
+    wanted = (
+        "--only=0",
+        "--only=3",
+        "--contenders",
+        "megabatch",
+        "dense",
+        "dense-compiled",
+        "memeff",
+    )
+    shown = run("single_gpu.py", "--smallest", *wanted, f"--output={output}")
     content = json.loads(output.read_text())
     status = {(r["contender"], r["b"]): r["status"] for r in content["records"]}
     assert status["megabatch", 128] == status["megabatch", 64] == status["dense", 64] == "ok"
@@ -273,7 +293,7 @@ def test_towers_alone(tmp_path: Path) -> None:
 def test_openclip_trainer(tmp_path: Path) -> None:
     output = tmp_path / "o.json"
     words = "--processes=1", "--accum-freq=2", "--steps=2", "--batch-size=8"
-    run("openclip_trainer.py", *words, "--contenders=megabatch", f"--output={output}")
+    run_here("openclip_trainer.py", *words, "--contenders=megabatch", f"--output={output}")
     (found,) = json.loads(output.read_text())["records"]
     assert (found["status"], found["b"], found["accum_freq"]) == ("ok", 8, 2)
     assert found["seconds"] > 0 < found["extra_bytes"]

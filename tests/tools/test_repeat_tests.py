@@ -18,6 +18,11 @@ from tests.tools.loading import ROOT, load
 if sys.platform != "linux":
     pytest.skip("cores are chosen on Linux only", allow_module_level=True)
 
+#: Those that the options need; all that are installed take five times as long to import.
+PLUGINS = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTEST_PLUGINS": "xdist.plugin,random_order.plugin,_hypothesis_pytestplugin",
+}
 ABOUT = {"machine": {"cpu": "x"}, "versions": {"torch": "2.8"}}
 CONFTEST = """
 import hypothesis
@@ -60,37 +65,36 @@ def repeat(output: Path, tests: Path, *words: str) -> int:
     return code
 
 
-def test_runs_are_counted_and_recorded(tests: Path, tmp_path: Path) -> None:
-    pytest.importorskip("random_order")
-    output = tmp_path / "results" / "runs.json"
-    assert repeat(output, tests, "--plain=1", "--loaded=1", "--volatile=1", "--seed=5") == 0
-    content = json.loads(output.read_text())
-    assert content["command"].startswith("python tools/repeat_tests.py --plain=1 --loaded=1")
-    assert {key: content[key] for key in ABOUT} == ABOUT
-    kinds = [(r["kind"], r["seed"], r["passed"], r["skipped"]) for r in content["records"]]
-    assert kinds == [("plain", None, 32, 1), ("loaded", 5, 32, 1), ("volatile", 6, 1, 0)]
-    assert all(r["exit_code"] == 0 and r["seconds"] > 0 and r["cores"] for r in content["records"])
-    assert "--random-order-seed=5 --hypothesis-profile=random" in content["records"][1]["command"]
-
-
-def test_a_failure_is_told_and_kept_and_later_runs_are_added(
+def test_runs_are_counted_and_recorded_and_a_failure_is_told_and_kept(
     tests: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    output = tmp_path / "runs.json"
-    monkeypatch.setenv("CHANCE", "1")
+    pytest.importorskip("random_order")
+    output = tmp_path / "results" / "runs.json"
+    for name, value in {**PLUGINS, "CHANCE": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert repeat(output, tests, "--plain=1") == 1
     assert "test_made_up::test_fails_by_chance" in capsys.readouterr().out
     monkeypatch.delenv("CHANCE")
-    assert repeat(output, tests, "--plain=1") == 0
-    bad, good = json.loads(output.read_text())["records"]
-    assert (bad["passed"], bad["failed"], bad["exit_code"]) == (31, 1, 1)
-    (failure,) = bad["failures"]
+    assert repeat(output, tests, "--loaded=1", "--volatile=1", "--seed=5") == 0
+    content = json.loads(output.read_text())
+    assert content["command"].startswith("python tools/repeat_tests.py --plain=1 --output")
+    assert {key: content[key] for key in ABOUT} == ABOUT
+    keys = ("kind", "seed", "passed", "failed", "skipped", "exit_code")
+    assert [tuple(record[key] for key in keys) for record in content["records"]] == [
+        ("plain", None, 31, 1, 1, 1),
+        ("loaded", 5, 32, 0, 1, 0),
+        ("volatile", 6, 1, 0, 0, 0),
+    ]
+    plain, loaded, volatile = content["records"]
+    (failure,) = plain["failures"]
     assert failure["test"].endswith("test_fails_by_chance")
     assert "AssertionError: by chance" in failure["message"]
-    assert (good["passed"], good["failed"], good["failures"]) == (32, 0, [])
+    assert loaded["failures"] == volatile["failures"] == []
+    assert all(record["seconds"] > 0 and record["cores"] for record in content["records"])
+    assert "--random-order-seed=5 --hypothesis-profile=random" in loaded["command"]
 
 
 def test_what_hangs_is_ended(tmp_path: Path) -> None:

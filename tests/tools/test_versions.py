@@ -44,6 +44,7 @@ def test_each_environment_is_installed_tested_and_recorded(
     monkeypatch.setattr(versions, "install", install)
     monkeypatch.setattr(versions.Place, "describe", lambda self: about)
     monkeypatch.setattr(versions, "ARGUMENTS", ("-q",))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # it starts five times as fast
     (tmp_path / "test_made_up.py").write_text("def test_of_one(): assert 1 == 2\ndef test_two(): 1")
     (tmp_path / "versions.json").write_text("an earlier record")
     words = [f"--output={tmp_path / 'versions.json'}", "--", f"--rootdir={tmp_path}", str(tmp_path)]
