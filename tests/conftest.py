@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -76,7 +77,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()  # libraries remark on what outlives the interpreter
     if _CACHE in config.stash:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
 
@@ -91,6 +91,7 @@ def pytest_collection() -> None:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: looking through it takes half a second each time."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries remark on what outlives the interpreter
     gc.enable()
 
 
