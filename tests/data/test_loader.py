@@ -52,7 +52,7 @@ def test_a_batch_belongs_together():
     drop_last=st.booleans(),
     shuffle=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_each_sample_at_most_once_an_epoch(n, batch_size, bad, drop_last, shuffle):
     bad = {i for i in bad if i < n}
     if batch_size > n:
@@ -84,7 +84,7 @@ def test_each_sample_at_most_once_an_epoch(n, batch_size, bad, drop_last, shuffl
     workers=st.just(0),
     stop=st.integers(0, 5),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_ranks_share_the_batches_of_one(n, batch_size, bad, shuffle, world_size, workers, stop):
     if not world_size <= batch_size <= n:
         return
@@ -154,7 +154,7 @@ def test_equal_captions_have_equal_ids():
     stop=st.integers(0, 60),
     resumed_batch_size=st.integers(1, 12),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_resume_continues_the_very_stream(batch_size, bad, stop, resumed_batch_size):
     def stream(data: PairLoader) -> list[int]:
         return [i for batch in data for i in batch.indices.tolist()]
@@ -199,8 +199,7 @@ def test_the_stream_is_a_function_of_the_seed(workers: int):
     assert indices(epochs(loader(**options, seed=2), 1)) != first
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [1, 5, 12])
+@pytest.mark.parametrize(("workers", "stop"), [(0, 1), (0, 5), (0, 12), (2, 5)])
 def test_resume_in_mid_epoch_is_exact(workers: int, stop: int):
     options = {"bad": (3, 40, 41), "transform": to_pixels_and_noise, "workers": workers}
     reference = loader(**options)
@@ -296,11 +295,11 @@ def test_workers_end_at_once(monkeypatch):
 
 
 def test_an_interrupt_does_not_spoil_the_workers():
-    options = {"n": 2000, "workers": 2, "transform": to_pixels_and_noise}
+    options = {"n": 800, "workers": 2, "transform": to_pixels_and_noise}
     data, caught = loader(**options), threading.Event()
 
     def interrupt() -> None:
-        time.sleep(0.5)
+        time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
         while not caught.wait(5):  # Python ignores exceptions in destructors and around a fork
             os.kill(os.getpid(), signal.SIGINT)
