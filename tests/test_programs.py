@@ -6,6 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,7 @@ def test_ctrl_c() -> None:
     program = Program(["-c", WAITING])
     while "here\n" not in program.said()[0]:
         assert program.poll() is None
+        time.sleep(0.01)
     program.send_signal(signal.SIGINT)
     assert program.communicate(60) == ("here\nthere\n", "")
 
@@ -86,8 +88,9 @@ def test_one_that_hangs_is_killed_with_what_it_started() -> None:
     program = Program(["-c", code])
     while not program.said()[0]:
         assert program.poll() is None
+        time.sleep(0.01)
     with pytest.raises(subprocess.TimeoutExpired):
         program.communicate(0.1)
     assert program.returncode == -9
     while is_there(program.pid):  # until the system has taken the other one away
-        pass
+        time.sleep(0.01)
