@@ -167,5 +167,7 @@ def test_wrong_options_are_refused(
 
 def test_plain_runs_are_those_of_make_test() -> None:
     words = " ".join(load("pytest_runs").ARGUMENTS)
-    recipe = f"OMP_NUM_THREADS=1 $(BIN)/python -m pytest {words} $(PYTEST_ARGS)"
+    recipe = (
+        f"OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest {words} $(PYTEST_ARGS)"
+    )
     assert recipe in (ROOT / "Makefile").read_text()

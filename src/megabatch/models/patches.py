@@ -24,9 +24,9 @@ def multiply_patches(module: nn.Module) -> None:
 class PatchConvolution(nn.Conv2d):
     """A convolution of patches that do not overlap; in half precision, a matrix product.
 
-    On an H200 the forward and backward pass of 2,048 images' patches of 32 x 32 pixels take 35 ms
-    as a convolution in bfloat16 (27 TFLOP/s) and 2.3 ms as a product with the patches' copy. In
-    float32 both libraries' convolutions are the faster ones, or use TF32 where products do not.
+    On an H200 the forward and backward pass of 2,048 images' patches of 32 x 32 pixels take 34.1 ms
+    as a convolution in bfloat16 (28 TFLOP/s) and 2.24 ms as a product, the patches' copy included
+    (benchmarks/results/patches.json). In float32 convolutions may use TF32 where products do not.
     """
 
     def forward(self, images: Tensor) -> Tensor:

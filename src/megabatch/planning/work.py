@@ -43,6 +43,18 @@ def is_product(overload: Any) -> bool:
     return getattr(overload, "overloadpacket", None) in flop_registry
 
 
+#: Attention's kernels go through tiles of so many queries and keys; shorter sequences fill a part.
+_TILE = 128
+
+
+def _attended(packet: str, args: Sequence[Any], flops: int) -> int:
+    """The operations of attention, with those on the unused parts of tiles."""
+    backward = "backward" in packet  # the output's gradient comes first
+    queries, keys = (args[backward + i].shape[2] for i in range(2))
+    whole = [-(-length // _TILE) * _TILE for length in (queries, keys)]
+    return int(flops * whole[0] / max(1, queries) * whole[1] / max(1, keys))
+
+
 def kernel_work(
     overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any, nbytes: int
 ) -> Work:
@@ -52,6 +64,8 @@ def kernel_work(
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=results))
     if "conv" in str(packet):
         return Work(convolved=flops, nbytes=nbytes, kernels=1)
+    if "scaled_dot_product" in str(packet):
+        flops = _attended(str(packet), args, flops)
     return Work(flops=flops, nbytes=nbytes, kernels=1)
 
 

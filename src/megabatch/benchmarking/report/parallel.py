@@ -80,6 +80,17 @@ def overlap(files: Sequence[RecordFile]) -> Iterator[str]:
         yield from markdown(("record: loss, pairs", *VARIANTS.values()), rows)
 
 
+def grids(files: Sequence[RecordFile]) -> Iterator[str]:
+    """Grids of ranks, unequal shards and x against itself, beside the default of equal shards."""
+    rows = [
+        (f"{record['contender']}, {record['b']:,}", milliseconds(record["ms"]))
+        for file in files
+        for record in file.measured
+    ]
+    if rows:
+        yield from markdown(("schedule, rows of the batch", "time"), rows)
+
+
 def peers(files: Sequence[RecordFile]) -> Iterator[str]:
     """All implementations on the most GPUs."""
     for file in files:
@@ -178,6 +189,15 @@ SECTION = Section(
             """"No transfers" is the computation alone, the bound of any overlap. Contenders of
             `scaling` ran one after another, and GPUs fluctuate by a per cent meanwhile; those of
             `turns-2gpu` took turns.""",
+        ),
+        Part(
+            "Grids, unequal shards, x against itself",
+            ("grid",),
+            grids,
+            """bfloat16, d = 768, in turns. `alone` is CLIP's loss on one GPU, `megabatch` the same
+            on all, `-columns` on a grid of so many columns of ranks. In `unequal` every second
+            rank has one row less; `unequal-gathered` is the schedule of that between hosts.
+            `nt-xent` has twice as many rows, compared with themselves.""",
         ),
         Part("Beside others", ("scaling",), peers),
         Part(

@@ -16,6 +16,7 @@ from megabatch.benchmarking.report.tables import (
     grouped,
     markdown,
     milliseconds,
+    pick,
     seconds,
     share,
     times,
@@ -43,6 +44,32 @@ def beside_openclip(files: Sequence[RecordFile]) -> Iterator[str]:
     if rows:
         head = "pairs/s (rows at a time)", "megabatch", "OpenCLIP's loop, compiled", "not compiled"
         yield from markdown(head, rows)
+
+
+def first_layers(files: Sequence[RecordFile]) -> Iterator[str]:
+    """Layers before the first block of images, as torch has them and as the trainer has them."""
+    kinds = {"convolution": "of patches", "normalization": "of pixels"}
+    names = (
+        "convolution",
+        "product",
+        "product-compiled",
+        "normalization",
+        "normalization-compiled",
+    )
+    for file in files:
+        rows = [
+            (f"{model}, {b:,} images", *(_layer(pick(group, contender=name)) for name in names))
+            for (model, b), group in grouped(file.measured, "model", "b")
+        ]
+        head = (f"{name} {kinds[name]}" if name in kinds else name for name in names)
+        yield from markdown(("", *head), rows)
+
+
+def _layer(record: Record | None) -> str:
+    if record is None:
+        return NONE
+    rate = f", {record['tflops']:.0f} TFLOP/s" if record["tflops"] else ""
+    return milliseconds(record["ms"]) + rate
 
 
 def _gpus(n: object) -> str:
@@ -285,6 +312,13 @@ SECTION = Section(
             ("towers*",),
             towers,
             "`once`: forward and backward; `twice`: as gradient caching needs it.",
+        ),
+        Part(
+            "The first layers of images",
+            ("patches*",),
+            first_layers,
+            """bfloat16, forward and backward for the weights. `compiled` by torch.compile, as in
+            the trainer.""",
         ),
         Part(
             "OpenCLIP's own trainer",

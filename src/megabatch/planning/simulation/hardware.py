@@ -87,17 +87,17 @@ class Encoding:
 
     Attributes:
         products: share of `Gpu.product_rate` that their matrix products and attention reach.
-        convolutions: share of it that convolutions reach, such as a transformer's of patches.
+        convolutions: share of it that convolutions reach, by patches of images (patches.json).
         kernel: seconds of each kernel in addition: its launch, and its tail, in which
             multiprocessors idle.
         separate: share of `Gpu.memory_rate` that kernels reach which torch.compile does not fuse.
         host_link: bytes per second that the GPU receives from its host.
     """
 
-    products: float = 0.95
-    convolutions: float = 0.03
+    products: float = 0.97
+    convolutions: float = 0.05
     kernel: float = 5e-6
-    separate: float = 0.70
+    separate: float = 0.82
     host_link: float = 50e9
 
 
