@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from megabatch.models.icon import Block
 from megabatch.planning.compiled import CompiledBlocks, compiled_graphs
@@ -81,7 +82,7 @@ def test_without_gradients_nothing_is_kept_and_products_count():
         assert counter.live - before == output.nbytes
         work = counter.work - work
     products = 2 * 8 * 16 * 64 * (3 + 1 + 4 + 4) * 64
-    attention = 2 * 2 * 8 * 16 * 16 * 64
+    attention = 2 * 2 * 8 * 128 * 128 * 64  # a tile of queries and keys, though there are 16
     assert work.flops == products + attention
     # Weights, inputs and outputs of four products and of attention; little else in memory.
     rows = 8 * 16 * 4
@@ -107,3 +108,17 @@ def test_convolutions_count_apart_from_products():
         layer(torch.empty(2, 3, 8, 8))
     assert (counter.work.flops, counter.work.convolved) == (0, 2 * 2 * 4 * 16 * 3 * 16)
     assert counter.work.nbytes >= 4 * (2 * 3 * 64 + 16 * 48 + 2 * 16 * 4)
+
+
+@pytest.mark.parametrize(("length", "keys", "tiles"), [(1, 1, 1), (128, 257, 3), (129, 100, 2)])
+def test_attention_counts_whole_tiles(length, keys, tiles):
+    query = torch.empty(2, 3, length, 32, requires_grad=True)
+    key = torch.empty(2, 3, keys, 32)
+    with counted() as counter:
+        start = counter.work
+        output = F.scaled_dot_product_attention(query, key, key)
+        forward = counter.work - start
+        output.backward(output)
+    products = 2 * 2 * 3 * 128 * 128 * 32 * tiles
+    assert forward.flops == pytest.approx(2 * products, rel=1e-6)
+    assert (counter.work - start - forward).flops == pytest.approx(5 * products, rel=1e-6)
