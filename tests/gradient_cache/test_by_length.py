@@ -1,6 +1,7 @@
 """Sequences sorted by length and cut give the loss and gradients of the padded batch."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -96,15 +97,48 @@ def test_a_model_of_all_batches(device, size):
         torch.testing.assert_close(step(images, texts), expected, rtol=0, atol=1e-12)
 
 
-def test_micro_batches_are_cut_to_their_longest_row():
+def test_micro_batches_have_equal_tokens_and_are_cut_to_their_longest_row():
     tower, (_, tokens) = made(Texts), batches()
     step = GradientCache((tower,), lambda x: x.sum(), 2)
     step(SortedByLength(tokens, LENGTHS)).backward()
-    assert tower.seen == [(2, 30), (2, 16), (2, 8), (1, 8)] * 2  # lengths 30 17, 9 9, 8 3, 1
+    assert tower.seen == [(1, 30), (1, 24), (2, 16), (3, 8)] * 2  # lengths 30, 17, 9 9, 8 3 1
     tower.seen.clear()
     with torch.no_grad():
         step(SortedByLength(tokens, LENGTHS, multiple=1))
-    assert tower.seen == [(2, 30), (2, 9), (2, 8), (1, 1)]
+    assert tower.seen == [(1, 30), (1, 17), (3, 9), (2, 3)]
+
+
+class Stored:
+    """Rows that are made on access, and only so many at a time."""
+
+    def __init__(self, rows, most):
+        self.rows, self.most = rows, most
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, rows):
+        assert rows.stop - rows.start <= self.most
+        return self.rows[rows]
+
+
+@pytest.mark.parametrize("kept", [0, 2, 4])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_other_batches_of_the_encoder_keep_equal_rows(kept, on_host):
+    images, tokens = batches()
+    whole, model = made(), made()
+    expected = ClipLoss()(**whole(images, tokens))
+    expected.backward()
+    texts = SortedByLength(tokens, LENGTHS, outputs="text_features")
+    step = GradientCache(
+        model, ClipLoss(), 2, device="cpu", gradients_on_host=on_host, kept_micro_batches=kept
+    )
+    loss = step(Stored(images, 2), texts)
+    loss.backward()
+    assert model.text.seen == [(1, 30), (1, 24), (2, 16), (3, 8), *model.text.seen[4:]]
+    assert len(model.text.seen) == 8 - kept
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    assert_same_gradients(gradients_of(model), gradients_of(whole), 1e-12)
 
 
 def test_nested_batches_are_cut_and_sorted_together():
@@ -135,7 +169,7 @@ def test_dropout_is_the_same_in_both_passes():
     # One graph through the same micro-batches, with features in the batch's order.
     again = made(Texts, dropout=0.5)
     torch.manual_seed(3)
-    features = torch.cat([again(texts.rows[i : min(i + 3, ROWS)]) for i in range(0, ROWS, 3)])
+    features = torch.cat([again(texts.rows[rows]) for rows in texts.micro_batches(3)])
     (texts.in_batch_order(features) * upstream).sum().backward()
     assert_same_gradients(gradients_of(tower), gradients_of(again), 1e-12)
 
@@ -176,9 +210,10 @@ def test_several_processes(world: World) -> None:
             batch.split(sizes)[world.rank] for batch in (*batches(), LENGTHS)
         )
         texts = SortedByLength(tokens, lengths, outputs=["text_features"])
-        for wrap in (DistributedDataParallel, under_fsdp):
+        for wrap, kept in itertools.product((DistributedDataParallel, under_fsdp), (0, 2)):
             model = wrap(made())
-            GradientCache(model, ClipLoss(), 2)(images, texts).backward()
+            step = GradientCache(model, ClipLoss(), 2, kept_micro_batches=kept)
+            step(images, texts).backward()
             for one, two in zip(model.parameters(), whole.parameters(), strict=True):
                 found = one.grad
                 found = found.full_tensor() if hasattr(found, "full_tensor") else found
@@ -217,10 +252,14 @@ def test_sorted_outputs_must_be_named():
         step(images, SortedByLength(tokens, LENGTHS))
     for wrong in ("logit_scale", "text"):
         texts = SortedByLength(tokens, LENGTHS, outputs=wrong)
-        for again in (step, GradientCache(model, ClipLoss(), 100)):
-            message = f"'{wrong}' of a SortedByLength is no per-sample output of the model"
-            with pytest.raises(ValueError, match=message):
-                again(images, texts)
+        message = f"'{wrong}' of a SortedByLength is no per-sample output of the model"
+        with pytest.raises(ValueError, match=message):
+            GradientCache(model, ClipLoss(), 100)(images, texts)
+        with pytest.raises(ValueError, match=r"'text_features' .*, which no SortedByLength names"):
+            step(images, texts)
+    both = SortedByLength(tokens, LENGTHS, outputs=["text_features", "image_features"])
+    with pytest.raises(ValueError, match=r"'image_features' .*, which outputs= of batch 1 na"):
+        step(images, both)
     partial = functools.partial(model, images)  # one batch: all of its outputs
     with pytest.raises(ValueError, match="has shape"):
         GradientCache(partial, ClipLoss(), 3)(SortedByLength(tokens, LENGTHS))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megabatch.gradient_cache.batches import CutRows, Leaf, leaves, mapped
+from megabatch.gradient_cache.division import MicroBatch, equal_rows, equal_tokens, growth
 from megabatch.gradient_cache.feed import to_device
 from megabatch.gradient_cache.outputs import Key
 
@@ -24,7 +25,11 @@ class SortedByLength:
     row depends on its first `lengths[i]` columns alone, as of a text tower with a causal mask, or
     with a mask for padding.
 
-    With the longest first, the first micro-batch needs the most memory.
+    There are as many micro-batches as of a batch that is not sorted, and they have nearly equal
+    tokens (rows times columns): few rows where sequences are long, and many where they are short.
+    `micro_batch_size` is their mean number of rows. None has more tokens than as many rows of the
+    longest sequence, so memory that grows with tokens is bounded as in a padded batch. If other
+    batches go to the same encoder, it gets different numbers of rows of each.
     """
 
     def __init__(
@@ -60,9 +65,13 @@ class SortedByLength:
                 f"to {int(found.max())}"
             )
         ordered, order = found.sort(descending=True, stable=True)
-        widths = (-(-ordered // multiple) * multiple).clamp(max=columns).tolist()
+        widths = (-(-ordered // multiple) * multiple).clamp(max=columns)
+        values, counts = widths.unique_consecutive(return_counts=True)
+        self._runs = [*zip(values.tolist(), counts.tolist(), strict=True)]
+        self._columns = columns
         self.outputs = (outputs,) if isinstance(outputs, (int, str)) else tuple(outputs)
-        self.rows = mapped(batch, lambda tensor: CutRows(tensor, order, widths))
+        needed = widths.tolist()
+        self.rows = mapped(batch, lambda tensor: CutRows(tensor, order, needed))
         self._order = order
         self._place = torch.empty_like(order)
         self._place[order] = torch.arange(len(order))
@@ -75,9 +84,24 @@ class SortedByLength:
         """Rows in the batch's order, such as outputs' gradients, in the encoder's order."""
         return rows.index_select(0, to_device(self._order, rows.device))
 
+    def micro_batches(self, count: int) -> list[slice]:
+        """The rows of so many micro-batches, in the encoder's order."""
+        return equal_tokens(self._runs, count)
+
+    def longer(self, count: int) -> float:
+        """How many times as many tokens a micro-batch may have in another batch, at least 1.
+
+        Its sequences are taken to be alike, but one of them to need all columns.
+        """
+        return growth(self._runs, self._columns, count)
+
 
 class Orders:
-    """The orders of an encoder's outputs, from those of its batches."""
+    """The orders in which an encoder takes its batches, and their division into micro-batches.
+
+    An output has the rows and the order of the SortedByLength that names it, or that is the only
+    batch; otherwise those of the batches that are not sorted.
+    """
 
     def __init__(self, name: str, batches: Mapping[str, Any]) -> None:
         """`name`: of the encoder, for messages.
@@ -86,36 +110,57 @@ class Orders:
             ValueError: it takes several batches, and one of them does not name its outputs.
         """
         self.name = name
-        self._batches = [b for b in batches.values() if isinstance(b, SortedByLength)]
-        if len(batches) > 1 and not all(batch.outputs for batch in self._batches):
+        self._sorted = {k: b for k, b in batches.items() if isinstance(b, SortedByLength)}
+        if len(batches) > 1 and not all(batch.outputs for batch in self._sorted.values()):
             raise ValueError(
                 f"batches: {name} takes {len(batches)}, so a SortedByLength must name its outputs "
                 "(outputs=...)"
             )
 
+    def micro_batches(self, rows: int, size: int) -> list[MicroBatch]:
+        """The micro-batches; `size`: the rows of one, or their mean in sorted batches."""
+        divided = equal_rows(rows, size)
+        by_length = {k: batch.micro_batches(len(divided)) for k, batch in self._sorted.items()}
+        return [
+            MicroBatch(part, {k: parts[i] for k, parts in by_length.items()})
+            for i, part in enumerate(divided)
+        ]
+
+    def rows_of(self, key: Key, micro_batch: MicroBatch) -> slice:
+        """The rows that a per-sample output has in a micro-batch."""
+        name = self._batch_of(key)
+        return micro_batch.rows if name is None else micro_batch.of(name)
+
     def in_batch_order(self, key: Key, output: Tensor) -> Tensor:
         """A per-sample output of the whole batch, in the batch's order."""
-        batch = self._batch_of(key)
-        return output if batch is None else batch.in_batch_order(output)
+        name = self._batch_of(key)
+        return output if name is None else self._sorted[name].in_batch_order(output)
 
     def in_own_order(self, key: Key, gradient: Tensor) -> Tensor:
         """The gradient of such an output, in the order in which the encoder took the rows."""
-        batch = self._batch_of(key)
-        return gradient if batch is None else batch.in_own_order(gradient)
+        name = self._batch_of(key)
+        return gradient if name is None else self._sorted[name].in_own_order(gradient)
+
+    def described(self, key: Key) -> str:
+        """An output for messages, with the batch that names it if batches do."""
+        name, named = self._batch_of(key), any(b.outputs for b in self._sorted.values())
+        by = "no SortedByLength names" if name is None else f"outputs= of {name} names"
+        return f"output {key!r} of {self.name}" + f", which {by}," * named
 
     def check(self, per_sample: Collection[Key]) -> None:
         """Raise a ValueError if a batch names an output that is not per sample."""
-        for key in (key for batch in self._batches for key in batch.outputs):
+        for key in (key for batch in self._sorted.values() for key in batch.outputs):
             if key not in per_sample:
                 raise ValueError(
                     f"outputs: {key!r} of a SortedByLength is no per-sample output of {self.name}; "
                     f"expected one of {', '.join(map(repr, per_sample))}"
                 )
 
-    def _batch_of(self, key: Key) -> SortedByLength | None:
-        for batch in self._batches:
+    def _batch_of(self, key: Key) -> str | None:
+        """The name of the sorted batch that an output belongs to."""
+        for name, batch in self._sorted.items():
             if not batch.outputs or key in batch.outputs:
-                return batch
+                return name
         return None
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.gradient_cache.autograd import reached_from
 from megabatch.gradient_cache.batches import named_tensors, tensors_in
 from megabatch.gradient_cache.by_length import Orders
+from megabatch.gradient_cache.division import MicroBatch
 from megabatch.gradient_cache.feed import Feed, Parts
 from megabatch.gradient_cache.frozen import FrozenParts
 from megabatch.gradient_cache.offload import allocated
@@ -70,7 +71,7 @@ class Encoding:
         self.form = form
         self.feature_dtype = feature_dtype
         self.orders = orders or Orders(name, {})
-        self.micro_batches: list[slice] = []
+        self.micro_batches: list[MicroBatch] = []
         self.modules = modules_in(encoder)
         self.wrappers = gradient_wrappers(self.modules)
         self._sync = sync_settings(self.wrappers)
@@ -130,13 +131,13 @@ class Encoding:
         pieces = []
         feed = contextlib.closing(self.feed(self.micro_batches))
         with with_sync(self._no_sync), feed as fed:
-            for i, (rows, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
+            for i, (micro_batch, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
                 if not second_pass:
-                    pieces.append(self._evaluate_one(rows, parts))
+                    pieces.append(self._evaluate_one(micro_batch, parts))
                 elif i < self.recomputed:
-                    pieces.append(self._forward_one(i, rows, parts))
+                    pieces.append(self._forward_one(i, micro_batch, parts))
                 else:
-                    pieces.append(self._forward_kept(i, rows, parts))
+                    pieces.append(self._forward_kept(i, micro_batch, parts))
                 del parts
         if any(piece.keys() != pieces[0].keys() for piece in pieces):
             raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
@@ -150,12 +151,12 @@ class Encoding:
         Wrappers prepare here for the gradients that they will reduce over ranks.
         """
         before = allocated(self.devices)
-        (rows,) = self.micro_batches
+        (micro_batch,) = self.micro_batches
         self.random_states.append(get_random_state(self.devices))
         self._preparation = prepare(self.wrappers)
-        with contextlib.closing(self.feed([rows])) as fed:
+        with contextlib.closing(self.feed([micro_batch])) as fed:
             (parts,) = fed
-            with self._statistics_of(rows):
+            with self._statistics_of(micro_batch):
                 graph = self._encode(parts)
         self.graphs = [graph]
         self.activations[0] = allocated(self.devices) - before
@@ -199,9 +200,9 @@ class Encoding:
         if not self.has_gradients():
             self.release()
         with with_sync(self._no_sync):
-            for rows in self.micro_batches[len(self.micro_batches) - len(self.graphs) :]:
+            for micro_batch in self.micro_batches[len(self.micro_batches) - len(self.graphs) :]:
                 last = not self.recomputed and len(self.graphs) == 1
-                self._backpropagate(self.graphs.pop(0), rows, last, sums)
+                self._backpropagate(self.graphs.pop(0), micro_batch, last, sums)
 
     def backward(self, sums: GradientSums, *, synchronise: bool) -> None:
         """Encode micro-batches again, with a graph, and backpropagate the cached gradients.
@@ -213,11 +214,11 @@ class Encoding:
         prepare(self.wrappers)
         feed = contextlib.closing(self.feed(micro_batches))
         with keep_running_statistics(self.modules), feed as fed:
-            for i, (rows, parts) in enumerate(zip(micro_batches, fed, strict=True)):
+            for i, (micro_batch, parts) in enumerate(zip(micro_batches, fed, strict=True)):
                 last = i == len(micro_batches) - 1
                 set_random_state(self.random_states[i])
                 with with_sync(self._sync if last and synchronise else self._no_sync):
-                    self._backward_one(i, rows, parts, last, sums)
+                    self._backward_one(i, micro_batch, parts, last, sums)
                 del parts
         self.gradients = {}
 
@@ -234,25 +235,25 @@ class Encoding:
 
     # These are functions so that a micro-batch's graph is freed when they return.
 
-    def _forward_one(self, i: int, rows: slice, parts: Parts) -> Outputs:
+    def _forward_one(self, i: int, micro_batch: MicroBatch, parts: Parts) -> Outputs:
         self.random_states.append(get_random_state(self.devices))
         # Only the outputs show whether a frozen module, or a callable that is not a module, depends
         # on a parameter. Record graphs until one does: the earlier ones are empty.
         graph = not self.requires_grad or (i == 0 and bool(self.frozen))
         first_pass = self.frozen.first_pass(i)
-        with self._statistics_of(rows), torch.set_grad_enabled(graph), first_pass:
+        with self._statistics_of(micro_batch), torch.set_grad_enabled(graph), first_pass:
             outputs = self._encode(parts)
         if graph:
             self._inspect_graph(outputs)
         return self._without_graph(outputs)
 
-    def _forward_kept(self, i: int, rows: slice, parts: Parts) -> Outputs:
+    def _forward_kept(self, i: int, micro_batch: MicroBatch, parts: Parts) -> Outputs:
         if i == self.recomputed:
             # Autocast caches casts of weights; those made without a graph pass no gradient on.
             torch.clear_autocast_cache()
         before = allocated(self.devices)
         self.random_states.append(get_random_state(self.devices))
-        with self._statistics_of(rows):
+        with self._statistics_of(micro_batch):
             outputs = self._encode(parts)
         self.activations[i] = allocated(self.devices) - before
         self._inspect_graph(outputs)
@@ -265,8 +266,8 @@ class Encoding:
             self.release()
         return self._without_graph(outputs)
 
-    def _evaluate_one(self, rows: slice, parts: Parts) -> Outputs:
-        with self._statistics_of(rows):
+    def _evaluate_one(self, micro_batch: MicroBatch, parts: Parts) -> Outputs:
+        with self._statistics_of(micro_batch):
             outputs = self._encode(parts)
         return self._without_graph(outputs)
 
@@ -287,10 +288,11 @@ class Encoding:
         """Batches that are results of another graph."""
         return [tensor for tensor in self.inputs if not tensor.is_leaf]
 
-    def _statistics_of(self, rows: slice) -> AbstractContextManager[None]:
+    def _statistics_of(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Keep an idle micro-batch's rows, which are no data, out of running statistics."""
-        idle = rows.start == rows.stop
-        return keep_running_statistics(self.modules) if idle else contextlib.nullcontext()
+        if micro_batch.idle:
+            return keep_running_statistics(self.modules)
+        return contextlib.nullcontext()
 
     def _without_graph(self, outputs: Outputs) -> Outputs:
         return {key: None if out is None else self._to_cache(out) for key, out in outputs.items()}
@@ -301,15 +303,17 @@ class Encoding:
         return output.to(self.feature_dtype) if narrow else output
 
     def _backward_one(
-        self, i: int, rows: slice, parts: Parts, last: bool, sums: GradientSums
+        self, i: int, micro_batch: MicroBatch, parts: Parts, last: bool, sums: GradientSums
     ) -> None:
         before = allocated(self.devices)
         with self.frozen.second_pass(i):
             encoded = self._encode(parts)
         self.activations[i] = allocated(self.devices) - before
-        self._backpropagate(encoded, rows, last, sums)
+        self._backpropagate(encoded, micro_batch, last, sums)
 
-    def _backpropagate(self, encoded: Outputs, rows: slice, last: bool, sums: GradientSums) -> None:
+    def _backpropagate(
+        self, encoded: Outputs, micro_batch: MicroBatch, last: bool, sums: GradientSums
+    ) -> None:
         """Backpropagate the gradients of one micro-batch's outputs."""
         outputs, upstream = [], []
         for key, output in encoded.items():
@@ -317,6 +321,7 @@ class Encoding:
             if output is None or gradient is None or not output.requires_grad:
                 continue
             if key in self.per_sample:
+                rows = self.orders.rows_of(key, micro_batch)
                 outputs.append(output[: rows.stop - rows.start])  # no row if it is idle
                 # From the host it is copied while the backward pass is being launched.
                 upstream.append(gradient[rows].to(output, non_blocking=True))
@@ -341,9 +346,10 @@ class Encoding:
 
     def _cache(self, key: Any, pieces: list[Tensor | None]) -> None:
         """Assemble one output from its micro-batches, as a leaf for the loss's gradient."""
-        name = f"encoders: output {key!r} of {self.name}"
-        kept = [rows.stop - rows.start for rows in self.micro_batches]
-        encoded = [self.feed.encoded(rows) for rows in self.micro_batches]
+        name = f"encoders: {self.orders.described(key)}"
+        divided = [self.orders.rows_of(key, micro_batch) for micro_batch in self.micro_batches]
+        kept = [rows.stop - rows.start for rows in divided]
+        encoded = [self.feed.encoded(rows) for rows in divided]
         whole, per_sample = assembled(name, pieces, kept, encoded)
         if per_sample:
             self.per_sample.add(key)

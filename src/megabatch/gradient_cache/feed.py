@@ -19,6 +19,7 @@ from megabatch.gradient_cache.batches import (
     take,
     tensors_in,
 )
+from megabatch.gradient_cache.division import MicroBatch
 
 #: A micro-batch's rows of each batch; the last element is a dict of those passed by keyword.
 Parts: TypeAlias = "tuple[Any, ...]"
@@ -47,16 +48,17 @@ class Feed:
         """
         self.named = named
         self.rows = rows
-        positional = [batch for name, batch in named.items() if name not in keywords]
-        batches = (*positional, {name: named[name] for name in keywords})
+        self._keywords = keywords
         # A rank without rows still takes part in the collectives.
-        self.batches = batches if rows else tuple(placeholder(batch) for batch in batches)
+        self.batches = {
+            name: batch if rows else placeholder(batch) for name, batch in named.items()
+        }
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._ahead = device is not None and _worth_a_thread(self.batches, device)
 
-    def __call__(self, micro_batches: Sequence[slice]) -> Generator[Parts, None, None]:
+    def __call__(self, micro_batches: Sequence[MicroBatch]) -> Generator[Parts, None, None]:
         """Yield the rows of each micro-batch; for an idle one (no rows), rows to be dropped.
 
         An error in the thread is raised here. Closing the generator (`contextlib.closing`) waits
@@ -74,21 +76,23 @@ class Feed:
         return one_ahead(load, range(len(micro_batches)), _THREAD)
 
     def encoded(self, rows: slice) -> int:
-        """Number of rows that an encoder gets for the micro-batch `rows`, which may be idle.
+        """Number of rows that an encoder gets for a micro-batch's `rows`; there may be none.
 
         Many models cannot take zero rows, and FSDP's collectives need every rank in each forward
         pass: so an idle micro-batch has one row, or the placeholder of an empty batch.
         """
         return rows.stop - rows.start or (1 if rows.stop else PLACEHOLDER_ROWS)
 
-    def _load(self, rows: slice) -> Parts:
-        start = 0 if rows.start == rows.stop else rows.start
-        taken = slice(start, start + self.encoded(rows))
-        parts = tuple(take(batch, taken) for batch in self.batches)
-        if self.device is None:
-            return parts
-        move = functools.partial(to_device, device=self.device)
-        return tuple(mapped(part, move) for part in parts)
+    def _load(self, micro_batch: MicroBatch) -> Parts:
+        loaded = {}
+        for name, batch in self.batches.items():
+            rows = micro_batch.of(name)
+            start = 0 if micro_batch.idle else rows.start
+            loaded[name] = take(batch, slice(start, start + self.encoded(rows)))
+        if self.device is not None:
+            loaded = mapped(loaded, functools.partial(to_device, device=self.device))
+        named = {name: loaded.pop(name) for name in self._keywords}
+        return (*loaded.values(), named)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -99,7 +103,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _worth_a_thread(batches: Parts, device: torch.device) -> bool:
+def _worth_a_thread(batches: Mapping[str, Any], device: torch.device) -> bool:
     tensors = tensors_in(batches)
     if any(tensor.requires_grad for tensor in tensors):
         return False  # the move is part of the graph, which belongs to the caller's thread

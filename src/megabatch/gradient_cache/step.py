@@ -33,6 +33,7 @@ from megabatch.gradient_cache.autograd import attach
 from megabatch.gradient_cache.batches import batch_size
 from megabatch.gradient_cache.by_length import Orders, in_encoders_order
 from megabatch.gradient_cache.checks import DriftCheck, UnusedLoss, out_of_memory_on_all_ranks
+from megabatch.gradient_cache.division import MicroBatch
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.offload import OffloadPolicy, StepMemory
@@ -142,7 +143,8 @@ class GradientCache:
             loss: called as `loss(*outputs, **loss_kwargs)` or `loss(**outputs, **loss_kwargs)`, it
                 returns one number. Parameters that it uses directly get their gradients directly.
             micro_batch_size: rows per call of an encoder, at least 1; or one number per encoder.
-                The last micro-batch may be smaller; the size may exceed the batch.
+                The last micro-batch may be smaller; the size may exceed the batch. It is the mean
+                for a `SortedByLength`, whose micro-batches have equal tokens.
             group: the ranks that must agree on the number of micro-batches: a process group, a
                 DeviceMesh, `None` for the default group if torch.distributed is initialised, or
                 "local" for no communication.
@@ -304,14 +306,12 @@ class GradientCache:
     def _divide(self, encodings: list[Encoding], training: bool) -> None:
         """Set each encoding's micro-batches, with empty ones if other ranks have more."""
         for encoding, size in zip(encodings, self._settings.micro_batch_sizes, strict=True):
-            rows = encoding.feed.rows
-            starts = range(0, rows, size)
-            encoding.micro_batches = [slice(start, min(start + size, rows)) for start in starts]
+            encoding.micro_batches = encoding.orders.micro_batches(encoding.feed.rows, size)
         counts, kept = self._agreed([len(e.micro_batches) for e in encodings], training)
         self._keeps = any(kept)
         for encoding, count, most in zip(encodings, counts, kept, strict=True):
-            rows = encoding.feed.rows
-            encoding.micro_batches += [slice(rows, rows)] * (count - len(encoding.micro_batches))
+            idle = MicroBatch(slice(encoding.feed.rows, encoding.feed.rows))
+            encoding.micro_batches += [idle] * (count - len(encoding.micro_batches))
             if not count:
                 which = (
                     f"{' and '.join(encoding.feed.named)}: " if len(encodings) > 1 else "batches: "

@@ -29,9 +29,9 @@ class KeptActivations:
 
     On a GPU it follows from measurements. The first two steps keep none: the first one creates the
     optimizer's state and libraries' workspaces, and the second one's peak shows how much memory is
-    free, and the size of each micro-batch's graph: with sorted texts the last micro-batches, which
-    are kept, are the smallest. On the CPU, whose allocator reports no peak, memory is bounded by
-    the setting alone, and a micro-batch's activations are counted as in a plan.
+    free, and the size of each micro-batch's graph. On the CPU, whose allocator reports no peak,
+    memory is bounded by the setting alone, and a micro-batch's activations are counted as in a
+    plan.
 
     Attributes:
         count: micro-batches kept per step; None before it is known.
@@ -86,7 +86,7 @@ class KeptActivations:
 
         Args:
             memory: of the steps so far.
-            longer_texts: how many times as many tokens the longest text of another batch may have.
+            longer_texts: how many times as many tokens a micro-batch of another batch may have.
         """
         if not self.measures:
             return
@@ -95,10 +95,10 @@ class KeptActivations:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
         graphs = [*map(sum, zip(*memory.graphs.values(), strict=True))]
-        # Not the largest: the first one has autocast's casts of weights, too, and longer texts.
+        # Not the largest: the first one has autocast's casts of weights, too.
         room = room_for_graphs(memory, int(statistics.median(graphs)), *gpu_memory(self._device))
-        # The longest texts are in the first micro-batch, so only one graph would be as much larger.
-        self.choose(graphs, room - int((longer_texts - 1) * max(graphs)))
+        # Micro-batches have equal tokens, so all graphs would be as much larger.
+        self.choose(graphs, int(room / longer_texts))
 
     def fewer(self, layout: Layout, error: torch.OutOfMemoryError) -> bool:
         """Halve the number after memory ran out; False if no activations were kept.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
-from megabatch.gradient_cache.batches import CutRows
 from megabatch.gradient_cache.by_length import Orders, in_encoders_order
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.offload import StepMemory
@@ -32,7 +31,7 @@ class CachedStep:
         module: of `Towers`, on its device, possibly wrapped by DDP or FSDP2.
         objective: called as `Objective`. If it takes negatives, batches have texts (b, context,
             1 + k), each pair's own and then its negatives.
-        micro_batch_size: rows that go through a tower at a time.
+        micro_batch_size: rows that go through a tower at a time, the mean of texts by length.
         device: where micro-batches are copied to, the next one during computation on the current.
         locked: the towers that are locked as a whole, at most one. Default: those of the module.
         lengths: of `Towers`, for the towers that are to encode texts in order of their lengths and
@@ -94,18 +93,19 @@ class CachedStep:
         """GPU memory of the steps so far."""
         return self._cache.memory
 
-    def sorted_towers(self, batch: Batch) -> dict[Tower, CutRows]:
-        """The batches of the towers that take them by length, in that order."""
+    def sorted_towers(self, batch: Batch) -> dict[str, SortedByLength]:
+        """The batches of the towers that take them by length, by tower."""
         named: dict[Tower, Any] = {"image": batch.images, "text": batch.texts}
-        return {tower: self._sorted(tower, named[tower]).rows for tower in self._lengths}
+        return {tower: self._sorted(tower, named[tower]) for tower in self._lengths}
 
     def longer_texts(self, batch: Batch) -> float:
-        """How many times as many tokens the longest text of another batch may have, at least 1."""
-        sorted_texts = self.sorted_towers(batch).values() if len(batch) else ()
-        return max(
-            (texts.tensor.shape[1] / texts[slice(0, 1)].shape[1] for texts in sorted_texts),
-            default=1.0,
-        )
+        """How many times as many tokens a micro-batch of another batch may have, at least 1.
+
+        Its texts are taken to be alike, but one of them to have all tokens that the model takes.
+        """
+        count = -(-len(batch) // self.micro_batch_size)
+        sorted_texts = self.sorted_towers(batch).values() if count else ()
+        return max((texts.longer(count) for texts in sorted_texts), default=1.0)
 
     def _step(self, batch: Batch, ids: Tensor | None) -> Tensor:
         named = {} if ids is None else {"ids": ids}
@@ -144,14 +144,14 @@ class CachedStep:
     def locked_features(self, inputs: Any) -> Tensor:
         """The locked tower's features of a whole batch, (b, d) on the device."""
         assert self.locked is not None
-        tower, size, rows = OneTower(self.module, self.locked), self.micro_batch_size, len(inputs)
-        micro_batches = [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
-        name = f"{self.locked}_features"
+        tower, name = OneTower(self.module, self.locked), f"{self.locked}_features"
         batches = {name: self._sorted(self.locked, inputs)}
-        feed = Feed(in_encoders_order(batches), [], rows, self.device)
+        orders = Orders("the locked tower", batches)
+        feed = Feed(in_encoders_order(batches), [], len(inputs), self.device)
+        micro_batches = orders.micro_batches(len(inputs), self.micro_batch_size)
         with contextlib.closing(feed(micro_batches)) as parts:
             features = torch.cat([tower(part)[name] for part, _ in parts])
-        return Orders("the locked tower", batches).in_batch_order(name, features)
+        return orders.in_batch_order(name, features)
 
 
 def ids_of(batch: Batch) -> Tensor:

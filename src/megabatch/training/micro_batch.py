@@ -20,6 +20,8 @@ from megabatch.config.settings import (
     unmeasured_micro_batch,
 )
 from megabatch.data import Batch
+from megabatch.gradient_cache.by_length import Orders
+from megabatch.gradient_cache.division import MicroBatch
 from megabatch.gradient_cache.feed import to_device
 from megabatch.gradient_cache.state import gradient_wrappers, no_sync, with_sync
 from megabatch.models.locking import locked_towers
@@ -344,6 +346,7 @@ class Trials:
     ) -> None:
         self._module, self._locked, self._device = step.module, step.locked, step.device
         self._sorted = step.sorted_towers(batch)
+        self._orders = Orders("the module", self._sorted)
         self._samples = {
             tower: to_device(inputs[:_SAMPLE], self._device)
             for tower, inputs in (("image", batch.images), ("text", batch.texts))
@@ -370,28 +373,33 @@ class Trials:
             for tower, sample in self._samples.items()
         }
         rows = slice(0, size)
-        whole = {tower: texts.tensor[rows] for tower, texts in self._sorted.items()}
+        whole = {tower: texts.rows.tensor[rows] for tower, texts in self._sorted.items()}
         largest = copies | {t: to_device(texts, self._device) for t, texts in whole.items()}
         self._graph(largest)
         inputs = sum(tensor.nbytes for tensor in largest.values())
         spread = min(count, _SPREAD) if self._sorted else 1
         # All micro-batches of whole texts are alike, but for the last one, which may be smaller.
         places = [int((i + 0.5) * count / spread) if self._sorted else 0 for i in range(spread)]
-        timed_rows = [slice(i * size, min((i + 1) * size, self._pairs)) for i in places]
-        parts = [self._inputs(part, copies) for part in timed_rows]
+        micro_batches = self._orders.micro_batches(self._pairs, size)
+        timed_ones = [micro_batches[i] for i in places]
+        parts = [self._inputs(micro_batch, copies) for micro_batch in timed_ones]
         graph = self._graph(parts[spread // 2])
         self._both_passes(parts)
         timed = [self._both_passes(parts)]
         while len(timed) < _ROUNDS and sum(map(sum, timed)) < _ENOUGH:
             timed.append(self._both_passes(parts))
-        pairs = sum(part.stop - part.start for part in timed_rows)
+        pairs = sum(each.rows.stop - each.rows.start for each in timed_ones)
         first, second = min(timed, key=sum)
         # Another micro-batch's inputs are on their way while one is computed.
         return Trial(first / pairs, second / pairs, graph, gauge.peak() - before + inputs)
 
-    def _inputs(self, rows: slice, copies: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Inputs of each tower for these rows of the batch, on the device."""
-        cut = {tower: to_device(part[rows], self._device) for tower, part in self._sorted.items()}
+    def _inputs(self, micro_batch: MicroBatch, copies: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Inputs of each tower for a micro-batch, on the device."""
+        rows = micro_batch.rows
+        cut = {
+            tower: to_device(texts.rows[micro_batch.of(tower)], self._device)
+            for tower, texts in self._sorted.items()
+        }
         return {tower: part[: rows.stop - rows.start] for tower, part in copies.items()} | cut
 
     def _graph(self, inputs: dict[str, Tensor]) -> int:
