@@ -1,23 +1,38 @@
 """The tokens of micro-batches whose texts are in order of length."""
 
+import torch
+
+from megabatch import SortedByLength
 from megabatch.data.pairs import BadSample, Pair
 from megabatch.planning.lengths import TextLengths, sampled_lengths
 
 
-def test_a_micro_batch_has_the_tokens_of_its_longest_text():
-    lengths = TextLengths({"text": [3, 30, 9, 20]})
-    assert lengths.widths("text", 77, rows=4, size=1) == [32, 24, 16, 8]
-    assert lengths.widths("text", 77, rows=4, size=2) == [32, 16]
-    assert lengths.widths("text", 26, rows=4, size=3) == [26, 8]  # at most what the model takes
-    assert lengths.widths("image", 77, rows=4, size=2) == [77, 77]
+def test_micro_batches_are_those_of_a_run():
+    sample = [3, 30, 9, 20, 1, 17, 9, 8]
+    lengths = TextLengths({"text": sample})
+    for count in (1, 2, 3, 8):
+        for context in (77, 26):  # at most what the model takes
+            tokens = torch.zeros(8, context)
+            texts = SortedByLength(tokens, torch.tensor(sample).clamp(max=context))
+            run = [tuple(texts.rows[part].shape) for part in texts.micro_batches(count)]
+            assert lengths.micro_batches("text", context, 8, count) == run
+            assert lengths.longer("text", context, 8, count) == texts.longer(count)
+    assert lengths.micro_batches("image", 77, rows=4, count=2) == [(2, 77), (2, 77)]
     assert lengths.range("text", 77) == (8, 32)
     assert lengths.range("image", 50) == (50, 50)
 
 
 def test_a_sample_stands_for_a_batch_of_any_size():
     lengths = TextLengths({"text": [40] + [10] * 9})
-    assert lengths.widths("text", 77, rows=1000, size=100) == [40] + [16] * 9
-    assert lengths.widths("text", 77, rows=5, size=1) == [40] + [16] * 4
+    found = lengths.micro_batches("text", 77, rows=1000, count=10)
+    assert found == [(49, 40), (49, 40), (49, 40), *[(122, 16)] * 6, (121, 16)]
+    assert lengths.micro_batches("text", 77, rows=5, count=5) == [(1, 40), *[(1, 16)] * 4]
+    assert lengths.micro_batches("text", 77, rows=10**9, count=1) == [(10**9, 40)]
+
+
+def test_a_single_length_is_that_of_all_texts():
+    assert TextLengths({"text": (24,)}).longer("text", 77, rows=100, count=10) == 1
+    assert TextLengths({"text": (24, 24)}).longer("text", 77, rows=10, count=10) == 77 / 24
 
 
 def test_lengths_of_the_texts_of_a_data_set(glyph):

@@ -257,19 +257,22 @@ def test_blocks_that_cannot_be_traced_count_uncompiled_with_a_note(glyph, monkey
 
 
 def test_texts_of_several_lengths(glyph):
-    """The last micro-batches, which are kept, have the shortest texts."""
-    config = replace(CONFIG, activation_memory="1TiB")
-    uniform = [make_plan(config, glyph, CPU, text_tokens=n) for n in (8, 64)]
+    """Micro-batches of equal tokens: three of 23 texts of 64 tokens, and one of 187 of 8 tokens."""
     lengths = TextLengths({"text": [64] * 64 + [5] * 192})
-    mixed = make_plan(config, glyph, CPU, lengths=lengths)
-    assert mixed.notes == (
-        "texts in order of length are cut to 22 tokens on average, the longest to 64",
-    )
-    short, long, some = (part(plan, "kept activations")["loss"] for plan in (*uniform, mixed))
-    assert abs(some - (3 * short + long) / 4) <= 0.001 * some
-    none = replace(CONFIG, activation_memory="0")
-    longest = make_plan(none, glyph, CPU, text_tokens=64)
-    assert make_plan(none, glyph, CPU, lengths=lengths).peak == longest.peak
+    tokens, largest = 3 * 23 * 64 + 187 * 8, 187 * 8 / 64
+    for kept, name, phase, mean in (
+        ("1TiB", "kept activations", "loss", tokens / 256),
+        ("0", "activations", "second pass", largest),
+    ):
+        config = replace(CONFIG, activation_memory=kept)
+        short, long = (make_plan(config, glyph, CPU, text_tokens=n) for n in (8, 64))
+        mixed = make_plan(config, glyph, CPU, lengths=lengths)
+        assert mixed.notes == (
+            "texts in order of length are cut to 23 tokens on average, the longest to 64",
+        )
+        low, high, found = (part(plan, name)[phase] for plan in (short, long, mixed))
+        expected = low + (high - low) * (mean - 8) / (64 - 8)
+        assert found == pytest.approx(expected, rel=0.001)
 
 
 def test_a_plan_with_trimmed_texts_says_that_it_is_a_bound(glyph):

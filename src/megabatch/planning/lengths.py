@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +13,7 @@ import torch
 
 from megabatch.data.late import UndecodedPairs
 from megabatch.data.pairs import BadSample, PairDataset
+from megabatch.gradient_cache.division import equal_tokens, growth
 from megabatch.models import Towers
 from megabatch.models.layers import Tower
 
@@ -28,23 +31,44 @@ class TextLengths:
 
     samples: Mapping[Tower, Sequence[int]] = field(default_factory=dict)
 
-    def widths(self, tower: Tower, context: int, rows: int, size: int) -> list[int]:
-        """Tokens of each micro-batch of `size` out of `rows` texts, the longest ones first.
+    def micro_batches(
+        self, tower: Tower, context: int, rows: int, count: int
+    ) -> list[tuple[int, int]]:
+        """Rows and tokens of each of `count` micro-batches of `rows` texts, as a run divides them.
 
         context: tokens that the model takes.
         """
-        count = -(-rows // size)
-        sample = sorted(self.samples.get(tower, ()), reverse=True)
-        if not sample:
-            return [context] * count
-        # The longest text of a micro-batch has the rank i * size of `rows`.
-        longest = (sample[i * size * len(sample) // rows] for i in range(count))
-        return [cut(length, context) for length in longest]
+        runs = self._runs(tower, context, rows)
+        ends = [*itertools.accumulate(n for _, n in runs)]
+        return [
+            (part.stop - part.start, runs[bisect.bisect_right(ends, part.start)][0])
+            for part in equal_tokens(runs, count)
+        ]
+
+    def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
+        """How many times as many tokens a micro-batch of another batch may have, as for a run.
+
+        A single length is every text's.
+        """
+        if len(self.samples.get(tower, ())) == 1:
+            return 1.0
+        return growth(self._runs(tower, context, rows), context, count)
 
     def range(self, tower: Tower, context: int) -> tuple[int, int]:
         """Tokens of the shortest and of the longest texts, as they are cut."""
         sample = self.samples.get(tower) or (context,)
         return cut(min(sample), context), cut(max(sample), context)
+
+    def _runs(self, tower: Tower, context: int, rows: int) -> list[tuple[int, int]]:
+        """The texts of a batch, which are spread as the sample is; without one, none is cut."""
+        sample = sorted(self.samples.get(tower) or (context,), reverse=True)
+        runs, share, start = [], 0, 0
+        for tokens, group in itertools.groupby(sample, key=lambda length: cut(length, context)):
+            share += len([*group])
+            end = -(-share * rows // len(sample))
+            runs.append((tokens, end - start))
+            start = end
+        return [(tokens, n) for tokens, n in runs if n]
 
 
 def sampled_lengths(dataset: PairDataset, towers: Towers, samples: int = 1024) -> TextLengths:
@@ -68,5 +92,5 @@ def sampled_lengths(dataset: PairDataset, towers: Towers, samples: int = 1024) -
 
 
 def cut(length: int, context: int) -> int:
-    """Tokens of a micro-batch whose longest text has this length."""
+    """Tokens to which texts are cut if the longest has this length."""
     return min(context, -(-length // MULTIPLE) * MULTIPLE)

@@ -24,18 +24,18 @@ class MicroBatches:
 
     Attributes:
         all: each one's bytes and work.
-        size: pairs of one.
-        widths: tokens of each one's texts, by tower, if they are cut.
+        size: pairs of one; if texts are sorted by length, their mean number.
+        texts: rows and tokens of each one's texts, by tower, if they are cut.
     """
 
     all: tuple[MicroBatch, ...]
     size: int
-    widths: Mapping[Tower, Sequence[int]] = field(default_factory=dict)
+    texts: Mapping[Tower, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def largest(self) -> MicroBatch:
-        """The one with the longest texts."""
-        return self.all[0]
+        """The one that takes the most memory."""
+        return max(self.all, key=lambda micro: micro.peak)
 
     @property
     def once(self) -> bool:
@@ -106,34 +106,36 @@ class Encoders:
         between: two sizes, of which the size's memory is interpolated linearly; that is accurate
             but for small ones, and nothing needs to be counted for the size itself.
         """
-        widths = {
-            tower: self.lengths.widths(tower, self.sample.context(tower), rows, size)
+        count = -(-rows // size)
+        texts = {
+            tower: self.lengths.micro_batches(tower, self.sample.context(tower), rows, count)
             for tower in ("image", "text")
             if tower in self.cut
         }
-        count = -(-rows // size)
-        # A linear function of the tokens of each tower, from texts of the least and the most.
-        ranges = {t: self.lengths.range(t, self.sample.context(t)) for t in widths}
+        # A linear function of the tokens of each tower, from texts of the least and the most. Where
+        # texts are shorter than attention's tiles its work goes by rows: right only in the sum.
+        ranges = {t: self.lengths.range(t, self.sample.context(t)) for t in texts}
         shortest = {tower: least for tower, (least, _) in ranges.items()}
         base = self._one(size, shortest, between)
         slopes = {}
         for tower, (least, most) in ranges.items():
             if most > least:
                 other = self._one(size, {**shortest, tower: most}, between)
-                slopes[tower] = (other.minus(base), most - least)
+                slopes[tower] = (other.minus(base), size * (most - least))
         if not slopes:
-            return MicroBatches((base,) * count, size, widths)
-        made: dict[tuple[int, ...], MicroBatch] = {}
+            return MicroBatches((base,) * count, size, texts)
+        made: dict[tuple[tuple[int, int], ...], MicroBatch] = {}
         every = []
-        for i in range(count):
-            at = tuple(found[i] for found in widths.values())
+        for at in zip(*texts.values(), strict=True):
             if at not in made:
                 made[at] = base
-                for tower, (slope, span) in slopes.items():
-                    share = (widths[tower][i] - shortest[tower]) / span
-                    made[at] = made[at].plus(slope, share)
+                for tower, (n, width) in zip(texts, at, strict=True):
+                    if tower in slopes:
+                        slope, span = slopes[tower]
+                        share = (n * width - size * shortest[tower]) / span
+                        made[at] = made[at].plus(slope, share)
             every.append(made[at])
-        return MicroBatches(tuple(every), size, widths)
+        return MicroBatches(tuple(every), size, texts)
 
     def _one(
         self, size: int, widths: Mapping[Tower, int], between: tuple[int, int] | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -205,7 +204,7 @@ class Planner:
         plan = Plan(config, machine, tuple(parts), (), notes=notes)
         if on_gpu and plan.total("second pass") > machine.limit:
             plan = self._gradients_to_host(plan)
-        return self._with_kept(self._with_host(plan, rows), micro)
+        return self._with_kept(self._with_host(plan, rows), micro, rows)
 
     def _compiled_note(self) -> tuple[str, ...]:
         counted = self.encoders.compiled
@@ -217,18 +216,20 @@ class Planner:
             return (TRIMMED,) * trimmed
         if not trimmed:
             return (PADDED,)
-        widths = [width for found in micro.widths.values() for width in found]
-        if min(widths) == max(widths):
-            return (TOKENS.format(widths[0]),)
-        return (SORTED.format(round(statistics.fmean(widths)), max(widths)),)
+        parts = [part for found in micro.texts.values() for part in found]
+        shortest, longest = (most(width for _, width in parts) for most in (min, max))
+        if shortest == longest:
+            return (TOKENS.format(longest),)
+        mean = sum(n * width for n, width in parts) / sum(n for n, _ in parts)
+        return (SORTED.format(round(mean), longest),)
 
-    def _with_kept(self, plan: Plan, micro: MicroBatches) -> Plan:
+    def _with_kept(self, plan: Plan, micro: MicroBatches, rows: int) -> Plan:
         """Add the activations that wait for the second pass."""
         machine, room = plan.machine, None
         if machine.device == "cuda":  # the second pass has one of the graphs already
             encode, loss, second = map(plan.total, PHASES[:3])
             room = machine.limit - max(encode, loss, second - micro.typical_graph())
-            room -= int((self._longer_texts(micro) - 1) * micro.largest.further)
+            room = int(room / self._longer_texts(micro, rows))
         bound = activation_bytes(plan.config, machine.device)
         count, of = micro.kept(machine.count, bound, room), len(micro.all)
         if not count:
@@ -237,15 +238,11 @@ class Planner:
         part = Part("kept activations", micro.beside(count), note)
         return replace(plan, parts=(*plan.parts, part), kept=count, micro_batches=of)
 
-    def _longer_texts(self, micro: MicroBatches) -> float:
-        """How many times as many tokens another batch's longest text may have, as for a run.
-
-        A single length that the user gives is every text's.
-        """
-        samples = {} if self.lengths is None else self.lengths.samples
-        several = {tower for tower, sample in samples.items() if len(sample) > 1}
+    def _longer_texts(self, micro: MicroBatches, rows: int) -> float:
+        """How many times as many tokens a micro-batch of another batch may have, as for a run."""
+        lengths, count = self.lengths or TextLengths(), len(micro.all)
         return max(
-            (self.sample.context(t) / max(n) for t, n in micro.widths.items() if t in several),
+            (lengths.longer(t, self.sample.context(t), rows, count) for t in micro.texts),
             default=1.0,
         )
 
