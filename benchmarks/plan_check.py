@@ -27,9 +27,11 @@ import torch
 
 from machinery.definitions import captions, tokenized, words_and_definitions
 from megabatch.config.settings import TrainConfig
+from megabatch.gradient_cache.division import equal_rows
 from megabatch.models import Towers, create
+from megabatch.models.layers import Tower
 from megabatch.planning import make_plan
-from megabatch.planning.lengths import TextLengths
+from megabatch.planning.lengths import TextLengths, cut
 from megabatch.planning.machine import other_machine
 from megabatch.planning.plan import Plan
 from megabatch.planning.simulation.hardware import datasheet
@@ -44,6 +46,42 @@ RATES = {
     "lr=2e-3": (32768, True),
     "micro_batch_size=8192 torchcompile=false lr=2e-3 duplicates=positives": (8192, False),
 }
+
+
+@dataclass(frozen=True)
+class EqualRows(TextLengths):
+    """Texts of a run that sorted them and divided them into micro-batches of equal rows.
+
+    So did those of all records that do not say `equal_tokens`.
+
+    kept: the number of micro-batches that were encoded once.
+    """
+
+    kept: int = 0
+
+    def micro_batches(
+        self, tower: Tower, context: int, rows: int, count: int
+    ) -> list[tuple[int, int]]:
+        """Rows of each micro-batch, and the tokens of its first text, the longest one."""
+        sample = sorted(self.samples[tower], reverse=True)
+        return [
+            (part.stop - part.start, cut(sample[part.start * len(sample) // rows], context))
+            for part in equal_rows(rows, -(-rows // count))
+        ]
+
+    def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
+        """How many times as many tokens those that are kept may have in another batch, on average.
+
+        Texts of full length are all in the first micro-batch: the run left room for one such graph.
+        """
+        return 1 + (context / cut(max(self.samples[tower]), context) - 1) / max(1, self.kept)
+
+
+def texts_of(record: dict[str, Any], samples: dict[Tower, list[int]]) -> TextLengths:
+    """The texts of a record, divided as in its run."""
+    if record.get("equal_tokens"):
+        return TextLengths(samples)
+    return EqualRows(samples, record["kept_micro_batches"])
 
 
 @dataclass(frozen=True)
@@ -121,7 +159,7 @@ def clip(record: dict[str, Any]) -> Measured:
         **{**record["settings"], "micro_batch_size": record["micro_batch_size"]},
     )
     return Measured(
-        *(record["model"], config, towers, TextLengths({"text": lengths.tolist()})),
+        *(record["model"], config, towers, texts_of(record, {"text": lengths.tolist()})),
         *(record["n_devices"], record["device"], record["seconds"], record["peak_bytes"]),
         kept=record["kept_micro_batches"],
         calibrates=record["model"] in ("ViT-B-32", "ViT-L-14") and size == 4096,
@@ -167,7 +205,7 @@ def retriever(record: dict[str, Any]) -> Measured:
         path = random_bert(record["model"], pairs, Path(folder) / "bert")
         towers = create(f"hf:{path}")
     texts = zip(*pairs[HELD_OUT : HELD_OUT + record["b"]], strict=True)
-    lengths = {
+    lengths: dict[Tower, list[int]] = {
         tower: towers.lengths[tower](towers.tokenizer(list(side))).tolist()
         for tower, side in zip(("image", "text"), texts, strict=True)
     }
@@ -188,7 +226,7 @@ def retriever(record: dict[str, Any]) -> Measured:
     )
     weights = sum(p.nbytes for p in towers.module.parameters())
     return Measured(
-        *(record["model"], config, towers, TextLengths(lengths), 1, "NVIDIA H200"),
+        *(record["model"], config, towers, texts_of(record, lengths), 1, "NVIDIA H200"),
         *(record["seconds"], record["extra_bytes"], weights, record["kept_micro_batches"]),
         judged=False,
     )

@@ -88,6 +88,7 @@ class Record:
     recall_before: float  #: at 1, of 500 words among as many definitions
     recall_after: float
     compiled: bool = False  #: of the trainer: its towers
+    equal_tokens: bool = False  #: of the trainer: its micro-batches, not equal rows
     kept_micro_batches: int | None = None  #: of the trainer: those encoded once
 
 
@@ -224,6 +225,7 @@ def run(
         recall_before=before,
         recall_after=evaluator(model)["cosine_recall@1"],
         compiled=done.compiled,
+        equal_tokens=name == "trainer",
         kept_micro_batches=done.kept,
     )
     return record, last

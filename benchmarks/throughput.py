@@ -77,6 +77,7 @@ class Record:
     loss_difference: float | None = None  #: relative to the first contender's
     parts: dict[str, float] | None = None  #: seconds of each part of one more step
     tokens: dict[str, float] = field(default_factory=dict)  #: lengths of the texts
+    equal_tokens: bool = False  #: micro-batches of sorted texts had equal tokens, not rows
     news: tuple[str, ...] = ()  #: lines of this trainer about its choices and compilation
     command: str = ""
     date: str = ""
@@ -137,6 +138,7 @@ def run(
         micro_batch_size=micro or 0,
         settings=settings,
         auto=name in SETTINGS and micro is None,
+        equal_tokens=name in SETTINGS,
         command=records.command_line(options.output or Path()),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )

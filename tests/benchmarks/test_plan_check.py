@@ -36,3 +36,14 @@ def test_all_committed_steps_on_gpus_are_read():
     assert [len(found) for found in names.values()] == [3, 2]
     assert {one.config.torchcompile for one in names["icons-rates.json"]} == {True, False}
     assert all(one.calibrates for one in names["icons-rates.json"])
+
+
+def test_texts_are_divided_as_in_the_run():
+    samples = {"text": [3, 30, 9, 20]}
+    rows, tokens = (
+        plan_check.texts_of({"equal_tokens": equal, "kept_micro_batches": 2}, samples)
+        for equal in (False, True)
+    )
+    assert rows.micro_batches("text", 77, rows=400, count=2) == [(200, 32), (200, 16)]
+    assert tokens.micro_batches("text", 77, rows=400, count=2) == [(171, 32), (229, 24)]
+    assert rows.longer("text", 77, rows=400, count=2) == 1 + (77 / 32 - 1) / 2
