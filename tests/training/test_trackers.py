@@ -6,6 +6,7 @@ import json
 import signal
 import struct
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,18 @@ def points(records: list[Any]) -> dict[str, list[tuple[int, float]]]:
                 point = (record.history.step.num, json.loads(item.value_json))
                 found.setdefault(name, []).append(point)
     return found
+
+
+def test_event_files_are_in_the_order_of_their_runs(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run")
+    folder = config.output / "tensorboard"
+    folder.mkdir(parents=True)
+    earlier = folder / f"events.out.tfevents.{int(time.time()):010d}.~"  # after any host's name
+    earlier.touch()
+    trackers.TensorBoard(config, 0).close("finished")
+    assert min(folder.iterdir()) == earlier
 
 
 def test_weights_and_biases_gets_the_curves_and_the_settings_offline(
