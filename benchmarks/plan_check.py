@@ -97,9 +97,8 @@ class Measured:
         peak: bytes of the allocator. before: those of them that it does not count.
         kept: micro-batches that were encoded once; None if it is not recorded.
         calibrates: whether constants of the package come from its time.
-        judged: whether its time must agree. Of pairs of texts only the memory must: the plan does
-            not count how long gradients of embeddings take, which is a third of a step of MiniLM's
-            size.
+        judged: whether its time must agree. For pairs of texts only the memory must: the plan
+            tells too little time for them, 40% of a step of MiniLM's size (docs/speed.md).
     """
 
     name: str

@@ -5,7 +5,7 @@
 A micro-batch of images and texts, both on the device already, goes through open_clip's towers with
 bfloat16 autocast, without a loss or an optimizer: `twice`, forward without a graph, then forward
 and backward, as caching needs it; `once`, forward and backward. Texts have 77 tokens, as the
-tokenizer pads them, or `--lengths`. Eager and with compiled blocks.
+tokenizer pads them, or `--lengths`. Eager, and compiled as the trainer compiles them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megabatch.benchmarking import clock, records
 from megabatch.models import create
-from megabatch.models.blocks import blocks
+from megabatch.models.blocks import lists_to_compile
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ def main() -> None:
     found: list[Record] = []
     for model, compiled in itertools.product(options.models, options.compiled):
         module = create(model).module.to(options.device)
-        for block in blocks(module) if compiled else ():
-            block.compile(dynamic=False)
+        lists = lists_to_compile(module).values() if compiled else ()
+        for part in itertools.chain.from_iterable(lists):
+            part.compile(dynamic=False)
         for rows, tokens in itertools.product(options.micro_batch_sizes, options.lengths):
             torch._dynamo.reset()
             inputs = micro_batch(module, rows, tokens, options.device)

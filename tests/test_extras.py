@@ -64,7 +64,7 @@ def is_python(asked: str) -> bool:
 def ended(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[str, str | None], tuple[object, str]]:
-    """By what was asked and the library named as missing (None: none): how it ended, its output."""
+    """How each run ended, with its output, by what was asked and the library that it misses."""
     folder = tmp_path_factory.mktemp("libraries")
     save_tiny_bert(folder / "bert")
     (folder / "pairs.csv").write_text("filepath,title\na.png,one\nb.png,two\n")

@@ -43,14 +43,15 @@ def is_product(overload: Any) -> bool:
     return getattr(overload, "overloadpacket", None) in flop_registry
 
 
-#: Attention's kernels go through tiles of so many queries and keys; shorter sequences fill a part.
+#: Attention counts in whole tiles of so many queries and keys. That kernels compute whole tiles is
+#: assumed; it brings towers of short and of long sequences to one rate (benchmarks/plan_check.py).
 _TILE = 128
 
 
 def _attended(packet: str, args: Sequence[Any], flops: int) -> int:
     """The operations of attention, with those on the unused parts of tiles."""
-    backward = "backward" in packet  # the output's gradient comes first
-    queries, keys = (args[backward + i].shape[2] for i in range(2))
+    tensors = args[1:] if "backward" in packet else args  # the output's gradient comes first
+    queries, keys = (tensor.shape[2] for tensor in tensors[:2])
     whole = [-(-length // _TILE) * _TILE for length in (queries, keys)]
     return int(flops * whole[0] / max(1, queries) * whole[1] / max(1, keys))
 

@@ -48,7 +48,7 @@ def beside_openclip(files: Sequence[RecordFile]) -> Iterator[str]:
 
 def first_layers(files: Sequence[RecordFile]) -> Iterator[str]:
     """Layers before the first block of images, as torch has them and as the trainer has them."""
-    kinds = {"convolution": "of patches", "normalization": "of pixels"}
+    inputs = {"convolution": "of patches", "normalization": "of pixels"}
     names = (
         "convolution",
         "product",
@@ -61,7 +61,7 @@ def first_layers(files: Sequence[RecordFile]) -> Iterator[str]:
             (f"{model}, {b:,} images", *(_layer(pick(group, contender=name)) for name in names))
             for (model, b), group in grouped(file.measured, "model", "b")
         ]
-        head = (f"{name} {kinds[name]}" if name in kinds else name for name in names)
+        head = (f"{name} {inputs[name]}" if name in inputs else name for name in names)
         yield from markdown(("", *head), rows)
 
 
