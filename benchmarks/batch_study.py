@@ -13,8 +13,9 @@ weights and one sequence of samples, which the batch size cuts into steps.
 
 The output is written after each run and read at the beginning: the same command continues a study,
 with the most informative runs first. No run begins that would probably end after the budget. Each
-GPU of --gpus does one run at a time; without a GPU one does on the CPU. --show prints the means and
-deviations of an output, plots.py draws them.
+GPU of --gpus does one run at a time; without a GPU one does on the CPU. With --runs-per-device more
+do side by side, each in a longer time: with small batches a GPU waits for the host most of the
+time. --show prints the means and deviations of an output, plots.py draws them.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class Study:
     def work(self) -> None:
         """Do runs until all are done or time is over, writing the output after each."""
         devices = [f"cuda:{i}" for i in range(self.options.gpus)] or ["cpu"]
+        devices *= self.options.runs_per_device
         folders = {"icons": self.options.icons, "wordnet": self.options.wordnet}
         with executor(devices, {name: folders[name] for name in self.options.data}) as pool:
             while True:
@@ -156,7 +158,7 @@ _data: dict[str, study_data.StudyData] = {}
 
 
 def executor(devices: list[str], folders: dict[str, Path]) -> Executor:
-    """One that does a run at a time on each device: in a thread, or in a process for each GPU."""
+    """One that does a run at a time for each name of a device: in a thread, or in processes."""
     spawn = multiprocessing.get_context("spawn")
     queue = spawn.SimpleQueue()
     for device in devices:
@@ -243,6 +245,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--gpus", type=int, default=int(torch.cuda.is_available()))
+    parser.add_argument("--runs-per-device", type=int, default=1, help="runs side by side")
     parser.add_argument("--budget-seconds", type=float)
     parser.add_argument("--list", action="store_true", help="print the runs to do, and their times")
     parser.add_argument("--show", action="store_true", help="print the results of the output")
