@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,25 +73,25 @@ def test_a_budget_decides_on_steps_and_runs(
         return {"training_seconds": 0.0, "step_ms": 1_000.0}
 
     monkeypatch.setattr(icons, "measure", measure)
-    config = TrainConfig()
+    monkeypatch.setattr(icons, "time", SimpleNamespace(perf_counter=lambda: 1_040.0))
+    config, began = TrainConfig(), 1_000.0
 
     def plan(*words: str) -> Any:
-        began = time.perf_counter() - 40
-        return icons.choose_steps(icons._options([*words]), config, tmp_path, began), began
+        return icons.choose_steps(icons._options([*words]), config, tmp_path, began)
 
-    three, began = plan("--budget-seconds=260", "--least-steps=60")
+    three = plan("--budget-seconds=260", "--least-steps=60")
     assert asked == [("positives", 8)]
     assert (three.runs, three.steps) == (3, 69)  # 0.95 of 220 s, a third of them
     assert not three.late(began, 260)
     assert three.late(began - 200, 260)
-    two, _ = plan("--budget-seconds=260", "--least-steps=100")
+    two = plan("--budget-seconds=260", "--least-steps=100")
     assert (two.runs, two.steps) == (2, 104)
-    one, _ = plan("--budget-seconds=260", "--least-steps=1000")
-    assert (one.runs, one.steps) == (1, 208)
-    by_run, began = plan("--seconds-per-run=7.5", "--least-steps=100")
+    one = plan("--budget-seconds=260", "--least-steps=1000")
+    assert (one.runs, one.steps) == (1, 209)
+    by_run = plan("--seconds-per-run=7.5", "--least-steps=100")
     assert (by_run.runs, by_run.steps) == (3, 8)
     assert not by_run.late(began - 1e6, None)
-    given, _ = plan("--steps=5")
+    given = plan("--steps=5")
     assert (given.runs, given.steps, given.trial) == (3, 5, None)
 
 
