@@ -4,8 +4,9 @@
     python benchmarks/batch_study.py --list
     python benchmarks/batch_study.py --icons icons --gpus 2 --budget-seconds 540
 
-Three arms (machinery/study_plan.py): the same batch with negatives in groups of each size; batches
-of each size with equal samples; and with equal steps. Images with captions (icons, glyph-small's
+The arms (machinery/study_plan.py): the same batch with negatives in groups of each size, in a short
+run of large batches and in a longer one of smaller batches; batches of each size with equal
+samples; and with equal steps. Images with captions (icons, glyph-small's
 towers) and texts with texts (WordNet's words and glosses, of Debian's wordnet-base); CLIP's loss at
 all sizes, SigLIP's and DCL's at three. Learning rates are chosen on a validation split by the rule
 in study_plan.py, warm-up is a tenth of each run. All else is equal: a seed gives the initial
@@ -90,8 +91,7 @@ def make_plan(options: argparse.Namespace) -> list[Series]:
 
 
 def _few(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    middle = sizes[(len(sizes) - 1) // 2]
-    return tuple(sorted({sizes[0], middle, sizes[-1]}))
+    return tuple(sorted({sizes[0], study_plan.middle(sizes), sizes[-1]}))
 
 
 class Study:

@@ -16,6 +16,7 @@ from machinery.study_summary import Point, points
 
 TITLES = {
     "negatives": "negatives alone: same batches, same steps",
+    "long": "negatives alone, longer runs: smaller batches",
     "samples": "batch at equal samples, rate tuned",
     "steps": "batch at equal steps, rate tuned",
 }
@@ -34,16 +35,23 @@ def batch_study(content: dict[str, Any]) -> dict[str, Figure]:
         by_data[point.data].append(point)
     figures = {}
     for data, found in by_data.items():
+        arms = [arm for arm in ARMS if len({p.size for p in found if p.arm == arm}) > 1]
         made, panels = plt.subplots(
-            len(TESTS), len(ARMS), figsize=(15, 8), sharex=True, sharey="row", layout="constrained"
+            len(TESTS),
+            len(arms),
+            figsize=(4 + 3.6 * len(arms), 8),
+            sharex="col",
+            sharey="row",
+            layout="constrained",
         )
         for row, test in zip(panels, TESTS, strict=True):
-            for axes, arm in zip(row, ARMS, strict=True):
+            for axes, arm in zip(row, arms, strict=True):
                 _draw(axes, [point for point in found if point.arm == arm], test)
                 chance = content["tests"][data][test]["chance"]["recall@10"]
                 axes.axhline(chance, color="0.4", linestyle=":", label="chance")
             row[0].set_ylabel(f"{TESTS[test]}, recall@10")
-        for axes, arm in zip(panels[0], ARMS, strict=True):
+            row[0].set_ylim(0, None)  # after all panels of the row: they share it
+        for axes, arm in zip(panels[0], arms, strict=True):
             axes.set_title(TITLES[arm])
         for axes in panels[-1]:
             axes.set_xlabel("pairs that meet in the loss")
@@ -68,7 +76,6 @@ def _draw(axes: Axes, found: list[Point], test: str) -> None:
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
 
 

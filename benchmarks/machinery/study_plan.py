@@ -1,15 +1,16 @@
 """The runs of batch_study.py, their order, and the rule that chooses learning rates.
 
-The three arms of a series share runs. Let B be the largest batch, S the samples of a run and
-N = S / B:
+The arms of a series share runs. Let B be the largest batch, M the middle one, S the samples of a
+run and N = S / B:
 
 - `negatives`: batches of B, N steps, the rate of (B, N); the loss sees groups of each size.
+- `long`: batches of M, S / M steps, the rate of (M, S / M); groups of M and of three smaller sizes.
 - `samples`: batches of each size b, S / b steps, so that all runs see the same samples.
 - `steps`: batches of each size b, N steps.
 
-Each (b, steps) of the last two has a learning rate of its own. The rule: full runs with a seed of
-their own, at `FIRST_RATES`; the best one has the highest recall@10 (the mean of both directions) on
-the validation pairs. If the best rate is the lowest or the highest one, half or twice of it is
+Each (b, steps) of the last two arms has a learning rate of its own. The rule: full runs with a seed
+of their own, at `FIRST_RATES`; the best one has the highest recall@10 (the mean of both directions)
+on the validation pairs. If the best rate is the lowest or the highest one, half or twice of it is
 tried too, until it is neither, or a bound is reached. A run that diverged counts as the worst.
 """
 
@@ -21,7 +22,9 @@ from typing import Any
 
 from machinery.study_runs import Run
 
-ARMS = ("negatives", "samples", "steps")
+ARMS = ("negatives", "long", "samples", "steps")
+#: Groups of a batch in the arm `long`.
+LONG_PARTS = (32, 8, 2, 1)
 #: Learning rates differ by factors of two.
 FIRST_RATES = (1e-3, 2e-3, 4e-3)
 LOWEST_RATE, HIGHEST_RATE = 1e-3 / 2**5, 1e-3 * 2**6
@@ -69,6 +72,10 @@ class Series:
         b, n = self.largest, self.fewest_steps
         if arm == "negatives":
             return [(size, b, size, n) for size in self.sizes]
+        if arm == "long":
+            m = middle(self.sizes)
+            groups = [m // part for part in LONG_PARTS if m // part > 1]
+            return [(group, m, group, self.samples // m) for group in groups]
         if arm == "samples":
             return [(size, size, size, self.samples // size) for size in self.sizes]
         return [(size, size, size, n) for size in self.sizes]
@@ -108,6 +115,11 @@ class Series:
 
     def _run(self, batch: int, group: int, steps: int, lr: float, seed: int) -> Run:
         return Run(self.data, self.loss, batch, group, steps, lr, seed)
+
+
+def middle(sizes: Sequence[int]) -> int:
+    """The middle one of ascending sizes."""
+    return sizes[(len(sizes) - 1) // 2]
 
 
 def pending(plan: Sequence[Series], seeds: int, found: Found) -> Iterator[Run]:

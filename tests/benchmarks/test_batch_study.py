@@ -45,22 +45,26 @@ def test_a_study_is_continued_shown_and_plotted(
         f"--output={output}",
     )
     listed = call(capsys, *words, "--list")
-    assert len(listed) == 3 * 3 + 2 * 4 + 1  # tuning, points, the sum
+    assert len(listed) == 3 * 3 + 2 * 5 + 1  # tuning, points, the sum
     assert "0 runs done" in listed[-1]
-    assert call(capsys, *words, "--budget-seconds=0") == ["0 runs done, 17 left"]
+    assert call(capsys, *words, "--budget-seconds=0") == ["0 runs done, 19 left"]
     assert not output.exists()
     shown = call(capsys, *words)
-    assert shown[-1] == "17 runs done, 0 left"
+    assert shown[-1] == "19 runs done, 0 left"
     content = json.loads(output.read_text())
-    assert len(content["records"]) == len(shown) - 1 == 17
+    assert len(content["records"]) == len(shown) - 1 == 19
     content["records"] = content["records"][:-1]
     output.write_text(json.dumps(content))
-    assert call(capsys, *words)[-1] == "17 runs done, 0 left"
+    assert call(capsys, *words)[-1] == "19 runs done, 0 left"
     again = json.loads(output.read_text())
     assert [r["losses"] for r in again["records"][:-1]] == [r["losses"] for r in content["records"]]
     assert again["series"] == [{"data": "wordnet", "loss": "clip", "sizes": [8, 16], "samples": 32}]
     made = {(p.arm, p.size): p for p in points(again)}
-    assert set(made) == {(arm, size) for arm in study_plan.ARMS for size in (8, 16)}
+    wide = [arm for arm in study_plan.ARMS if arm != "long"]
+    assert set(made) == {(arm, size) for arm in wide for size in (8, 16)} | {
+        ("long", 4),
+        ("long", 8),
+    }
     assert all(len(point.runs) == 2 for point in made.values())
     assert made["negatives", 16].runs == made["samples", 16].runs == made["steps", 16].runs
     assert [made["samples", size].steps for size in (8, 16)] == [4, 2]
@@ -116,4 +120,4 @@ def test_the_plan_covers_the_sizes_and_losses(capsys: pytest.CaptureFixture[str]
             for size in sizes:
                 assert any(f"{data} {loss}, " in line and f" of {size}" in line for line in listed)
     points_of = [line for line in listed if "siglip" in line and "seed 0" in line]
-    assert len(points_of) == 2 * 7  # three sizes in three arms, which share the largest
+    assert len(points_of) == 2 * 10  # three sizes in three arms, which share the largest; groups
