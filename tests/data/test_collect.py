@@ -166,6 +166,15 @@ def test_memory_is_used_again_when_no_tensor_refers_to_it() -> None:
     assert memory.empty((2, 3), torch.bfloat16).shape == (2, 3)
 
 
+def test_memory_of_images_has_their_order() -> None:
+    images = torch.arange(24, dtype=torch.uint8).view(2, 2, 3, 2).permute(0, 3, 1, 2)
+    own = Memory().like(images, 5)
+    assert own.shape == (5, 2, 2, 3)
+    assert own.is_contiguous(memory_format=torch.channels_last)
+    assert Memory().like(images.contiguous(), 5).is_contiguous()
+    assert Memory().like(torch.zeros(2, 7), 5).shape == (5, 7)
+
+
 @pytest.mark.gpu
 def test_pinned_memory_is_pinned_and_used_again() -> None:
     memory = Memory(pinned=True)

@@ -15,7 +15,9 @@ from megabatch.data.fetch import (
     Fetcher,
     Request,
     caption_ids,
+    channels_last,
     sample_seeds,
+    stacked,
 )
 from megabatch.data.glyphs import GlyphSet
 from megabatch.data.pairs import BadSample, Pair
@@ -33,6 +35,18 @@ def test_bad_samples_are_left_out_with_their_positions():
     assert chunk.images[:, 0, 0, 0].tolist() == [2, 9]
     assert chunk.texts is not None
     assert chunk.texts.tolist() == [[2, 1], [9, 1]]
+
+
+def test_images_are_stacked_in_their_own_order_in_memory() -> None:
+    images = [torch.randint(256, (5, 4, 3), dtype=torch.uint8) for _ in range(3)]
+    last = stacked([image.permute(2, 0, 1) for image in images])
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    first = stacked([image.permute(2, 0, 1).contiguous() for image in images])
+    assert first.is_contiguous()
+    assert torch.equal(first, last)
+    assert not channels_last(torch.zeros(2, 1, 4, 4))  # one channel is first and last
+    assert not channels_last(torch.zeros(7))
+    assert not channels_last(last[..., ::2])
 
 
 def test_nothing_good():

@@ -13,7 +13,7 @@ from torch import nn
 from torchvision.transforms import ColorJitter, Compose, Normalize, Resize, ToTensor
 
 from megabatch.models import create
-from megabatch.models.pixels import with_bytes
+from megabatch.models.pixels import Normalization, PixelNormalization, with_bytes
 from tests.models.tiny import TINY
 
 MEAN, STD = (0.48, 0.45, 0.40), (0.27, 0.26, 0.28)
@@ -48,6 +48,14 @@ def test_features_are_those_of_normalised_images_bit_for_bit(mode: str) -> None:
         features = theirs.encode_image(normalised)
         assert torch.equal(towers.module.encode_image(pixels), features)
         assert torch.equal(towers.module.encode_image(normalised), features)
+
+
+def test_the_order_of_bytes_in_memory_changes_nothing() -> None:
+    normalize = PixelNormalization(Normalization((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
+    pixels = torch.randint(256, (2, 3, 5, 4), dtype=torch.uint8)
+    last = normalize(pixels.to(memory_format=torch.channels_last))
+    assert last.is_contiguous()
+    assert torch.equal(last, normalize(pixels))
 
 
 def test_names_of_weights_and_copies_stay() -> None:

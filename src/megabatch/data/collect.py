@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megabatch.ahead import one_ahead
-from megabatch.data.fetch import BadPosition, Chunk
+from megabatch.data.fetch import BadPosition, Chunk, channels_last
 
 
 class Collected(NamedTuple):
@@ -101,7 +101,7 @@ class Assembly:
         images = chunk.images
         if isinstance(images, Tensor):
             if self._images is None:
-                self._images = self._memory.empty((self.size, *images.shape[1:]), images.dtype)
+                self._images = self._memory.like(images, self.size)
             self._images[self._count : self._count + len(chunk)] = images
         else:
             self._images = [*(self._images or ()), *(images or ())]
@@ -136,6 +136,13 @@ class Memory:
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
         self._free: list[np.ndarray] = []
+
+    def like(self, images: Tensor, count: int) -> Tensor:
+        """An uninitialised tensor of `count` images, with these images' order in memory."""
+        if images.ndim == 4 and channels_last(images):
+            _, c, h, w = images.shape
+            return self.empty((count, h, w, c), images.dtype).permute(0, 3, 1, 2)
+        return self.empty((count, *images.shape[1:]), images.dtype)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor."""

@@ -122,13 +122,24 @@ class Fetcher:
                 ids.append(caption_id(pair.caption) if pair.id is None else pair.id)
                 good.append(offset)
         return Chunk(
-            (self._firsts or _stacked)(images) if images else None,
+            self._together(images),
             self._with_negatives(self._tokens(captions).numpy()) if captions else None,
             indices[good],
             start + np.array(good, dtype=np.int64),
             np.array(ids, dtype=np.int64),
             bad,
         )
+
+    def _together(self, images: list[Any]) -> Tensor | list[Any] | None:
+        """Transformed images, or first texts, as one tensor; files to be decoded later as they are.
+
+        None if there is none.
+        """
+        if not images:
+            return None
+        if self._firsts is not None:
+            return self._firsts(images)
+        return stacked(images) if isinstance(images[0], Tensor) else images
 
     def _with_negatives(self, tokens: np.ndarray) -> np.ndarray:
         """Tokens of captions (n, context), or of each with its negatives (n, context, 1 + k)."""
@@ -286,6 +297,20 @@ def random_state_kept() -> Iterator[None]:
         np.random.set_state(saved[1])
 
 
-def _stacked(images: list[Any]) -> Tensor | list[Any]:
+def stacked(images: list[Tensor]) -> Tensor:
+    """Images (c, h, w) as one tensor (n, c, h, w), in the order that they have in memory.
+
+    Decoded images have their channels last. To bring them into another order here takes 0.09 ms of
+    1.1 ms that a worker needs for an image of 224² pixels; their normalisation does it in passing.
+    """
     # default_collate stacks, in a worker into shared memory: nothing is copied again to be sent.
-    return default_collate(images) if isinstance(images[0], Tensor) else images
+    last = channels_last(images[0])
+    rows: Tensor = default_collate([image.permute(1, 2, 0) for image in images] if last else images)
+    return rows.permute(0, 3, 1, 2) if last else rows
+
+
+def channels_last(images: Tensor) -> bool:
+    """Whether the channels of images (..., c, h, w), several, are last in memory, without gaps."""
+    if images.ndim < 3 or images.is_contiguous():
+        return False
+    return images.movedim(-3, -1).is_contiguous()

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megabatch.data.fetch import random_state_kept, seed_everything
+from megabatch.data.fetch import random_state_kept, seed_everything, stacked
 from megabatch.data.pairs import BadSample, EncodedImage, Pair, PairDataset, undecoded
 from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
@@ -206,7 +206,7 @@ def decode(piece: Sequence[DeferredImage], transform: Callable[[Any], Tensor]) -
                 image = Image.new("RGB", (64, 64))
             seed_everything(sample.seed)
             rows.append(transform(image))
-    return Decoded(torch.stack(rows), bad)
+    return Decoded(stacked(rows), bad)
 
 
 class _Decoding:

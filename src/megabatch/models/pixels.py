@@ -70,8 +70,11 @@ class PixelNormalization(nn.Module):
         self.register_buffer("std", torch.tensor(norm.std).view(shape), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalised images of the buffers' dtype, from uint8 ones (n, c, h, w)."""
-        pixels = images.to(self.mean.dtype) / 255
+        """Normalised images of the buffers' dtype, from uint8 ones (n, c, h, w).
+
+        Contiguous: as the loader has them, with channels last, convolutions would round otherwise.
+        """
+        pixels = images.to(self.mean.dtype, memory_format=torch.contiguous_format) / 255
         return (pixels - self.mean) / self.std
 
 

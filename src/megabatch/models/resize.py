@@ -35,10 +35,10 @@ class TorchResize:
             return self._original(image)
         crop = self._crop
         top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
-        # A copy, of which torch does not warn that it cannot be written to.
-        pixels = torch.from_numpy(np.array(image))[None, top : top + height, left : left + width]
-        # A resize of dense pixels in their own order, channels last, is the fastest.
-        pixels = pixels.permute(0, 3, 1, 2).contiguous(memory_format=torch.channels_last)
+        # A copy: torch warns of memory that cannot be written to, and a resize of dense pixels in
+        # their own order, channels last, is the fastest.
+        cropped = np.array(np.asarray(image)[top : top + height, left : left + width])
+        pixels = torch.from_numpy(cropped)[None].permute(0, 3, 1, 2)
         mode = crop.interpolation.value
         return torch.nn.functional.interpolate(pixels, crop.size, mode=mode, antialias=True)[0]
 
