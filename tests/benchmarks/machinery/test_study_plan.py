@@ -32,11 +32,12 @@ def tuned(series: Series, recall: Any) -> dict[Run, dict[str, Any]]:
 
 def test_arms_meet_in_the_largest_batch() -> None:
     assert SERIES.points("negatives") == [(4, 16, 4, 4), (8, 16, 8, 4), (16, 16, 16, 4)]
+    assert SERIES.points("long") == [(4, 8, 4, 8), (8, 8, 8, 8)]  # groups of one have no negatives
     assert SERIES.points("samples") == [(4, 4, 4, 16), (8, 8, 8, 8), (16, 16, 16, 4)]
     assert SERIES.points("steps") == [(4, 4, 4, 4), (8, 8, 8, 4), (16, 16, 16, 4)]
     shapes = SERIES.shapes()
     assert shapes[0] == (16, 16, 4)
-    assert len(shapes) == len(set(shapes)) == 7
+    assert len(shapes) == len(set(shapes)) == 8
 
 
 @pytest.mark.parametrize(
@@ -66,12 +67,12 @@ def test_runs_that_tune_come_first_then_seed_after_seed() -> None:
     first = [*pending(plan, 2, found)]
     assert len(first) == 3 * 5
     assert all(run.seed == TUNING_SEED for run in first)
-    assert len(waiting(plan, 2, found)) == 2 * 7
+    assert len(waiting(plan, 2, found)) == 2 * 8
     found = tuned(SERIES, best_at(2e-3))
     todo = [*pending(plan, 2, found)]
     assert waiting(plan, 2, found) == []
     assert [(run.batch, run.group, run.steps) for run in todo] == SERIES.shapes() * 2
-    assert [run.seed for run in todo] == [0] * 7 + [1] * 7
+    assert [run.seed for run in todo] == [0] * 8 + [1] * 8
     found |= {run: record(run, 0.1) for run in todo[:9]}
     assert [*pending(plan, 2, found)] == todo[9:]
 
@@ -82,7 +83,7 @@ def test_a_size_can_begin_when_its_rate_is_known() -> None:
     ready = [*pending([SERIES], 1, found)]
     assert [run.seed for run in ready].count(TUNING_SEED) == 1
     assert all(run.batch != 8 or run.steps == 4 for run in ready[1:])
-    assert [run.batch for run in waiting([SERIES], 1, found)] == [8]
+    assert [run.batch for run in waiting([SERIES], 1, found)] == [8, 8]  # whole, and in groups
 
 
 def test_records_know_their_run_and_its_time() -> None:

@@ -125,7 +125,10 @@ def parts(files: Sequence[RecordFile]) -> Iterator[str]:
                 cells.append(f"{seconds(took)}, {share(took / whole)}")
             rows.append(tuple(cells))
         if rows:
-            heads = [f"{r['contender']}, {r['model']}, {r['b']:,} pairs" for r in split]
+            heads = [
+                f"{r['contender']}, {r['model']}, {r['b']:,} pairs in {r['micro_batch_size']:,}"
+                for r in split
+            ]
             yield from markdown(("part", *heads), rows)
 
 
