@@ -242,7 +242,7 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
     best = max(r["pairs_a_second"] for r in records if r["b"] == 24 and r["parts"])
     best = max(best, records[3]["pairs_a_second"])
     assert f"| tiny-clip, 24 pairs, one device | {best:,.0f} pairs/s (8) | - |" in shown
-    heads = "megabatch-eager, tiny-clip, 8 pairs | megabatch-eager, tiny-clip, 24 pairs"
+    heads = "megabatch-eager, tiny-clip, 8 pairs in 8 | megabatch-eager, tiny-clip, 24 pairs in 8"
     assert f"| part | {heads} |" in shown
 
 

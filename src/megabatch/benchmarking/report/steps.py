@@ -159,6 +159,28 @@ def openclip_trainer(files: Sequence[RecordFile]) -> Iterator[str]:
     yield from markdown(("", "trainer", "a step", "peak memory"), rows)
 
 
+def million_of_towers(files: Sequence[RecordFile]) -> Iterator[str]:
+    """Complete optimizer steps of an open_clip model on the same million pairs, and their parts."""
+    for file in files:
+        rows = [
+            (
+                f"{r['step']}",
+                seconds(r["seconds"]),
+                count(r["pairs_a_second"], "pairs/s"),
+                gib(r["peak_bytes"]),
+                f"{r['loss_before']:.4f}",
+            )
+            for r in file.measured
+        ]
+        if rows:
+            one = file.measured[-1]
+            what = f"{one['b']:,} pairs of {one['model']}, {_gpus(one['n_devices'])}: step"
+            head = what, "time", "rate", "peak memory of a GPU", "loss before it"
+            yield from markdown(head, rows)
+            yield ""
+    yield from parts(files)
+
+
 def retrievers(files: Sequence[RecordFile]) -> Iterator[str]:
     """sentence-transformers' cached loss, this library's in its trainer, and this trainer."""
     names = {
@@ -342,6 +364,13 @@ SECTION = Section(
             million,
             """Complete optimizer steps of small towers on one GPU, nothing extrapolated. The first
             one compiles.""",
+        ),
+        Part(
+            "A million pairs of an open_clip model in a step",
+            ("million*",),
+            million_of_towers,
+            """Complete optimizer steps with the same batch, nothing extrapolated: icons, each drawn
+            in several places, sizes and colours. The first step compiles.""",
         ),
         Part("Batches of images on the host", ("late-decoding",), late_decoding),
         Part("Images from JPEG shards", ("data-rate-*",), loader),
