@@ -17,7 +17,14 @@ from tensorboard.summary.writer import event_file_writer
 
 from megabatch.training import TrainConfig
 from megabatch.training import log as log_module
-from megabatch.training.log import Display, Meter, MetricsLog, duration, memory_bytes
+from megabatch.training.log import (
+    Display,
+    Meter,
+    MetricsLog,
+    duration,
+    memory_bytes,
+    waiting_advice,
+)
 from megabatch.training.trackers import Trackers
 
 
@@ -116,6 +123,25 @@ def test_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] += 4
     meter.mark()
     assert meter.lap(2) == {"pairs_per_second": 0.5, "data_wait": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waited", "processes", "images", "resize", "told"),
+    [
+        (100, 10, 2, True, "pillow",
+         "to wait less: --workers above 2; with an OpenCLIP model --image-resize torch"),
+        (100, 10, 2, True, "torch", "to wait less: --workers above 2"),
+        (100, 10, 2, False, "pillow", "to wait less: --workers above 2"),
+        (100, 4, 2, True, "pillow", ""),
+        (50, 40, 2, True, "pillow", ""),  # of so short a run the first batch is a large part
+        (100, 10, 0, True, "pillow", ""),  # samples are copied by a thread
+    ],
+)  # fmt: skip
+def test_advice_on_waiting(
+    seconds: float, waited: float, processes: int, images: bool, resize: Any, told: str
+) -> None:
+    config = TrainConfig(workers=2, image_resize=resize)
+    assert waiting_advice(Meter(seconds, waited), config, processes, images=images) == told
 
 
 def test_memory_counts_what_is_in_use() -> None:

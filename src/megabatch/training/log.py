@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megabatch import files
+from megabatch.config.settings import TrainConfig
 from megabatch.training.trackers import Trackers
 
 _LINE_EVERY = 10.0  # seconds, if the output is a file
@@ -108,6 +109,24 @@ class Meter:
         seconds, waited = self.seconds - self._since[0], self.waited - self._since[1]
         self._since = self.seconds, self.waited
         return {"pairs_per_second": pairs / seconds, "data_wait": waited / seconds}
+
+
+def waiting_advice(meter: Meter, config: TrainConfig, processes: int, *, images: bool) -> str:
+    """What would shorten a run's wait for data; "" where nothing is known to, or it was short.
+
+    Args:
+        meter: at the run's end. In its first minute the first batch counts most.
+        config: its settings.
+        processes: workers that fetched; 0 if a thread only copied samples.
+        images: whether these are images, in pairs.
+    """
+    copied = config.workers and not processes
+    if meter.seconds < 60 or meter.waited < 0.05 * meter.seconds or copied:
+        return ""
+    ways = [f"--workers above {config.workers}"]
+    if images and config.image_resize == "pillow":
+        ways.append("with an OpenCLIP model --image-resize torch")
+    return f"to wait less: {'; '.join(ways)}"
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -21,7 +21,14 @@ from megabatch.training import checkpoint
 from megabatch.training.batch_norm import explanation
 from megabatch.training.checkpoint import Checkpoint, CheckpointError
 from megabatch.training.interrupt import Interrupt
-from megabatch.training.log import Display, Meter, MetricsLog, duration, memory_bytes
+from megabatch.training.log import (
+    Display,
+    Meter,
+    MetricsLog,
+    duration,
+    memory_bytes,
+    waiting_advice,
+)
 from megabatch.training.parallel import check_replicas
 from megabatch.training.setup import Setup
 from megabatch.training.trackers import Trackers
@@ -184,6 +191,9 @@ class Run:
             f"{duration(self.meter.seconds)}, of which "
             f"{self.meter.waited / max(self.meter.seconds, 1e-9):.1%} waiting for data"
         )
+        images = getattr(self.loader.dataset, "first", "image") == "image"
+        if advice := waiting_advice(self.meter, self.config, self.loader.processes, images=images):
+            self.console.print(f"  {advice}")
         if self.trainer.skipped:
             self.console.print(f"  left out {self.trainer.skipped} steps that were not finite")
         for line in self.loader.report():
