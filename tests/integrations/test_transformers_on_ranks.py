@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ from tests.integrations.hf import (  # noqa: E402
     with_adapters,
 )
 
+#: Trainers make their output folder, in which nothing is written here.
+NOWHERE = Path(tempfile.gettempdir()) / "megabatch-tests"
+
 
 def reference(model: nn.Module, loss_of: Callable[[int], Tensor], updates: int) -> None:
     """Plain SGD on the joined batches of both ranks; a step accumulates two of them."""
@@ -68,7 +72,7 @@ def on_two_a_clip_model_under_ddp() -> None:
         before = weights_of(model)
         data = rows_of(batch)
         trainer = Cached(
-            model, arguments(Path("unused")), data_collator=collate, train_dataset=data,
+            model, arguments(NOWHERE), data_collator=collate, train_dataset=data,
             eval_dataset=data[: 2 * BATCH], micro_batch_size=3,
         )  # fmt: skip
         trainer.train()
@@ -88,7 +92,7 @@ def on_two_a_local_loss_is_as_the_models_own_under_ddp() -> None:
         model = model_of("clip")
         before = weights_of(model)
         trainer_class(
-            model, arguments(Path("unused")), data_collator=collate, train_dataset=data, **extra
+            model, arguments(NOWHERE), data_collator=collate, train_dataset=data, **extra
         ).train()
         trained.append(model)
     assert_weights_equal(trained[1], trained[0], before)
@@ -98,7 +102,7 @@ def on_two_pairs_of_texts_under_ddp() -> None:
     rows = text_pairs(8 * BATCH)
     expected = bert()
     before = weights_of(expected)
-    trainer = pairs_trainer(True, Path("unused"), rows)
+    trainer = pairs_trainer(True, NOWHERE, rows)
     trainer.train()
 
     def loss_of(i: int) -> Tensor:
@@ -147,7 +151,7 @@ def on_two_the_trainers_fsdp2() -> None:
         mock.patch.object(state, "set_device", set_cpu),
     ):
         layers = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["SiglipEncoderLayer"]}
-        options = arguments(Path("unused"), fsdp=True, fsdp_config=layers)
+        options = arguments(NOWHERE, fsdp=True, fsdp_config=layers)
         batch, model, expected = images_and_texts(8 * BATCH), model_of("siglip"), model_of("siglip")
         before, data = weights_of(model), rows_of(batch)
         trainer = Cached(
