@@ -33,6 +33,7 @@ from PIL import Image
 from megabatch.benchmarking import records
 from megabatch.data import PairLoader, open_pairs
 from megabatch.data.export import ShardWriter
+from megabatch.data.fetch import stacked
 from megabatch.data.pairs import decode_image
 from megabatch.data.shards import ShardPairs
 from megabatch.models.pixels import with_bytes
@@ -149,7 +150,7 @@ def stages(pairs: ShardPairs) -> list[Record]:
         ("pillow", "crop and resize"): (exact, images),
         ("torch", "crop and resize"): (fast, images),
         ("both", "tokenise"): (lambda caption: tokenizer([caption]), captions),
-        ("both", "stack"): (lambda _: [torch.stack(rows[:64]) for _ in rows], [None]),
+        ("both", "stack"): (lambda _: [stacked(rows[:64]) for _ in rows], [None]),
     }
     found = []
     for (contender, stage), (function, items) in work.items():

@@ -35,6 +35,7 @@ _PIECES = 64  # of a batch, over all workers (one each if there are more)
 class Batch:
     """Pairs: images (b, ...) as transformed; texts (b, context), indices (b,), ids (b,) int64.
 
+    Images that were decoded have their channels last in memory, as a transform leaves them.
     With k hard negatives a pair, texts are (b, context, 1 + k): its own, then its negatives.
     Images that are decoded late are decoded on access, `images[start:stop]`.
     Equal captions have equal ids, 0 <= id < 2**62; None: the ids are not known.
