@@ -34,9 +34,9 @@ from megabatch.benchmarking import records
 from megabatch.data import PairLoader, open_pairs
 from megabatch.data.export import ShardWriter
 from megabatch.data.fetch import stacked
-from megabatch.data.pairs import decode_image
+from megabatch.data.pairs import EncodedImage, decode_image
 from megabatch.data.shards import ShardPairs
-from megabatch.models.pixels import with_bytes
+from megabatch.models.pixels import Transform, with_bytes
 from megabatch.models.resize import TorchResize
 from megabatch.training import TrainConfig, train
 
@@ -128,11 +128,11 @@ def write_shard(folder: Path, count: int, size: int) -> Path:
     return folder / "00000.tar"
 
 
-def transform(resize: str) -> Callable[[Any], torch.Tensor]:
-    """OpenCLIP's augmentation up to bytes, as the trainer has it."""
-    transforms = (open_clip.image_transform(SIDE, is_train=train) for train in (True, False))
-    exact = with_bytes(torch.nn.Identity(), *transforms)[0]
-    return exact if resize == "pillow" else TorchResize(exact)
+def transforms() -> tuple[Transform, TorchResize]:
+    """OpenCLIP's augmentation up to bytes, as the trainer has it, with each of RESIZES."""
+    both = (open_clip.image_transform(SIDE, is_train=train) for train in (True, False))
+    exact = with_bytes(torch.nn.Identity(), *both)[0]
+    return exact, TorchResize(exact)
 
 
 def stages(pairs: ShardPairs) -> list[Record]:
@@ -140,15 +140,18 @@ def stages(pairs: ShardPairs) -> list[Record]:
     numbers = range(min(128, len(pairs)))
     files = [pairs.read(i, "image") for i in numbers]
     images = [decode_image(file, "") for file in files]
-    exact, fast = transform("pillow"), transform("torch")
+    encoded = [EncodedImage(file, "", SIDE) for file in files]
+    arrays = [pixels for file in encoded if (pixels := file.pixels()) is not None]
+    exact, fast = transforms()
     rows = [exact(image) for image in images]
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     captions = [pairs.read(i, "txt").decode() for i in numbers]
     work: dict[tuple[str, str], tuple[Callable[[Any], object], Sequence[Any]]] = {
         ("both", "read"): (lambda i: pairs.read(i, "image"), numbers),
-        ("both", "decode"): (lambda file: decode_image(file, ""), files),
+        ("pillow", "decode"): (lambda file: decode_image(file, ""), files),
+        ("torch", "decode"): (EncodedImage.pixels, encoded),
         ("pillow", "crop and resize"): (exact, images),
-        ("torch", "crop and resize"): (fast, images),
+        ("torch", "crop and resize"): (fast.pixels, arrays),
         ("both", "tokenise"): (lambda caption: tokenizer([caption]), captions),
         ("both", "stack"): (lambda _: [stacked(rows[:64]) for _ in rows], [None]),
     }
@@ -169,7 +172,7 @@ def rate(shard: Path, resize: str, workers: int, seconds: float) -> Record:
     loader = PairLoader(
         open_pairs(str(shard), upsampling_factors=[drawn]),
         batch_size=size,
-        transform=transform(resize),
+        transform=transforms()[RESIZES.index(resize)],
         tokenizer=open_clip.get_tokenizer("ViT-B-32"),
         seed=0,
         workers=workers,

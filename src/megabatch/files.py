@@ -77,6 +77,19 @@ def new_folder(output: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def folder_problem(folder: Path) -> str:
+    """The reason why files cannot be written to a folder, which may not exist yet; "" if none."""
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        return f"{existing} is no folder"
+    try:
+        # Permissions are not enough: root may do anything, and a disk may be read-only.
+        with tempfile.TemporaryFile(dir=existing):
+            return ""
+    except OSError as error:
+        return f"{existing} cannot be written to: {error.strerror or error}"
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

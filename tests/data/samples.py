@@ -52,6 +52,14 @@ def png(value: int = 0, size: tuple[int, int] = (4, 3)) -> bytes:
     return file.getvalue()
 
 
+def jpeg(size: tuple[int, int], seed: int = 0, *, mode: str = "RGB", **options: object) -> bytes:
+    """A file of random pixels, which have all frequencies; size: (width, height)."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, "JPEG", **options)
+    return file.getvalue()
+
+
 def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:

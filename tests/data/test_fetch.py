@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from megabatch.data.fetch import (
     CachedTokens,
@@ -20,9 +22,11 @@ from megabatch.data.fetch import (
     stacked,
 )
 from megabatch.data.glyphs import GlyphSet
-from megabatch.data.pairs import BadSample, Pair
+from megabatch.data.late import DeferredImage, decode
+from megabatch.data.pairs import BadSample, EncodedImage, Pair, decode_image
+from megabatch.data.shards import ShardPairs
 
-from .samples import Numbers, to_pixels, to_pixels_and_noise, to_tokens
+from .samples import Numbers, jpeg, to_pixels, to_pixels_and_noise, to_tokens, write_tar
 
 
 def test_bad_samples_are_left_out_with_their_positions():
@@ -47,6 +51,40 @@ def test_images_are_stacked_in_their_own_order_in_memory() -> None:
     assert not channels_last(torch.zeros(2, 1, 4, 4))  # one channel is first and last
     assert not channels_last(torch.zeros(7))
     assert not channels_last(last[..., ::2])
+
+
+class Crop:
+    """A random crop that also takes arrays."""
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        return self.pixels(np.asarray(image))
+
+    def pixels(self, pixels: np.ndarray) -> torch.Tensor:
+        top, left = torch.randint(4, (2,)).tolist()
+        return torch.tensor(pixels[top : top + 8, left : left + 8]).permute(2, 0, 1)
+
+
+def test_arrays_of_files_give_what_their_images_give(tmp_path: Path) -> None:
+    members = []
+    for i in range(8):
+        data = jpeg((12, 12), i)
+        members.append((f"{i}.jpg", data[: len(data) // 2] if i == 3 else data))
+        members.append((f"{i}.txt", str(i).encode()))
+    pairs, request = (
+        ShardPairs([write_tar(tmp_path / "a.tar", members)]),
+        Request(0, 0, np.arange(8)),
+    )
+    crop = Crop()
+    arrays = Fetcher(pairs, crop, to_tokens, seed=5)[request]
+    images = Fetcher(pairs, crop.__call__, to_tokens, seed=5)[request]
+    assert isinstance(arrays.images, torch.Tensor)
+    assert isinstance(images.images, torch.Tensor)
+    assert torch.equal(arrays.images, images.images)
+    assert arrays.bad == images.bad
+    assert [reason for _, reason, _ in arrays.bad] == ["undecodable image"]
+    late = decode([DeferredImage(EncodedImage(jpeg((12, 12), 0), "0", 8), seed=1)], crop)
+    early = decode([DeferredImage(decode_image(jpeg((12, 12), 0), "0"), seed=1)], crop)
+    assert torch.equal(late.rows, early.rows)
 
 
 def test_nothing_good():

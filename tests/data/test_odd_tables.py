@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,13 @@ def test_odd_files_that_are_refused_in_one_line(opened: Open, folder: Path, kind
         opened(str(folder / "a.csv"))
     assert "\n" not in str(caught.value)
     assert "a.csv" in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "arrow"])
+def test_a_file_whose_name_is_not_utf_8(opened: Open, folder: Path, ending: str):
+    (folder / os.fsdecode(f"gr\xfcn.{ending}".encode("latin-1"))).write_bytes(b"filepath,title\n")
+    with pytest.raises(UsageError, match=r"^cannot read .*'\\udcfc'"):
+        opened(str(folder))
 
 
 def test_a_row_that_takes_too_much_memory(

@@ -1,12 +1,24 @@
 from __future__ import annotations
 
+import io
 import pickle
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 
-from megabatch.data.pairs import BadSample, clean_caption, decode_image
+from megabatch.data.pairs import (
+    BadSample,
+    EncodedImage,
+    clean_caption,
+    decode_image,
+    transformed,
+)
 
-from .samples import png
+from .samples import jpeg, png
 
 
 def test_decode_image():
@@ -21,6 +33,22 @@ def test_undecodable_images_have_one_reason(data: bytes):
     with pytest.raises(BadSample) as caught:
         decode_image(data, "key 7")
     assert (caught.value.reason, caught.value.key) == ("undecodable image", "key 7")
+
+
+@pytest.mark.parametrize(("kind", "order"), [("PNG", "<"), ("TIFF", "<"), ("TIFF", ">")])
+def test_grey_images_of_16_bits_are_scaled_to_8(kind: str, order: str):
+    values = (np.arange(64) * 1000).astype(f"{order}u2").reshape(8, 8)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, kind)
+    decoded = np.asarray(decode_image(file.getvalue(), "k").convert("RGB"))
+    assert (decoded == (values // 256)[..., None]).all()
+
+
+def test_an_image_above_pillow_s_limit_is_no_undecodable_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(BadSample) as caught:
+        decode_image(png(0, (15, 15)), "k")
+    assert caught.value.reason == "image of more than 200 pixels, Pillow's limit"
 
 
 @pytest.mark.parametrize("caption", ["", " \n\t", None])
@@ -42,3 +70,74 @@ def test_captions_lose_the_space_around_them():
 def test_a_bad_sample_survives_its_way_between_processes():
     again = pickle.loads(pickle.dumps(BadSample("reason", "key")))
     assert (again.reason, again.key) == ("reason", "key")
+
+
+class AsBytes:
+    """A transform that also takes arrays."""
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        return torch.tensor(np.asarray(image.convert("RGB")))
+
+    def pixels(self, pixels: np.ndarray) -> torch.Tensor:
+        return torch.tensor(pixels)
+
+
+sizes = st.integers(1, 40)
+
+
+@given(
+    size=st.tuples(sizes, sizes),
+    quality=st.integers(1, 100),
+    subsampling=st.sampled_from(["4:4:4", "4:2:2", "4:2:0"]),
+    progressive=st.booleans(),
+)
+def test_pixels_of_jpeg_files_are_pillows(
+    size: tuple[int, int], quality: int, subsampling: str, progressive: bool
+) -> None:
+    data = jpeg(size, quality=quality, subsampling=subsampling, progressive=progressive)
+    pixels = EncodedImage(data, "k", 64).pixels()
+    assert pixels is not None
+    assert np.array_equal(pixels, np.asarray(decode_image(data, "k")))
+
+
+@given(place=st.floats(0, 1), value=st.integers(0, 255), length=st.floats(0.5, 1))
+def test_damaged_jpeg_files_are_what_pillow_makes_of_them(
+    place: float, value: int, length: float
+) -> None:
+    whole = jpeg((33, 21), quality=80)
+    data = bytearray(whole[: round(length * len(whole))])
+    data[int(place * (len(data) - 1))] = value
+    file = EncodedImage(bytes(data), "k", 64)
+    try:
+        expected = AsBytes()(file.decode())
+    except BadSample:
+        with pytest.raises(BadSample, match="undecodable image: k"):
+            transformed(file, AsBytes())
+    else:
+        assert torch.equal(transformed(file, AsBytes()), expected)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [jpeg((9, 7), mode="L"), jpeg((9, 7), mode="CMYK"), png(), b"", b"no image"],
+    ids=["grey", "CMYK", "PNG", "empty", "none"],
+)
+def test_other_files_are_left_to_pillow(data: bytes) -> None:
+    assert EncodedImage(data, "k", 64).pixels() is None
+
+
+def test_only_transforms_that_take_arrays_are_given_them() -> None:
+    file = EncodedImage(jpeg((9, 7)), "k", 64)
+    seen: list[type] = []
+
+    def note(image: object) -> torch.Tensor:
+        seen.append(type(image))
+        return torch.zeros(1)
+
+    takes_arrays = AsBytes()
+    takes_arrays.pixels = note  # type: ignore[method-assign]
+    transformed(file, note)
+    transformed(file.decode(), takes_arrays)
+    transformed(file, takes_arrays)
+    assert [issubclass(kind, Image.Image) for kind in seen] == [True, False]
+    assert seen[1] is np.ndarray

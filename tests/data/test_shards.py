@@ -59,7 +59,7 @@ def test_ids_that_json_says_stand_in_place_of_the_captions(tmp_path: Path):
     members += [("3.png", png()), ("3.json", facts(caption="home", caption_id=None))]
     members += [
         (f"{4 + i}.{kind}", data)
-        for i, wrong in enumerate((-1, 2**63, "7", True, 7.0))
+        for i, wrong in enumerate((-1, 2**62, "7", True, 7.0))
         for kind, data in (("png", png()), ("json", facts(caption="a", caption_id=wrong)))
     ]
     pairs = ShardPairs([write_tar(tmp_path / "a.tar", members)])

@@ -185,17 +185,19 @@ def _read_some(
         each reason; how many were read.
     """
     import numpy as np
-    from rich.console import Console
     from rich.progress import track
 
     from megabatch.data.pairs import BadSample
+    from megabatch.terminal import plain_console
 
     count = min(limit or len(dataset), len(dataset))
     indices = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
     good: list[Pair] = []
     bad: Counter[str] = Counter()
     first: dict[str, str] = {}
-    for index in track(indices, "reading", console=Console(stderr=True), transient=True):
+    console = plain_console(stderr=True)
+    hidden = not console.is_terminal  # rich would end it with an empty line all the same
+    for index in track(indices, "reading", console=console, transient=True, disable=hidden):
         try:
             pair = dataset[index]
         except BadSample as sample:

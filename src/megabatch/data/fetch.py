@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,11 @@ from megabatch.data.pairs import (
     BatchTransform,
     Pair,
     PairDataset,
+    PixelTransform,
     TextTransform,
+    UndecodedPairs,
     caption_id,
+    transformed,
 )
 
 TOKEN_CACHE = 2**26  # bytes of tokens that each of several workers keeps: 100,000 texts of 77
@@ -87,6 +91,11 @@ class Fetcher:
         self._firsts: Callable[[list[Any]], Tensor] | None = None
         if isinstance(transform, TextTransform) and getattr(dataset, "first", "image") == "text":
             self._firsts = CachedTokens(transform.texts, token_cache)
+        self._pairs: PairDataset = dataset
+        self._transform = transform
+        if isinstance(transform, PixelTransform):
+            self._pairs = UndecodedPairs(dataset)
+            self._transform = functools.partial(transformed, transform=transform)
 
     def __getitem__(self, request: Request) -> Chunk:
         # Seeded by the draw: a sample that comes twice in an epoch is augmented differently.
@@ -108,16 +117,12 @@ class Fetcher:
         with random_state_kept():
             for offset, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
                 try:
-                    pair = self.dataset[int(index)]
+                    pair = self._pairs[int(index)]
                     texts = [pair.caption, *chosen_negatives(pair, self.negatives, int(seed))]
+                    images.append(self._first(pair, int(seed)))
                 except BadSample as sample:
                     bad.append((start + offset, sample.reason, sample.key))
                     continue
-                if self._firsts is None:
-                    seed_everything(int(seed))
-                    images.append(self.transform(pair.image))
-                else:
-                    images.append(pair.image)
                 captions += texts
                 ids.append(caption_id(pair.caption) if pair.id is None else pair.id)
                 good.append(offset)
@@ -129,6 +134,13 @@ class Fetcher:
             np.array(ids, dtype=np.int64),
             bad,
         )
+
+    def _first(self, pair: Pair, seed: int) -> Any:
+        """A pair's image, transformed; its first text as it is if those are tokenised together."""
+        if self._firsts is not None:
+            return pair.image
+        seed_everything(seed)
+        return self._transform(pair.image)
 
     def _together(self, images: list[Any]) -> Tensor | list[Any] | None:
         """Transformed images, or first texts, as one tensor; files to be decoded later as they are.

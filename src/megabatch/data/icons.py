@@ -21,7 +21,7 @@ from megabatch.data.svg import BadSvg, draw_svg
 from megabatch.errors import UsageError
 from megabatch.files import new_folder
 
-HELD_OUT_PER_MILLE = 80  # of the families; 2.9% of the icons
+HELD_OUT_PER_MILLE = 80  # of the families; 2.8% of the icons
 
 # Categories of whole sets that describe what icons show, and so belong into captions. The others
 # describe grids ("UI 24px") and maintenance.

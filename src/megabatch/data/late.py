@@ -19,7 +19,13 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.data.fetch import random_state_kept, seed_everything, stacked
-from megabatch.data.pairs import BadSample, EncodedImage, Pair, PairDataset, undecoded
+from megabatch.data.pairs import (
+    BadSample,
+    EncodedImage,
+    PairDataset,
+    UndecodedPairs,
+    transformed,
+)
 from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
 
@@ -48,20 +54,6 @@ class DeferredImage:
         if isinstance(self.image, EncodedImage):
             return len(self.image.data)
         return self.image.width * self.image.height * len(self.image.getbands())
-
-
-class UndecodedPairs:
-    """A data set of pairs with an `EncodedImage` instead of each image decoded from a file."""
-
-    def __init__(self, dataset: PairDataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Pair:
-        with undecoded():
-            return self.dataset[index]
 
 
 def keep(image: EncodedImage | Image.Image) -> DeferredImage:
@@ -198,14 +190,12 @@ def decode(piece: Sequence[DeferredImage], transform: Callable[[Any], Tensor]) -
     rows, bad = [], []
     with random_state_kept():
         for offset, sample in enumerate(piece):
-            image = sample.image
+            seed_everything(sample.seed)
             try:
-                image = image.decode() if isinstance(image, EncodedImage) else image
+                rows.append(transformed(sample.image, transform))
             except BadSample as damaged:
                 bad.append((offset, damaged.reason, damaged.key))
-                image = Image.new("RGB", (64, 64))
-            seed_everything(sample.seed)
-            rows.append(transform(image))
+                rows.append(transform(Image.new("RGB", (64, 64))))
     return Decoded(stacked(rows), bad)
 
 

@@ -71,7 +71,8 @@ class PairLoader:
         transform: image (or first text) to tensor, all of one shape. The generators of torch,
             `random` and numpy are seeded for each sample by (seed, epoch, index), and differently
             each time that the sample comes in an epoch.
-        tokenizer: list of captions to (n, context) int64; each distinct caption is tokenised once.
+        tokenizer: list of captions to (n, context) int64. Each worker caches the tokens of distinct
+            captions, up to 64 MiB; without workers this process does, up to 512 MiB.
         seed: of the orders and the transform's randomness.
         workers: processes that fetch, while a thread of this one puts the next batch together; 0:
             this process does. If samples are only copied, any number above 0 stands for one thread,

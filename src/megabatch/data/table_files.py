@@ -77,7 +77,7 @@ def column_names(path: Path, separator: str) -> list[str]:
         if path.suffix == ".arrow":
             return list(MappedTable(path).data.column_names)
         return _header(path, separator)
-    except (OSError, pa.ArrowException, csv.Error) as error:
+    except (OSError, pa.ArrowException, csv.Error, UnicodeEncodeError) as error:
         raise _unreadable(path, error) from error
 
 
@@ -100,7 +100,7 @@ def read_columns(
             table = pa.parquet.read_table(path, columns=list(names))
             return Columns(path, {name: _one_array(table.column(name)) for name in names})
         return _read_csv(path, list(names), separator)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeEncodeError) as error:
         raise _unreadable(path, error) from error
 
 

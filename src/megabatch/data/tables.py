@@ -94,7 +94,7 @@ class Table:
 
 
 def open_table(path: Path, wanted: Wanted) -> Table:
-    """Read the two wanted columns.
+    """Read the wanted columns.
 
     If no separator is given and the usual one (a comma, in .tsv a tab) does not give these columns,
     the first of SEPARATORS that does is used, with a line in `notes`.

@@ -72,7 +72,8 @@ class PixelNormalization(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Normalised images of the buffers' dtype, from uint8 ones (n, c, h, w).
 
-        Contiguous: as the loader has them, with channels last, convolutions would round otherwise.
+        They are contiguous: with channels last, as in the loader, convolutions would round
+        differently.
         """
         pixels = images.to(self.mean.dtype, memory_format=torch.contiguous_format) / 255
         return (pixels - self.mean) / self.std

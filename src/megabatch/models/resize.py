@@ -31,16 +31,19 @@ class TorchResize:
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Return the cropped image, uint8 (3, height, width)."""
-        if image.mode != "RGB":
-            return self._original(image)
+        return self.pixels(np.asarray(image)) if image.mode == "RGB" else self._original(image)
+
+    def pixels(self, pixels: np.ndarray) -> Tensor:
+        """The same of an RGB image, uint8 (height, width, 3)."""
         crop = self._crop
-        top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
+        size = torch.empty((3, *pixels.shape[:2]), device="meta")  # as torchvision has images
+        top, left, height, width = crop.get_params(size, crop.scale, crop.ratio)
         # A copy: torch warns of memory that cannot be written to, and a resize of dense pixels in
         # their own order, channels last, is the fastest.
-        cropped = np.array(np.asarray(image)[top : top + height, left : left + width])
-        pixels = torch.from_numpy(cropped)[None].permute(0, 3, 1, 2)
+        cropped = torch.from_numpy(np.array(pixels[top : top + height, left : left + width]))
+        rows = cropped[None].permute(0, 3, 1, 2)
         mode = crop.interpolation.value
-        return torch.nn.functional.interpolate(pixels, crop.size, mode=mode, antialias=True)[0]
+        return torch.nn.functional.interpolate(rows, crop.size, mode=mode, antialias=True)[0]
 
 
 def _random_crop(transform: Any) -> Any:
