@@ -325,6 +325,18 @@ def tensor_hooks() -> None:
     assert calls == []
 
 
+def parametrizations() -> None:
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    with torch.nn.utils.parametrize.cached():
+        with torch.no_grad():
+            cached = layer.weight
+        assert layer.weight is cached
+        with torch_internals.parametrizations_not_cached():
+            assert layer.weight.requires_grad
+        assert layer.weight is cached
+    assert layer.weight.requires_grad
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "_C._are_functorch_transforms_active": transforms,
     "_C._functorch.is_batchedtensor": batched,
@@ -347,6 +359,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "_C._will_engine_execute_node": executed,
     "Tensor._backward_hooks": tensor_hooks,
     "Tensor._version": version,
+    "nn.utils.parametrize._cache_enabled": parametrizations,
+    "nn.utils.parametrize._cache": parametrizations,
     "nn.modules.batchnorm._BatchNorm": batch_norm,
     "nn.modules.instancenorm._InstanceNorm": instance_norm,
     "ops.aten._scaled_dot_product_flash_attention": attention,

@@ -49,6 +49,10 @@ PURPOSES = {
     "_C._will_engine_execute_node": "to know which gradients a backward pass accumulates",
     "Tensor._backward_hooks": "to call a tensor's hooks once, with its whole gradient",
     "Tensor._version": "to know whether a tensor was changed in place since",
+    "nn.utils.parametrize._cache_enabled": "to compute parametrized weights in each forward pass "
+    "of gradient caching",
+    "nn.utils.parametrize._cache": "to compute parametrized weights in each forward pass of "
+    "gradient caching",
     "nn.modules.batchnorm._BatchNorm": "to find layers that normalise over a batch",
     "nn.modules.instancenorm._InstanceNorm": "to leave running statistics alone in a second pass",
     "ops.aten._scaled_dot_product_flash_attention": "to plan attention's memory as a GPU has it",
@@ -201,6 +205,20 @@ def is_instance_norm(module: nn.Module) -> TypeGuard[nn.InstanceNorm1d]:
     return isinstance(module, private("nn.modules.instancenorm._InstanceNorm"))
 
 
+@contextlib.contextmanager
+def parametrizations_not_cached() -> Iterator[None]:
+    """Compute parametrized weights inside, even within `torch.nn.utils.parametrize.cached()`."""
+    for name in ("_cache_enabled", "_cache"):
+        private(f"nn.utils.parametrize.{name}")
+    module = torch.nn.utils.parametrize
+    before = module._cache_enabled, module._cache
+    module._cache_enabled, module._cache = 0, {}
+    try:
+        yield
+    finally:
+        module._cache_enabled, module._cache = before
+
+
 #: The attribute that `nn.Module.compile` sets, by which the module is then called.
 COMPILED_CALL = "_compiled_call_impl"
 
@@ -220,12 +238,12 @@ def mark_compiled_in_place(module: nn.Module) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile translates a module as one: in place, or as what wraps it."""
+    """Whether torch.compile translates a module as one: in place, or by a wrapper."""
     return is_compiled_in_place(module) or hasattr(module, "_orig_mod")
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module inside what torch.compile made of it; any other module itself."""
+    """The module inside torch.compile's wrapper; any other module itself."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
 
@@ -286,7 +304,7 @@ TorchDispatchMode = private("utils._python_dispatch.TorchDispatchMode")
 
 
 def tensors_in(results: Any) -> Iterator[Tensor]:
-    """The tensors among what an operation returns."""
+    """The tensors among an operation's results."""
     for result in private("utils._pytree.tree_leaves")(results):
         if isinstance(result, Tensor):
             yield result

@@ -47,6 +47,36 @@ def test_nested_batches_keep_their_types():
     assert len(texts.input_ids) == BATCH  # the caller's batch is untouched
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_lists_with_an_item_for_each_row_are_divided(kind, size, device):
+    tower, seen = Tower(), []
+    words = kind(["one", "three", "four", "seven", ["a", "b"], None, 3.5])
+    sizes = [len(str(word)) for word in words]
+
+    def encode(batch):
+        assert batch["more"] == {"sizes": (224, 224)}  # of another length: unchanged
+        seen.append(batch["words"])
+        assert isinstance(seen[-1], kind)
+        weights = torch.tensor([float(len(str(word))) for word in batch["words"]])
+        return tower(batch["input"]) * weights[:, None]
+
+    x, y = pairs()
+    batch = {"input": x, "words": words, "more": {"sizes": (224, 224)}}
+    value = clip_loss(tower(x) * torch.tensor(sizes)[:, None], tower(y))
+    value.backward()
+    expected = gradients(tower)
+    tower.zero_grad()
+    step = GradientCache((encode, tower), clip_loss, size, device=device)
+    found = step(batch, y)
+    found.backward()
+    torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
+    assert_same_gradients(gradients(tower), expected)
+    assert seen[0] == words[:size]
+    assert batch["words"] is words
+
+
 @pytest.mark.parametrize(
     ("batches", "error", "message"),
     [

@@ -160,6 +160,22 @@ def test_nested_batches_are_cut_and_sorted_together():
     torch.testing.assert_close(found[0], encode(batch))
 
 
+def test_lists_with_an_item_for_each_row_are_sorted_as_well():
+    images, tokens = batches()
+    model, names = made(), [f"{length} tokens" for length in LENGTHS]
+    seen = []
+
+    def encode(batch):
+        seen.extend(batch["names"])
+        lengths = (batch["tokens"] != 0).sum(1).tolist()
+        assert [f"{length} tokens" for length in lengths] == batch["names"]
+        return model.text(batch["tokens"])
+
+    step = GradientCache((lambda x: F.normalize(model.image(x), dim=-1), encode), clip_loss, 3)
+    step(images, SortedByLength({"tokens": tokens, "names": names}, LENGTHS)).backward()
+    assert sorted(seen) == sorted(names * 2)
+
+
 def test_dropout_is_the_same_in_both_passes():
     tower, (_, tokens) = made(Texts, dropout=0.5), batches()
     texts = SortedByLength(tokens, LENGTHS)
@@ -243,6 +259,19 @@ def test_wrong_arguments(change, error, message):
     arguments = {"batch": torch.zeros(ROWS, COLUMNS), "lengths": LENGTHS, **change}
     with pytest.raises(error, match=message):
         SortedByLength(**arguments)
+
+
+def test_padding_on_the_left_is_refused():
+    """A row's tokens would be cut, and its padding kept."""
+    left = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0]])
+    message = r"batch\['attention_mask'\]: expected padding on the right.*in row 1.*first 2 columns"
+    with pytest.raises(ValueError, match=message):
+        SortedByLength({"input_ids": left, "attention_mask": left}, left.sum(1))
+    right = left.sort(descending=True).values
+    SortedByLength({"input_ids": right, "attention_mask": right}, right.sum(1))
+    # A text without a token, a text that is not cut, and a mask that masks nothing.
+    empty = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1]])
+    SortedByLength({"attention_mask": empty.bool()}, torch.tensor([1, 4, 2]))
 
 
 def test_sorted_outputs_must_be_named():

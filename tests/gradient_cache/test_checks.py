@@ -1,4 +1,4 @@
-"""The warning if nothing averages the encoders' gradients over the ranks."""
+"""Warnings if nothing averages the encoders' gradients over the ranks, and if the passes differ."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.gradient_cache.checks import PARAMETERS, DriftCheck
-from tests.gradient_cache.towers import Tower, clip_loss, pairs
+from tests.gradient_cache.towers import Tower, TwoTowers, biased_loss, clip_loss, pairs
 from tests.similarity.distributed.processes import World, on_processes
 
 STEPS = 12
@@ -152,3 +152,91 @@ def test_nan_equals_nan():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check.compare(list(itertools.repeat(numbers, 3)), [0, 1, 2])
+
+
+class OwnGenerator(Tower):
+    """Dropout with random numbers that no global generator gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        keep = torch.rand(x.shape, generator=self.generator) > 0.2
+        return super().forward(x * keep)
+
+
+class Counting(Tower):
+    """Counts its calls in an attribute, on which its features depend."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x * self.calls)
+
+
+class GradMode(Tower):
+    """Other features where no graph is recorded, as of a fast path that leaves something out."""
+
+    def forward(self, x):
+        return super().forward(x if torch.is_grad_enabled() else x.relu())
+
+
+class GrowingNoise(OwnGenerator):
+    """Random numbers whose weight is zero in the first step."""
+
+    weight = 0.0
+
+    def forward(self, x):
+        noise = torch.randn(x.shape, generator=self.generator)
+        return Tower.forward(self, x + self.weight * noise)
+
+
+def of_passes(seen):
+    return [str(w.message) for w in seen if "in the second pass" in str(w.message)]
+
+
+@pytest.mark.parametrize("make", [OwnGenerator, Counting, GradMode])
+def test_one_warning_of_an_encoder_that_gives_other_features_in_the_second_pass(make):
+    step = GradientCache((Tower(), make()), clip_loss, 3)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            step(*pairs()).backward()
+    (message,) = of_passes(seen)
+    assert "encoder 1 gave other features in the second pass than in the first: they" in message
+    assert "% in norm, so its gradients are not those of the loss" in message
+
+
+def test_a_difference_that_comes_with_training_is_seen_in_the_tenth_step():
+    tower = GrowingNoise()
+    step = GradientCache((tower, tower), clip_loss, 3)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(9):
+            step(*pairs()).backward()
+            tower.weight += 0.1
+        assert not of_passes(seen)
+        step(*pairs()).backward()
+    assert len(of_passes(seen)) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"feature_dtype": torch.bfloat16}, {"kept_micro_batches": 1}]
+)
+def test_no_warning_of_passes_that_agree(options):
+    bn = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    half = Tower(dropout=0.5).bfloat16()
+    encoders = (bn, lambda x: half(x.bfloat16()).double())
+    steps = [
+        GradientCache(encoders, lambda x, y: clip_loss(x.double(), y.double()), 4, **options),
+        GradientCache(TwoTowers(dropout=0.5), biased_loss, 3, kept_micro_batches=1),
+        GradientCache((Tower(), Tower()), clip_loss, 100),
+    ]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in steps:
+            with torch.autocast("cpu", torch.bfloat16):
+                step(*pairs()).backward()
+    assert not of_passes(seen)

@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,10 +102,10 @@ def one_ddp_encoder_for_both(model, counts):
 def ddp_hidden_in_an_object(model, counts):
     class Holder:
         def __init__(self):
-            self.model = counting_ddp(model, counts)
+            self.parts = SimpleNamespace(model=counting_ddp(model, counts))
 
         def encode(self, *batches):
-            return self.model(*batches)
+            return self.parts.model(*batches)
 
     return Holder().encode, distributed_clip_loss
 

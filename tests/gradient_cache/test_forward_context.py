@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from megabatch.gradient_cache import GradientCache
 from tests.gradient_cache.towers import (
@@ -171,3 +172,22 @@ def test_a_default_device_that_was_reset():
     with ThreadPoolExecutor(1) as thread:
         thread.submit(step).result()
     assert all(gradient is not None for gradient in gradients(*towers))
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_parametrized_weights_that_are_cached_get_their_gradients(backward_inside, kept):
+    """Cached in the first pass, without a graph, they would get none, or those of kept graphs."""
+    tower, batches = Tower(), pairs()
+    parametrizations.weight_norm(tower.layers[0])
+    clip_loss(*map(tower, batches)).backward()
+    expected = gradients(tower)
+    tower.zero_grad()
+    step = GradientCache((tower, tower), clip_loss, 2, kept_micro_batches=kept)
+    with parametrize.cached():
+        value = step(*batches)
+        if backward_inside:
+            value.backward()
+    if not backward_inside:
+        value.backward()
+    assert_same_gradients(gradients(tower), expected)

@@ -159,6 +159,34 @@ def test_losses_that_are_only_evaluated_raise_nothing():
         loop(step, model, lambda value: None)
 
 
+def backpropagated(outputs):
+    """The same, after a backward pass that ends at them."""
+    sum(output.sum() for output in outputs).backward()
+    return outputs
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("inside", [True, False])
+def test_another_loss_of_the_features_outside_of_the_steps_loss(inside, size):
+    """Its gradient would end at the features, and never reach the encoders."""
+    model, kept = TwoTowers(), {}
+
+    def loss(*outputs):
+        kept["features"] = outputs[0]
+        kept["spread"] = outputs[0].var(0).sum()
+        return biased_loss(*outputs)
+
+    value = made(model, loss, size)(*pairs())
+    spread = kept["spread"] if inside else kept["features"].var(0).sum()
+    with pytest.raises(RuntimeError, match="reached the features that the loss got, but not"):
+        (value + spread).backward()
+    # Reading them, and gradients that are asked for or inside the loss, stay possible.
+    value = made(model, lambda *outputs: loss(*backpropagated(outputs)), size)(*pairs())
+    (found,) = torch.autograd.grad(kept["spread"], kept["features"])
+    assert found.shape == kept["features"].shape
+    value.backward()
+
+
 class Fails(nn.Module):
     """Fails in its n-th forward pass, in training mode and with random numbers."""
 

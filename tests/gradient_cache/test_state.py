@@ -1,7 +1,10 @@
 """Random state, autocast, gradient scaler and running statistics."""
 
 import copy
+import functools
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -44,6 +47,39 @@ def test_dropout_is_replayed(micro_batch_size, checkpointed):
     value = GradientCache([encoder(t) for t in towers], loss, micro_batch_size)(*batches)
     value.backward()
     assert torch.equal(torch.get_rng_state(), after)
+    torch.testing.assert_close(value.detach(), expected, rtol=1e-12, atol=0)
+    assert_same_gradients(gradients(towers), wanted)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize(
+    ("seed", "draw", "state"),
+    [
+        (random.seed, random.random, random.getstate),
+        (np.random.seed, np.random.rand, lambda: np.random.get_state()[1].tolist()),
+    ],
+    ids=["python", "numpy"],
+)
+def test_random_numbers_of_other_generators_are_replayed(seed, draw, state, kept):
+    class Masked(Tower):
+        def forward(self, x):
+            keep = torch.tensor([[draw() < 0.5 for _ in row] for row in x])
+            return super().forward(x * keep)
+
+    towers, batches = nn.ModuleList([Masked(), Masked()]), pairs()
+    before = random.getstate(), np.random.get_state()
+    try:
+        seed(1)
+        expected, _ = one_graph(towers, batches, clip_loss, 3)
+        wanted, after = gradients(towers), state()
+        towers.zero_grad()
+        seed(1)
+        value = GradientCache(towers, clip_loss, 3, kept_micro_batches=kept)(*batches)
+        value.backward()
+        assert state() == after
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
     torch.testing.assert_close(value.detach(), expected, rtol=1e-12, atol=0)
     assert_same_gradients(gradients(towers), wanted)
 
@@ -130,6 +166,48 @@ def test_running_statistics_are_updated_once_per_micro_batch(norm, kept):
         assert torch.equal(actual, expected)
     # The second pass normalised by the micro-batch, like the first.
     assert_same_gradients(gradients(encoders), gradients(reference))
+
+
+class Holder:
+    """An object that is no module, such as a trainer, whose method encodes."""
+
+    def __init__(self, model):
+        self.models, self.samples = {"text": model}, ["a sample"] * 1000
+
+    def encode(self, x):
+        return self.models["text"](x)
+
+    __call__ = encode
+
+
+def decorated(function):
+    return functools.wraps(function)(lambda x: function(x))
+
+
+@pytest.mark.parametrize(
+    "refer",
+    [
+        lambda model: Holder(model).encode,
+        Holder,
+        lambda model: functools.partial(Holder(model)),
+        lambda model: decorated(Holder(model).encode),
+        lambda model: lambda x, models=[model]: models[0](x),
+        lambda model: (lambda models: lambda x: models[0](x))([model]),
+        lambda model: (lambda holder: lambda x: holder.encode(x))(Holder(model)),
+    ],
+    ids=["method", "object", "partial", "decorated", "default", "list", "object in a closure"],
+)
+def test_models_that_an_encoder_refers_to_are_found(refer):
+    model = nn.Sequential(nn.Linear(WIDTH, DIMS), nn.BatchNorm1d(DIMS))
+    encoder = refer(model)
+    step = GradientCache((encoder, encoder), clip_loss, 4)
+    step(*pairs(8)).backward()
+    assert model[1].num_batches_tracked == 4  # once for each micro-batch
+    value = step(*pairs(8))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"parameter .*weight of encoder 0 was changed"):
+        value.backward()
 
 
 @pytest.mark.parametrize("fails_at", [2, 5])  # first pass, second pass

@@ -1,15 +1,16 @@
 """Encoders' batches: tensors, or nested mappings, lists and tuples of tensors.
 
 Instead of a tensor there may be an object that makes its rows on access, with `len(rows)` and
-`rows[slice] -> Tensor`, such as compressed images. Anything else in a batch, such as a string or a
-flag, is passed to the encoder unchanged with each micro-batch.
+`rows[slice] -> Tensor`, such as compressed images. Beside them there may be lists or tuples with an
+item for each row, such as captions. Anything else in a batch, such as a string or a flag, is passed
+to the encoder unchanged with each micro-batch.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -19,7 +20,8 @@ class Rows(Protocol):
     """Rows that are made on access, and are the same each time.
 
     If a device is given, they are accessed from another thread than the caller's. They must not use
-    torch's global generator, whose state the encoders' random numbers depend on.
+    the global generators of torch, Python or NumPy, whose state the encoders' random numbers depend
+    on.
     """
 
     def __len__(self) -> int:
@@ -55,6 +57,37 @@ class CutRows:
         cut = self.tensor.ndim > 1 and len(order) > 0
         columns = self.tensor[:, : self._widths[rows.start]] if cut else self.tensor
         return columns.index_select(0, order)
+
+
+class Items:
+    """A list or tuple with an item for each row, none of which is a tensor; a slice is another."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        """Take them as they are."""
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: slice) -> Sequence[Any]:
+        return self.values[rows]
+
+    def in_order(self, order: Tensor) -> Items:
+        """The items of these rows."""
+        return Items(type(self.values)(self.values[i] for i in order.tolist()))  # type: ignore[call-arg]
+
+
+def with_items(batch: Any, rows: int) -> Any:
+    """The batch, with `Items` in place of lists and tuples that have one for each of so many rows.
+
+    Those with tensors inside are containers, and a named tuple always is.
+    """
+
+    def items(values: Any) -> Items | None:
+        listed = len(values) == rows > 0 and not hasattr(values, "_fields")
+        return Items(values) if listed and next(leaves(values), None) is None else None
+
+    return mapped(batch, lambda leaf: leaf, items)
 
 
 #: With two rows batch normalisation has statistics, and an output with one number per row differs
@@ -121,10 +154,12 @@ def take(batch: Any, rows: slice) -> Any:
     Raises:
         TypeError, ValueError: a `Rows` object did not return a tensor with as many rows.
     """
-    return mapped(batch, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else _made(leaf, rows))
+    return mapped(batch, lambda leaf: _taken(leaf, rows))
 
 
-def _made(leaf: Rows, rows: slice) -> Tensor:
+def _taken(leaf: Any, rows: slice) -> Any:
+    if isinstance(leaf, (Tensor, Items)):
+        return leaf[rows]
     tensor = leaf[rows]
     kind, wanted = type(leaf).__name__, f"[{rows.start}:{rows.stop}]"
     if not isinstance(tensor, Tensor):
@@ -147,15 +182,24 @@ def placeholder(batch: Any) -> Any:
     return mapped(empty, lambda tensor: tensor.new_ones((PLACEHOLDER_ROWS, *tensor.shape[1:])))
 
 
-def mapped(batch: Any, function: Callable[[Any], Leaf]) -> Any:
-    """Apply `function` to each leaf of the batch, in containers of the same types."""
+def mapped(
+    batch: Any,
+    function: Callable[[Any], Any],
+    of_list: Callable[[Any], Any] = lambda values: None,
+) -> Any:
+    """Apply `function` to each leaf of the batch, in containers of the same types.
+
+    `of_list` may return something in place of a list or tuple; None: it is a container.
+    """
     if isinstance(batch, Mapping):
-        part = {key: mapped(value, function) for key, value in batch.items()}
+        part = {key: mapped(value, function, of_list) for key, value in batch.items()}
         if type(batch) is dict or not isinstance(batch, MutableMapping):
             return part
         return filled(batch, part)
     if isinstance(batch, (list, tuple)):
-        values = [mapped(value, function) for value in batch]
+        if (instead := of_list(batch)) is not None:
+            return instead
+        values = [mapped(value, function, of_list) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return function(batch) if _is_leaf(batch) else batch
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.gradient_cache.batches import CutRows, Leaf, leaves, mapped
+from megabatch.gradient_cache.batches import CutRows, Items, Leaf, leaves, mapped, with_items
 from megabatch.gradient_cache.division import MicroBatch, equal_rows, equal_tokens, growth
 from megabatch.gradient_cache.feed import to_device
 from megabatch.gradient_cache.outputs import Key
@@ -27,9 +27,9 @@ class SortedByLength:
 
     There are as many micro-batches as of a batch that is not sorted, and they have nearly equal
     tokens (rows times columns): few rows where sequences are long, and many where they are short.
-    `micro_batch_size` is their mean number of rows. None has more tokens than as many rows of the
-    longest sequence, so memory that grows with tokens is bounded as in a padded batch. If other
-    batches go to the same encoder, it gets different numbers of rows of each.
+    `micro_batch_size` is their mean number of rows. No micro-batch has more tokens than that many
+    rows of the longest sequence, so memory that grows with tokens is bounded as in a padded batch.
+    If other batches go to the same encoder, it gets different numbers of rows of each.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class SortedByLength:
 
         Args:
             batch: a tensor (rows, columns, ...), or nested mappings, lists and tuples of tensors.
-                Tensors of one dimension are sorted and not cut.
+                Tensors of one dimension, and lists with an item for each row, are sorted and not
+                cut.
             lengths: integers (rows,), from 1 to the number of columns.
             multiple: columns are cut to multiples of this, at most their number, so that there are
                 few different shapes to compile.
@@ -53,7 +54,8 @@ class SortedByLength:
 
         Raises:
             TypeError, ValueError: the tensors' shapes differ, or are not those of the lengths; a
-                tensor requires a gradient; a length is out of range.
+                tensor requires a gradient; a length is out of range; an `attention_mask` in the
+                batch has padding on the left.
         """
         columns = _columns(batch, lengths)
         if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
@@ -64,6 +66,9 @@ class SortedByLength:
                 f"lengths: expected 1 to {columns}, the number of columns, got {int(found.min())} "
                 f"to {int(found.max())}"
             )
+        for name, leaf in leaves(batch):
+            if name.endswith("['attention_mask']") and isinstance(leaf, Tensor):
+                _check_padding(name, leaf, lengths)
         ordered, order = found.sort(descending=True, stable=True)
         widths = (-(-ordered // multiple) * multiple).clamp(max=columns)
         values, counts = widths.unique_consecutive(return_counts=True)
@@ -71,7 +76,12 @@ class SortedByLength:
         self._columns = columns
         self.outputs = (outputs,) if isinstance(outputs, (int, str)) else tuple(outputs)
         needed = widths.tolist()
-        self.rows = mapped(batch, lambda tensor: CutRows(tensor, order, needed))
+        self.rows = mapped(
+            with_items(batch, len(found)),
+            lambda leaf: (
+                leaf.in_order(order) if isinstance(leaf, Items) else CutRows(leaf, order, needed)
+            ),
+        )
         self._order = order
         self._place = torch.empty_like(order)
         self._place[order] = torch.arange(len(order))
@@ -188,6 +198,26 @@ def _columns(batch: Any, lengths: Tensor) -> int:
             f"batch: expected tensors with one number of columns, got {found or 'none'}"
         )
     return next(iter(columns))
+
+
+def _check_padding(name: str, mask: Tensor, lengths: Tensor) -> None:
+    """Check that no row begins with padding and has tokens where it is cut.
+
+    Where reading the mask makes the host wait no more than reading the lengths does.
+    """
+    if mask.ndim != 2 or not mask.numel() or mask.device.type not in ("cpu", lengths.device.type):
+        return
+    present = mask != 0
+    place = torch.arange(mask.shape[1], device=mask.device)
+    behind = place >= lengths.to(mask.device)[:, None]
+    wrong = ~present[:, 0] & (present & behind).any(1)
+    if wrong.any():
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"{name}: expected padding on the right, as a sequence's first columns are kept, got "
+            f"it on the left in row {row}, which has tokens behind its first {int(lengths[row])} "
+            'columns (tokenizer.padding_side = "right")'
+        )
 
 
 def _check_rows(name: str, leaf: Leaf, rows: int) -> None:

@@ -1,4 +1,8 @@
-"""Checks for mistakes that stay unnoticed: ranks that drift apart, a left-out `backward()`."""
+"""Checks for mistakes that nothing else reports.
+
+Ranks that drift apart, tensors changed between the passes, passes that compute different functions,
+a left-out `backward()`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,19 @@ import functools
 import math
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megabatch.gradient_cache.batches import named_tensors
+from megabatch.gradient_cache.outputs import Outputs
 from megabatch.ranks import all_gather_numbers
+from megabatch.torch_internals import version_of
 
 #: Training steps at whose beginning weights are compared: after the first update, and later, since
 #: an update may take several steps.
@@ -24,6 +32,13 @@ STEPS = (2, 10)
 PARAMETERS = 4
 #: Relative difference that sums of equal weights may have between different kinds of GPUs.
 TOLERANCE = 1e-9
+
+#: Training steps whose two passes are compared. Later ones too: with weights that start at zero a
+#: difference may not show in the first step.
+COMPARED = (1, 10, 100, 1000)
+#: Relative difference in norm that features may have between the passes. The kernels may differ, as
+#: only the second one records a graph; rounding in half precision should stay below this.
+DIFFERENCE = 0.05
 
 _NOTHING = [0] * PARAMETERS
 
@@ -134,11 +149,90 @@ def _number(bits: int) -> float:
     return float(number)
 
 
+class Versions:
+    """Saved versions of an encoder's parameters and batches, to find changes in place."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        batches: Mapping[str, Any],
+        wrappers: Collection[nn.Module],
+    ) -> None:
+        """Save them; names are for messages. Rows that are made on access have no version."""
+        # FSDP2 replaces shards by whole parameters while it needs them.
+        sharded = any(not isinstance(wrapper, DistributedDataParallel) for wrapper in wrappers)
+        named = {
+            f"parameter {name}": parameter
+            for name, parameter in parameters.items()
+            if not sharded or hasattr(parameter, "device_mesh")
+        }
+        for name, batch in batches.items():
+            named |= named_tensors(batch, name)
+        self._versions = {
+            name: (tensor, version_of(tensor))
+            for name, tensor in named.items()
+            if not tensor.is_inference()
+        }
+
+    def changed(self) -> str:
+        """The name of a tensor that was changed since; "" if none was."""
+        for name, (tensor, version) in self._versions.items():
+            if version_of(tensor) != version:
+                return name
+        return ""
+
+
+class PassesCheck:
+    """Compares features of both passes in a few steps, and warns once if they differ.
+
+    The passes compute the same function, unless the encoder depends on something that is not
+    replayed. Only the steps in `COMPARED` wait for a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def wanted(self, step: int) -> bool:
+        """Whether to compare in this training step, the first of which is 1."""
+        return step in COMPARED and not self._warned
+
+    def compare(self, encoder: str, first: Outputs, second: Outputs) -> None:
+        """Warn if these outputs of an encoder, of one micro-batch in both passes, differ."""
+        pairs = [(a, second.get(key)) for key, a in first.items()]
+        most = max(
+            (_difference(a, b) for a, b in pairs if a is not None and b is not None), default=0
+        )
+        if most <= DIFFERENCE or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"GradientCache: {encoder} gave other features in the second pass than in the first: "
+            f"they differ by {most:.1%} in norm, so its gradients are not those of the loss. Its "
+            "forward pass depends on something that changed in between: a torch.Generator of its "
+            "own, an attribute that it updates and that is no buffer, or whether gradients are "
+            "recorded. Leave that out of the encoder, or keep it constant while a "
+            "step and its backward() run",
+            stacklevel=2,
+        )
+
+
+def _difference(first: Tensor, second: Tensor) -> float:
+    """The norm of the difference relative to that of the first tensor; 0 where there is none."""
+    if not first.is_floating_point() or first.shape != second.shape:
+        return 0.0
+    a, b = (
+        tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+        for tensor in (first, second)
+    )
+    relative = float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a))
+    return 0.0 if math.isnan(relative) else relative
+
+
 class UnusedLoss:
     """A step's loss that has not been backpropagated yet.
 
-    It finds loops that never call `backward()`, which was right when a step filled `.grad` itself.
-    Nothing else would report it: the optimizer skips parameters without a gradient.
+    It finds loops that never call `backward()`. Nothing else would report them: the optimizer skips
+    parameters without a gradient.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache.autograd import reached_from
-from megabatch.gradient_cache.batches import named_tensors, tensors_in
+from megabatch.gradient_cache.batches import tensors_in
+from megabatch.gradient_cache.buffers import UpdatedBuffers
 from megabatch.gradient_cache.by_length import Orders
+from megabatch.gradient_cache.checks import PassesCheck, Versions
 from megabatch.gradient_cache.division import MicroBatch
 from megabatch.gradient_cache.feed import Feed, Parts
 from megabatch.gradient_cache.frozen import FrozenParts
 from megabatch.gradient_cache.offload import allocated
 from megabatch.gradient_cache.outputs import OutputForm, Outputs, assembled
 from megabatch.gradient_cache.state import (
+    RandomState,
     are_prepared,
     check_all_used,
     cuda_devices,
@@ -37,7 +39,6 @@ from megabatch.gradient_cache.state import (
     with_sync,
 )
 from megabatch.gradient_cache.sums import GradientSums
-from megabatch.torch_internals import version_of
 
 
 class Encoding:
@@ -70,6 +71,8 @@ class Encoding:
         self.feed = feed
         self.form = form
         self.feature_dtype = feature_dtype
+        self._check: PassesCheck | None = None
+        self._first: Outputs = {}  # of micro-batch 0, to be compared
         self.orders = orders or Orders(name, {})
         self.micro_batches: list[MicroBatch] = []
         self.modules = modules_in(encoder)
@@ -88,7 +91,8 @@ class Encoding:
             parameter.requires_grad for parameter in parameters.values()
         )
         self.versions = Versions(parameters, feed.named, self.wrappers)
-        self.random_states: list[dict[torch.device, Tensor]] = []
+        self.buffers = UpdatedBuffers(self.modules)
+        self.random_states: list[RandomState] = []
         self.cached: Outputs = {}
         self.gradients: Outputs = {}
         self.activations: dict[int, int] = {}
@@ -120,15 +124,16 @@ class Encoding:
         return len(self.micro_batches) - self.kept
 
     def release(self) -> None:
-        """Free the graphs that were kept."""
-        self.graphs = []
+        """Free the graphs that were kept, and features to be compared."""
+        self.graphs, self._first = [], {}
 
-    def forward(self, *, second_pass: bool) -> None:
+    def forward(self, *, second_pass: bool, check: PassesCheck | None = None) -> None:
         """Encode all micro-batches: with a graph those to be kept, without one the others.
 
-        For a `second_pass`, save the random state before each of them.
+        For a `second_pass`, save the random state before each of them. `check` compares the first
+        one's features in both passes.
         """
-        pieces = []
+        self._check, pieces = check, []
         feed = contextlib.closing(self.feed(self.micro_batches))
         with with_sync(self._no_sync), feed as fed:
             for i, (micro_batch, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
@@ -136,6 +141,8 @@ class Encoding:
                     pieces.append(self._evaluate_one(micro_batch, parts))
                 elif i < self.recomputed:
                     pieces.append(self._forward_one(i, micro_batch, parts))
+                    if i == 0 and self._check is not None:
+                        self._first = pieces[0]
                 else:
                     pieces.append(self._forward_kept(i, micro_batch, parts))
                 del parts
@@ -156,7 +163,7 @@ class Encoding:
         self._preparation = prepare(self.wrappers)
         with contextlib.closing(self.feed([micro_batch])) as fed:
             (parts,) = fed
-            with self._statistics_of(micro_batch):
+            with self._updates_of(micro_batch):
                 graph = self._encode(parts)
         self.graphs = [graph]
         self.activations[0] = allocated(self.devices) - before
@@ -213,10 +220,11 @@ class Encoding:
         micro_batches = self.micro_batches[: self.recomputed]
         prepare(self.wrappers)
         feed = contextlib.closing(self.feed(micro_batches))
-        with keep_running_statistics(self.modules), feed as fed:
+        with keep_running_statistics(self.modules), self.buffers.second_pass(), feed as fed:
             for i, (micro_batch, parts) in enumerate(zip(micro_batches, fed, strict=True)):
                 last = i == len(micro_batches) - 1
                 set_random_state(self.random_states[i])
+                self.buffers.set_for(i)
                 with with_sync(self._sync if last and synchronise else self._no_sync):
                     self._backward_one(i, micro_batch, parts, last, sums)
                 del parts
@@ -241,7 +249,7 @@ class Encoding:
         # on a parameter. Record graphs until one does: the earlier ones are empty.
         graph = not self.requires_grad or (i == 0 and bool(self.frozen))
         first_pass = self.frozen.first_pass(i)
-        with self._statistics_of(micro_batch), torch.set_grad_enabled(graph), first_pass:
+        with self._updates_of(micro_batch), torch.set_grad_enabled(graph), first_pass:
             outputs = self._encode(parts)
         if graph:
             self._inspect_graph(outputs)
@@ -253,7 +261,7 @@ class Encoding:
             torch.clear_autocast_cache()
         before = allocated(self.devices)
         self.random_states.append(get_random_state(self.devices))
-        with self._statistics_of(micro_batch):
+        with self._updates_of(micro_batch):
             outputs = self._encode(parts)
         self.activations[i] = allocated(self.devices) - before
         self._inspect_graph(outputs)
@@ -288,6 +296,12 @@ class Encoding:
         """Batches that are results of another graph."""
         return [tensor for tensor in self.inputs if not tensor.is_leaf]
 
+    @contextlib.contextmanager
+    def _updates_of(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Note what buffers the micro-batch finds; keep an idle one out of them."""
+        with self._statistics_of(micro_batch), self.buffers.first_pass(idle=micro_batch.idle):
+            yield
+
     def _statistics_of(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Keep an idle micro-batch's rows, which are no data, out of running statistics."""
         if micro_batch.idle:
@@ -309,6 +323,9 @@ class Encoding:
         with self.frozen.second_pass(i):
             encoded = self._encode(parts)
         self.activations[i] = allocated(self.devices) - before
+        if i == 0 and self._check is not None:
+            self._check.compare(self.name, self._first, self._without_graph(encoded))
+            self._first = {}
         self._backpropagate(encoded, micro_batch, last, sums)
 
     def _backpropagate(
@@ -359,36 +376,3 @@ class Encoding:
             differentiable = whole.is_floating_point() or whole.is_complex()
             whole = whole.requires_grad_(self.requires_grad and differentiable)
         self.cached[key] = whole
-
-
-class Versions:
-    """Saved versions of an encoder's parameters and batches, to find changes in place."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        batches: Mapping[str, Any],
-        wrappers: Collection[nn.Module],
-    ) -> None:
-        """Save them; names are for messages. Rows that are made on access have no version."""
-        # FSDP2 replaces shards by whole parameters while it needs them.
-        sharded = any(not isinstance(wrapper, DistributedDataParallel) for wrapper in wrappers)
-        named = {
-            f"parameter {name}": parameter
-            for name, parameter in parameters.items()
-            if not sharded or hasattr(parameter, "device_mesh")
-        }
-        for name, batch in batches.items():
-            named |= named_tensors(batch, name)
-        self._versions = {
-            name: (tensor, version_of(tensor))
-            for name, tensor in named.items()
-            if not tensor.is_inference()
-        }
-
-    def changed(self) -> str:
-        """The name of a tensor that was changed since; "" if none was."""
-        for name, (tensor, version) in self._versions.items():
-            if version_of(tensor) != version:
-                return name
-        return ""

@@ -13,11 +13,13 @@ from torch import Tensor
 from megabatch.ahead import one_ahead
 from megabatch.gradient_cache.batches import (
     PLACEHOLDER_ROWS,
+    Items,
     leaves,
     mapped,
     placeholder,
     take,
     tensors_in,
+    with_items,
 )
 from megabatch.gradient_cache.division import MicroBatch
 
@@ -51,7 +53,8 @@ class Feed:
         self._keywords = keywords
         # A rank without rows still takes part in the collectives.
         self.batches = {
-            name: batch if rows else placeholder(batch) for name, batch in named.items()
+            name: with_items(batch, rows) if rows else placeholder(batch)
+            for name, batch in named.items()
         }
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -107,7 +110,7 @@ def _worth_a_thread(batches: Mapping[str, Any], device: torch.device) -> bool:
     tensors = tensors_in(batches)
     if any(tensor.requires_grad for tensor in tensors):
         return False  # the move is part of the graph, which belongs to the caller's thread
-    made = len(tensors) < sum(1 for _ in leaves(batches))
+    made = len(tensors) < sum(not isinstance(leaf, Items) for _, leaf in leaves(batches))
     return made or (device.type == "cuda" and any(t.device.type == "cpu" for t in tensors))
 
 

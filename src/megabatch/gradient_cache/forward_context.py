@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from megabatch.torch_internals import parametrizations_not_cached
+
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -32,6 +34,7 @@ class ForwardContext:
     def restored(self) -> Iterator[None]:
         """Restore the saved settings inside, and afterwards those of the caller."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(parametrizations_not_cached())
             for stream in self._streams:
                 stack.enter_context(_on_stream(stream))
             for device, state in self._autocast.items():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.state import get_random_state, set_random_state
+from megabatch.gradient_cache.state import RandomState, get_random_state, set_random_state
 from megabatch.torch_internals import (
     COMPILED_CALL,
     forward_hooks,
@@ -70,7 +70,7 @@ class _Call:
 
     output: Tensor
     version: int
-    random_state: dict[torch.device, Tensor]
+    random_state: RandomState
 
 
 class _Part:

@@ -89,7 +89,9 @@ class SecondPass:
         loss = checked_loss(function(*args, **kwargs, **detached))
         if not loss.requires_grad:
             raise ValueError("loss: the value returned depends on nothing that requires a gradient")
-        features = {id(t) for encoding in self.encodings for t in _trained(encoding.cached)}
+        features = {id(t): t for encoding in self.encodings for t in _trained(encoding.cached)}
+        for tensor in features.values():  # the step's own backward pass accumulates nothing there
+            tensor.register_post_accumulate_grad_hook(_refuse_gradient)
         aliases = {id(alias) for alias in self._aliases.values()}
         self._loss_leaves = [
             leaf
@@ -264,3 +266,13 @@ def _add_to_grad(leaf: Tensor, gradient: Tensor | None) -> None:
         leaf.grad = gradient
     else:
         leaf.grad.add_(gradient)
+
+
+def _refuse_gradient(features: Tensor) -> None:
+    """Raise an error if a backward pass of something else than the step's loss ends here."""
+    features.grad = None
+    raise RuntimeError(
+        "GradientCache: a backward pass reached the features that the loss got, but not through "
+        "the step's loss, so it would not reach the encoders: compute all that depends on the "
+        "features in the loss, and return the sum"
+    )

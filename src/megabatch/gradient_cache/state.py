@@ -6,6 +6,8 @@ import contextlib
 import functools
 import inspect
 import itertools
+import random
+import sys
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.torch_internals import fsdp_groups, is_batch_norm, is_instance_norm
 
+#: Items of a list up to which it may be one of models; datasets are longer.
+SHORT = 64
+
 
 def cuda_devices(*tensors: Iterable[Tensor]) -> set[torch.device]:
     """The CUDA devices of the tensors, and the current one if CUDA is initialised."""
@@ -25,19 +30,38 @@ def cuda_devices(*tensors: Iterable[Tensor]) -> set[torch.device]:
     return devices
 
 
-def get_random_state(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-    """The state of PyTorch's generators: the CPU's and those of the CUDA devices."""
-    states = {torch.device("cpu"): torch.get_rng_state()}
-    return states | {device: torch.cuda.get_rng_state(device) for device in devices}
+class RandomState(NamedTuple):
+    """The state of the global generators: PyTorch's, Python's, and NumPy's if it is imported."""
+
+    by_device: dict[torch.device, Tensor]
+    python: tuple[Any, ...]
+    numpy: dict[str, Any] | None
 
 
-def set_random_state(states: dict[torch.device, Tensor]) -> None:
+def get_random_state(devices: Iterable[torch.device]) -> RandomState:
+    """The state of all generators: PyTorch's are the CPU's and those of the CUDA devices.
+
+    Some models draw their masks or their layers by Python or NumPy (SpecAugment in transformers).
+    """
+    on_devices = {device: torch.cuda.get_rng_state(device) for device in devices}
+    numpy = sys.modules.get("numpy.random")
+    return RandomState(
+        {torch.device("cpu"): torch.get_rng_state()} | on_devices,
+        random.getstate(),
+        None if numpy is None else numpy.get_state(legacy=False),
+    )
+
+
+def set_random_state(state: RandomState) -> None:
     """Restore a state from `get_random_state`."""
-    for device, state in states.items():
+    for device, of_device in state.by_device.items():
         if device.type == "cpu":
-            torch.set_rng_state(state)
+            torch.set_rng_state(of_device)
         else:
-            torch.cuda.set_rng_state(state, device)
+            torch.cuda.set_rng_state(of_device, device)
+    random.setstate(state.python)
+    if state.numpy is not None:
+        sys.modules["numpy.random"].set_state(state.numpy)
 
 
 def modules_in(function: Any) -> list[nn.Module]:
@@ -59,19 +83,38 @@ def parameters_in(function: Any) -> dict[str, Tensor]:
 
 
 def _roots_in(function: Any) -> list[nn.Module]:
-    if isinstance(function, nn.Module):
-        return [function]
-    if isinstance(function, functools.partial):
-        inside = [function.func, *function.args, *function.keywords.values()]
-    elif inspect.ismethod(function):
-        inside = [function.__self__]
-    elif inspect.isfunction(function):
-        scope = inspect.getclosurevars(function)
-        values = (*scope.nonlocals.values(), *scope.globals.values())
-        inside = [value for value in values if isinstance(value, nn.Module)]
-    else:
-        inside = []
-    return list(dict.fromkeys(root for part in inside for root in _roots_in(part)))
+    return list(dict.fromkeys(_found_in(function, set())))
+
+
+def _found_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
+    """The modules that a callable is made of, refers to, or has among its object's attributes."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, functools.partial):
+            inside = [value.func, *value.args, *value.keywords.values()]
+        elif inspect.ismethod(value):
+            inside = [value.__self__]
+        elif inspect.isfunction(value):
+            scope = inspect.getclosurevars(value)
+            # Among the globals there are libraries' functions, which lead anywhere.
+            inside = [*scope.nonlocals.values(), *_modules_among(scope.globals.values())]
+            inside += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        else:
+            inside = _modules_among([value, *getattr(value, "__dict__", {}).values()])
+        for part in inside:
+            yield from _found_in(part, seen)
+
+
+def _modules_among(values: Iterable[Any]) -> list[nn.Module]:
+    """Those that are modules, or items of a short list, tuple or dict."""
+    found: list[nn.Module] = []
+    for value in values:
+        items = value.values() if isinstance(value, dict) else value
+        short = isinstance(value, (list, tuple, dict)) and len(value) <= SHORT
+        found += [item for item in (items if short else [value]) if isinstance(item, nn.Module)]
+    return found
 
 
 def gradient_wrappers(modules: list[nn.Module]) -> list[nn.Module]:

@@ -32,7 +32,12 @@ from megabatch.gradient_cache.arguments import Settings
 from megabatch.gradient_cache.autograd import attach
 from megabatch.gradient_cache.batches import batch_size
 from megabatch.gradient_cache.by_length import Orders, in_encoders_order
-from megabatch.gradient_cache.checks import DriftCheck, UnusedLoss, out_of_memory_on_all_ranks
+from megabatch.gradient_cache.checks import (
+    DriftCheck,
+    PassesCheck,
+    UnusedLoss,
+    out_of_memory_on_all_ranks,
+)
 from megabatch.gradient_cache.division import MicroBatch
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
@@ -41,6 +46,7 @@ from megabatch.gradient_cache.outputs import OutputForm
 from megabatch.gradient_cache.second_pass import SecondPass, checked_loss
 from megabatch.gradient_cache.state import parameters_in
 from megabatch.ranks import all_gather_numbers, global_ranks
+from megabatch.torch_internals import parametrizations_not_cached
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,8 +71,10 @@ class GradientCache:
     through the same micro-batches with the same random states. The first pass goes encoder by
     encoder, micro-batch by micro-batch. The second one runs in the same context: autocast, default
     dtype and device, float32 matmul precision, train or eval mode, `no_sync`, random states.
-    Afterwards PyTorch's random state (CPU and CUDA) is the one that `backward()` found. Python's
-    and NumPy's generators are not replayed. Batch normalisation uses each micro-batch's own
+    Random states are those of PyTorch's generators (CPU and CUDA), Python's and NumPy's. They and
+    buffers that a forward pass updates are afterwards as `backward()` found them. A warning tells
+    if an encoder gives other features in the second pass, since it depends on anything else; a few
+    steps compare those of the first micro-batch. Batch normalisation uses each micro-batch's own
     statistics, so it is **not exact**; its running statistics are updated once by each micro-batch.
 
     **Outputs.** A tensor whose first dimension equals the micro-batch's number of rows, in every
@@ -105,9 +113,10 @@ class GradientCache:
     `backward(inputs=...)` are errors there. A wrapper around the whole training step synchronises
     when the gradients leave the node. A rank with fewer micro-batches than another takes part in
     the others with one row whose outputs are dropped; a rank without any row, with two rows of
-    ones. Wrappers, and batch normalisation, are found inside modules, methods of modules, partials,
-    and among the modules that a function refers to; with a wrapper that is hidden deeper, gradients
-    are right, but it synchronises in each micro-batch. Encoders that nothing synchronises drift
+    ones. Wrappers, and batch normalisation, are found inside modules and partials, among the
+    modules that a function refers to, and among the attributes of an object that is called or whose
+    method is; with a wrapper that is hidden deeper, gradients are right, but it synchronises in
+    each micro-batch. Encoders that nothing synchronises drift
     apart: a few weights are compared over the ranks at the beginning of the second and the tenth
     step, with a warning that names one that differs. The hosts of a group's ranks tell each other
     which call they make; a rank that leaves out `backward()` is named by the others.
@@ -183,6 +192,7 @@ class GradientCache:
         self.gradients_on_host = gradients_on_host
         self._offload = OffloadPolicy()
         self._drift = DriftCheck()
+        self._passes = PassesCheck()
         self._steps = 0
         self._keeps = False
         self._last: UnusedLoss | None = None
@@ -195,10 +205,11 @@ class GradientCache:
                 of rows (first dimension) for each encoder. Instead of a tensor there may be an
                 object with `__len__` and `__getitem__(slice) -> Tensor`, such as compressed images:
                 its rows are made in each pass, when they are needed, and must be the same each
-                time. Anything else (None, a string, a flag) is passed unchanged with each
-                micro-batch. A batch may have no row if another rank's has one. Batches must not
-                change until `backward()` is done. Padded sequences in a `SortedByLength` are
-                encoded with little of their padding.
+                time. Beside tensors, a list or tuple of other values with an item for each row,
+                such as captions, is divided as well; anything else (None, a string, a flag) is
+                passed unchanged with each micro-batch. A batch may have no row if another rank's
+                has one. Batches must not change until `backward()` is done. Padded sequences in a
+                `SortedByLength` are encoded with little of their padding.
             **keywords: batches by keyword (`input_names`); the others are passed to the loss, not
                 split.
 
@@ -248,13 +259,15 @@ class GradientCache:
             announce=lambda: self._begin_backward(unused, call),
             kept_backward=lambda: self._memory_for_kept("kept graphs"),
         )
+        check = self._passes if self._passes.wanted(self._steps) else None
         try:
-            with self._memory_for_kept("first pass"):
+            # As below: weights that are cached without a graph pass no gradient on.
+            with self._memory_for_kept("first pass"), parametrizations_not_cached():
                 for encoding in encodings:
                     if once:
                         encoding.forward_once()
                     else:
-                        encoding.forward(second_pass=True)
+                        encoding.forward(second_pass=True, check=check)
             # Autocast caches casts of weights; those made without a graph pass no gradient on.
             torch.clear_autocast_cache()
             args, kwargs = self._loss_arguments(encodings)
