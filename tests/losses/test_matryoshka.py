@@ -70,6 +70,24 @@ def test_named_losses_are_summed_by_name() -> None:
     torch.testing.assert_close(named["contrastive_loss"], loss(x, y, 10.0), rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_teacher_stays_whole_and_tuples_are_summed(by_name: bool) -> None:
+    x, y = MAKERS["random"](6, 6, 8)
+    u, v = MAKERS["clustered"](6, 6, 3)  # narrower than the prefixes
+    loss = mb.DistillClipLoss()
+    teacher: Any = {"dist_image_features": u, "dist_text_features": v, "dist_logit_scale": 7.0}
+    args, more = ((10.0,), teacher) if by_name else ((10.0, *teacher.values()), {})
+    found = mb.MatryoshkaLoss(loss, [4, 8], (1, 2))(x, y, *args, **more)
+    parts = [
+        loss(F.normalize(x[:, :dim]), F.normalize(y[:, :dim]), 10.0, u, v, 7.0) for dim in (4, 8)
+    ]
+    assert isinstance(found, tuple)
+    for total, small, large in zip(found, *parts, strict=True):
+        torch.testing.assert_close(total, small + 2 * large, rtol=1e-12, atol=0)
+    named = mb.MatryoshkaLoss(loss, [4, 8], (1, 2))(x, y, *args, **more, output_dict=True)
+    assert [*named.values()] == [*found]
+
+
 def test_prefixes_keep_the_dtype() -> None:
     seen = []
 

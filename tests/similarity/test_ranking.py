@@ -50,6 +50,16 @@ def test_a_collapsed_model_ties_with_everything() -> None:
     assert (equal == 49).all()
 
 
+@pytest.mark.parametrize(("m", "n", "d"), [(63, 1027, 64), (3, 31, 511), (2, 333, 64), (1, 9, 7)])
+def test_equal_columns_tie_whatever_their_number(m: int, n: int, d: int) -> None:
+    feature = torch.randn(1, d, generator=torch.Generator().manual_seed(d))
+    x, y = (torch.nn.functional.normalize(feature).repeat(rows, 1) for rows in (m, n))
+    for target in (0, n - 1):
+        above, equal = similarity.ranks(x, y, torch.full((m,), target))
+        assert above.sum() == 0
+        assert (equal == n - 1).all()
+
+
 def test_a_nan_query_ranks_last() -> None:
     x = torch.randn(4, 3)
     x[1] = torch.nan

@@ -87,7 +87,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def check_pairs(x: Any, y: Any, names: tuple[str, str]) -> None:
-    """Check two feature matrices with as many rows: rows i of both are a pair."""
+    """Check two feature matrices of equal length, whose rows i are a pair."""
     check_two(x, y, names)
     check_same_rows(x, y, names)
 
@@ -129,7 +129,7 @@ def own_ids(ids: Any, like: Tensor, group: object) -> Tensor:
 def check_labelled(
     embeddings: Any, labels: Any, references: Any, reference_labels: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Check embeddings (n, d) and labels, references (m, d) and theirs or neither: the ids."""
+    """Check embeddings (n, d) and labels, and references (m, d) and theirs if given; the ids."""
     check_features("embeddings", embeddings)
     labels = check_integers("labels", labels, embeddings.shape[0], embeddings)
     if (references is None) != (reference_labels is None):
@@ -143,7 +143,7 @@ def check_labelled(
 
 
 def check_views(views: tuple[Any, ...]) -> None:
-    """Check two or more feature matrices with as many rows: rows i belong to instance i."""
+    """Check two or more feature matrices of equal length, whose rows i belong to instance i."""
     if len(views) < 2:
         raise TypeError(f"views: expected two or more, got {len(views)}")
     check_features("views[0]", views[0])

@@ -94,7 +94,7 @@ class ClipLoss(ContrastiveLoss):
         check_pairs(image_features, text_features, ("image_features", "text_features"))
         x, y = self._operands(image_features, text_features)
         scale = check_scalar("logit_scale", logit_scale, x)
-        if self.label_smoothing:  # which uses it outside the engine
+        if self.label_smoothing:  # `_mean_logit` uses the scale outside the engine
             scale = replicated(scale, self.group)
         bias = None if logit_bias is None else check_scalar("logit_bias", logit_bias, x)
         weights = check_weights(weights, x)

@@ -23,6 +23,9 @@ class DistillClipLoss(ContrastiveLoss):
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
     """
 
+    #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.
+    whole = ("dist_image_features", "dist_text_features")
+
     def __init__(self, *, normalize: bool = False, group: object = None) -> None:
         super().__init__(normalize=normalize, group=group)
 

@@ -223,8 +223,8 @@ class InfoNCELoss(TemperatureLoss):
         ids: Tensor | None,
     ) -> Tensor:
         """The loss of each query, (b,)."""
-        each = negatives is not None and negatives.features.dim() == 3
-        shared, own = (None, negatives) if each else (negatives, None)
+        per_query = negatives is not None and negatives.features.dim() == 3
+        shared, own = (None, negatives) if per_query else (negatives, None)
         plain, in_batch, hard = self._logits(query, positive, scale)
 
         parts = self._same_tower(plain, query, positive, own, ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,38 +52,33 @@ class MatryoshkaLoss(nn.Module):
                 raise ValueError(f"dims: expected widths of 1 and more, got {dim}")
         check_flag("normalize", normalize)
         self.loss, self.dims, self.normalize = loss, tuple(map(int, dims)), normalize
+        self._whole = _whole(loss)
         self.weights = check_factors("weights", weights, len(dims), "dim")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The weighted sum of `loss(*args, **kwargs)` over the prefixes.
 
-        Features are what is cut: among the arguments, and in mappings among them, the
-        floating-point tensors of two dimensions and more, along their last one. Everything else
-        (scales, ids, labels, weights, masks) reaches the loss as it is. Where the loss returns a
-        mapping of losses, such is returned.
+        Features are cut along their last dimension: all floating-point tensors of two or more
+        dimensions among the arguments, and in mappings among them. Everything else (scales, ids,
+        labels, weights, masks) reaches the loss as it is, and so do the features of a teacher or a
+        guide. If the loss returns a tuple or a mapping of losses, the result is one of their sums.
 
         Raises:
             ValueError: features narrower than the largest of `dims`, or none at all.
         """
-        whole = getattr(self.loss, "whole", ())
-        cut = {name: value for name, value in kwargs.items() if name not in whole}
-        named = {**{f"argument {i}": a for i, a in enumerate(args)}, **cut}
-        if not any([_check_width(name, value, max(self.dims)) for name, value in named.items()]):
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        cut = {key: value for key, value in given.items() if key not in self._whole}
+        if not any([_check_width(_named(key), v, max(self.dims)) for key, v in cut.items()]):
             raise ValueError("features: expected at least one tensor of shape (n, d), got none")
         total: Any = None
         for dim, weight in zip(self.dims, self.weights, strict=True):
+            prefixes = given | {key: self._cut(value, dim) for key, value in cut.items()}
             loss = self.loss(
-                *(self._cut(value, dim) for value in args),
-                **{
-                    name: value if name in whole else self._cut(value, dim)
-                    for name, value in kwargs.items()
-                },
+                *(prefixes[i] for i in range(len(args))),
+                **{name: prefixes[name] for name in kwargs},
             )
-            if isinstance(loss, Mapping):
-                before = total or dict.fromkeys(loss, 0.0)
-                total = {name: before[name] + weight * value for name, value in loss.items()}
-            else:
-                total = weight * loss if total is None else total + weight * loss
+            total = _plus(total, weight, loss)
         return total
 
     def extra_repr(self) -> str:
@@ -96,6 +92,30 @@ class MatryoshkaLoss(nn.Module):
             return value
         prefix = value[..., :dim]
         return unit_rows(prefix, value.dtype) if self.normalize else prefix
+
+
+def _whole(loss: Callable[..., Any]) -> frozenset[int | str]:
+    """Names and positions of the arguments that stay whole."""
+    names = getattr(loss, "whole", ())
+    if not names:
+        return frozenset()
+    called = inspect.signature(getattr(loss, "forward", loss)).parameters
+    return frozenset([*names, *(i for i, name in enumerate(called) if name in names)])
+
+
+def _named(key: int | str) -> str:
+    return f"argument {key}" if isinstance(key, int) else key
+
+
+def _plus(total: Any, weight: float, loss: Any) -> Any:
+    """The total so far, None if there is none yet, plus a loss, or a tuple or mapping of losses."""
+    if isinstance(loss, Mapping):
+        before = total or {}
+        return {name: _plus(before.get(name), weight, value) for name, value in loss.items()}
+    if isinstance(loss, tuple):
+        parts = total or (None,) * len(loss)
+        return tuple(_plus(part, weight, value) for part, value in zip(parts, loss, strict=True))
+    return weight * loss if total is None else total + weight * loss
 
 
 def _is_features(value: Any) -> bool:

@@ -27,8 +27,8 @@ class MultiModalLoss(ContrastiveLoss):
         pairs: names of the modalities to compare with each other.
         weights: a number for each pair, not negative; 1 each by default.
         loss: for each pair called as `loss(x, y, logit_scale, logit_bias, weights=ones)`:
-            `ClipLoss` (the default) or `SigLipLoss`. Weights of 1 because a weighted mean over
-            no rows is 0.
+            `ClipLoss` (the default) or `SigLipLoss`. It gets weights of 1 because a weighted mean
+            over no rows is 0, where an unweighted one is an error.
         normalize: scale each row of each modality to unit length first, as `F.normalize` does.
         group: of the default loss; a loss of your own has its own.
 
@@ -74,9 +74,9 @@ class MultiModalLoss(ContrastiveLoss):
             logit_scale: 1 / temperature, exponentiated already: one for all pairs, or a mapping
                 with one for each.
             logit_bias: likewise.
-            present: for some modalities a bool tensor (b,), False where a sample lacks it; what
-                its row of the features then holds, NaN too, is not looked at. Selecting rows waits
-                for the masks' device; masks on the CPU spare a GPU that wait.
+            present: for some modalities a bool tensor (b,), False where a sample lacks it; the
+                values of that row of the features, NaN too, are ignored. Selecting rows waits for
+                the masks' device; masks on the CPU spare a GPU that wait.
 
         Returns:
             A scalar in float32 (float64 for float64 features).

@@ -14,7 +14,8 @@ def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
     """Mean of -log p of each pair along its row and along its column, (m,).
 
     Args:
-        rows, columns: (4, m), what `Split` has of either side; a pair's one positive is its own.
+        rows, columns: (4, m), the numbers of a `Split` for either side; each pair has one positive,
+            its own.
     """
     if torch.compiler.is_compiling():  # which makes one kernel of it by itself
         return _expression(rows, columns)
@@ -22,13 +23,13 @@ def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _expression(rows: Tensor, columns: Tensor) -> Tensor:
-    near = minus_log_probability(rows[2], rows[0])
-    return (near + minus_log_probability(columns[2], columns[0])) / 2
+    of_rows, of_columns = (minus_log_probability(side[2], side[0]) for side in (rows, columns))
+    return (of_rows + of_columns) / 2
 
 
 @operator("paired_losses")
 def _paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
-    """In torch's operations it would be 5 launches, and 10 for the gradient; so it is one each."""
+    """One launch, and one for the gradient; torch operations would take 5 and 10."""
     if not _by_kernel(rows):
         return _expression(rows, columns)
     from megabatch.similarity.backends.triton import paired  # Triton, where it is needed

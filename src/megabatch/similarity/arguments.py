@@ -40,10 +40,21 @@ def check_features(name: str, value: Any) -> None:
 
 
 def check_dense(name: str, value: Tensor) -> None:
-    """`value` must be neither sparse nor nested."""
+    """`value` must be neither sparse, nor nested, nor distributed."""
+    check_local(name, value)
     if value.is_nested or value.layout != torch.strided:
         came = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise TypeError(f"{name}: expected a dense tensor, got {came}")
+
+
+def check_local(name: str, value: Tensor) -> None:
+    """`value` must be no DTensor: losses exchange rows between processes themselves."""
+    if hasattr(value, "full_tensor"):
+        raise TypeError(
+            f"{name}: expected a tensor of this process, got a DTensor; pass {name}.full_tensor() "
+            "for a parameter that FSDP2 shards, or let the model's forward return it, and "
+            f"{name}.to_local() for features of which each process has rows of its own"
+        )
 
 
 def check_two(
@@ -139,6 +150,7 @@ def check_scalar(name: str, value: Any, like: Tensor) -> Tensor:
         return torch.full((), number, dtype=dtype, device=like.device)
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}")
+    check_local(name, value)
     if value.shape not in ((), (1,)):
         raise ValueError(f"{name}: expected shape () or (1,), got {tuple(value.shape)}")
     if not value.is_floating_point():

@@ -43,8 +43,8 @@ class Part(NamedTuple):
     cols: slice | None  #: likewise, if its columns are among these rows: x against itself
     partial: Tensor | None  #: of its columns otherwise, see `Chunk`
     overwrite: bool  #: `partial` is uninitialised
-    row_numbers: Tensor | None  #: the last of the rows' tensors
-    col_numbers: Tensor | None  #: and of the columns'
+    row_numbers: Tensor | None  #: `extra` of these rows, see `Sweep.run`
+    col_numbers: Tensor | None  #: and of these columns
 
 
 class Sweep(Generic[T]):

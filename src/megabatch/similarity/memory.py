@@ -105,11 +105,11 @@ class Run(NamedTuple):
 
 
 def gradient_bytes(run: Run, x: Tensor, y: Tensor | None, numbers: int) -> int:
-    """The bytes of `engine.gradients`; `numbers`: of an upstream, which kernels hold a row."""
+    """The bytes of `engine.gradients`; `numbers`: how many an upstream has for each row."""
     block, rows = run.block(x, y)
     transfer_bytes = run.transfer_bytes(x, y)
     if y is not None and run.ranks == 1:  # accumulators of all columns, and of a strip of rows
-        upstreams = 0 if run.on_cpu else 4 * numbers * (len(x) + len(y))
+        upstreams = 0 if run.on_cpu else 4 * numbers * (len(x) + len(y))  # of kernels, float32
         return block + run.totals(x, len(y) + min(rows, len(x))) + upstreams
     product = run.totals(x, min(eager.STRIP, len(x))) if run.on_cpu else 0  # for scale's gradient
     temporary = block + product + transfer_bytes

@@ -47,8 +47,9 @@ def ranks(
 
     Returns:
         `(above, equal)`, int64 (m,). The target's score is computed in the same block of the same
-        product as the scores that it is compared with, so rounding cannot separate equal scores.
-        If a row's target scores NaN, every column counts as above.
+        product as the scores that it is compared with, so rounding cannot separate equal scores
+        (on a CPU, MKL's float64 excepted: it rounds equal columns of one product differently). If a
+        row's target scores NaN, every column counts as above.
 
     Raises:
         TypeError, ValueError: the message names the argument, what came and what was expected.
@@ -263,9 +264,21 @@ def _same(pairs: Pairs, scores: Tensor) -> Tensor:
 
 
 def _scores(x: Tensor, y: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    one = x.new_ones((), dtype=accumulator_dtype(x.dtype))
     for j in strips(y.shape[0], columns):
-        yield j, eager.logits(x, y[j], one)
+        yield j, _block(x, y[j])
+
+
+def _block(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y.T, in which equal columns score the same.
+
+    MKL has other kernels for the columns left over from groups of 8, which round differently: among
+    1,027 equal columns a query's own one could score less than nearly all others.
+    """
+    one = x.new_ones((), dtype=accumulator_dtype(x.dtype))
+    n = len(y)
+    if missing := -n % 16:
+        y = torch.cat([y, y.new_zeros(missing, y.shape[1])])
+    return eager.logits(x, y, one)[:, :n]
 
 
 def _target_scores(x: Tensor, y: Tensor, target: Tensor, step: int, out: Tensor) -> None:
@@ -273,12 +286,11 @@ def _target_scores(x: Tensor, y: Tensor, target: Tensor, step: int, out: Tensor)
 
     Rows whose target is none of these columns stay unchanged.
     """
-    one = x.new_ones((), dtype=out.dtype)
     block = torch.where((target >= 0) & (target < y.shape[0]), target // step, -1)
     for number in block.unique().tolist():
         if number < 0:
             continue
         start = number * step
-        s = eager.logits(x, y[start : start + step], one)
+        s = _block(x, y[start : start + step])
         rows = (block == number).nonzero().squeeze(1)
         out[rows] = s[rows, target[rows] - start]

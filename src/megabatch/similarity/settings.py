@@ -205,10 +205,10 @@ def set_gather(size: int | None) -> int:
     """Limit the features of all ranks that are gathered at once, in bytes; returns the previous.
 
     If the features of all ranks together take more, they are gathered in rounds of a quarter of the
-    limit; if shards differ in size, or the limit is 0, the ring is used instead. x against itself
-    always uses a ring; the limit decides whether ranks share rows, and whether features are saved
-    for the backward pass. All ranks must set the same value. It applies to all later calls and
-    their backward passes. None is the default, 384 MiB.
+    limit. The ring is used instead if the limit is 0, and on one host if shards differ in size. x
+    against itself always uses a ring; the limit decides whether ranks share rows, and whether
+    features are saved for the backward pass. All ranks must set the same value. It applies to all
+    later calls and their backward passes. None is the default, 384 MiB.
 
     Raises:
         TypeError: `size` is neither None nor an integer.
@@ -233,13 +233,13 @@ def set_overlap(on: bool) -> bool:
 
 
 def set_grid(columns: int | None) -> int | None:
-    """Set which groups are arranged as a grid of ranks; returns the previous setting.
+    """Set whether the default group is arranged as a grid of ranks; returns the previous setting.
 
     In a grid of rows and columns of ranks, those of one row share the rows of their matrix, and
-    those of one column its columns (docs/distributed.md). None, the default: a group on several
-    hosts, with as many ranks on each, is a grid whose rows are whole hosts. 0: a group is never
-    one. A number: every group whose size it divides is a grid with that many columns. A
-    two-dimensional DeviceMesh is a grid of its own shape, whatever is set.
+    those of one column its columns (docs/distributed.md). None, the default: on several hosts, with
+    as many ranks on each, the default group is a grid whose rows are whole hosts. 0: it never is
+    one. A number that divides its size: it is a grid with that many columns. A two-dimensional
+    DeviceMesh is a grid of its own shape, whatever is set; other groups never are grids.
 
     Results are the same but for rounding. All ranks must set the same value. It applies to all
     later calls and their backward passes.

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megabatch import losses
 from megabatch.similarity.distributed.means import replicated
@@ -255,3 +257,23 @@ def test_an_empty_batch_everywhere_is_an_error_on_every_process(world: World) ->
     x = torch.empty(0, D, requires_grad=True)
     with pytest.raises(ValueError, match="image_features: expected at least one row"):
         losses.ClipLoss()(x, x, 1.0)
+
+
+@on_processes(2)
+def test_distributed_tensors_are_refused_and_their_parts_are_taken(world: World) -> None:
+    """A parameter that FSDP2 shards, outside of the model's forward, and features."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    x, y = torch.randn(2, 6, 4, dtype=torch.float64)
+    scale: Any = distribute_tensor(torch.ones(1, dtype=torch.float64), mesh, [Shard(0)])
+    scale.requires_grad_()
+    rows: Any = distribute_tensor(x, mesh, [Shard(0)])
+    part = world.shard(y, [3] * 2)
+    loss = losses.ClipLoss()
+    with pytest.raises(TypeError, match=r"logit_scale: .* DTensor; pass logit_scale.full_tensor"):
+        loss(part, part, scale.exp())
+    with pytest.raises(TypeError, match=r"image_features: expected a tensor of this process, got"):
+        loss(rows, part, 3.0)
+    loss(rows.to_local(), part, scale.exp().full_tensor()).backward()
+    whole = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    losses.ClipLoss(group="local")(x, y, whole.exp()).backward()
+    torch.testing.assert_close(scale.grad.full_tensor(), whole.grad, rtol=1e-12, atol=0)

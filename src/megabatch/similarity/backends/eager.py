@@ -125,7 +125,7 @@ def strips(n: int, step: int) -> Iterator[slice]:
 
 
 def within(bounds: Sequence[int], parts: Callable[[int], Iterator[slice]]) -> Iterator[slice]:
-    """The parts of each range between two bounds; `parts` makes those of a number of rows."""
+    """The parts of each range between two bounds; `parts(n)` divides the first n rows."""
     for start, stop in pairwise(bounds):
         for part in parts(stop - start):
             yield slice(start + part.start, start + part.stop)

@@ -80,7 +80,7 @@ def resolve(name: str) -> dist.ProcessGroup:
 
 
 def sides(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """If a mesh's name: the ranks that share this one's rows, and those that share its columns."""
+    """For a mesh: the ranks that share this one's rows, and those that share its columns."""
     _, *named = name.split(SEPARATOR)
     if not named:
         return None
@@ -89,7 +89,7 @@ def sides(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
 
 
 def shape(name: str) -> str:
-    """If a mesh's name, a description of its shape for the terms of a handshake."""
+    """For a mesh, a description of its shape for the terms of a handshake; else ""."""
     groups = sides(name)
     return "" if groups is None else f", mesh: {groups[1].size()} x {groups[0].size()}"
 

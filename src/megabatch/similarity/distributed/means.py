@@ -1,7 +1,7 @@
 """Means over the global batch, globally unique ids, and parameters replicated over ranks.
 
-Each process holds its own rows of one batch. Losses communicate with other
-ranks through these functions only.
+Each process holds its own rows of one batch. Losses communicate with other ranks through these
+functions only.
 """
 
 from __future__ import annotations

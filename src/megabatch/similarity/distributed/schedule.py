@@ -137,15 +137,18 @@ class Rows:
         return lambda: tensors
 
     def exchange(self, states: Tensor) -> Tensor:
-        """Every rank's states (k, numbers, own rows) of this rank's rows, of (numbers, rows)."""
+        """Exchange states (numbers, rows) of all rows; returns every rank's of this rank's rows.
+
+        Those are (k, numbers, own rows).
+        """
         return states[None]
 
     def sum(self, totals: Tensor) -> Tensor:
-        """The sums over ranks for this rank's rows, of (rows, ...)."""
+        """Sum totals (rows, ...) of all rows over ranks; returns the sums of this rank's rows."""
         return totals
 
     def sum_by_rank(self, parts: Tensor) -> Tensor:
-        """This rank's part of the sum over ranks of (ranks that share rows, ...)."""
+        """Sum parts (ranks that share rows, ...) over these ranks; returns this rank's own part."""
         return parts[0]
 
 

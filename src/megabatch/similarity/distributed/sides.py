@@ -42,7 +42,7 @@ def of(name: str, device: torch.device, most: int, symmetric: bool = False) -> S
         found: Sides | None = Sides(*of_mesh)
     elif group is dist.group.WORLD:
         found = _of_all(group, settings.grid(), device, most, symmetric)
-    else:  # torch makes new groups on all ranks
+    else:  # the ranks of the world would all have to help make the groups of its sides
         found = None
     for side in found or ():
         control.watch_with(side, group)

@@ -1,1 +1,1 @@
-"""What is reduced: one file a reduction, with its operators and its blocks in torch operations."""
+"""The reductions, a file each, with their operators and their tiles in torch operations."""

@@ -34,7 +34,7 @@ class SoftmaxTiles(EagerTiles):
         self._scratch = self._buffers(2)
         self._saved = {} if saved is None else self._saved_blocks(saved)
 
-    # Forward.
+    # --- forward ----------------------------------------------------------------------------
 
     def reduce(self, cols: bool) -> tuple[Tensor, Tensor | None]:
         """The results of all rows and, if wanted, of all columns."""
@@ -78,7 +78,7 @@ class SoftmaxTiles(EagerTiles):
         """See `base.StateTiles`."""
         states.to_logsumexp(parts[0] if len(parts) == 1 else states.merge(parts), out)
 
-    # Backward.
+    # --- backward ---------------------------------------------------------------------------
 
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Tensor:
         """A side's upstream from its results and their gradients."""

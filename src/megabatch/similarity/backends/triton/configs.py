@@ -108,7 +108,7 @@ def packaged_backward(x: torch.Tensor) -> Config:
 
 
 def sigmoid_config(x: torch.Tensor) -> Config:
-    """Configuration of the sigmoid loss's kernels for features like x (m, d)."""
+    """Configuration of the sigmoid loss's kernels for features like x; `tune` searches for none."""
     found = lookup("sigmoid", x)
     if found is not None:
         return found

@@ -32,7 +32,7 @@ class Side(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, lses: tuple[int, ...] = (0,)) -> Side:
-        """One of these numbers; `lses`: which of them are log-sum-exps that tiles share."""
+        """A side with these numbers; `lses`: the log-sum-exps among them whose extremes count."""
         size, tiles = numbers.shape[1], cdiv(numbers.shape[1], TILE)
         extremes = numbers.new_empty(2 * len(lses), tiles)
         for k, lse in enumerate(lses):
@@ -62,7 +62,7 @@ class GuideOperands(NamedTuple):
 
     @classmethod
     def of(cls, guide: Guide, bk: int) -> GuideOperands:
-        """Of aligned features."""
+        """The operands of a guide whose features are `aligned`."""
         rows, cols = guide
         descriptors = new_descriptor(rows, bk), new_descriptor(cols, bk)
         return cls(*descriptors, cols, cols.stride(0), cols.shape[1], bk)
@@ -75,7 +75,7 @@ class Ranges(NamedTuple):
     stride: int
 
     def view(self, part: slice) -> Ranges:
-        """From this row or column on."""
+        """The ranges from the first row or column of `part` on."""
         if self.values is None:
             return self
         return self._replace(values=self.values[:, part.start // TILE :])

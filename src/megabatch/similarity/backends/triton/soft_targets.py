@@ -144,7 +144,7 @@ def masked_forward(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of flagged tiles and of those on the diagonal, CHUNK looked at a program.
+    """Partial sums of flagged tiles and of those on the diagonal; a program looks at CHUNK tiles.
 
     The pairs (i, i) count in none of them: own[0, i] and own[1, i] become their logits, the
     student's and the teacher's.
@@ -209,7 +209,7 @@ def combine_partials(
     own, stride, m, n, diagonal_offset,
     BM: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, P: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """Merge a block's partial sums into the states of its rows, then of its columns, B a program.
+    """Merge a block's partial sums into the states of B of its rows, or of B of its columns.
 
     A side's first block finds an uninitialised state; its last one leaves the results.
     """
@@ -454,7 +454,7 @@ def masked_backward(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
     DIAGONAL: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """dS of the tiles that need masks or two exponentials, CHUNK looked at a program."""
+    """dS of the tiles that need masks or two exponentials; a program looks at CHUNK tiles."""
     width = tl.cdiv(n, BN)
     start = tl.program_id(0) * CHUNK
     end = tl.minimum(start + CHUNK, tl.cdiv(m, BM) * width)

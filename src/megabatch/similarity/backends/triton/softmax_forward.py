@@ -1,6 +1,6 @@
 """Forward kernels of log-sum-exp: sums of exponentials, tile by tile, in base 2.
 
-1. `reference` guesses an upper bound of each row's largest logit.
+1. `reference` estimates each row's largest logit from a sample of the columns.
 2. `unmasked_tiles` keeps a tile's logits in registers and takes one exponential each, which both
    sides share: row i's exponentials are relative to a reference of its own, and weighted by
    2^(row's reference - its row group's reference) they sum to the columns'. Tiles that need masks
@@ -8,7 +8,7 @@
 3. `combine_partials` adds the tiles' sums to the running state. It computes the tiles left out,
    with a running maximum, and recomputes the rows whose sums left float32's range.
 
-A state is laid out as `similarity.states` documents, with references in base 2: for pairs of
+A state is laid out as `reductions.states` documents, with references in base 2: for pairs of
 different ids, then for pairs of equal ids, (reference, sum of 2^(logit - reference)); the sum of
 positive logits; their number. `merge_states` joins states of the same rows from several GPUs.
 """
