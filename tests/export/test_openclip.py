@@ -10,8 +10,10 @@ import open_clip
 import pytest
 import torch
 
+from megabatch.errors import UsageError
 from megabatch.export import export_run
 from megabatch.models import Towers, create
+from megabatch.training.checkpoint import save_tensors
 from tests.export.runs import change_json, pictures, write_run
 from tests.models.tiny import TINY, TINY_UNMASKED
 from tests.models.tiny_bert import save_tiny_bert
@@ -68,6 +70,24 @@ def test_the_runs_sizes_and_bias_go_along(tmp_path: Path) -> None:
     assert torch.equal(model.logit_bias, towers.module.logit_bias)
     stored = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())
     assert stored["model_cfg"]["vision_cfg"]["patch_dropout"] == 0.25
+
+
+def test_a_size_that_open_clip_cannot_load_is_refused(tmp_path: Path) -> None:
+    text = {"context_length": 8, "vocab_size": 60, "width": 16, "heads": 2, "layers": 1}
+    vision = {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear"}
+    model = {"embed_dim": 16, "vision_cfg": {**vision, "image_size": 160}, "text_cfg": text}
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model}))
+    save_tensors(open_clip.CLIP(**model).state_dict(), folder / "open_clip_model.safetensors")
+    write_run(tmp_path / "own", f"local-dir:{folder}", force_image_size=160)
+    export_run(tmp_path / "own", to="openclip", output=tmp_path / "out")
+    write_run(tmp_path / "other", f"local-dir:{folder}", force_image_size=96)
+    with pytest.raises(
+        UsageError, match=r"cannot load .* with --force-image-size 96, as it builds"
+    ):
+        export_run(tmp_path / "other", to="openclip", output=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_folders_preprocessing_goes_along_and_comes_back(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megabatch.errors import UsageError
 from megabatch.export import export_run
 from megabatch.models import Towers
 from tests.export.runs import change_json, write_run
@@ -88,11 +87,3 @@ def test_padding_that_may_count_is_told(bert: Path, tmp_path: Path) -> None:
     change_json(bert / "tokenizer_config.json", padding_side="left")
     [note] = export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
     assert "may depend on padding: the run padded texts to 12 tokens" in note
-
-
-def test_padding_at_the_end_of_a_text_is_refused(bert: Path, tmp_path: Path) -> None:
-    change_json(bert / "tokenizer_config.json", pad_token="[SEP]")
-    write_run(tmp_path / "run", f"hf:{bert}")
-    with pytest.raises(UsageError, match="ends texts with its token of padding"):
-        export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
-    assert not (tmp_path / "out").exists()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megabatch.data import Batch, Pair, PairLoader
 from megabatch.errors import UsageError
+from megabatch.evaluation.run_folder import open_model
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
 from megabatch.losses.objective import create_objective
@@ -23,7 +24,7 @@ from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock, locked_towers
 from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep
-from megabatch.training.setup import build_towers
+from megabatch.training.setup import build_towers, pooling_notes
 from megabatch.training.trainer import Trainer
 from tests.models.tiny_bert import save_tiny_bert
 from tests.own_parts import writing_when_imported
@@ -68,13 +69,48 @@ def test_pooling_is_what_it_says_and_knows_no_padding(folder: Path, pooling: str
     torch.testing.assert_close(towers.module.encode_text(tokens), expected)
 
 
-def test_the_last_token_is_found_where_padding_comes_first(folder: Path) -> None:
-    towers = made(folder, hf_pooling="last")
+@pytest.mark.parametrize(
+    ("saved", "more", "own"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, (), "cls"),
+        ({"pooling_mode": "lasttoken"}, (), "last"),
+        ({"pooling_mode": "mean"}, (), "mean"),
+        ({"pooling_mode_max_tokens": True}, ("Dense",), "max_tokens and Dense"),
+    ],
+)
+def test_the_pooling_of_a_folder_of_sentence_transformers(
+    tmp_path: Path, saved: dict[str, object], more: tuple[str, ...], own: str
+) -> None:
+    folder = save_tiny_bert(tmp_path / "bert")
+    config = TrainConfig(model=f"hf:{folder}")
+    assert pooling_notes(config) == []
+    assert open_model(config.model, None).towers.module.first.pooling == "mean"
+    modules = ["Transformer", "Pooling", *more, "Normalize"]
+    listed = [{"type": f"sentence_transformers.models.{m}", "path": m} for m in modules]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "Pooling").mkdir()
+    (folder / "Pooling" / "config.json").write_text(json.dumps(saved))
+    note = (
+        f"--hf-pooling mean is used, although sentence-transformers' files in {folder} name {own}"
+    )
+    assert pooling_notes(config) == ([] if own == "mean" else [note])
+    if not more:
+        assert open_model(config.model, None).towers.module.first.pooling == own
+    else:
+        with pytest.raises(UsageError, match="by max_tokens and Dense, expected one of mean, cls"):
+            open_model(config.model, None)
+
+
+@pytest.mark.parametrize(("pooling", "position"), [("cls", 7), ("last", -1)])
+def test_the_token_is_found_where_padding_comes_first(
+    folder: Path, pooling: str, position: int
+) -> None:
+    towers = made(folder, hf_pooling=pooling)
     tokens = towers.tokenizer("a b c").roll(7, dims=1)
-    assert tokens[0, -1] == 3
+    assert (tokens != 0).nonzero()[:, 1].tolist() == [7, 8, 9, 10, 11]
     mask = (tokens != 0).long()
     states = towers.module.first.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(towers.module.encode_text(tokens), states[:, -1])
+    torch.testing.assert_close(towers.module.encode_text(tokens), states[:, position])
 
 
 def test_a_text_of_padding_alone_has_finite_features(folder: Path) -> None:
@@ -212,6 +248,14 @@ def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(UsageError, match="has no tokenizer"):
         create(f"hf:{tmp_path}")
+
+
+def test_padding_that_ends_each_text_is_refused_as_it_would_be_masked(tmp_path: Path) -> None:
+    folder = save_tiny_bert(tmp_path / "bert")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "[SEP]"}))
+    with pytest.raises(UsageError, match=r"its token of padding, \[SEP\], into each text"):
+        create(f"hf:{folder}")
 
 
 def test_code_of_a_folder_is_not_run_even_if_the_user_would_agree(

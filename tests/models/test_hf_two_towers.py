@@ -228,6 +228,23 @@ def test_a_broken_image_processor_is_told(clip: Path, text: str | None, message:
         made(clip)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": {"shortest_edge": 36}}, "32 x 32 pixels, got size {'shortest_edge': 36}$"),
+        ({"size": 32, "crop_size": 24}, "got crop_size 24$"),
+        ({"do_normalize": False}, "expected do_resize, .* got do_normalize False$"),
+    ],
+)
+def test_a_processor_that_does_something_else_is_refused(
+    clip: Path, changes: dict[str, object], message: str
+) -> None:
+    path = clip / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UsageError, match=message):
+        made(clip)
+
+
 def test_newer_folders_keep_it_with_the_other_processors(clip: Path) -> None:
     path = clip / "preprocessor_config.json"
     other = clip / "processor_config.json"

@@ -59,6 +59,20 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         create(TINY, pretrained=path)
 
 
+def test_patch_dropout_without_patches_is_refused(tmp_path: Path) -> None:
+    model = {
+        "embed_dim": 16,
+        "vision_cfg": {"layers": [1, 1, 1, 1], "width": 8, "image_size": 32},
+        "text_cfg": {"context_length": 8, "vocab_size": 60, "width": 16, "heads": 2, "layers": 1},
+    }
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": model}))
+    save_file(open_clip.CLIP(**model).state_dict(), tmp_path / "open_clip_model.safetensors")
+    name = f"local-dir:{tmp_path}"
+    create(name, options=ModelOptions(force_patch_dropout=0.0))
+    with pytest.raises(UsageError, match=r"--force-patch-dropout: the image tower of local-dir:"):
+        create(name, options=ModelOptions(force_patch_dropout=0.5))
+
+
 def test_a_model_that_also_writes_captions_is_refused() -> None:
     with pytest.raises(UsageError, match="CoCa"):
         create("coca_ViT-B-32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -60,6 +61,37 @@ def test_a_folder_that_open_clip_saved(theirs: dict[str, Tensor], tmp_path: Path
     assert towers.tokenizer("a text").shape == (1, 16)
     with pytest.raises(UsageError, match="brings its own weights"):
         create(f"local-dir:{folder}", pretrained=folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"preprocess_cfg": {"mean": [0.5, 0.5, 0.5]}},
+            r"mean \[0.5, 0.5, 0.5\] instead of \(0.48",
+        ),
+        (
+            {"preprocess_cfg": {"resize_mode": "squash"}},
+            ": resize_mode squash instead of shortest;",
+        ),
+        (
+            {"model_cfg": {"quick_gelu": True}},
+            ": quick_gelu True instead of False; expected --model",
+        ),
+    ],
+)
+def test_weights_that_had_other_pixels_or_another_activation_are_refused(
+    theirs: dict[str, Tensor], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = saved_for_the_hub(tmp_path / "hub", theirs)
+    path = folder / "open_clip_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({part: {**config[part], **changes.get(part, {})} for part in config})
+    )
+    with pytest.raises(UsageError, match=message):
+        create(TINY, pretrained=folder / "open_clip_model.safetensors")
+    assert_holds(create(f"local-dir:{folder}").module, theirs)
 
 
 def test_a_folder_of_a_run(theirs: dict[str, Tensor], tmp_path: Path) -> None:

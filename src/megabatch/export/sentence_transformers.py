@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megabatch.errors import UsageError
 from megabatch.evaluation.run_folder import Opened
 from megabatch.export.hugging_face import save_encoder
 from megabatch.models.hf_folder import FolderTokenizer
@@ -93,20 +92,11 @@ def _write_router(pair: TextPair, tokenizer: FolderTokenizer, folder: Path) -> N
 
 
 def _differences(opened: Opened) -> list[str]:
-    """Differences between the padding of the two libraries that the embeddings may show.
-
-    Raises:
-        UsageError: the library would count a token that the run took for padding.
-    """
+    """Differences between the padding of the two libraries that the embeddings may show."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = opened.towers.tokenizer
     own = AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True)
-    if tokenizer.pad in own("a")["input_ids"]:
-        raise UsageError(
-            f"--to sentence-transformers: the tokenizer of {tokenizer.folder} ends texts with its "
-            "token of padding, which the run left out of a text and the library would count"
-        )
     if opened.towers.lengths and own.padding_side == "right":
         return []
     return [

@@ -130,3 +130,18 @@ def read_tokenizer(folder: Path, config: Any, context_length: int | None) -> Fol
         )
     length = context_length or int(min(CONTEXT_LENGTH, longest, tokenizer.model_max_length))
     return FolderTokenizer(folder, int(tokenizer.pad_token_id), length)
+
+
+def check_padding(tokenizer: FolderTokenizer) -> None:
+    """Check that texts have no token of padding of their own, as those are masked by token.
+
+    Raises:
+        UsageError: the tokenizer ends each text with it, as those of some decoders do.
+    """
+    own = _read_tokenizer(tokenizer.folder)
+    if tokenizer.pad in own("a")["input_ids"]:
+        raise UsageError(
+            f"--model: the tokenizer of {tokenizer.folder} puts its token of padding, "
+            f"{own.pad_token}, into each text, where it would be masked as well; expected another "
+            "pad_token in its tokenizer_config.json"
+        )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megabatch.errors import UsageError
 from megabatch.models import weights as files
-from megabatch.models.hf_folder import FolderTokenizer, read_model, read_tokenizer
+from megabatch.models.hf_folder import FolderTokenizer, check_padding, read_model, read_tokenizer
 from megabatch.models.layers import Tower, lock_layers
 from megabatch.models.options import ModelOptions
 from megabatch.models.padding import Lengths, is_masked_kind, without_padding
@@ -37,6 +37,7 @@ def create(
     start = options.init_logit_scale
     scale = math.log(1 / 0.05) if start is None else start  # common for sentence encoders
     tokenizer = read_tokenizer(folder, config, options.force_context_length)
+    check_padding(tokenizer)
     module = TextPair(
         encoder,
         pad=tokenizer.pad,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError, one_line
-from megabatch.models.hf_folder import has_weights, read_model, read_tokenizer
+from megabatch.models.hf_folder import check_padding, has_weights, read_model, read_tokenizer
 from megabatch.models.layers import lock_layers
 from megabatch.models.options import ModelOptions
 from megabatch.models.padding import (
@@ -34,6 +34,8 @@ KINDS = {"clip": False, "metaclip_2": False, "siglip": False, "vision-text-dual-
 #: PIL's filters by number, those that open_clip's transforms support.
 _FILTERS = {2: "bilinear", 3: "bicubic"}
 _NEEDED = ("image_mean", "image_std", "resample")
+
+_STEPS = ("do_resize", "do_rescale", "do_normalize")
 
 #: Files of a folder's image processor: of older releases of transformers, and of newer ones.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -60,6 +62,8 @@ def create(
         )
     tokenizer = read_tokenizer(folder, config.text_config, options.force_context_length)
     pad = tokenizer.pad if KINDS[config.model_type] else None
+    if pad is not None:
+        check_padding(tokenizer)
     model = read_model(folder, config)
     _initialise_scale(model, options, fresh=not has_weights(folder))
     module = HuggingFaceTwoTowers(model, pad)
@@ -168,10 +172,29 @@ def _transform(folder: Path, vision: Any, train: bool) -> Any:
             f"--model: the image processor of {folder}: expected image_mean, image_std and "
             f"resample 2 or 3, got {', '.join(f'{k} {read.get(k)}' for k in _NEEDED)}"
         ) from error
-    shape = "shortest" if read.get("do_center_crop") else "squash"
     size = int(vision.image_size)
+    _check_steps(read, size, folder)
+    shape = "shortest" if read.get("do_center_crop") else "squash"
     config = PreprocessCfg(size, "RGB", mean, std, filter_name, shape)
     return image_transform_v2(config, is_train=train)
+
+
+def _check_steps(read: dict[str, Any], size: int, folder: Path) -> None:
+    """Raise a UsageError if a processor does anything that open_clip's transforms do not.
+
+    They resize to the model's size, and crop to the same one.
+    """
+    got = {step: False for step in _STEPS if read.get(step) is False}
+    sizes = ("size", "crop_size") if read.get("do_center_crop") else ("size",)
+    for name in sizes:
+        value = read.get(name, size)
+        if set(value.values() if isinstance(value, dict) else [value]) != {size}:
+            got[name] = value
+    if got:
+        raise UsageError(
+            f"--model: the image processor of {folder}: expected {', '.join(_STEPS)} and the "
+            f"model's {size} x {size} pixels, got {', '.join(f'{k} {v}' for k, v in got.items())}"
+        )
 
 
 def _processor(folder: Path) -> dict[str, Any]:

@@ -68,12 +68,16 @@ class VisionTower(nn.Module):
     It has pre-norm blocks and learnt positions; its feature is the mean over patches. In training
     images are slightly shifted and scaled, and the fraction `patch_dropout` of the patches is
     dropped (Li et al. 2022, arXiv 2212.00794); both use torch's generator of the images' device.
+
+    Attributes:
+        jitter: whether images are shifted and scaled in training.
     """
 
     def __init__(self, embed_dim: int, image_size: int, *, patch_dropout: float = 0.0) -> None:
         super().__init__()
         patches = (image_size // PATCH) ** 2
         self.kept = max(1, round(patches * (1 - patch_dropout)))
+        self.jitter = True
         self.patch_embed = nn.Linear(PATCH**2, _WIDTH)
         self.pos_embed = nn.Parameter(torch.randn(patches, _WIDTH) * 0.02)
         self.blocks = nn.Sequential(*(Block(_WIDTH, _HEADS) for _ in range(_DEPTH)))
@@ -83,7 +87,7 @@ class VisionTower(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         """Features (n, embed_dim), not normalised, of uint8 images (n, 1, side, side)."""
         ink = 1 - image.float() / 255
-        if self.training:
+        if self.training and self.jitter:
             ink = jittered(ink)
         x = self.patch_embed(_patches((ink - _MEAN) / _STD))
         x = x + self.pos_embed.to(x.dtype)  # in fp32 it would be twice the memory traffic

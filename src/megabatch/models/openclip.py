@@ -21,6 +21,7 @@ from megabatch.models.towers import Towers
 
 #: Prefix of the name of a folder that open_clip saved, as in open_clip.
 FOLDER = "local-dir:"
+_CONFIG = "open_clip_config.json"
 
 
 def names() -> list[str]:
@@ -74,6 +75,11 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
             # Its type depends on the architecture's own library and on the weights.
             raise UsageError(_could_not_build(name, weights, error)) from error
         tokenizer = _tokenizer(name, config, options.force_context_length)
+    if weights is not None and not name.startswith(FOLDER):
+        _check_origin(name, weights, config, module.visual.preprocess_cfg)
+    kinds = {type(part).__name__ for part in module.visual.modules()}
+    if options.force_patch_dropout and not any("PatchDropout" in kind for kind in kinds):
+        raise UsageError(f"--force-patch-dropout: the image tower of {name} drops no patches")
     bias = module.logit_bias
     if weights is not None and bias is not None and "logit_bias" not in stored:
         start = options.init_logit_bias
@@ -105,12 +111,46 @@ def read_config(name: str) -> dict[str, Any]:
     if not name.startswith(FOLDER):
         config: dict[str, Any] = open_clip.get_model_config(name)
         return config
-    path = Path(name.removeprefix(FOLDER)) / "open_clip_config.json"
+    path = Path(name.removeprefix(FOLDER)) / _CONFIG
     try:
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["model_cfg"]
         return stored
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--model: {path} cannot be used: {one_line(error, 240)}") from error
+
+
+def _check_origin(
+    name: str, weights: Path, config: dict[str, Any], preprocessing: dict[str, Any]
+) -> None:
+    """Check that weights had the same activation and pixels where they come from.
+
+    Weights fit a model with others as well. The folder that open_clip saved for the hub says which
+    they had.
+
+    Raises:
+        UsageError: they had others.
+    """
+    from open_clip.transform import PreprocessCfg, merge_preprocess_dict
+
+    folder = weights.parent
+    if not (folder / _CONFIG).is_file():
+        return
+    saved = read_config(f"{FOLDER}{folder}")
+    pixels = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("preprocess_cfg")
+    theirs = merge_preprocess_dict(PreprocessCfg(), pixels or {})
+    theirs["quick_gelu"] = saved.get("quick_gelu", False)
+    ours = {**preprocessing, "quick_gelu": config.get("quick_gelu", False)}
+    compared = ("quick_gelu", "mean", "std", "interpolation", "resize_mode")
+    other = [
+        f"{key} {theirs[key]} instead of {ours[key]}"
+        for key in compared
+        if json.dumps(theirs[key]) != json.dumps(ours[key])  # lists are tuples in JSON
+    ]
+    if other:
+        raise UsageError(
+            f"--pretrained: {folder} was saved with another configuration than {name}: "
+            f"{', '.join(other)}; expected --model {FOLDER}{folder}, which includes its own"
+        )
 
 
 def _initial_values(
