@@ -134,6 +134,16 @@ def test_a_single_encoder_takes_a_mapping() -> None:
         torch.testing.assert_close(found.grad, other.grad)
 
 
+def test_the_micro_batch_size_may_change_between_steps() -> None:
+    """As Lightning's `BatchSizeFinder` changes it."""
+    module, sizes = Pairs(), []
+    module.cached_loss(*samples())
+    module.x.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
+    module.micro_batch_size = 8
+    module.cached_loss(*samples())
+    assert set(sizes) == {8}
+
+
 @pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy", "tensor_parallel_size"])
 def test_refuses_strategies(name: str) -> None:
     strategy = type(name, (), {})()

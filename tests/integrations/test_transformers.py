@@ -126,6 +126,41 @@ def test_pairs_of_texts_through_one_encoder(tmp_path: Path) -> None:
         torch.testing.assert_close(features, torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
+class Labelled(transformers.BertModel):  # type: ignore[name-defined, misc]
+    """Its signature makes the Trainer expect labels, without which it asks for no loss."""
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None) -> Any:
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+
+def test_evaluates_models_that_take_labels_without_any(tmp_path: Path) -> None:
+    other = pairs_trainer(True, tmp_path, text_pairs())
+    model = Labelled(other.model.config)
+    model.load_state_dict(other.model.state_dict())
+    labelled = made(
+        tmp_path, model, data_collator=collate_pairs, eval_dataset=text_pairs()[:10],
+        pooling="mean", loss=other.contrastive_loss, loss_inputs=("ids",),
+        changes={"remove_unused_columns": False},
+    )  # fmt: skip
+    assert labelled.label_names == ["labels"]
+    assert labelled.evaluate()["eval_loss"] == pytest.approx(other.evaluate()["eval_loss"])
+    assert labelled.label_names == ["labels"]
+
+
+def test_attributes_may_change_between_steps(tmp_path: Path) -> None:
+    batch, sizes = collate_pairs(text_pairs(8)), []
+    changed, other = (pairs_trainer(True, tmp_path, text_pairs(8)) for _ in range(2))
+    before = changed.compute_loss(changed.model, batch)
+    loss = InfoNCELoss(temperature=1.0, normalize=True)
+    for trainer in (changed, other):
+        trainer.micro_batch_size, trainer.pooling, trainer.contrastive_loss = 4, "cls", loss
+    changed.model.encoder.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
+    found, expected = (t.compute_loss(t.model, batch) for t in (changed, other))
+    torch.testing.assert_close(found, expected)
+    assert not torch.isclose(found, before)
+    assert set(sizes) == {4}
+
+
 @pytest.mark.parametrize("pooling", ["cls", "last"])
 def test_pooling_takes_the_first_token_or_the_last(pooling: Any) -> None:
     model, batch = bert().eval(), texts(5, 0)
@@ -148,6 +183,19 @@ def test_the_model_computes_logits_of_a_micro_batch_only() -> None:
     model.forward = watched
     GradientCache(FeatureEncoder(model), own_loss(model), 3)(images_and_texts(7)).backward()
     assert set(made) == {(3, 3), (1, 1)}
+
+
+def test_a_users_hook_sees_the_models_output() -> None:
+    model, batch = bert().eval(), texts(5, 0)
+    states = model(**batch).last_hidden_state
+
+    def doubled(_: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = 2 * output.last_hidden_state
+        return output
+
+    model.register_forward_hook(doubled)
+    (found,) = FeatureEncoder(model, "cls")(batch)
+    torch.testing.assert_close(found, 2 * states[:, 0])
 
 
 class Watched(ClipLoss):

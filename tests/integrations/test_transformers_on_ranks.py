@@ -64,11 +64,11 @@ def slices(batch: dict[str, Tensor], i: int) -> dict[str, Tensor]:
     return {name: value[2 * BATCH * i :][: 2 * BATCH] for name, value in batch.items()}
 
 
-def on_two_a_clip_model_under_ddp() -> None:
+def on_two_the_models_own_loss_under_ddp() -> None:
     """Weights and logged losses are those of one process with the batches of both."""
     batch = images_and_texts(8 * BATCH)
-    for towers in (None, "text"):
-        model, expected = (with_adapters(model_of("clip"), towers) for _ in range(2))
+    for kind, towers in (("clip", None), ("clip", "text"), ("siglip", None)):
+        model, expected = (with_adapters(model_of(kind), towers) for _ in range(2))
         before = weights_of(model)
         data = rows_of(batch)
         trainer = Cached(
@@ -170,7 +170,7 @@ def on_two_the_trainers_fsdp2() -> None:
 @pytest.mark.concurrency
 def test_on_two_processes(tmp_path: Path) -> None:
     checks = [
-        on_two_a_clip_model_under_ddp,
+        on_two_the_models_own_loss_under_ddp,
         on_two_a_local_loss_is_as_the_models_own_under_ddp,
         on_two_pairs_of_texts_under_ddp,
         on_two_a_loop_with_accelerate,

@@ -45,11 +45,11 @@ class MegabatchMixin:
     _cache: tuple[Any, GradientCache] | None = None
 
     def encoders(self) -> _Encoder | Sequence[_Encoder]:
-        """What `GradientCache` takes: one encoder per batch, or one that takes all of them."""
+        """One encoder per batch, or one that takes all batches, as for `GradientCache`."""
         raise NotImplementedError(f"encoders: {type(self).__name__} does not define them")
 
     def contrastive_loss(self, *features: Tensor, **inputs: Any) -> Tensor:
-        """The loss of what the encoders return for the whole batch; one number."""
+        """The loss of the encoders' outputs for the whole batch; one number."""
         raise NotImplementedError(f"contrastive_loss: {type(self).__name__} does not define it")
 
     def cached_loss(self, *batches: Any, **inputs: Any) -> Tensor:
@@ -63,8 +63,8 @@ class MegabatchMixin:
             ValueError: the Trainer's strategy would not train this loss; the message says why.
         """
         encoders = self.encoders()
-        # A strategy may have replaced or wrapped them since the last step.
-        key = (*encoders,) if isinstance(encoders, Sequence) else (encoders,)
+        # Since the last step a strategy may have wrapped them, or a tuner changed the size.
+        key = (*encoders,) if isinstance(encoders, Sequence) else (encoders,), self.micro_batch_size
         if self._cache is None or self._cache[0] != key:
             _refuse(getattr(self, "_trainer", None))
             cache = GradientCache(encoders, self.contrastive_loss, self.micro_batch_size)

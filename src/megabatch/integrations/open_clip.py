@@ -168,7 +168,7 @@ class CachedStep:
         return getattr(self._model, name)
 
     def __call__(self, images: HeldBatches, texts: HeldBatches) -> dict[str, Any]:
-        """Both passes' first half: `{"total": loss, "logit_scale": the model's}`."""
+        """The first pass and the loss: `{"total": loss, "logit_scale": the model's}`."""
         return {"total": self._step(images, texts), "logit_scale": self._scale}
 
     @staticmethod

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -74,10 +75,11 @@ class FeatureEncoder(nn.Module):
     def forward(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Features of a batch, each (n, d); then scale and bias, in the model's own shapes."""
         batch = {name: value for name, value in batch.items() if name != "return_loss"}
-        # Before FSDP2's own hook, which may shard the scale.
-        hook = _core(self.model).register_forward_hook(
-            self._features, prepend=True, with_kwargs=True
-        )
+        core = _core(self.model)
+        # After the user's hooks, which see the model's output; before FSDP2's own, which may shard
+        # the scale.
+        first = hasattr(core, "set_requires_gradient_sync")
+        hook = core.register_forward_hook(self._features, prepend=first, with_kwargs=True)
         try:
             features: tuple[Tensor, ...] = self.model(**batch)
         finally:
@@ -108,11 +110,13 @@ class MegabatchTrainerMixin:
     A batch is what the model takes, or a mapping for each text, such as
     `{"query": {"input_ids": ...}, "passage": {...}}`, which the model encodes one after the other.
     The loss is that of the batch of all ranks. Evaluation computes the same loss; predictions, for
-    `compute_metrics`, are the features of both sides, each (n, d).
+    `compute_metrics`, are the features of both sides, each (n, d). Between steps the attributes
+    `micro_batch_size`, `pooling` and `contrastive_loss` may be set.
     """
 
     model: nn.Module
     accelerator: Any
+    label_names: list[str]
     #: The loss is a mean; the Trainer divides it by the accumulated batches.
     loss_is_scaled_for_ga = False
 
@@ -155,7 +159,7 @@ class MegabatchTrainerMixin:
         # A mean over pairs has no number of items to be divided by.
         self.model_accepts_loss_kwargs = False
         self.can_return_loss = True
-        self._step: tuple[tuple[nn.Module, int], GradientCache] | None = None
+        self._step: tuple[tuple[Any, ...], GradientCache] | None = None
 
     def compute_loss(
         self,
@@ -169,10 +173,11 @@ class MegabatchTrainerMixin:
         collected: list[Tensor] = []
         if return_outputs:
             step = self._gradient_cache(model, len(batches), collected)
-        else:  # one for all steps, which it compares over ranks
-            key = model, len(batches)
+        else:  # one for all steps, which it compares over ranks, until an attribute is changed
+            changeable = self.micro_batch_size, self.pooling, self.contrastive_loss
+            key = model, len(batches), *changeable
             if self._step is None or self._step[0] != key:
-                self._step = key, self._gradient_cache(*key)
+                self._step = key, self._gradient_cache(model, len(batches))
             step = self._step[1]
         with self.accelerator.autocast():  # for the loss, which the model computes in its forward
             loss = step(*batches.values(), **for_loss)
@@ -180,6 +185,17 @@ class MegabatchTrainerMixin:
             return loss
         names = _TWO_TOWERS if len(batches) == 1 else tuple(batches)
         return loss, {"loss": loss, **dict(zip(names, collected, strict=False))}
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The Trainer's, for which a batch may lack labels that the model's forward names."""
+        names = self.label_names
+        self.label_names = [name for name in names if inputs.get(name) is not None]
+        try:
+            return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.label_names = names
 
     def _split(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The batches of the encoders, one or one per text, and the loss's own inputs."""
@@ -237,7 +253,9 @@ def _score(
 def _scale_and_bias(core: nn.Module) -> tuple[Tensor, ...]:
     """exp(logit_scale) and logit_bias, those that a model has."""
     scale, bias = (getattr(core, name, None) for name in ("logit_scale", "logit_bias"))
-    scalars = (None if scale is None else scale.exp(), bias)
+    # DDP with find_unused_parameters, the Trainer's default, takes a parameter that is itself an
+    # output for unused: it has no graph.
+    scalars = (None if scale is None else scale.exp(), None if bias is None else bias.clone())
     return tuple(scalar for scalar in scalars if scalar is not None)
 
 
@@ -301,6 +319,9 @@ def _refuse(trainer: Any) -> None:
 
 
 def _check_no_parameters(loss: Callable[..., Tensor], model: nn.Module) -> None:
+    owner = getattr(loss, "__self__", loss)
+    if not isinstance(owner, (nn.Module, functools.partial, FunctionType)):
+        return  # an object may have other models too, such as a teacher
     trained = {id(parameter) for parameter in model.parameters()}
     for name, parameter in parameters_in(loss).items():
         if parameter.requires_grad and id(parameter) not in trained:
