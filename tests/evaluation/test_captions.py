@@ -112,6 +112,45 @@ def test_a_folder_of_datasets_with_named_columns(tmp_path: Path, stored: str) ->
     check(pickle.loads(pickle.dumps(data)))
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_rows_of_one_image_are_joined_across_the_files_of_a_source(
+    tmp_path: Path, kind: str
+) -> None:
+    names_and_texts = rows_of(tmp_path / "images")
+    names = [row["photo"] for row in names_and_texts]
+    images = [{"bytes": (tmp_path / "images" / name).read_bytes(), "path": None} for name in names]
+    texts = [row["said"] for row in names_and_texts]
+    if kind == "arrow":
+        check(
+            open_captioned(str(save(tmp_path / "set", {"image": images, "text": texts}, shards=2)))
+        )
+        return
+    for part, rows in enumerate((slice(0, N), slice(N, None))):
+        path = tmp_path / "images" / f"{part}.{kind}"
+        if kind == "jsonl":
+            pairs = zip(names[rows], texts[rows], strict=True)
+            lines = [json.dumps({"image": name, "text": text}) + "\n" for name, text in pairs]
+            path.write_text("".join(lines))
+        else:
+            table = pa.table({"image": images[rows], "text": texts[rows]})
+            pyarrow.parquet.write_table(table, path)
+    check(open_captioned(str(tmp_path / f"images/*.{kind}")))
+
+
+def test_the_same_name_in_another_folder_is_another_image(tmp_path: Path) -> None:
+    for name, kind in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        picture(kind, kind).save(tmp_path / name / "0.png")
+        (tmp_path / name / "pairs.csv").write_text(f"image,caption\n0.png,{name}\n,none\n")
+    data = open_captioned(str(tmp_path / "*" / "pairs.csv"))
+    assert len(data) == 4  # rows without an image are samples, too
+    assert [data[i].target for i in (0, 2)] == [["a"], ["b"]]
+    assert data[2].image.tobytes() == picture(1, 1).tobytes()
+    joined = open_captioned(str(tmp_path / "*" / "pairs.csv"), image_folder=tmp_path / "a")
+    assert len(joined) == 3
+    assert joined[0].target == ["a", "b"]
+
+
 def test_several_sources_have_their_columns(tmp_path: Path) -> None:
     table = caption_table(tmp_path, N)
     other = tmp_path / "b.jsonl"
@@ -176,6 +215,12 @@ def test_one_caption_each_is_fine(tmp_path: Path) -> None:
     samples = [{"png": png(picture(0, i)), "txt": f" caption {i}".encode()} for i in range(3)]
     data = open_captioned(str(shard(tmp_path / "0.tar", samples)))
     assert [data[i].target for i in range(3)] == [[f"caption {i}"] for i in range(3)]
+
+
+def test_only_line_ends_separate_captions(tmp_path: Path) -> None:
+    within = "a\u2028red\x85cat\x0con a mat"  # at all of which str.splitlines divides
+    samples = [{"png": png(picture(0, 0)), "txt": f"{within}\r\nanother\n\n".encode()}]
+    assert open_captioned(str(shard(tmp_path / "0.tar", samples)))[0].target == [within, "another"]
 
 
 def test_bad_rows_are_told(tmp_path: Path) -> None:
@@ -267,3 +312,10 @@ def test_pairs_of_another_kind_are_refused(tmp_path: Path) -> None:
         open_val_data(table, "hf:bert", "text", reading_of({}, table))
     with pytest.raises(UsageError, match=r"texts\.jsonl has no image column"):
         open_val_data(str(texts), "glyph-small", "image", reading)
+
+
+def test_the_second_of_two_texts_is_whole_whatever_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(json.dumps({"query": "a", "answer": "first line\n\nsecond line\n"}) + "\n")
+    data = open_val_data(str(path), "hf:bert", "text", reading_of({}, str(path)))
+    assert data[0].target == ["first line\n\nsecond line"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from megabatch.cli import main
 from megabatch.errors import UsageError
@@ -31,6 +32,23 @@ def test_eval_prints_each_figure_with_baseline_and_chance(
     assert "images/s" in out
 
 
+def test_names_with_rich_s_markup_appear_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(2):
+        Image.new("L", (32, 32), i).save(tmp_path / f"{i}.png")
+    data = tmp_path / "a [/b]" / "[red] :cat:.csv"
+    data.parent.mkdir(parents=True)
+    data.write_text(f"image,caption\n{tmp_path}/0.png,zero\n{tmp_path}/1.png,one\n[/i].png,two\n")
+    output = tmp_path / "evaluation [/c]"
+    arguments = ["--model", "glyph-small", "--val-data", str(data), "--output", str(output)]
+    assert main(["eval", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert f"{data}, image → text" in out
+    assert "'[/i].png'" in out
+    assert f"report: {output}/report.html" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -50,6 +68,36 @@ def test_user_errors_are_one_line(
     err = capsys.readouterr().err
     assert err.startswith(message)
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--val-data", "none.csv"], "--val-data: nothing matches none.csv"),
+        (["--class-data", "none.tar"], "--class-data: nothing matches none.tar"),
+        (
+            ["--class-data", "digits", "--class-train-data", "none.tar"],
+            "--class-train-data: nothing matches none.tar",
+        ),
+        (
+            ["--class-data", "digits", "--output", "file/folder"],
+            "--output file/folder: {folder}/file is no folder",
+        ),
+    ],
+)
+def test_data_and_output_are_checked_before_the_evaluation(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert main(["eval", "--model", "glyph-small", "--output", "new", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.err == f"megabatch eval: {message.format(folder=tmp_path)}\n"
+    assert told.out == ""
 
 
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,6 +65,7 @@ def test_half_precision_gives_nearly_the_same_in_float32(towers: Towers, precisi
     names = ["latin small letter a", "digit seven"]
     half = Encoder(towers, precision=precision).texts(names)
     assert half.dtype == torch.float32
+    torch.testing.assert_close(half.norm(dim=1), torch.ones(2), rtol=0, atol=1e-6)
     assert (half * Encoder(towers).texts(names)).sum(1).min() > 0.99
 
 

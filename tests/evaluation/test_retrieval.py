@@ -196,6 +196,7 @@ GOOD = torch.ones(4, 3)
         ({"x_ids": IDS[:3], "y_ids": IDS}, ValueError, r"x_ids must have shape \(4,\)"),
         ({"x_ids": IDS, "y_ids": IDS.int()}, TypeError, "y_ids must be an int64 tensor"),
         ({"x_ids": IDS, "y_ids": IDS + 9}, ValueError, "no row has a right answer"),
+        ({"ks": 5}, TypeError, "ks must be a sequence of integers, got 5"),
         ({"ks": ()}, ValueError, "ks must name at least one"),
         ({"ks": (0,)}, ValueError, "ks must be at least 1, got 0"),
         ({"ks": (1.5,)}, TypeError, "ks must be integers, got 1.5"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -31,6 +32,18 @@ def test_a_folder_has_a_class_for_each_folder(tmp_path: Path) -> None:
         assert data.classes[sample.target] == kinds[index]
     with pytest.raises(BadSample, match=r"undecodable image: digit_two/1\.png"):
         [data[i] for i in range(len(data))]
+
+
+def test_names_that_are_not_utf_8_are_refused_or_escaped(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"gr\xfcn")
+    (tmp_path / "green").mkdir()
+    (tmp_path / "green" / f"{odd}.png").write_bytes(b"broken")
+    with pytest.raises(BadSample) as caught:
+        open_labelled(str(tmp_path))[0]
+    assert caught.value.key == r"green/gr\udcfcn.png"
+    (tmp_path / odd).mkdir()
+    with pytest.raises(UsageError, match=r"folder 'gr\\udcfcn': expected text in UTF-8"):
+        open_labelled(str(tmp_path))
 
 
 def test_shards_have_a_class_index_and_bring_names_and_templates(tmp_path: Path) -> None:

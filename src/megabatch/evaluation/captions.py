@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +99,10 @@ def open_captioned(
     Args:
         spec: one or several sources joined by `::`. A source is: tables (.csv, .tsv, .parquet,
             .jsonl, .jsonl.gz, .arrow, folders that Hugging Face's datasets saved) with a row for
-            each caption (rows that name the same image are joined) or, except in CSV, with a list
-            of captions in each row; a .json file of COCO's ("images", "annotations") or Karpathy's
-            ("images" with "sentences"); shards, where each line of a txt is a caption, or json
-            holds a list of them; or anything else that `megabatch.data.open_pairs` takes.
+            each caption (rows with the same image, by name or bytes, are joined) or, except in CSV,
+            with a list of captions in each row; a .json file of COCO's ("images", "annotations") or
+            Karpathy's ("images" with "sentences"); shards, where each line of a txt is a caption,
+            or json holds a list of them; or anything else that `megabatch.data.open_pairs` takes.
         image_folder: folder of the images that a table or JSON file names; default: the file's own
             folder, else the working directory.
         split: of Karpathy's JSON: train, restval, val or test; default: test.
@@ -153,7 +155,11 @@ def _open_one(
 
 @dataclass(frozen=True)
 class CaptionedPairs:
-    """A data set of pairs as samples; each line of a caption is a caption."""
+    """A data set of pairs as samples.
+
+    Each line of an image's caption is a caption of its own; the second of two texts is one text,
+    as in training.
+    """
 
     pairs: PairDataset
 
@@ -162,7 +168,8 @@ class CaptionedPairs:
 
     def __getitem__(self, index: int) -> Sample[Captions]:
         pair = self.pairs[index]
-        return Sample(pair.image, _clean_captions(pair.caption, pair.key), pair.key)
+        caption: Any = [pair.caption] if self.first == "text" else pair.caption
+        return Sample(pair.image, _clean_captions(caption, pair.key), pair.key)
 
     @property
     def first(self) -> str:
@@ -259,7 +266,7 @@ def _open_tables(
         UsageError: as for `megabatch.data.TablePairs`.
     """
     wanted = Wanted(image, None, caption, separator, lists=True)
-    images: list[ListedImage] = []
+    found: dict[Any, ListedImage] = {}
     damage: list[str] = []
     notes: list[str] = []
     for path in paths:
@@ -267,45 +274,52 @@ def _open_tables(
         if table.first == "text":
             raise UsageError(f"{path} has pairs of texts; expected images (--csv-img-key)")
         files = ImageFiles((image_folder,)) if image_folder else ImageFiles.beside(path)
-        found, left_out = _join_rows(table, files)
-        images += found
+        left_out = _join_rows(table, files, found)
         damage += table.columns.damage + left_out
         notes += table.notes + (look_at_images(table, files) if len(table) else [])
+    images = list(found.values())
     if not images:
         raise no_rows(paths, damage)
+    if short := [listed for listed in images if _some_are_empty(listed.captions)]:
+        damage.append(
+            f"{', '.join(map(str, paths[:3]))}: of {len(short)} images with several captions one "
+            f"or more are empty and left out, the first is {short[0].key}"
+        )
     return ListedImages(images, damage, notes)
 
 
-def _join_rows(table: Table, files: ImageFiles) -> tuple[list[ListedImage], list[str]]:
-    """Images in order of first use, each with the captions of all its rows; damage, in words."""
+def _join_rows(table: Table, files: ImageFiles, found: dict[Any, ListedImage]) -> list[str]:
+    """Add a table's images, with the captions of all their rows, to `found`; damage, in words.
+
+    `found`: the images of the tables so far, in order of first use. The same name is the same image
+    if it is searched for in the same folders.
+    """
     column = table.firsts
     is_mapped = isinstance(column, MappedColumn) and not is_text(column.type)
-    found: dict[Any, ListedImage] = {}
     bad: list[BadSample] = []
     for row in range(len(table)):
         key = table.columns.key(row)
         try:
-            image = _ArrowCell(column, row) if is_mapped else _path_or_bytes(table.first_of(row))
+            image = _path_or_bytes(table.first_of(row))
             value = table.caption_of(row)
         except BadSample as sample:
             bad.append(sample)
             continue
-        # A row without an image stays a sample of its own, to be counted as one that is missing.
-        same = row if not image or is_mapped else image
-        same = str(Path(same)) if isinstance(same, str) else same
-        listed = found.setdefault(same, ListedImage(image, [], key, files))
+        if isinstance(image, str) and image:
+            same: Any = (files, str(Path(image)))
+        elif image:
+            same = sha256(image).digest()
+        else:  # stays a sample of its own, to be counted as one that is missing
+            same = (table.columns.path, row)
+        own = _ArrowCell(column, row) if is_mapped else image
+        listed = found.setdefault(same, ListedImage(own, [], key, files))
         listed.captions.extend(value if isinstance(value, list) else [value])
-    path, images, damage = table.columns.path, list(found.values()), []
-    if bad:
-        damage.append(
-            f"{path}: {len(bad)} rows left out, the first is {bad[0].key}: {bad[0].reason}"
-        )
-    if short := [listed for listed in images if _some_are_empty(listed.captions)]:
-        damage.append(
-            f"{path}: of {len(short)} images with several captions one or more are empty and left "
-            f"out, the first is {short[0].key}"
-        )
-    return images, damage
+    if not bad:
+        return []
+    return [
+        f"{table.columns.path}: {len(bad)} rows left out, the first is {bad[0].key}: "
+        f"{bad[0].reason}"
+    ]
 
 
 def _path_or_bytes(image: Any) -> Any:
@@ -397,6 +411,7 @@ def _clean_captions(value: Any, key: str) -> Captions:
         BadSample: nothing is left, or an element is not a text.
     """
     if not isinstance(value, (list, tuple)):
-        value = clean_caption(value, key).splitlines()
+        # Not str.splitlines: captions from the web have U+2028 and other separators within a line.
+        value = re.split(r"[\r\n]+", clean_caption(value, key))
     kept = [clean_caption(v, key) for v in value if not _is_empty(v)]
     return kept or [clean_caption("", key)]

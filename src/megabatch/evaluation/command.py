@@ -24,15 +24,14 @@ def main(argv: list[str]) -> int:
     """Evaluate, print the figures and the path of the report; returns the exit code."""
     description = inspect.getdoc(EvalConfig) or ""
     config = parse(EvalConfig, argv, prog="megabatch eval", description=description)
-    from rich.console import Console  # --help imports as little as possible
-
-    from megabatch.evaluation.table import print_evaluation
+    from megabatch.evaluation.table import print_evaluation  # --help imports as little as possible
     from megabatch.ranks import is_first
+    from megabatch.terminal import plain_console
 
     with process_group():
         if not is_first():
             return _evaluate_silently(config)
-        console = Console()
+        console = plain_console()
         evaluation = _evaluate_visibly(config, console)
     print_evaluation(evaluation, console)
     folder = config.output or config.run
@@ -40,8 +39,7 @@ def main(argv: list[str]) -> int:
     of_texts = any(task["first"] == "text" for task in evaluation["retrieval"].values())
     inputs = "first texts" if of_texts else "images"
     pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} {inputs}/s"
-    # A path that is broken over two lines cannot be opened.
-    console.print(f"{pace}; report: {folder / 'report.html'}", soft_wrap=True)
+    console.print(f"{pace}; report: {folder / 'report.html'}")
     return 0
 
 
@@ -72,14 +70,16 @@ def process_group() -> Iterator[None]:
 
 
 def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
+    from rich.text import Text
+
     from megabatch.evaluation.run import evaluate
 
     title = f"evaluating {config.run or config.model}"
-    with console.status(title) as status:
+    with console.status(Text(title)) as status:  # as Text, since a string would be markup
         return evaluate(
             config,
-            report=lambda words: status.update(f"{title}: {words}"),
-            announce=lambda line: console.print(line, soft_wrap=True, highlight=False),
+            report=lambda words: status.update(Text(f"{title}: {words}")),
+            announce=console.print,
         )
 
 

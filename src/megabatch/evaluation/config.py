@@ -52,7 +52,8 @@ class EvalConfig:
     .parquet, .jsonl, .arrow), a folder of them or one that Hugging Face's datasets saved, COCO's or
     Karpathy's .json, several joined by '::'; or "glyphs"."""
     image_folder: Path | None = None
-    """Folder of the images that a table or .json file names. Default: that file's own folder."""
+    """Folder of the images that a table or .json file names. Default: that file's own folder, then
+    the working directory."""
     split: str | None = None
     """Split of Karpathy's .json. Default: test."""
     csv_img_key: str | None = None

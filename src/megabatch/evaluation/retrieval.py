@@ -19,7 +19,7 @@ A collapsed model, all of whose features are equal, therefore scores exactly wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -291,6 +291,8 @@ def _check_ids_of(name: str, ids: Tensor, features: Tensor) -> None:
 
 
 def _check_ks(ks: Sequence[int]) -> None:
+    if not isinstance(ks, Collection):
+        raise TypeError(f"ks must be a sequence of integers, got {ks!r}")
     if not len(ks):
         raise ValueError("ks must name at least one k")
     for k in ks:

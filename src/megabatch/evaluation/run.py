@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from megabatch import files
 from megabatch.data.glyphs import GlyphSet, load_glyphs
 from megabatch.data.mixture import SEPARATOR
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, naming
 from megabatch.evaluation.captions import open_val_data, reading_of
 from megabatch.evaluation.classification import ClassTask, Neighbours, score_classes
 from megabatch.evaluation.config import DIGITS, METHODS, EvalConfig, check, choose_device
@@ -106,7 +107,7 @@ def evaluate(
     """
     started = time.perf_counter()
     several = rank_and_size(group)[1] > 1
-    plan = on_all_ranks(lambda: _prepare(config, several), group)
+    plan = on_all_ranks(lambda: _prepare(config, several, writes=is_first(group)), group)
     opened, tasks, classes = plan.opened, plan.tasks, plan.classes
     for line in _announcement(plan, config):
         announce(line)
@@ -177,12 +178,14 @@ def _announcement(plan: _Plan, config: EvalConfig) -> list[str]:
     return lines
 
 
-def _prepare(config: EvalConfig, several: bool) -> _Plan:
+def _prepare(config: EvalConfig, several: bool, *, writes: bool) -> _Plan:
     check(config)
     device = choose_device(config.device, several=several)
     opened = _open(config)
     folder = config.output or opened.folder
     assert folder is not None  # by `check`
+    if writes and (problem := files.folder_problem(folder)):
+        raise UsageError(f"--output {folder}: {problem}")
     return _Plan(device, folder, opened, *open_tasks(config, opened))
 
 
@@ -270,21 +273,25 @@ def _retrieval_tasks(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None
     }
     reading = reading_of(opened.config, val_data)
     reading |= {option: value for option, value in own.items() if value is not None}
-    samples = open_val_data(
-        val_data,
-        opened.towers.name,
-        opened.towers.first,
-        reading,
-        image_folder=config.image_folder,
-        split=config.split,
-    )
+    with naming("--val-data"):
+        samples = open_val_data(
+            val_data,
+            opened.towers.name,
+            opened.towers.first,
+            reading,
+            image_folder=config.image_folder,
+            split=config.split,
+        )
     return [pairs_task(val_data, samples)]
 
 
 def _class_task(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None) -> ClassTask | None:
     if config.class_data is None:
         return None
-    train = None if config.class_train_data is None else open_labelled(config.class_train_data)
+    train = None
+    if config.class_train_data is not None:
+        with naming("--class-train-data"):
+            train = open_labelled(config.class_train_data)
     trained = train is not None
     options: dict[str, Any] = {
         "train": train,
@@ -294,7 +301,8 @@ def _class_task(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None) -> 
         "probe": trained and "linear-probe" in config.methods,
     }
     if config.class_data != DIGITS:
-        test = open_labelled(config.class_data)
+        with naming("--class-data"):
+            test = open_labelled(config.class_data)
         return ClassTask(config.class_data, test, _prompts(config, test), **options)
     digits = DigitLabels()
     of_glyphs = _trained_on_glyphs(opened)

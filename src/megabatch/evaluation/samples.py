@@ -16,7 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 from megabatch.data.pairs import BadSample, decode_image
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
-from megabatch.errors import UsageError, one_line
+from megabatch.errors import UsageError, one_line, printable
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -138,6 +138,10 @@ class FolderLabels:
                     f"{folder} holds {', '.join(classes)}, which look like splits and not "
                     f"like classes: give one of them, such as {folder / classes[0]}"
                 )
+            if odd := [name for name in classes if printable(name) != name]:
+                raise UsageError(
+                    f"{folder}: the name of folder '{printable(odd[0])}': expected text in UTF-8"
+                )
             self._images = make_dataset(folder, class_indices, IMG_EXTENSIONS)
         except OSError as error:
             raise UsageError(f"{folder}: {one_line(error)}") from error
@@ -149,7 +153,7 @@ class FolderLabels:
 
     def __getitem__(self, index: int) -> Sample[int]:
         path, label = self._images[index]
-        key = Path(path).relative_to(self.folder).as_posix()
+        key = printable(Path(path).relative_to(self.folder).as_posix())
         try:
             data = Path(path).read_bytes()
         except OSError as error:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megabatch.evaluation.zeroshot import shown_prompts
+from megabatch.terminal import plain_console
 
 CONTENDERS = {
     "model": "model",
@@ -108,23 +109,20 @@ def _accuracy_group(task: dict[str, Any], more: str = "") -> Group:
 
 def print_evaluation(evaluation: dict[str, Any], console: Console | None = None) -> None:
     """Print every figure with its baseline and chance below it, within 80 columns."""
-    console = console or Console()
+    console = console or plain_console()
     for columns, groups in (
         (RETRIEVAL, retrieval_groups(evaluation)),
         (ACCURACY, zero_shot_groups(evaluation) + classification_groups(evaluation)),
     ):
         for group in groups:
-            console.print(group.heading, style="bold", highlight=False, markup=False)
+            console.print(group.heading, style="bold")
             console.print(_table(columns, group))
             if group.note:
-                console.print(group.note, highlight=False, markup=False)
+                console.print(group.note, soft_wrap=False)
     kinds = ("retrieval", "zero_shot", "classification")
     tasks = [task for kind in kinds for task in evaluation.get(kind, {}).values()]
     for line in dict.fromkeys(line for task in tasks for line in left_out(task)):
-        # A path that is broken over two lines cannot be opened.
-        console.print(
-            f"left out: {line}", style="yellow", highlight=False, markup=False, soft_wrap=True
-        )
+        console.print(f"left out: {line}", style="yellow")
 
 
 def _table(columns: tuple[str, ...], group: Group) -> Table:

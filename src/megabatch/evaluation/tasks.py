@@ -309,7 +309,7 @@ def _nearest(train: Tensor, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     query = torch.cat([query, query.new_ones(len(query), 1)], 1)
     train = torch.cat([train, -train.square().sum(1, keepdim=True) / 2], 1)
-    return topk(query, train, k)
+    return topk(query, train, k, group="local")  # every rank has all images
 
 
 def _count_names(

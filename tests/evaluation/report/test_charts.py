@@ -89,6 +89,14 @@ def test_a_heat_map_is_a_small_image() -> None:
     assert len(chart.svg) < 30_000
 
 
+def test_a_heat_map_has_room_for_the_label_of_its_bar() -> None:
+    cosines = np.linspace(-0.011, 0.141, 36).reshape(6, 6).tolist()
+    chart = heat_map_chart(HeatMap([str(i) for i in range(6)], cosines))
+    (right,) = re.findall(r'x="([\d.]+)"[^>]*>cosine<', chart.svg)
+    (width,) = re.findall(r'viewBox="0 0 (\d+) ', chart.svg)
+    assert float(right) < float(width) - 2
+
+
 def test_charts_of_one_page_have_ids_of_their_own() -> None:
     curve = Series(np.arange(3.0), np.array([4.0, 2.0, 1.0]))
     one, other = (curves_chart(title, {0: curve}).svg for title in ("loss", "norm"))

@@ -176,7 +176,9 @@ def heat_map_chart(heat_map: HeatMap) -> Chart:
 
     def draw(ax: Axes) -> None:
         drawn = ax.imshow(heat_map.cosines, cmap="viridis", interpolation="none")
-        ax.figure.colorbar(drawn, ax=ax, label="cosine").outline.set_visible(False)
+        # The usual ticks depend on the bar's length: the layout could leave no room for the label.
+        bar = ax.figure.colorbar(drawn, ax=ax, label="cosine", ticks=MaxNLocator(6))
+        bar.outline.set_visible(False)
         ax.grid(visible=False)
         ax.set_xlabel("text")
         ax.set_ylabel("query")
