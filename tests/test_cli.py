@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import subprocess
@@ -64,6 +65,23 @@ def test_options_reach_the_command_and_its_exit_code_comes_back(
 
     assert run_command(monkeypatch, main) == 7
     assert given == [["--lr", "1"]]
+
+
+def test_a_name_that_is_not_utf_8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", "inspect", os.fsdecode(b"b\xe4d.csv")]) == 2
+    assert capsys.readouterr().err == "megabatch: 'b\\udce4d.csv': expected text in UTF-8\n"
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+
+    def main(argv: list[str]) -> int:
+        print("grün", flush=True)
+        return 0
+
+    assert run_command(monkeypatch, main) == 0
+    assert output.getvalue() == b"gr\\xfcn\n"
 
 
 def test_a_user_error_is_one_line_and_exit_code_2(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import os
 import sys
 
 from megabatch import __version__
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, printable
 from megabatch.extras import named_extras
 
 COMMANDS = {
@@ -45,6 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(_versions())
         return 0
+    for word in words:
+        if (shown := printable(word)) != word:
+            return _complain(f"'{shown}': expected text in UTF-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal lacks: escapes, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
     command, options = words[0], words[1:]
     if command not in COMMANDS:
         return _complain(_unknown(command))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 
 class UsageError(Exception):
@@ -11,6 +12,25 @@ class UsageError(Exception):
 
 class CommunicationError(RuntimeError):
     """Another process of the group is gone or did not come in time; names the operation."""
+
+
+@contextlib.contextmanager
+def naming(option: str) -> Iterator[None]:
+    """Begin the message of a UsageError with the option, unless it begins with another one.
+
+    An error for a library that is not installed stays as it is.
+    """
+    try:
+        yield
+    except UsageError as error:
+        if isinstance(error, ImportError) or str(error).startswith("--"):
+            raise
+        raise UsageError(f"{option}: {error}") from error
+
+
+def printable(name: str) -> str:
+    """A file's name with escapes for bytes that are not UTF-8, which no file could hold."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:

@@ -13,8 +13,8 @@ EXTRAS = {
     "train": frozenset(
         {
             *("jinja2", "matplotlib", "numpy", "open_clip", "PIL", "psutil", "pyarrow"),
-            *("resvg_py", "rich", "safetensors", "sklearn", "tensorboard", "timm", "tomli"),
-            *("torchvision", "webdataset"),
+            *("resvg_py", "rich", "safetensors", "simplejpeg", "sklearn", "tensorboard", "timm"),
+            *("tomli", "torchvision", "webdataset"),
         }
     ),
     "watch": frozenset({"alembic", "mlflow", "sqlalchemy", "wandb"}),

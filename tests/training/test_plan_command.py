@@ -57,6 +57,13 @@ def test_the_time_of_a_step_on_a_known_kind_of_gpu(capsys):
     assert "of 76,8" in out  # MiB
 
 
+def test_an_unknown_kind_of_gpu_needs_its_memory(capsys):
+    assert cli.main([*SMALL, "--gpu-name", "h100"]) == 2  # not a plan for this machine
+    error = capsys.readouterr().err
+    assert error.startswith("megabatch plan: --gpu-name h100: expected one of H200, H100, A100, ")
+    assert error.endswith(", or its --gpu-memory too\n")
+
+
 def test_search_compares_sizes(capsys):
     assert cli.main([*SMALL, "--gpu-name", "H200", "--search"]) == 0
     out = capsys.readouterr().out

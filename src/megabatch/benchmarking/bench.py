@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from megabatch.benchmarking.contenders import Contender, Loss
 from megabatch.benchmarking.inputs import Case
@@ -111,10 +112,11 @@ def table(records: Sequence[Record]) -> Table:
     return made
 
 
-def _cells(record: Record, first: Record) -> tuple[str, ...]:
+def _cells(record: Record, first: Record) -> tuple[str | Text, ...]:
     if record.ms is None or record.fraction is None or record.extra_bytes is None:
-        return (f"[red]{record.status}", "", "", "", "", "")
-    error = "[red]wrong" if record.status == "wrong" else f"{record.max_row_error:.1e}"
+        return (Text(record.status, "red"), "", "", "", "", "")
+    wrong = Text("wrong", "red")
+    error = wrong if record.status == "wrong" else f"{record.max_row_error:.1e}"
     return (
         f"{record.ms:,.1f}",
         _times(record.ms, first.ms),

@@ -104,18 +104,17 @@ def bench_loss(options: LossOptions, command: str) -> int:
 
     Progress goes to stderr, a line for each measurement, also where that is no terminal.
     """
-    from rich.console import Console
-
     from megabatch.benchmarking import bench, records
+    from megabatch.terminal import plain_console
 
     plan = _plan(options)
     if options.output is not None:
         _check_output(options.output)
-    console, progress = (Console(highlight=False, stderr=stderr) for stderr in (False, True))
+    console, progress = plain_console(), plain_console(stderr=True)
     done: list[records.Record] = []
 
     def ends(text: str) -> None:
-        progress.print(text, markup=False, soft_wrap=True)  # which flushes
+        progress.print(text)  # which flushes
 
     with progress.status("") as status:
         for some in bench.run(plan, starts=status.update, ends=ends):
@@ -133,14 +132,11 @@ def bench_loss(options: LossOptions, command: str) -> int:
     console.print(bench.table(done))
     for record in done:
         if record.note:
-            console.print(
-                f"{record.contender}, b = {record.b:,}: {record.status}: {record.note}",
-                markup=False,
-            )
+            console.print(f"{record.contender}, b = {record.b:,}: {record.status}: {record.note}")
     for line in _left_out(options, plan):
-        console.print(line, markup=False)
+        console.print(line)
     if options.output is not None:
-        console.print(f"records: {options.output}", soft_wrap=True)
+        console.print(f"records: {options.output}")
     return int(any(record.status in ("failed", "wrong") for record in done))
 
 

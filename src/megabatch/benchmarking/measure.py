@@ -46,7 +46,7 @@ class Result:
     loss_error: float | None = None
     scale_gradient_error: float | None = None
     seconds: float | None = None  #: asked for, of each series
-    queued_ms: float | None = None  #: see `clock.queued_ms`; where a call is short
+    queued_ms: float | None = None  #: of a short call while the GPU has earlier work
 
     def judge(self, case: Case, found: step.Errors) -> None:
         """Set the status and, if they are finite, the errors."""

@@ -78,7 +78,7 @@ def forward_backward(loss: LossFunction, case: Case, inputs: Inputs) -> Callable
 
 
 def exact_result(case: Case, inputs: Inputs) -> truth.Truth:
-    """The loss and gradients of these inputs, or of their first period (`truth.of_copies`)."""
+    """The loss and gradients of these inputs in float64."""
     numbers = [scalar.item() for scalar in inputs.scalars]
     return LOSSES[case.loss].truth(inputs.x.detach(), inputs.y.detach(), *numbers)
 

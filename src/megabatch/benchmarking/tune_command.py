@@ -43,16 +43,15 @@ def main(argv: list[str]) -> int:
     """Run `megabatch tune ...`; returns the exit code."""
     options = parse(TuneOptions, argv, prog="megabatch tune", description=_DESCRIPTION)
     targets = _targets(options)
-    from rich.console import Console
-
     from megabatch.similarity.backends.triton import configs
+    from megabatch.terminal import plain_console
 
     file = options.output or configs.path()
-    console = Console(highlight=False)
+    console = plain_console()
     for target in targets:
         # Each is stored as it is found, so an interrupted run loses only one.
         _keep(file, {target.key(): _tune(target, options.budget_seconds, console)})
-    console.print(f"kept in {file}", soft_wrap=True)
+    console.print(f"kept in {file}")
     return 0
 
 
@@ -97,11 +96,11 @@ def _tune(target: Target, seconds: float, console: Console) -> Config:
     measure = target.measurer()
     for tried in tune.search(target.packaged(), target.options(), measure, deadline):
         found.append(tried)
-        console.print(f"  {_words(tried)}", markup=False, soft_wrap=True)
+        console.print(f"  {_words(tried)}")
     chosen = tune.best(found)
     gain = (found[0].ms or 0.0) / (chosen.ms or 1.0)
     words = f"  best: {_words(chosen)}: {gain:.3f} times as fast as before"
-    console.print(words, markup=False, soft_wrap=True)
+    console.print(words)
     return chosen.config
 
 

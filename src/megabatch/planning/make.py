@@ -130,7 +130,7 @@ def largest_batch(planner: Planner, plan: Plan) -> int:
 
 
 def advice(planner: Planner, plan: Plan) -> str:
-    """What is too large, and settings that would fit."""
+    """The reason why a plan does not fit, and settings that would."""
     config, machine = plan.config, plan.machine
     if machine.host is not None and plan.host_total > machine.host:
         what = f"{_giga(plan.host_total)} of the host's {_giga(machine.host)}"

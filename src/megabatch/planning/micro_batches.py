@@ -113,7 +113,8 @@ class Encoders:
             if tower in self.cut
         }
         # A linear function of the tokens of each tower, from texts of the least and the most. Where
-        # texts are shorter than attention's tiles its work goes by rows: right only in the sum.
+        # texts are shorter than attention's tiles, its work depends on their number instead, and
+        # only the sum over micro-batches is right.
         ranges = {t: self.lengths.range(t, self.sample.context(t)) for t in texts}
         shortest = {tower: least for tower, (least, _) in ranges.items()}
         base = self._one(size, shortest, between)

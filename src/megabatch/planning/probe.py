@@ -59,7 +59,7 @@ class Probe:
             for block, args, kwargs in self._inputs(towers.module.to(self.device), sample, size):
                 taken += self._time(both_passes(block, args, kwargs, compiled=compiled))
                 work += counted_passes(block, args, kwargs, compiled=compiled)
-        # What is not the products' time is as on an H200.
+        # All other time is taken to be as on an H200.
         rest = work_seconds(replace(work, flops=0), gpu, base, compiled=compiled)
         products = work.flops / product / max(taken - rest, taken / 10)
         return gpu, replace(base, products=min(1.0, products))

@@ -13,7 +13,8 @@ from megabatch.planning.plan import Plan, Planner
 
 #: The smallest size that is tried, unless a process has fewer pairs.
 SMALLEST = 128
-#: A larger size must be faster by this share, as in the trainer's own search.
+#: A larger size must be faster by this share. (The trainer's own search takes the largest of sizes
+#: that are equally fast: a plan does not count its host's time for launches.)
 GAIN = 0.02
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,15 +90,12 @@ def main(argv: list[str]) -> int:
     chosen = parser(classes, "megabatch plan", _DESCRIPTION, **headings).parse(argv)
     own = {name: chosen.pop(name) for name in vars(PlanOptions()) if name in chosen}
     options = PlanOptions(**own)
-    network = {name: chosen.pop(name) for name in vars(ClusterOptions()) if name in chosen}
+    simulated = {name: chosen.pop(name) for name in vars(ClusterOptions()) if name in chosen}
+    network = ClusterOptions(**simulated)
     config, notes = resolve(*configure(chosen))
-    from rich.console import Console  # --help imports as little as possible
-
+    # --help imports as little as possible
     from megabatch.planning.make import create_planner, largest_batch, planned
-    from megabatch.planning.search import print_search, search
-    from megabatch.planning.show import print_plan, to_json
-    from megabatch.planning.simulation.advice import Advice, print_advice
-    from megabatch.planning.simulation.advice import to_json as advice_to_json
+    from megabatch.planning.search import search
     from megabatch.planning.simulation.hardware import datasheet
     from megabatch.training.setup import build_towers, unnamed
 
@@ -110,7 +108,7 @@ def main(argv: list[str]) -> int:
         print(note, file=sys.stderr)
     towers, machine = build_towers(config), _machine(options, config)
     files, lengths = _data(config, towers, options)
-    cluster = _cluster(ClusterOptions(**network), machine)
+    cluster = _cluster(network, machine)
     if isinstance(cluster, str) or not (options.probe or datasheet(machine.name)):
         known = None
     else:
@@ -130,25 +128,42 @@ def main(argv: list[str]) -> int:
     tried = search(planner) if options.search else []
     if options.search and not tried:
         raise UsageError(f"--search: the time of a step is not known on {machine.name or 'it'}")
-    advice = _advice(ClusterOptions(**network), cluster, plan, towers)
-    if options.json:
-        simulation = advice_to_json(advice) if isinstance(advice, Advice) else None
-        found = {"largest_batch_size": most, "search": [to_json(one) for one in tried]}
-        print(json.dumps({**to_json(plan), **found, "simulation": simulation}, indent=1))
-    else:
-        console = Console(highlight=False, soft_wrap=True)
-        print_plan(plan, console)
-        if most is not None:
-            console.print(f"the largest batch that fits has about {most:,} pairs")
-        if tried:
-            print_search(tried, console)
-        if isinstance(advice, Advice):
-            print_advice(advice, console)
-        elif advice:
-            console.print(f"the loss is not simulated: {advice}")
-        unknown = f" without {config.loss}, whose memory is unknown" * is_reference(config.loss)
-        console.print(plan.problem or f"fits{unknown}")
+    show = _print_json if options.json else _print_text
+    show(plan, most, tried, _advice(network, cluster, plan, towers))
     return 0 if plan.fits else 1
+
+
+def _print_json(plan: Plan, most: int | None, tried: Sequence[Plan], advice: Advice | str) -> None:
+    """Print everything known of a plan, `most`: pairs of the largest batch that fits."""
+    from megabatch.planning.show import to_json
+    from megabatch.planning.simulation.advice import Advice
+    from megabatch.planning.simulation.advice import to_json as advice_to_json
+
+    simulation = advice_to_json(advice) if isinstance(advice, Advice) else None
+    found = {"largest_batch_size": most, "search": [to_json(one) for one in tried]}
+    print(json.dumps({**to_json(plan), **found, "simulation": simulation}, indent=1))
+
+
+def _print_text(plan: Plan, most: int | None, tried: Sequence[Plan], advice: Advice | str) -> None:
+    """As `_print_json`, for people."""
+    from megabatch.planning.search import print_search
+    from megabatch.planning.show import print_plan
+    from megabatch.planning.simulation.advice import Advice, print_advice
+    from megabatch.terminal import plain_console
+
+    console = plain_console()
+    print_plan(plan, console)
+    if most is not None:
+        console.print(f"the largest batch that fits has about {most:,} pairs")
+    if tried:
+        print_search(tried, console)
+    if isinstance(advice, Advice):
+        print_advice(advice, console)
+    elif advice:
+        console.print(f"the loss is not simulated: {advice}")
+    loss = plan.config.loss
+    unknown = f" without {loss}, whose memory is unknown" * is_reference(loss)
+    console.print(plan.problem or f"fits{unknown}")
 
 
 def _data(
@@ -175,13 +190,18 @@ def _data(
 
 def _machine(options: PlanOptions, config: TrainConfig) -> Machine:
     from megabatch.planning.machine import other_machine, this_machine
-    from megabatch.planning.simulation.hardware import datasheet
+    from megabatch.planning.simulation.hardware import DATASHEETS, datasheet
 
-    sheet = datasheet(options.gpu_name)
-    if options.gpu_memory is None and sheet is not None:
-        return other_machine(options.gpus, sheet.memory, options.gpu_name)
-    if options.gpu_memory is None:
+    if options.gpu_memory is None and not options.gpu_name:
         return this_machine(resolve_device(config.device), options.gpus)
+    if options.gpu_memory is None:
+        sheet = datasheet(options.gpu_name)
+        if sheet is None:
+            raise UsageError(
+                f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "
+                "--gpu-memory too"
+            )
+        return other_machine(options.gpus, sheet.memory, options.gpu_name)
     try:
         return other_machine(options.gpus, parse_bytes(options.gpu_memory), options.gpu_name)
     except ValueError as error:

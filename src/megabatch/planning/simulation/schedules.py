@@ -1,8 +1,8 @@
 """The schedules of a loss, as programs on a timeline.
 
-`Grid` is what `similarity/distributed/gathered.py` does, on R x C ranks: a rank gathers the rows of
-the C ranks of its row, then, in rounds, the columns of the R ranks of its column, and computes that
-block; gathering without a grid is n x 1. `Ring` is `similarity/distributed/ring.py`.
+`Grid` models `similarity/distributed/grid.py` on R x C ranks: a rank gathers the rows of the C
+ranks of its row, then, in rounds, the columns of the R ranks of its column, and computes that
+block. Gathering without a grid (`gathered.py`) is n x 1. `Ring` models `ring.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Schedule(Protocol):
 
     @property
     def name(self) -> str:
-        """For users."""
+        """The name for users."""
         ...
 
     def run(self, work: Workload, timeline: Timeline) -> None:
@@ -65,7 +65,7 @@ class Schedule(Protocol):
 
     @property
     def columns(self) -> int:
-        """Of a grid; 0: it is none."""
+        """Columns of a grid; 0: it is no grid."""
         ...
 
     @property

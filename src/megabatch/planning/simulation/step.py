@@ -196,7 +196,7 @@ def transfer_seconds(cluster: Cluster, work: Workload, shape: tuple[int, int]) -
 def best(
     found: Sequence[tuple[Schedule, Result]], limit: float | None = None
 ) -> tuple[Schedule, Result]:
-    """See `compare`; if none is within the limit, it is as if there were none."""
+    """See `compare`; if no schedule is within the limit, it does not count."""
     fitting = [one for one in found if limit is None or one[1].memory <= limit] or list(found)
     fastest = min(result.seconds for _, result in fitting)
     near = (one for one in fitting if one[1].seconds <= 1.01 * fastest)

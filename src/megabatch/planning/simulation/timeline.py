@@ -74,7 +74,7 @@ class Speeds:
         self._drift = spread.drift * self._random.standard_normal(ranks)
 
     def seconds(self, seconds: float) -> Times:
-        """What a computation takes each rank, if it takes so long at the mean speed."""
+        """Seconds of a computation on each rank, from those at the mean speed."""
         if seconds == 0:
             return np.zeros_like(self._drift)
         spread = self._spread
@@ -97,7 +97,7 @@ def collective_seconds(cluster: Cluster, side: Side, received: float, kind: str 
 
 
 class Timeline:
-    """The program of all ranks, event by event; `now` is when each rank's compute is free."""
+    """The program of all ranks, event by event; `now`: the times at which their compute is free."""
 
     def __init__(self, cluster: Cluster, speeds: Speeds, log: list[Event] | None = None) -> None:
         """`log`: receives every event."""
@@ -115,7 +115,7 @@ class Timeline:
         self._record(Event(name, ("compute",), begin, self.now))
 
     def launch(self, seconds: float) -> None:
-        """The host takes so long before it can launch what follows."""
+        """Let the host take so long before its next launch."""
         self._host += seconds
 
     def collective(self, name: str, side: Side, received: float, kind: str = "ring") -> Transfer:
@@ -165,7 +165,7 @@ class Timeline:
         return self._fly(name, ("port",), begin, end, rate)
 
     def wait(self, transfer: Transfer | None) -> None:
-        """What follows on each rank's compute needs this transfer."""
+        """Let each rank's later computations wait for this transfer."""
         if transfer is not None:
             self.now = np.maximum(self.now, transfer.end)
 
@@ -197,7 +197,7 @@ class Timeline:
         return Transfer(name, (), self.now, self.now, 0.0)
 
     def _end(self, begin: Times, work: Times) -> Times:
-        """When computations end that would take `work` seconds without the transfers in flight."""
+        """The ends of computations that take `work` seconds without the transfers in flight."""
         at, left = begin, work
         for transfer in self._in_flight:  # one after another, as they occupy the same port
             before = np.clip(transfer.begin - at, 0.0, left)
