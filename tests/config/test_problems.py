@@ -31,7 +31,7 @@ from megabatch.training import TrainConfig
     ],
 )
 def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
-    (reason,) = problems(replace(TrainConfig(), **{name: value}))
+    reason, *_ = problems(replace(TrainConfig(), **{name: value}))
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
     assert reason.startswith(f"--{name.replace('_', '-')} {shown}: expected ")
 
@@ -76,7 +76,35 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
             "--label-smoothing 0.1: expected 0 with --duplicates ignored",
         ),
         ({"infonce_margin": 0.1}, "--infonce-margin 0.1: only the infonce loss has it"),
-        ({"lr_cooldown": 5}, "--lr-cooldown 5: --lr-scheduler cosine has none"),
+        (
+            {"lr_cooldown": 5},
+            "--lr-cooldown 5: --lr-scheduler cosine does not use it; expected const-cooldown or "
+            "wsd",
+        ),
+        (
+            {"lr_cooldown_end": 1e-5},
+            "--lr-cooldown-end 1e-05: --lr-scheduler cosine does not use it; expected "
+            "const-cooldown or wsd",
+        ),
+        (
+            {"lr_scheduler": "wsd", "lr_cooldown_shape": "cosine", "lr_cooldown_power": 2.0},
+            "--lr-cooldown-power 2.0: --lr-cooldown-shape cosine does not use it; expected power",
+        ),
+        (
+            {"lr_base_batch_size": 32768},
+            "--lr-base-batch-size 32768: --lr-scaling none does not use it; expected sqrt or "
+            "linear",
+        ),
+        ({"momentum": 0.5}, "--momentum 0.5: --opt adamw does not use it; expected lars or sgd"),
+        (
+            {"opt": "lion", "eps": 1e-8},
+            "--eps 1e-08: --opt lion does not use it; expected adamw or lamb",
+        ),
+        (
+            {"init_logit_scale": 10.0},
+            "--init-logit-scale 10.0: expected a logarithm from 0 to 4.61, as the first step would "
+            "clamp the scale to 1 ... --max-logit-scale 100",
+        ),
         (
             {"lock_image_unlocked_groups": 2},
             "--lock-image-unlocked-groups 2: expected with --lock-image",

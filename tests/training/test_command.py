@@ -76,17 +76,18 @@ def test_an_impossible_setting_is_one_line_on_stderr(
         ([], "--model and --train-data: not given; name both, such as --model ViT-B-32 --train-"),
         (["--train-data", "photos.csv"], "--model: not given; name it, such as --model ViT-B-32"),
         (["--model", "ViT-B-32"], "--train-data: not given; name it, such as --train-data 'sh"),
-        (["--steps", "3", "--resume"], "--model and --train-data: not given"),
+        (["--resume"], "--resume: --output {output} holds no run; a new one: --model and --train-"),
     ],
 )
 def test_a_model_and_data_have_to_be_named(
     given: list[str], lacking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", *given, "--output", str(tmp_path / "run")]) == 2
+    output = tmp_path / "run"
+    assert main(["train", *given, "--output", str(output)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"megabatch train: {lacking}")
+    assert error.startswith(f"megabatch train: {lacking.format(output=output)}")
     assert error.endswith(", or a configuration, such as --config quickstart\n")
-    assert not (tmp_path / "run").exists()
+    assert not output.exists()
 
 
 def test_in_python_too() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +185,19 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "loss 2.500" in text
     assert "10 pairs/s" in text
     assert "1.0 GiB" in text
+
+
+def test_a_narrow_terminal_shows_the_time_that_is_left(clock: list[float]) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=60)
+    with Display(console, total_steps=10_000, done=0) as shown:
+        for step in range(1, 4):
+            clock[0] += 1
+            shown.update(step, record(2.5, 1234.4, 3))
+    assert re.search(
+        r"3/10000\S* loss 2.500  1,234 pairs/s left \S*(\d+:\d\d:\d\d|-:--:--)", file.getvalue()
+    )
+    assert "…" not in file.getvalue()
 
 
 def test_a_step_that_was_left_out_has_no_loss(clock: list[float]) -> None:

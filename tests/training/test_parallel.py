@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from megabatch.errors import UsageError
 from megabatch.models.blocks import CompiledBlocks
 from megabatch.models.glyph import LENGTHS, TextFeatureTower
-from megabatch.training.parallel import ReplicasDiffer, check_replicas
+from megabatch.training.parallel import Layout, ReplicasDiffer, check_replicas
 from megabatch.training.trainer import Trainer, TrainingStopped
-from megabatch.training.world import World
+from megabatch.training.world import Gone, World
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
 from tests.training.toy import (
@@ -277,3 +277,15 @@ def test_a_parameter_that_ddp_would_wait_for_is_named(processes: Processes) -> N
     trainer = Trainer(config_of(), module, CPU, 10, world_of(processes))
     with pytest.raises(UsageError, match=r"there is none of idle.weight, idle.bias$"):
         run(trainer, range(1), world_of(processes))
+
+
+def test_a_rank_that_dies_while_a_checkpoint_is_gathered_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lose(tensor: Tensor) -> Tensor:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
+
+    monkeypatch.setattr("megabatch.training.parallel.full", lose)
+    module = nn.Linear(1, 1)
+    with pytest.raises(Gone, match="rank 0 of 2, gathering weight: another process is gone"):
+        Layout(module, module, World(CPU, 0, 2)).gather(module.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 from dataclasses import replace
@@ -176,6 +177,28 @@ def test_samples_that_were_skipped_are_reported(
     table.write_text("\n".join(["filepath,title", *rows, "broken.png,a caption"]) + "\n")
     assert train(make_config(tmp_path / "run", train_data=str(table), steps=4)) == 0
     assert "skipped 2 x undecodable image" in capsys.readouterr().out
+
+
+def test_a_run_says_how_many_pairs_are_encoded_at_a_time(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(make_config(tmp_path / "run", steps=1, warmup=0, micro_batch_size=512)) == 0
+    assert "1 steps of 8 pairs, 8 at a time" in capsys.readouterr().out
+
+
+def test_names_with_rich_s_markup_appear_as_they_are_and_commands_can_be_pasted(
+    make_config: MakeConfig, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "a [red] table.csv"
+    rows = [f"{pictures.parent / f'{i}.png'},picture {i}" for i in range(8)]
+    table.write_text("\n".join(["filepath,title", *rows, "[/b] :cat:.png,missing"]) + "\n")
+    run = tmp_path / "my [" / "run]"
+    assert train(make_config(run, train_data=str(table), steps=1, warmup=0)) == 0
+    out = capsys.readouterr().out
+    assert f"pairs of {table}:" in out
+    assert "'[/b] :cat:.png'" in out
+    commands = [line.split(maxsplit=1)[1] for line in out.splitlines()[-2:]]
+    assert [shlex.split(command)[-1] for command in commands] == [f"{run}/tensorboard", str(run)]
 
 
 def test_glyph_small_trains_on_any_pictures(make_config: MakeConfig, tmp_path: Path) -> None:

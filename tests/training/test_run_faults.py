@@ -69,6 +69,28 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error_and_loses_nothing_
     assert weights(config.output) == weights(straight.output)
 
 
+def test_a_last_checkpoint_that_cannot_be_written_is_reported_once(
+    make_config: MakeConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    full_disk(monkeypatch, 3)
+    with pytest.raises(UsageError, match=r"the checkpoint of step 3 could not be written"):
+        train(make_config(tmp_path / "run", steps=3))  # checkpoint_every: 3
+    assert "could not be written" not in capsys.readouterr().out
+
+
+def test_data_without_a_usable_batch_stop_a_run_that_has_started(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    table = tmp_path / "bad.csv"
+    table.write_bytes(b"filepath,title\n" + b"0.png,gr\xfcn\n" * 8)
+    (tmp_path / "0.png").write_bytes(b"no picture")
+    with pytest.raises(TrainingStopped, match="a whole epoch of 8 pairs gives no batch of 8"):
+        train(make_config(tmp_path / "run", train_data=str(table)))  # exit code 1
+
+
 def test_a_disk_without_room_for_the_log_at_the_end_is_an_error_with_a_reason(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

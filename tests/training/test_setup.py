@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from open_clip.hf_model import HFTextEncoder
+from torch import nn
 
 from megabatch.config.command_line import parse
 from megabatch.errors import UsageError
+from megabatch.models import create
 from megabatch.models.locking import locked_towers
 from megabatch.models.resize import TorchResize
 from megabatch.training import TrainConfig, save_config, train
@@ -22,9 +26,14 @@ from megabatch.training.setup import (
     choose_compilation,
     kind_problems,
     prepare,
+    random_text_notes,
     train_transform,
 )
+from megabatch.training.world import World
 from tests.models.tiny import TINY, TINY_UNMASKED
+from tests.models.tiny_bert import save_tiny_bert
+from tests.similarity.distributed.processes import World as Processes
+from tests.similarity.distributed.processes import on_processes
 from tests.training.conftest import MakeConfig
 
 
@@ -46,6 +55,31 @@ def test_every_reason_comes_at_once_and_nothing_is_written(
         "  - --model",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+@on_processes(2)
+def test_ranks_with_other_settings_or_data_than_rank_0s_are_refused(processes: Processes) -> None:
+    world = World(torch.device("cpu"), processes.rank, processes.size)
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder, "pairs.csv")  # of each rank's own machine
+        Path(folder, "a.png").touch()
+        config = TrainConfig(model=TINY, train_data=str(table), output=Path(folder, "run"))
+        config = replace(config, global_batch_size=8, steps=10, warmup=1, device="cpu", plan="off")
+
+        def told(rows: int, **changes: Any) -> str:
+            table.write_text("filepath,title\n" + "a.png,a picture\n" * rows)
+            try:
+                prepare(replace(config, **changes), world)
+            except UsageError as error:
+                return str(error)
+            return ""
+
+        rank = processes.rank
+        assert told(20, workers=rank, micro_batch_size=4 + rank) == ""
+        pairs = "--train-data: 19 pairs on rank 1, 20 on rank 0; expected the same"
+        assert told(20 - rank).startswith(pairs)
+        settings = "the processes have different settings: --lr is 0.2 on rank 1, 0.1 on rank 0 ("
+        assert told(20, lr=(0.1, 0.2)[rank]).startswith(settings)
 
 
 def test_no_compiler_for_torch_compile(
@@ -102,6 +136,17 @@ def test_texts_that_keep_their_padding_are_a_note(make_config: MakeConfig, tmp_p
     assert prepare(config).notes == [note]
     assert prepare(replace(config, trim_texts=False)).notes == []
     assert prepare(make_config(tmp_path / "run")).notes == []
+
+
+def test_a_text_tower_that_open_clip_would_download_is_a_note(tmp_path: Path) -> None:
+    bert = save_tiny_bert(tmp_path)
+    module = nn.Module()
+    module.text = HFTextEncoder(str(bert), output_dim=8, pretrained=False)
+    config = TrainConfig(model="roberta-ViT-B-32")
+    [note] = random_text_notes(config, module)
+    assert note.startswith(f"the text tower starts with random weights: those of {bert}, which")
+    assert random_text_notes(replace(config, pretrained=bert), module) == []
+    assert random_text_notes(config, create(TINY).module) == []
 
 
 def test_the_resize_is_chosen_for_openclips_transforms_only(

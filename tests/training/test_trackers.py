@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import struct
 import sys
@@ -181,6 +182,30 @@ def test_a_tracker_that_cannot_start_is_left_out(
         raise KeyError
     assert told == ["--report-to wandb failed, going on without it: no key"]
     assert (sound.steps, sound.ended) == ([1], "failed")
+
+
+def test_the_launchers_signal_does_not_cut_off_the_end_of_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun sends it to rank 0 once another rank has ended after an error."""
+
+    class Slow(Recorder):
+        def close(self, ended: str) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().close(ended)
+
+    slow, received = Slow(1000), []
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda config, step: slow)
+    before = signal.signal(signal.SIGTERM, handler := lambda *of: received.append(of))
+    try:
+        started = Trackers()
+        started.start(TrainConfig(output=tmp_path, report_to="wandb"), 0, print)
+        with pytest.raises(KeyError), started:
+            raise KeyError
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (slow.ended, received) == ("failed", [])
 
 
 def test_mlflow_reports_what_its_thread_could_not_send(

@@ -11,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megabatch.errors import UsageError
+from megabatch.errors import CommunicationError, UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.evaluation.classification import Ranked
 from megabatch.evaluation.table import ACCURACY
-from megabatch.training import TrainConfig, checkpoint, train
+from megabatch.training import TrainConfig, checkpoint, evaluating, train
 from megabatch.training.setup import prepare
 from megabatch.training.validation import Validation, figures, keep_best
-from megabatch.training.world import World
+from megabatch.training.world import Gone, World
 from tests.training.conftest import MakeConfig
 from tests.training.runs import logged, signal_after, weights
 
@@ -70,7 +72,8 @@ def test_the_figures_are_those_of_an_evaluation_of_the_same_weights(
     assert {"step": 12, **figures(last)} == records[-1]
     best = json.loads((run.output / "best/best.json").read_text())
     top = max(records, key=lambda record: record[METRIC])  # the first of equal ones
-    assert best == {"metric": METRIC, "value": top[METRIC], "step": top["step"]}
+    of = {"metric": METRIC, "val_data": str(pictures)}
+    assert best == {**of, "value": top[METRIC], "step": top["step"]}
     again = evaluate_run(run.output / "best", val_data=str(pictures))
     assert {"step": top["step"], **figures(again)} == top
 
@@ -101,6 +104,23 @@ def test_evaluating_leaves_the_model_and_the_random_state_as_they_are(
     assert list(found) == validation.names()
 
 
+def test_a_rank_that_dies_in_an_evaluation_is_told_in_one_line(
+    run: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object, **__: object) -> None:
+        raise CommunicationError("rank 1 of the group is gone")
+
+    monkeypatch.setattr("megabatch.evaluation.tasks.score", lose)
+    monkeypatch.setattr("megabatch.evaluation.evaluate_run", lose)
+    monkeypatch.setattr(World, "tensors_from_main", lambda self, tensors: tensors.items())
+    world = World(torch.device("cpu"), 0, 2)
+    validation = Validation(run, world)
+    with pytest.raises(Gone, match="rank 0 of 2, evaluating: another process is gone"):
+        validation.figures(load_file(run.output / "model.safetensors"))
+    with pytest.raises(Gone, match="rank 0 of 2, evaluating: another process is gone"):
+        evaluating.evaluate(run, world, Console(quiet=True))
+
+
 def test_the_names_of_a_classification_s_figures() -> None:
     zeros = torch.zeros(2, dtype=torch.int64)
     of_classes = Ranked(zeros, zeros, zeros, zeros).figures()
@@ -124,7 +144,7 @@ def test_a_lower_median_rank_is_better(tmp_path: Path) -> None:
     written: list[Path] = []
 
     def offer(metric: str, value: float, step: int) -> bool:
-        return keep_best(tmp_path, metric, value, step, written.append)
+        return keep_best(tmp_path, (metric, None), value, step, written.append)
 
     rank = "pairs/image_to_text/median_rank"
     assert [offer(rank, value, step) for step, value in enumerate([9, 12, 9, 3])] == [
@@ -136,6 +156,18 @@ def test_a_lower_median_rank_is_better(tmp_path: Path) -> None:
     (tmp_path / "best/best.json").write_text("{")
     assert offer(METRIC, 0.0, 1)
     assert written == [tmp_path / "best/model.safetensors"] * 5
+
+
+def test_figures_of_other_data_are_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    offers = [("easy", 0.9), ("hard", 0.2), ("hard", 0.1), ("hard", 0.3)]
+    kept = [
+        keep_best(tmp_path, (METRIC, data), value, step, Path.touch)
+        for step, (data, value) in enumerate(offers)
+    ]
+    assert kept == [True, True, False, True]
+    (tmp_path / "best/best.json").write_text(f'{{"metric": "{METRIC}", "value": 0.5}}')
+    assert not keep_best(tmp_path, (METRIC, "hard"), 0.4, 4, Path.touch)
 
 
 def test_a_best_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,11 +88,52 @@ def conflicts(config: TrainConfig) -> Iterator[Conflict]:
     yield from _of_data(config)
     yield from _of_loss(config)
     yield from _of_locks(config)
-    if config.lr_cooldown is not None and config.lr_scheduler in ("cosine", "const"):
+    yield from _of_optimizer(config)
+    yield from _of_scale(config)
+
+
+_COOLDOWN = ("lr_scheduler", ("const-cooldown", "wsd"))
+
+#: Settings without effect unless another one has one of some values: name, the other, its values.
+_USED_WITH = (
+    ("beta1", "opt", ("adamw", "lamb", "lion", "adafactor")),
+    ("beta2", "opt", ("adamw", "lamb", "lion")),
+    ("eps", "opt", ("adamw", "lamb")),
+    ("momentum", "opt", ("lars", "sgd")),
+    ("lr_base_batch_size", "lr_scaling", ("sqrt", "linear")),
+    ("lr_cooldown", *_COOLDOWN),
+    ("lr_cooldown_shape", *_COOLDOWN),
+    ("lr_cooldown_power", *_COOLDOWN),
+    ("lr_cooldown_power", "lr_cooldown_shape", ("power",)),
+    ("lr_cooldown_end", *_COOLDOWN),
+)
+
+
+def _of_optimizer(config: TrainConfig) -> Iterator[Conflict]:
+    settings = settings_of(TrainConfig)
+    for name, other, users in _USED_WITH:
+        value, default, choice = (
+            getattr(config, name),
+            settings[name].default,
+            getattr(config, other),
+        )
+        if value != default and choice not in users:
+            yield Conflict(
+                f"{with_value(name, value)}: {with_value(other, choice)} does not use it; expected "
+                f"{' or '.join(users)}",
+                (name, other),
+                {name: default},
+            )
+
+
+def _of_scale(config: TrainConfig) -> Iterator[Conflict]:
+    start, most = config.init_logit_scale, config.max_logit_scale
+    # A hundredth more is a rounded logarithm, such as 4.61 of 100.
+    if start is not None and not 0 <= start <= math.log(most) + 0.01:
         yield Conflict(
-            f"--lr-cooldown {config.lr_cooldown}: --lr-scheduler {config.lr_scheduler} has none",
-            ("lr_cooldown", "lr_scheduler"),
-            {"lr_cooldown": None},
+            f"--init-logit-scale {start}: expected a logarithm from 0 to {math.log(most):.3g}, as "
+            f"the first step would clamp the scale to 1 ... --max-logit-scale {most:g}",
+            ("init_logit_scale", "max_logit_scale"),
         )
 
 

@@ -106,8 +106,8 @@ class TrainConfig:
     second source's samples come twice, with '1::0.5' every other one in turn. Default: once."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table of any kind. Default: filepath, image, image_path
-    or file_name, whichever the table has. Like the next two: one for all sources, or one for each,
-    joined by '::'."""
+    or file_name, whichever the table has. Like the next three: one for all sources, or one for
+    each, joined by '::'."""
     csv_query_key: str | None = None
     """Column of first texts, for pairs of texts (hf: models). Default, in a table without images:
     query, anchor, question or sentence1."""
@@ -250,7 +250,7 @@ class TrainConfig:
     Images that only need copying (grey icons, glyphs) use one thread, whatever the number."""
     decode: Annotated[Literal["early", "late"], MAY_CHANGE] = "early"
     """early: a batch waits on the host as decoded images. late: it waits as image files, which
-    workers (as many again) decode one micro-batch ahead, in each of a step's two passes; for
+    workers (as many again) decode two micro-batches ahead, in each of a step's two passes; for
     batches that would not fit the host's memory otherwise."""
     image_resize: Literal["pillow", "torch"] = "pillow"
     """Library that resizes the images of training. pillow: OpenCLIP's pixels, bit for bit. torch: a

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from megabatch.config.settings import TrainConfig
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, naming
 from megabatch.extras import MissingLibrary, named_extras
 from megabatch.training.world import World
 
@@ -36,10 +36,11 @@ def problems(config: TrainConfig, first: str) -> list[str]:
 
     assert config.val_data is not None
     try:
-        reading = reading_of(vars(config), config.val_data)
-        open_val_data(config.val_data, config.model, first, reading)
+        with naming("--val-data"):
+            reading = reading_of(vars(config), config.val_data)
+            open_val_data(config.val_data, config.model, first, reading)
     except UsageError as error:
-        return [f"--val-data: {error}"]
+        return [str(error)]
     return []
 
 
@@ -62,7 +63,7 @@ def evaluate(config: TrainConfig, world: World, console: Console) -> dict[str, A
     from megabatch.evaluation.table import print_evaluation
 
     several = world.size > 1
-    with console.status("evaluating"):
+    with console.status("evaluating"), world.failures("evaluating"):
         evaluation = evaluate_run(
             config.output,
             device=world.device.type if several else str(world.device),

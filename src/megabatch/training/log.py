@@ -112,7 +112,7 @@ class Meter:
 
 
 def waiting_advice(meter: Meter, config: TrainConfig, processes: int, *, images: bool) -> str:
-    """What would shorten a run's wait for data; "" where nothing is known to, or it was short.
+    """Advice that would shorten a run's wait for data; "" if there is none or it was short.
 
     Args:
         meter: at the run's end. In its first minute the first batch counts most.
@@ -145,10 +145,12 @@ class Display:
         self._done = done
         self._started_at = done
         self._start = self._last_line = time.monotonic()
+        # Bar and memory would take the place of the steps and of the time left.
+        self._narrow = console.is_terminal and console.width < 80
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=None),
+            *([] if self._narrow else [BarColumn(bar_width=None)]),
             TextColumn("{task.fields[text]}"),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -174,7 +176,9 @@ class Display:
         """Show a record of the log, of step `step`."""
         loss = f"{record['loss']:.3f}" if "loss" in record else "not finite"
         speed, memory = record["pairs_per_second"], record["memory_bytes"]
-        text = f"loss {loss}  {speed:,.0f} pairs/s  {memory / 2**30:.1f} GiB"
+        text = f"loss {loss}  {speed:,.0f} pairs/s"
+        if not self._narrow:
+            text += f"  {memory / 2**30:.1f} GiB"
         self._bar.update(self._task, completed=step, text=text)
         now = time.monotonic()
         last = step == self._total

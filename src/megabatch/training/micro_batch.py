@@ -38,7 +38,7 @@ from megabatch.training.world import World
 FIRST = UNMEASURED_MICRO_BATCH
 #: Sizes whose times differ by a smaller share are equally fast.
 GAIN = 0.02
-#: The largest sizes without such a gain that are tried one after the other.
+#: Sizes in a row without such a gain after which no larger one is tried.
 WITHOUT_GAIN = 2
 #: Seconds that all trials may take together.
 SECONDS = 100.0
@@ -46,7 +46,7 @@ SECONDS = 100.0
 _SAMPLE = 64  # pairs of a batch, repeated, that a micro-batch of one shape consists of
 _SPREAD = 3  # micro-batches of a batch that are timed, from its longest texts to its shortest
 _ROUNDS = 3  # timed repetitions, at most
-_ENOUGH = 0.5  # seconds of timed repetitions that make do
+_ENOUGH = 0.5  # seconds of timed repetitions after which no other one follows
 
 
 class Gauge:

@@ -185,7 +185,7 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     if into < 0:
         return peak
     end = config.lr_cooldown_end
-    return end + (peak - end) * _left(config, into / length)
+    return end + (peak - end) * _cooldown_factor(config, into / length)
 
 
 def peak_learning_rate(config: TrainConfig) -> float:
@@ -200,14 +200,14 @@ def peak_learning_rate(config: TrainConfig) -> float:
 
 
 def cooldown_steps(config: TrainConfig, total_steps: int) -> int:
-    """Steps of the final fall: a fifth of the run where the configuration does not say."""
+    """Steps of the cooldown; by default a fifth of the run, at most those after the warm-up."""
     if config.lr_cooldown is not None:
         return config.lr_cooldown
     return max(1, min(total_steps // 5, total_steps - config.warmup))
 
 
-def _left(config: TrainConfig, done: float) -> float:
-    """What is left of the height, from 1 at the fall's beginning to 0 at its end."""
+def _cooldown_factor(config: TrainConfig, done: float) -> float:
+    """The factor of the cooldown's height, from 1 at its beginning to 0 at its end."""
     if config.lr_cooldown_shape == "1-sqrt":  # Haegele et al. 2024, arXiv 2405.18392
         return 1 - math.sqrt(done)
     if config.lr_cooldown_shape == "cosine":

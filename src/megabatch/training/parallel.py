@@ -83,7 +83,8 @@ class Layout:
         """
         whole: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
-            value = full(tensor)
+            with self.world.failures(f"gathering {key}"):
+                value = full(tensor)
             if isinstance(tensor, DTensor) and _parameter(key) in self.scalars:
                 value = value.reshape(())
             if self.world.main:
@@ -194,7 +195,7 @@ def check_replicas(module: nn.Module, world: World) -> None:
     if len(set(world.gather(digest))) == 1:
         return
     table = zip(tensors, zip(*world.gather(sums), strict=True), strict=True)
-    differ = [f"{name} ({_camps(found)})" for name, found in table if len(set(found)) > 1]
+    differ = [f"{name} ({_ranks_by_value(found)})" for name, found in table if len(set(found)) > 1]
     more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
     raise ReplicasDiffer(f"parameters differ between ranks: {', '.join(differ[:5])}{more}")
 
@@ -223,7 +224,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     return (words * places).sum() & ((1 << 62) - 1)
 
 
-def _camps(sums: Iterable[int]) -> str:
+def _ranks_by_value(sums: Iterable[int]) -> str:
+    """The ranks that agree with each other, such as "ranks 0, 1 against rank 2"."""
     ranks: dict[int, list[str]] = {}
     for rank, value in enumerate(sums):
         ranks.setdefault(value, []).append(str(rank))

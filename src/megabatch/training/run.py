@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 from safetensors import SafetensorError
@@ -40,7 +41,7 @@ class Run:
     """A run in progress.
 
     Args:
-        setup: what it needs.
+        setup: the configuration, the model and the data, prepared.
         console: for messages; quiet on all ranks but the first.
         trackers: started by `train` on the first rank.
     """
@@ -127,8 +128,8 @@ class Run:
                     display.update(trainer.step, record)
             if config.check_replicas_every and trainer.step % config.check_replicas_every == 0:
                 check_replicas(trainer.module, self.world)
-            if config.checkpoint_every and trainer.step % config.checkpoint_every == 0:
-                self._save()
+            if config.checkpoint_every and trainer.step % config.checkpoint_every == 0 and not last:
+                self._save()  # the last one is saved after the loop
             self.meter.mark()
             if config.val_frequency and trainer.step % config.val_frequency == 0 and not last:
                 self._validate()
@@ -161,8 +162,8 @@ class Run:
         try:
             batch = next(batches)
             rows = len(batch)
-        except UsageError as error:
-            failure = error
+        except UsageError as error:  # its exit code would say that nothing was started
+            failure = error if hasattr(error, "exit_code") else TrainingStopped(str(error))
         except (OSError, RuntimeError) as error:  # DataLoader raises a RuntimeError for workers
             failure = TrainingStopped(f"reading data: {' '.join(str(error).split())[:500]}")
             failure.__cause__ = error
@@ -200,10 +201,12 @@ class Run:
             self.console.print(f"  {line}")
         self.console.print(f"weights: {weights}")
         if "tensorboard" in tracker_names(self.config):
-            self.console.print(f"curves:  tensorboard --logdir {self.folder / 'tensorboard'}")
+            self.console.print(
+                f"curves:  tensorboard --logdir {quote(str(self.folder / 'tensorboard'))}"
+            )
         if not self.config.evaluate:
             trust = " --trust" if is_reference(self.config.model) else ""
-            self.console.print(f"next:    megabatch eval {self.folder}{trust}")
+            self.console.print(f"next:    megabatch eval {quote(str(self.folder))}{trust}")
 
     def _batches(self) -> Iterator[Batch]:
         """Batches up to the last step, over as many epochs as that takes."""
@@ -335,7 +338,8 @@ class Run:
         found = self.trainer.micro_batch
         if found.gauge is not None and not found.measured:
             return "micro-batches of a size to be measured"
-        return f"{found.rows:,} at a time"
+        share = -(-self.config.global_batch_size // self.world.size)
+        return f"{min(found.rows, share):,} at a time"
 
     def _where(self) -> str:
         device, size = self.trainer.device, self.world.size

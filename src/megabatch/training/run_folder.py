@@ -6,11 +6,11 @@ import contextlib
 import fcntl
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megabatch import files
 from megabatch.config.file import load_config, to_dict
 from megabatch.config.settings import MayChange, TrainConfig
 from megabatch.errors import UsageError, all_of
@@ -57,15 +57,8 @@ def check_folder(config: TrainConfig) -> None:
 def folder_problems(config: TrainConfig) -> list[str]:
     """Reasons why the output folder cannot be used: not writable, another run's, not a run's."""
     folder = config.output
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        return [f"--output {folder}: {existing} is no folder"]
-    try:
-        # Permissions are not enough: root may do anything, and a disk may be read-only.
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        return [f"--output {folder}: {existing} cannot be written to: {error.strerror or error}"]
+    if problem := files.folder_problem(folder):
+        return [f"--output {folder}: {problem}"]
     begun = [f for f in ("config.toml", "checkpoints", "metrics.jsonl") if (folder / f).exists()]
     if begun and not config.resume:
         return [

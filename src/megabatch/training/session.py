@@ -14,6 +14,7 @@ from megabatch.config.resolve import Given
 from megabatch.config.settings import TrainConfig
 from megabatch.data.late import DecodingStopped, mean_bytes
 from megabatch.errors import UsageError
+from megabatch.terminal import plain_console
 from megabatch.training import evaluating, validation
 from megabatch.training.activations import OutOfMemory
 from megabatch.training.interrupt import exit_code
@@ -48,8 +49,8 @@ def train(
         SIGTERM and SIGUSR1, which the same command with --resume continues.
 
     Raises:
-        UsageError: the configuration is invalid (nothing was started), or the run had to stop:
-            TrainingStopped, CheckpointError, Gone (another process).
+        UsageError: the configuration is invalid (nothing was started), or the run had to stop, such
+            as TrainingStopped, CheckpointError, OutOfMemory, Gone (another process).
         SystemExit: on ranks other than 0, instead of an error that rank 0 raises.
     """
     with Trackers() as trackers:
@@ -58,7 +59,7 @@ def train(
             trackers.ended = "interrupted"
             return exit_code(trained.received)
         if trained.config.evaluate and not evaluated and trained.main:
-            console = Console(highlight=False, soft_wrap=True)
+            console = plain_console()
             _evaluate(trained, World(device), console, trackers)
     return 0
 
@@ -77,7 +78,7 @@ def _in_group(
 ) -> tuple[_Trained, torch.device, bool]:
     """Train and, if all processes can, evaluate; also returns the device, and whether they did."""
     with joined(config) as world:
-        console = Console(highlight=False, soft_wrap=True, quiet=not world.main)
+        console = plain_console(quiet=not world.main)
         try:
             trained = _train(config, world, console, resume_command, given, trackers)
             config = trained.config

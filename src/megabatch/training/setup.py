@@ -8,6 +8,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +21,7 @@ from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
-from megabatch.errors import UsageError, all_of
-from megabatch.extras import MissingLibrary
+from megabatch.errors import UsageError, all_of, naming
 from megabatch.hints import is_reference, option, with_value
 from megabatch.losses import own
 from megabatch.losses.objective import create_objective
@@ -29,6 +29,7 @@ from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock
+from megabatch.models.pooling import saved_pooling
 from megabatch.models.resize import TorchResize
 from megabatch.models.weights import load_tower
 from megabatch.training import batch_norm, evaluating, trackers
@@ -38,6 +39,13 @@ from megabatch.training.world import World
 T = TypeVar("T")
 
 _OLDEST_COMPILED = (7, 0)  # compute capability that Inductor's kernels need
+
+#: Settings that may differ between ranks: paths on each one's machine, its memory and its speed.
+_OF_A_RANK = (
+    *("output", "train_data", "val_data"),
+    *("pretrained", "pretrained_image_path", "pretrained_text_path"),
+    *("micro_batch_size", "workers", "torchcompile", "data_timeout", "dist_timeout"),
+)
 
 
 @dataclass
@@ -68,6 +76,7 @@ def prepare(
     world = world or World(torch.device("cpu"))
     known = given_in(config) if given is None else given
     setup = world.attempt(lambda: _prepare(config, world, known))
+    _check_ranks(setup)
     if is_reference(setup.config.loss):
         # By itself, since the loss may communicate: no rank may have failed before.
         world.attempt(lambda: _check_loss(setup))
@@ -76,7 +85,8 @@ def prepare(
 
 def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     if missing := unnamed(config):
-        raise UsageError(missing)
+        no_run = f"--resume: --output {config.output} holds no run; a new one: " * config.resume
+        raise UsageError(no_run + missing)
     notes: list[str] = []
     types_right = not wrong_types(config)
     if types_right:
@@ -106,6 +116,8 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         reasons += evaluating.problems(config, towers.first)
         if config.trim_texts and not towers.lengths:
             notes.append(f"texts keep their padding: features of {config.model} may depend on it")
+        notes += pooling_notes(config) if towers.first == "text" else []
+        notes += random_text_notes(config, towers.module)
         if config.decode == "late" and towers.first == "text":
             reasons.append(
                 f"--decode late: {config.model} takes texts, of which nothing is decoded"
@@ -130,6 +142,61 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     return Setup(
         config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)), notes
     )
+
+
+def _check_ranks(setup: Setup) -> None:
+    """Raise a UsageError, on all ranks, if their settings or their numbers of pairs differ.
+
+    Ranks read the settings of a resumed run from its folder, and their data, each for itself. With
+    others than rank 0's they would draw their shares from another order of the pairs, or update
+    their replicas differently.
+    """
+    settings = {k: v for k, v in to_dict(setup.config).items() if k not in _OF_A_RANK}
+    tables = setup.world.gather((settings, len(setup.loader.dataset)))
+    first, pairs = tables[0]
+    for rank, (others, other_pairs) in enumerate(tables):
+        changed = [
+            f"{option(name)} is {value} on rank {rank}, {first[name]} on rank 0"
+            for name, value in others.items()
+            if value != first[name]
+        ]
+        if changed:
+            raise UsageError(
+                f"the processes have different settings: {', '.join(changed)} (give each the same "
+                "options, and the same --config or, with --resume alone, the run's folder)"
+            )
+        if other_pairs != pairs:
+            raise UsageError(
+                f"--train-data: {other_pairs:,} pairs on rank {rank}, {pairs:,} on rank 0; "
+                "expected the same files on all machines"
+            )
+
+
+def pooling_notes(config: TrainConfig) -> list[str]:
+    """A line if the folder of a text encoder names another pooling than the configuration."""
+    prefix, _, folder = config.model.partition(":")
+    own = saved_pooling(Path(folder)) if prefix == "hf" else ""
+    if own in ("", config.hf_pooling):
+        return []
+    return [
+        f"--hf-pooling {config.hf_pooling} is used, although sentence-transformers' files in "
+        f"{folder} name {own}"
+    ]
+
+
+def random_text_notes(config: TrainConfig, module: nn.Module) -> list[str]:
+    """A line if an open_clip model's text tower is a Hugging Face one that OpenCLIP would download.
+
+    OpenCLIP's trainer starts such a tower with the weights that its name stands for.
+    """
+    text: Any = getattr(module, "text", None)
+    loaded = config.pretrained or config.pretrained_text_path or ":" in config.model
+    if loaded or type(text).__name__ != "HFTextEncoder":
+        return []
+    return [
+        f"the text tower starts with random weights: those of {text.config.name_or_path}, which "
+        "OpenCLIP would download, are not (--pretrained loads a file of the whole model)"
+    ]
 
 
 def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torch.Tensor]:
@@ -226,7 +293,7 @@ def too_short(config: TrainConfig, pairs: int) -> list[Conflict]:
 def open_data(config: TrainConfig) -> PairDataset:
     """The configuration's training data; raises a UsageError if they cannot be opened."""
     factors = config.train_data_upsampling_factors
-    try:
+    with naming("--train-data"):
         return open_pairs(
             config.train_data,
             upsampling_factors=None if factors is None else parse_factors(factors),
@@ -238,13 +305,6 @@ def open_data(config: TrainConfig) -> PairDataset:
             negative_column=config.csv_negative_key,
             svg_size=config.svg_size,
         )
-    except MissingLibrary:
-        raise
-    except UsageError as error:
-        reason = str(error)
-        raise UsageError(
-            reason if reason.startswith("--") else f"--train-data: {reason}"
-        ) from error
 
 
 def build_towers(config: TrainConfig) -> Towers:

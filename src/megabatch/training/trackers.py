@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -168,7 +169,9 @@ TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
 class Trackers:
     """The trackers of a run, without those that have failed.
 
-    A context: at its end all are closed, after an error as failed, otherwise as `ended`.
+    A context: at its end all are closed, after an error as failed, otherwise as `ended`. Meanwhile
+    SIGTERM is ignored: `torchrun` sends it to this process as soon as another rank has ended, when
+    trackers may still have to send numbers and the reason of the end is not printed yet.
     """
 
     def __init__(self) -> None:
@@ -199,9 +202,15 @@ class Trackers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if not self._open:
+            return
         ended: Ended = self.ended if kind is None else "failed"
-        for name, tracker in list(self._open.items()):
-            self._attempt(name, partial(tracker.close, ended))
+        handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            for name, tracker in list(self._open.items()):
+                self._attempt(name, partial(tracker.close, ended))
+        finally:
+            signal.signal(signal.SIGTERM, handler)
         self._open.clear()
 
     def _start(self, name: str, config: TrainConfig, resumed_step: int) -> None:

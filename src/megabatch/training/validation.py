@@ -84,7 +84,7 @@ class Validation:
         encoder = Encoder(
             self._towers, str(world.device), group=None if world.size > 1 else "local"
         )
-        with random_state_kept():
+        with world.failures("evaluating"), random_state_kept():
             module.to(world.device)
             module.load_state_dict(dict(world.tensors_from_main(weights)))
             retrieval = {
@@ -137,7 +137,8 @@ def record(
     try:
         log_validation(config.output, trackers, step, found)
         metric = config.best_metric or next(iter(found), "")
-        if config.val_frequency and keep_best(config.output, metric, found[metric], step, write):
+        of = metric, config.val_data
+        if config.val_frequency and keep_best(config.output, of, found[metric], step, write):
             console.print(f"  the best {metric} so far; weights: {config.output / 'best'}")
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -145,30 +146,42 @@ def record(
 
 
 def keep_best(
-    run: Path, metric: str, value: float, step: int, write: Callable[[Path], object]
+    run: Path,
+    of: tuple[str, str | None],
+    value: float,
+    step: int,
+    write: Callable[[Path], object],
 ) -> bool:
     """Write weights to RUN/best if their value is better than that of the weights there.
 
     RUN/best is a run's folder of its own, with `config.toml`, `model.safetensors` and `best.json`:
-    the metric, its value and the step. A lower median rank is better, and a higher value of any
-    other metric. If the process is killed between the last two files, a resumed run repeats the
-    step and completes them.
+    the metric, `val_data`, the value and the step. A lower median rank is better, and a higher
+    value of any other metric. If the process is killed between the last two files, a resumed run
+    repeats the step and completes them.
+
+    Args:
+        run: the run's folder.
+        of: the metric, and `val_data`, on which it was measured.
+        value, step, write: the metric's value, and as in `record`.
 
     Returns:
-        Whether it is better. The weights of another metric always give way.
+        Whether it is better. The weights of another metric, or of other data, always give way.
 
     Raises:
         OSError, SafetensorError: a file cannot be written.
     """
     folder = run / "best"
+    metric, val_data = of
     sign = -1 if metric.endswith("median_rank") else 1
     before = _read_best(folder)
-    if before.get("metric") == metric and sign * value <= sign * before["value"]:
+    # Earlier versions did not write the data.
+    same = (before.get("metric"), before.get("val_data", val_data)) == of
+    if same and sign * value <= sign * before["value"]:
         return False
     folder.mkdir(exist_ok=True)
     write(folder / "model.safetensors")
     shutil.copyfile(run / "config.toml", folder / "config.toml")
-    about = {"metric": metric, "value": value, "step": step}
+    about = {"metric": metric, "val_data": val_data, "value": value, "step": step}
     files.write_text(folder / "best.json", json.dumps(about, indent=1) + "\n")
     return True
 
@@ -176,6 +189,6 @@ def keep_best(
 def _read_best(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / "best.json").read_text(encoding="utf-8"))
-        return {"metric": str(found["metric"]), "value": float(found["value"])}
+        return {**found, "metric": str(found["metric"]), "value": float(found["value"])}
     except (OSError, ValueError, KeyError, TypeError):
         return {}  # none yet, or damaged

@@ -114,7 +114,7 @@ class World:
         texts = [text for _, text in found]
         if error is not None and set(texts) <= {str(error), ""}:
             raise error
-        raise _Together(_by_rank(texts), code)
+        raise _ErrorOfRanks(_by_rank(texts), code)
 
     def attempt(self, work: Callable[[], T]) -> T:
         """The result of `work()` on this rank; a UsageError on any rank stops all of them."""
@@ -141,7 +141,9 @@ class World:
             ) from error
 
 
-class _Together(UsageError):
+class _ErrorOfRanks(UsageError):
+    """The errors of several ranks, as one."""
+
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
