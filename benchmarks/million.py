@@ -115,6 +115,8 @@ def step(trainer: Trainer, batch: Batch, number: int) -> dict[str, Any]:
         figures = trainer.train_step(batch)
     split = parts.seconds()  # waits for the device
     seconds = time.perf_counter() - began
+    # During the first step the trainer resets the allocator's peak, to find out what fits.
+    peak = torch.cuda.max_memory_allocated() if on_gpu and number > 1 else None
     return {
         "contender": "megabatch",
         "model": trainer.config.model,
@@ -130,7 +132,7 @@ def step(trainer: Trainer, batch: Batch, number: int) -> dict[str, Any]:
         "seconds": seconds,
         "pairs_a_second": trainer.config.global_batch_size / seconds,
         "parts": split,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "peak_bytes": peak,
     }
 
 

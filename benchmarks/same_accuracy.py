@@ -11,7 +11,9 @@
 and gather_with_grad); `tiled` is this library's; both encode a rank's share of the batch at once.
 `cached` is `tiled` with the share in `--micro-batches` micro-batches, all encoded twice. A seed
 gives the initial weights and the order of the data, so that runs of one seed differ in rounding
-alone. Everything else is the trainer's: its towers, batches, optimizer and schedule.
+alone. Everything else is the trainer's: its towers, batches, optimizer and schedule. Only the
+random shifts of images inside `icon-small` are left out: towers draw them for each call, so a batch
+in micro-batches has others than a whole one.
 
 The output is written after each run and read at the beginning, so each call adds what is missing,
 on as many ranks as torchrun starts. It has each step's loss, retrieval on held-out pairs after the
@@ -46,6 +48,7 @@ from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.tasks import pairs_task, score
 from megabatch.losses.objective import Objective
+from megabatch.models.icon import VisionTower
 from megabatch.training.setup import prepare
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined
@@ -135,6 +138,9 @@ def measure(
     """Train and evaluate; all ranks return the same losses, rank 0 the figures."""
     began = time.perf_counter()
     setup = prepare(config, world)
+    for part in setup.towers.module.modules():
+        if isinstance(part, VisionTower):
+            part.jitter = False
     trainer = Trainer(
         *(setup.config, setup.towers.module, world.device, setup.total_steps, world),
         setup.towers.lengths,
