@@ -30,7 +30,7 @@ ONE = MicroBatch(0, 1, 1, torch.bfloat16, 1, FORWARD, FORWARD, BACKWARD)
 
 def seconds(count=4, kept=0, config=CONFIG, cluster=None, encoding=None, pair_bytes=1000):
     return step_seconds(
-        *(config, MicroBatches((ONE,) * count, 1024), kept),
+        *(config, MicroBatches(((ONE, count),), 1024), kept),
         width=512,
         state=STATE,
         cluster=cluster or Cluster(1),

@@ -136,10 +136,13 @@ def test_shorter_texts_leave_room_for_more_micro_batches() -> None:
         kept.after_step(memory)
     assert kept.count == 5
     assert f"({86 / 5 * 1024:,.1f} MiB each) wait" in kept.news[0]
-    assert kept_count([40, 30, 20], 3, None, 50) == 2
-    assert kept_count([40, 30, 20], 1, None, 50) == 1
-    assert kept_count([40, 30, 20], 3, None, None) == 3
-    assert kept_count([0, 0, 0], 3, 0) == 0
+    runs = [(40, 1), (30, 1), (20, 1)]
+    assert kept_count(runs, 3, None, 50) == 2
+    assert kept_count(runs, 1, None, 50) == 1
+    assert kept_count(runs, 3, None, None) == 3
+    assert kept_count([(0, 3)], 3, 0) == kept_count([(9, 3)], 3, -20) == 0
+    runs = [(40, 9), (20, 3)]
+    assert [kept_count(runs, 12, limit) for limit in (59, 60, 99, 141)] == [2, 3, 3, 5]
 
 
 def test_room_is_never_more_than_either_phase_leaves() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 
@@ -14,13 +13,21 @@ def kept_at_most(micro_batches: int, ranks: int) -> int:
     return 0 if micro_batches == 1 else micro_batches - (ranks > 1)
 
 
-def kept_count(graphs: Sequence[int], possible: int, *limits: int | None) -> int:
-    """How many of the graphs, the last ones, are together within all limits of bytes.
+def kept_count(runs: Sequence[tuple[int, int]], possible: int, *limits: int | None) -> int:
+    """How many graphs, the last ones, are together within all limits of bytes.
 
-    graphs: their bytes, in the order of the micro-batches. `possible`: at most so many.
+    runs: bytes of a graph and how many in a row are as large, in the order of the micro-batches.
+    possible: at most so many.
     """
     limit = min((limit for limit in limits if limit is not None), default=None)
     if limit is None:
         return possible
-    sums = itertools.accumulate(max(1, graph) for graph in reversed(graphs))
-    return min(possible, sum(1 for _ in itertools.takewhile(lambda total: total <= limit, sums)))
+    count, limit = 0, max(0, limit)
+    for graph, number in reversed(runs):
+        size = max(1, graph)
+        fitting = min(number, limit // size)
+        count += fitting
+        limit -= fitting * size
+        if fitting < number:
+            break
+    return min(possible, count)

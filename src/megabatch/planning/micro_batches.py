@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
+import bisect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import nn
 
@@ -17,30 +18,51 @@ from megabatch.planning.lengths import TextLengths
 from megabatch.planning.towers import MicroBatch, Sample, measure
 from megabatch.planning.work import Work
 
+#: Micro-batches, each with how many in a row are equal to it.
+Runs: TypeAlias = tuple[tuple[MicroBatch, int], ...]
+
 
 @dataclass(frozen=True)
 class MicroBatches:
     """The micro-batches of a step in order, those with the longest texts first.
 
+    A step may have millions, of which only a few differ.
+
     Attributes:
-        all: each one's bytes and work.
+        runs: a micro-batch's bytes and work, and how many in a row are equal to it.
         size: pairs of one; if texts are sorted by length, their mean number.
         texts: rows and tokens of each one's texts, by tower, if they are cut.
     """
 
-    all: tuple[MicroBatch, ...]
+    runs: Runs
     size: int
     texts: Mapping[Tower, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     @property
+    def count(self) -> int:
+        """How many there are."""
+        return sum(number for _, number in self.runs)
+
+    @property
     def largest(self) -> MicroBatch:
         """The one that takes the most memory."""
-        return max(self.all, key=lambda micro: micro.peak)
+        return max((micro for micro, _ in self.runs), key=lambda micro: micro.peak)
 
     @property
     def once(self) -> bool:
         """Whether there is only one, which is encoded once."""
-        return len(self.all) == 1
+        return self.count == 1
+
+    def split(self, waiting: int) -> tuple[Runs, Runs]:
+        """All but the last `waiting` ones, and those."""
+        before, after = [], []
+        left = self.count - waiting
+        for micro, number in self.runs:
+            first = min(number, left)
+            left -= first
+            before += [(micro, first)] * (first > 0)
+            after += [(micro, number - first)] * (number > first)
+        return tuple(before), tuple(after)
 
     def passes(self) -> dict[str, int]:
         """Bytes of activations by phase; a single micro-batch keeps its graph for the loss."""
@@ -54,24 +76,27 @@ class MicroBatches:
 
         bound, room: bytes for them that the user and the memory allow; None: any number.
         """
-        graphs = [micro.further for micro in self.all]
-        return kept_count(graphs, kept_at_most(len(graphs), ranks), bound, room)
+        graphs = [(micro.further, number) for micro, number in self.runs]
+        return kept_count(graphs, kept_at_most(self.count, ranks), bound, room)
 
     def beside(self, count: int) -> dict[str, int]:
         """Bytes of so many graphs that wait, by phase, beside those of `passes`."""
         if not count:
             return {}
-        waiting = self.all[-count:]
-        graphs = sum(micro.further for micro in waiting)
+        _, waiting = self.split(count)
+        graphs = sum(micro.further * number for micro, number in waiting)
         # Forward passes without a graph come first, and the second pass begins with these graphs.
-        most = graphs + max(micro.peak - micro.further for micro in waiting)
+        most = graphs + max(micro.peak - micro.further for micro, _ in waiting)
         encoded = max(0, most - self.largest.forward)
         second = max(0, most - self.largest.peak)
         return {"encode": encoded, "loss": graphs, "second pass": second}
 
     def typical_graph(self) -> int:
         """Bytes of a typical graph, as the trainer takes it for its choice."""
-        return int(statistics.median(micro.further for micro in self.all))
+        graphs = sorted((micro.further, number) for micro, number in self.runs)
+        ends = [*itertools.accumulate(number for _, number in graphs)]
+        middle = (self.count - 1) // 2, self.count // 2
+        return sum(graphs[bisect.bisect_right(ends, at)][0] for at in middle) // 2
 
 
 @dataclass
@@ -124,19 +149,17 @@ class Encoders:
                 other = self._one(size, {**shortest, tower: most}, between)
                 slopes[tower] = (other.minus(base), size * (most - least))
         if not slopes:
-            return MicroBatches((base,) * count, size, texts)
-        made: dict[tuple[tuple[int, int], ...], MicroBatch] = {}
-        every = []
-        for at in zip(*texts.values(), strict=True):
-            if at not in made:
-                made[at] = base
-                for tower, (n, width) in zip(texts, at, strict=True):
-                    if tower in slopes:
-                        slope, span = slopes[tower]
-                        share = (n * width - size * shortest[tower]) / span
-                        made[at] = made[at].plus(slope, share)
-            every.append(made[at])
-        return MicroBatches(tuple(every), size, texts)
+            return MicroBatches(((base, count),), size, texts)
+        runs = []
+        for at, equal in itertools.groupby(zip(*texts.values(), strict=True)):
+            micro = base
+            for tower, (n, width) in zip(texts, at, strict=True):
+                if tower in slopes:
+                    slope, span = slopes[tower]
+                    share = (n * width - size * shortest[tower]) / span
+                    micro = micro.plus(slope, share)
+            runs.append((micro, sum(1 for _ in equal)))
+        return MicroBatches(tuple(runs), size, texts)
 
     def _one(
         self, size: int, widths: Mapping[Tower, int], between: tuple[int, int] | None
@@ -155,8 +178,6 @@ class Encoders:
         return self._known[key]
 
 
-def total(micro_batches: Sequence[MicroBatch], part: str) -> Work:
-    """The work of a part of some micro-batches, of which there are few different ones."""
-    counts = Counter(map(id, micro_batches))
-    each = {id(micro): micro for micro in micro_batches}
-    return sum((getattr(each[key], part) * count for key, count in counts.items()), Work())
+def total(runs: Runs, part: str) -> Work:
+    """The work of a part of some micro-batches."""
+    return sum((getattr(micro, part) * number for micro, number in runs), Work())

@@ -231,7 +231,7 @@ class Planner:
             room = machine.limit - max(encode, loss, second - micro.typical_graph())
             room = int(room / self._longer_texts(micro, rows))
         bound = activation_bytes(plan.config, machine.device)
-        count, of = micro.kept(machine.count, bound, room), len(micro.all)
+        count, of = micro.kept(machine.count, bound, room), micro.count
         if not count:
             return replace(plan, micro_batches=of)
         note = f"{count} of {of} micro-batches are encoded once"
@@ -240,7 +240,7 @@ class Planner:
 
     def _longer_texts(self, micro: MicroBatches, rows: int) -> float:
         """How many times as many tokens a micro-batch of another batch may have, as for a run."""
-        lengths, count = self.lengths or TextLengths(), len(micro.all)
+        lengths, count = self.lengths or TextLengths(), micro.count
         return max(
             (lengths.longer(t, self.sample.context(t), rows, count) for t in micro.texts),
             default=1.0,

@@ -85,16 +85,16 @@ def step_seconds(
     loss = loss_seconds(config, width, gpu, ranks)
     if loss is None:
         return None
-    count = len(micro.all)
+    count = micro.count
     once = 1 if micro.once else kept
-    again, waiting = micro.all[: count - once], micro.all[count - once :]
+    again, waiting = micro.split(once)
 
     def seconds(work: Work) -> float:
         return work_seconds(work, gpu, encoding, compiled=compiled)
 
     first = seconds(total(again, "encode") + total(waiting, "record"))
     second = seconds(total(again, "record"))
-    backward = seconds(total(micro.all, "backward"))
+    backward = seconds(total(micro.runs, "backward"))
     exposed = 0.0
     if ranks > 1:
         rows = -(-config.global_batch_size // ranks)
@@ -106,7 +106,8 @@ def step_seconds(
             exposed = min(simulated.exposed, simulated.seconds)
             loss = simulated.seconds - exposed
         # All-reduced while the last micro-batch's backward pass runs.
-        exposed += max(0.0, _averaging(cluster, state.gradients) - seconds(micro.all[-1].backward))
+        last = micro.runs[-1][0].backward
+        exposed += max(0.0, _averaging(cluster, state.gradients) - seconds(last))
     passes = 2 - once / count
     copies = passes * count * micro.size * pair_bytes / encoding.host_link
     first_copy = micro.size * pair_bytes / encoding.host_link

@@ -72,7 +72,7 @@ class KeptActivations:
         """
         if len(graphs) == 1:
             graphs = [*graphs] * self._micro_batches
-        own = kept_count(graphs, self._possible, self._bound, room)
+        own = kept_count([(graph, 1) for graph in graphs], self._possible, self._bound, room)
         self.count = min(self._world.gather(own))
         mean = statistics.mean(graphs[-self.count :])  # of all if none is kept
         self.news.append(

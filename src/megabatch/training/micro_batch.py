@@ -274,7 +274,7 @@ class Search:
         assert self._room is not None
         room = self._room - (trial.peak - trial.graph)
         possible = kept_at_most(micro_batches, self._world.size)
-        kept = kept_count([trial.graph] * micro_batches, possible, self._bound, room)
+        kept = kept_count([(trial.graph, micro_batches)], possible, self._bound, room)
         return trial.second + trial.first * (1 - kept / micro_batches)
 
     def summary(self, chosen: int) -> str:
