@@ -23,26 +23,28 @@ from tests.similarity.distributed.transfers import grid_of, recorded, ring_in_pi
 GRIDS = [(rows, columns) for rows, columns in product(range(1, 7), range(1, 7))]
 
 
-def places(rows: int, columns: int, sizes: list[int]) -> list[halves.Place]:
-    """Every rank's place, row by row, with shards of these sizes."""
+def positions(rows: int, columns: int, sizes: list[int]) -> list[halves.GridPosition]:
+    """Every rank's position, row by row, with shards of these sizes."""
     found = []
     for r, c in product(range(rows), range(columns)):
         bounds = list(accumulate(sizes[r * columns : (r + 1) * columns], initial=0))
-        line = ring.Place(None, r, rows, [0] * rows, "a test")  # type: ignore[arg-type]
-        found.append(halves.Place(line, sizes[c::columns], bounds, c, r * columns + c))
+        own = ring.Ring(None, r, rows, [0] * rows, "a test")  # type: ignore[arg-type]
+        found.append(halves.GridPosition(own, sizes[c::columns], bounds, c, r * columns + c))
     return found
 
 
-def computed(place: halves.Place, columns: int, starts: list[int], size: int) -> Counter[Any]:
+def computed(
+    position: halves.GridPosition, columns: int, starts: list[int], size: int
+) -> Counter[Any]:
     """The pairs of rows that a rank computes beside its own triangle, in chunks of `size`."""
     pairs: Counter[Any] = Counter()
-    first = starts[place.ring.rank * columns]
-    route = schedule.symmetric(place.ring.n)
-    for chunks in ring.rounds_of(place.sizes, size):
+    first = starts[position.ring.rank * columns]
+    route = schedule.symmetric(position.ring.n)
+    for chunks in ring.rounds_of(position.sizes, size):
         for step in range(route.steps):
-            owner = place.ring.owner(step)
-            begin = starts[owner * columns + place.column] + chunks[owner].start
-            for rows, cols in halves.blocks(place, step, chunks[owner]):
+            owner = position.ring.owner(step)
+            begin = starts[owner * columns + position.column] + chunks[owner].start
+            for rows, cols in halves.blocks(position, step, chunks[owner]):
                 for i, j in product(range(rows.start, rows.stop), range(cols.start, cols.stop)):
                     pairs[frozenset((first + i, begin + j))] += 1
     return pairs
@@ -54,8 +56,8 @@ def test_each_pair_of_rows_is_computed_once(rows: int, columns: int) -> None:
     for sizes in ([2] * n, [(5 * k + 1) % 4 for k in range(n)]):
         starts = list(accumulate(sizes, initial=0))
         found: Counter[Any] = Counter()
-        for place in places(rows, columns, sizes):
-            found += computed(place, columns, starts, 2)
+        for position in positions(rows, columns, sizes):
+            found += computed(position, columns, starts, 2)
         owner = [rank for rank, size in enumerate(sizes) for _ in range(size)]
         apart = [p for p in combinations(range(sum(sizes)), 2) if owner[p[0]] != owner[p[1]]]
         assert found == Counter(map(frozenset, apart))
@@ -65,7 +67,10 @@ def test_each_pair_of_rows_is_computed_once(rows: int, columns: int) -> None:
 def test_all_ranks_compute_as_much(rows: int, columns: int) -> None:
     n = rows * columns
     sizes, starts = [4] * n, [4 * k for k in range(n + 1)]
-    counts = [computed(place, columns, starts, 3).total() for place in places(rows, columns, sizes)]
+    counts = [
+        computed(position, columns, starts, 3).total()
+        for position in positions(rows, columns, sizes)
+    ]
     assert counts == [8 * (n - 1)] * n  # (n - 1) / 2 blocks of 16 pairs
 
 

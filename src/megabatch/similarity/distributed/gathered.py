@@ -112,7 +112,7 @@ class Layout:
         self.padded = max(sizes)
         self.sizes = list(sizes)
         self._even = min(sizes) == self.padded
-        self._places: Tensor | None = None
+        self._padded_rows: Tensor | None = None
 
     def gather(self, own: Tensor, dim: int) -> tuple[Tensor, Pending]:
         """Begin to gather all ranks' tensors, rows along `dim`; see `join`."""
@@ -147,24 +147,24 @@ class Layout:
         return joined.new_empty(shape).index_copy_(dim, self._rows(joined), joined)
 
     def _rows(self, like: Tensor) -> Tensor:
-        """The place of each row among the padded ones."""
-        if self._places is None:
+        """The index of each row among the padded ones."""
+        if self._padded_rows is None:
             total = self.starts[-1]
             shift = [rank * self.padded - start for rank, start in enumerate(self.starts[:-1])]
             # Few numbers leave the host, which therefore waits for no device.
             table = torch.tensor([shift, self.sizes], device="cpu").to(like.device)
             by_row = torch.repeat_interleave(table[0], table[1], output_size=total)
-            self._places = by_row + torch.arange(total, device=like.device)
-        return self._places
+            self._padded_rows = by_row + torch.arange(total, device=like.device)
+        return self._padded_rows
 
 
-class Place(NamedTuple):
-    """The ranks whose columns are gathered, and this rank's place among all columns."""
+class GatheringRanks(NamedTuple):
+    """The ranks that gather columns from each other, and where this rank's own columns are."""
 
     group: dist.ProcessGroup
     sizes: Sequence[int]  #: columns by rank of the group
     start: int  #: index of this rank's first column among those of all ranks
-    behind: int  #: an index behind those of all rows that this rank computes
+    rows_end: int  #: an index behind those of all rows that this rank computes
     consecutive: bool  #: the columns of this group are those of all ranks, in their order
     operation: str  #: for errors
     overlap: bool  #: transfers of a round run beside the computation of others
@@ -174,13 +174,13 @@ class Round:
     """A transfer of these rows of every rank's shard; the features may be gathered already."""
 
     def __init__(
-        self, place: Place, rows: slice, shards: Sequence[Shard], features: Tensor | None
+        self, ranks: GatheringRanks, rows: slice, shards: Sequence[Shard], features: Tensor | None
     ) -> None:
-        self.place = place
-        parts = [slice(min(rows.start, size), min(rows.stop, size)) for size in place.sizes]
-        self.rows = parts[place.group.rank()]
+        self.ranks = ranks
+        parts = [slice(min(rows.start, size), min(rows.stop, size)) for size in ranks.sizes]
+        self.rows = parts[ranks.group.rank()]
         sizes = [part.stop - part.start for part in parts]
-        self.layout = Layout(place.group, sizes, place.operation)
+        self.layout = Layout(ranks.group, sizes, ranks.operation)
         self.own = [Shard(shard.narrow(self.rows), shard.dim) for shard in shards]
         self.gathered: list[Tensor | None] = [features] + [None] * (len(shards) - 1)
         self._pending: dict[int, Pending] = {}
@@ -188,7 +188,7 @@ class Round:
             if tensor is not None and self.gathered[k] is None:
                 self.gathered[k], self._pending[k] = self.layout.gather(tensor, dim)
         #: Chunks have their true index among the columns of all ranks.
-        self._consecutive = place.consecutive and self.layout.padded == max(place.sizes)
+        self._consecutive = ranks.consecutive and self.layout.padded == max(ranks.sizes)
 
     def wait(self) -> None:
         """Wait for the whole transfer, on this rank's stream."""
@@ -204,7 +204,7 @@ class Round:
 
         All at once if they are consecutive and have arrived, or will soon.
         """
-        starts, rank = self.layout.starts, self.place.group.rank()
+        starts, rank = self.layout.starts, self.ranks.group.rank()
         own_first = 0 in self._pending and self.layout.size >= LARGE
         if self._consecutive and not own_first:
             self.wait()
@@ -212,10 +212,10 @@ class Round:
             return
         tensors = tuple(shard.tensor for shard in self.own)
         part = _share(found, partials, starts[rank], starts[rank + 1])
-        yield Chunk(rank, self.rows, self.place.start + self.rows.start, tensors, part)
+        yield Chunk(rank, self.rows, self.ranks.start + self.rows.start, tensors, part)
         self.wait()
         for a, b in ((starts[rank + 1], starts[-1]), (0, starts[rank])):
-            start = a if self._consecutive else self.place.behind
+            start = a if self._consecutive else self.ranks.rows_end
             yield self._chunk(a, b, start, found, partials)
 
     def _chunk(
@@ -229,7 +229,7 @@ class Round:
 
 
 def run(
-    place: Place,
+    ranks: GatheringRanks,
     rounds: Sequence[slice],
     shards: Sequence[Shard],
     on_chunk: OnChunk,
@@ -243,13 +243,13 @@ def run(
     returns them at its end.
     """
     now = None
-    coming = [Round(place, rounds[0], shards, features if len(rounds) == 1 else None)]
+    coming = [Round(ranks, rounds[0], shards, features if len(rounds) == 1 else None)]
     summing: tuple[slice, Tensor, Pending] | None = None
     for k in range(len(rounds)):
         now = coming.pop()
-        if place.overlap and k + 1 < len(rounds):
-            coming.append(Round(place, rounds[k + 1], shards, None))
-        if not place.overlap:
+        if ranks.overlap and k + 1 < len(rounds):
+            coming.append(Round(ranks, rounds[k + 1], shards, None))
+        if not ranks.overlap:
             now.wait()
         found = None if partials is None else partials.empty(now.layout.starts[-1])
         for chunk in now.chunks(found, partials):
@@ -263,11 +263,11 @@ def run(
                 yield now.rows, now.layout.exchange(found, partials.dim)
             else:
                 summing = (now.rows, *now.layout.sum(found))
-        if not place.overlap:
+        if not ranks.overlap:
             if summing is not None:
                 yield _summed(*summing)
                 summing = None
-            coming += [Round(place, r, shards, None) for r in rounds[k + 1 : k + 2]]
+            coming += [Round(ranks, r, shards, None) for r in rounds[k + 1 : k + 2]]
     if summing is not None and len(summing[1]) >= LARGE:
         let_begin(summing[1])
     meanwhile()

@@ -128,18 +128,18 @@ class Grid(Ranks):
         n, size = self._cols.size(), max(self._col_sizes)
         row = n * features.shape[1] * features.element_size()
         rounds = gathered.rounds_of(size, gathered.round_rows(size, row))
-        place = gathered.Place(
+        ranks = gathered.GatheringRanks(
             self._cols,
             self._col_sizes,
             start=self.starts[self.rank],
-            behind=self.rows.end,
+            rows_end=self.rows.end,
             consecutive=False,
             operation=self.operation,
             overlap=settings.overlap(),
         )
         carried = partials if route.carried else None
         self._features = yield from gathered.run(
-            place, rounds, shards, on_chunk, carried, meanwhile, self._features
+            ranks, rounds, shards, on_chunk, carried, meanwhile, self._features
         )
 
     def keep(self, features: Tensor, arrived: bool) -> None:
@@ -150,13 +150,13 @@ class Grid(Ranks):
         if self._kept is not None:
             self.rows.keep(features[:shared], arrived)
 
-    def _half(self) -> halves.Place:
+    def _half(self) -> halves.GridPosition:
         """A ring of the ranks that share this one's columns."""
         n = self._cols.size()
         # No block of these columns has a pair (i, i): see `Chunk.start`.
-        place = ring.Place(self._cols, self._cols.rank(), n, [self.rows.end] * n, self.operation)
+        own = ring.Ring(self._cols, self._cols.rank(), n, [self.rows.end] * n, self.operation)
         bounds = self.rows.bounds(0)
-        return halves.Place(place, self._col_sizes, bounds, self.rows.column, self.rank)
+        return halves.GridPosition(own, self._col_sizes, bounds, self.rows.column, self.rank)
 
 
 class SharedRows(Rows):
@@ -168,7 +168,7 @@ class SharedRows(Rows):
         """`start`: index of this rank's own rows, as in `Chunk`."""
         super().__init__(start - layout.starts[layout.group.rank()])
         self._layout = layout
-        #: the place of this rank's rows
+        #: position of this rank's rows among those of these ranks
         self.column = layout.group.rank()
         #: those of all rows, once they are gathered; a later `gather` may start with them
         self.features: Tensor | None = None
@@ -193,8 +193,10 @@ class SharedRows(Rows):
     def gather(self, shards: Sequence[Shard]) -> Callable[[], Gathered]:
         """See `Rows`."""
         layout = self._layout
-        place = gathered.Place(layout.group, layout.sizes, 0, 0, True, layout.operation, True)
-        coming = gathered.Round(place, slice(0, layout.padded), shards, self.features)
+        ranks = gathered.GatheringRanks(
+            layout.group, layout.sizes, 0, 0, True, layout.operation, True
+        )
+        coming = gathered.Round(ranks, slice(0, layout.padded), shards, self.features)
         if not settings.overlap():
             coming.wait()
 

@@ -33,10 +33,10 @@ from megabatch.similarity.distributed.schedule import (
 )
 
 
-class Place(NamedTuple):
+class GridPosition(NamedTuple):
     """This rank (r, c) in a grid of ranks."""
 
-    ring: ring.Place  #: of the ranks (*, c)
+    ring: ring.Ring  #: of the ranks (*, c)
     sizes: Sequence[int]  #: of their shards
     bounds: Sequence[int]  #: of the rows of the ranks (r, *), as `Rows.bounds` returns them
     column: int  #: c
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 def run(
-    place: Place,
+    position: GridPosition,
     shards: Sequence[Shard],
     on_chunk: OnChunk,
     partials: Partials | None,
@@ -55,28 +55,31 @@ def run(
 
     def with_blocks(chunk: Chunk) -> None:
         assert chunk.owner is not None
-        step = (place.ring.rank - chunk.owner) % place.ring.n
-        found = blocks(place, step, chunk.rows)
-        on_chunk(chunk._replace(owner=None if step else place.rank, blocks=found))
+        step = (position.ring.rank - chunk.owner) % position.ring.n
+        found = blocks(position, step, chunk.rows)
+        on_chunk(chunk._replace(owner=None if step else position.rank, blocks=found))
 
     features = shards[0].tensor
     assert features is not None
-    rounds = ring.rounds_of(place.sizes, ring.chunk_rows(features))
-    route = symmetric(place.ring.n)
-    yield from ring.run(place.ring, rounds, shards, with_blocks, route, partials, meanwhile, kept)
+    rounds = ring.rounds_of(position.sizes, ring.chunk_rows(features))
+    route = symmetric(position.ring.n)
+    yield from ring.run(
+        position.ring, rounds, shards, with_blocks, route, partials, meanwhile, kept
+    )
 
 
-def blocks(place: Place, step: int, chunk: slice) -> tuple[Block, ...]:
+def blocks(position: GridPosition, step: int, chunk: slice) -> tuple[Block, ...]:
     """The blocks of this rank's rows against a chunk of columns at a step, its own triangle apart.
 
     `chunk`: its rows in its owner's shard.
     """
-    bounds, count, cols = place.bounds, len(place.bounds) - 1, slice(0, chunk.stop - chunk.start)
-    if 0 < 2 * step < place.ring.n:
+    bounds, count = position.bounds, len(position.bounds) - 1
+    cols = slice(0, chunk.stop - chunk.start)
+    if 0 < 2 * step < position.ring.n:
         return (Block(slice(0, bounds[-1]), cols),)
     # Of two ranks that have the same blocks, the first takes those from its own column on.
-    first = place.column < count // 2 if step == 0 else place.ring.rank < step
-    begin = place.column + (1 if step == 0 or not first else 0)
+    first = position.column < count // 2 if step == 0 else position.ring.rank < step
+    begin = position.column + (1 if step == 0 or not first else 0)
     whole, halved = divmod(count if step else count - 1, 2)
     found = [Block(rows, cols) for rows in _consecutive(bounds, begin % count, whole)]
     if halved:
@@ -85,7 +88,7 @@ def blocks(place: Place, step: int, chunk: slice) -> tuple[Block, ...]:
         if first:
             found.append(Block(slice(start, start + (stop - start) // 2), cols))
         else:
-            half = place.sizes[place.ring.owner(step)] // 2
+            half = position.sizes[position.ring.owner(step)] // 2
             found.append(Block(slice(start, stop), slice(max(0, half - chunk.start), cols.stop)))
     return tuple(found)
 

@@ -70,13 +70,13 @@ class Ranks:
         assert features is not None
         rounds = self._gathered_rounds(features, route)
         if rounds:
-            start, behind = self.starts[self.rank : self.rank + 2]
-            place = gathered.Place(
-                self.group, self.sizes, start, behind, True, self.operation, settings.overlap()
+            start, rows_end = self.starts[self.rank : self.rank + 2]
+            ranks = gathered.GatheringRanks(
+                self.group, self.sizes, start, rows_end, True, self.operation, settings.overlap()
             )
             carried = partials if route.carried else None
             found = yield from gathered.run(
-                place, rounds, shards, on_chunk, carried, meanwhile, self.gathered
+                ranks, rounds, shards, on_chunk, carried, meanwhile, self.gathered
             )
             if len(set(self.sizes)) == 1:
                 self.gathered = found
@@ -98,13 +98,13 @@ class Ranks:
             columns = features[: reached * size].unflatten(0, (reached, size))
             self._kept = ring.Kept(columns, arrived)
 
-    def _half(self) -> halves.Place:
-        """This rank's place in the schedule of x against itself: a ring of all ranks."""
+    def _half(self) -> halves.GridPosition:
+        """This rank's position for x against itself: a grid of one column, a ring of all ranks."""
         own = self.rows.bounds(self.sizes[self.rank])
-        return halves.Place(self._ring(), self.sizes, own, 0, self.rank)
+        return halves.GridPosition(self._ring(), self.sizes, own, 0, self.rank)
 
-    def _ring(self) -> ring.Place:
-        return ring.Place(self.group, self.rank, self.n, self.starts, self.operation)
+    def _ring(self) -> ring.Ring:
+        return ring.Ring(self.group, self.rank, self.n, self.starts, self.operation)
 
     def _gathered_rounds(self, features: Tensor, route: Route) -> list[slice]:
         """The rounds in which all ranks' columns are gathered; none for the ring.

@@ -34,8 +34,8 @@ def chunk_rows(features: Tensor) -> int:
     return rows if rows < UNIT else rows // UNIT * UNIT
 
 
-class Place(NamedTuple):
-    """This rank in the ring."""
+class Ring(NamedTuple):
+    """The ring of a group's ranks, as this rank sees it."""
 
     group: dist.ProcessGroup
     rank: int
@@ -48,13 +48,13 @@ class Place(NamedTuple):
         return (self.rank - step) % self.n
 
     def exchange(self, what: str, distance: int) -> P2PExchange:
-        """Send to the rank `distance` places on, receive from the one as far back."""
+        """Send to the rank `distance` steps ahead, receive from the one as far behind."""
         to, source = (self.rank + distance) % self.n, (self.rank - distance) % self.n
         return P2PExchange(self.group, to, source, f"{self.operation}: {what}")
 
 
 def run(
-    place: Place,
+    ring: Ring,
     rounds: Iterator[list[slice]],
     shards: Sequence[Shard],
     on_chunk: OnChunk,
@@ -73,16 +73,16 @@ def run(
     known = kept is not None and kept.arrived and len(route.carried) > 0
     returning: tuple[Partials, P2PExchange, slice, Tensor] | None = None
     for chunks in rounds:
-        current = tuple(shard.narrow(chunks[place.rank]) for shard in shards)
+        current = tuple(shard.narrow(chunks[ring.rank]) for shard in shards)
         merged: Tensor | None = None
         own_chunk: Chunk | None = None
         for step in range(route.steps):
-            owner = place.owner(step)
+            owner = ring.owner(step)
             rows = chunks[owner]
-            exchange = place.exchange(f"ring step {step + 1} of {route.steps}", 1)
+            exchange = ring.exchange(f"ring step {step + 1} of {route.steps}", 1)
             upcoming = current
             if step + 1 < route.steps:
-                coming = chunks[place.owner(step + 1)]
+                coming = chunks[ring.owner(step + 1)]
                 features = None if kept is None else kept.features[step, coming]
                 upcoming = _pass_on(exchange, current, shards, coming, features, known)
             arriving = partial = None
@@ -93,7 +93,7 @@ def run(
             if step in route.carried:
                 assert partials is not None
                 partial = partials.empty(_length(rows))
-            chunk = Chunk(owner, rows, place.starts[owner] + rows.start, current, partial)
+            chunk = Chunk(owner, rows, ring.starts[owner] + rows.start, current, partial)
             if step == 0 and known:
                 own_chunk = chunk
             else:
@@ -107,8 +107,8 @@ def run(
                 assert partials is not None
                 merged = partial if arriving is None else _merge(partials, arriving, partial)
                 if step == route.carried[-1]:
-                    own = chunks[place.rank]
-                    exchange = place.exchange("ring's last step, to the owner", -step)
+                    own = chunks[ring.rank]
+                    exchange = ring.exchange("ring's last step, to the owner", -step)
                     incoming = exchange.add(merged, _length(own), partials.dim)
                     returning = partials, exchange, own, incoming
                     _start(exchange)
