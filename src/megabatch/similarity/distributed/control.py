@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import torch_internals
-from megabatch.similarity.distributed.roll import Roll
+from megabatch.similarity.distributed.waiting import WaitingRanks
 from megabatch.similarity.distributed.watchdog import Watch
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
@@ -75,7 +75,7 @@ def wait(work: dist.Work, group: dist.ProcessGroup, like: Tensor) -> None:
     """
     known = _channels.get(_watched_with.get(group, group))
     if isinstance(known, GlooChannel) and not like.is_cuda:
-        known.roll.wait(work)
+        known.waiting.wait(work)
     else:
         work.wait()
 
@@ -92,14 +92,15 @@ class GlooChannel:
         self, backend: Any, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> None:
         self.backend, self.size = backend, size
-        self.roll = Roll(dist.PrefixStore("megabatch roll", store), rank, size, timeout)
+        own_store = dist.PrefixStore("megabatch waiting", store)
+        self.waiting = WaitingRanks(own_store, rank, size, timeout)
 
     def gather(self, mine: bytes) -> list[bytes]:
         """See `Channel`."""
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         table = [torch.empty_like(own) for _ in range(self.size)]
-        self.roll.next_call()
-        self.roll.wait(self.backend.allgather([table], [own]))
+        self.waiting.next_call()
+        self.waiting.wait(self.backend.allgather([table], [own]))
         return [bytes(row.numpy()) for row in table]
 
 

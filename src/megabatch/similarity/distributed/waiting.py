@@ -1,4 +1,4 @@
-"""A roll of the ranks that wait in a call, by which a timeout can name those that do not.
+"""The list of the ranks that wait in a call, by which a timeout can name those that do not.
 
 Gloo's timeout names no rank: in a collective each rank waits for its neighbour, which may itself be
 waiting. A rank that has waited for a while therefore writes its number into the group's store. If
@@ -18,7 +18,7 @@ import torch.distributed as dist
 NOTICE = 1.0
 
 
-class Roll:
+class WaitingRanks:
     """The ranks of a group that wait in this rank's current call."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -49,10 +49,12 @@ class Roll:
             work.wait()
         except RuntimeError as error:
             # Ranks that began to wait last have not yet said so.
-            raise RuntimeError(f"{error}; {self._said(entry.others(2 * self._notice))}") from error
+            raise RuntimeError(
+                f"{error}; {self._missing(entry.others(2 * self._notice))}"
+            ) from error
         entry.remove()
 
-    def _said(self, waiting: Collection[int] | None) -> str:
+    def _missing(self, waiting: Collection[int] | None) -> str:
         if waiting is None:
             return "the group's store, which knows the ranks that wait, does not answer"
         missing = [rank for rank in range(self._size) if rank not in waiting]
@@ -63,10 +65,10 @@ class Roll:
 
 
 class _Entry:
-    """This rank's entry in the roll, by a thread: a store out of reach may never answer."""
+    """This rank's entry in the list, made by a thread: a store out of reach may never answer."""
 
     #: Seconds that the store may take to answer.
-    PATIENCE = 2.0
+    TIMEOUT = 2.0
 
     def __init__(self, store: dist.Store, key: str, rank: int) -> None:
         self._store, self._key, self._rank = store, key, rank
@@ -74,13 +76,13 @@ class _Entry:
         self._after = 0.0
         self._ended, self._answered = threading.Event(), threading.Event()
         self._found: set[int] | None = None
-        threading.Thread(target=self._run, name="megabatch roll", daemon=True).start()
+        threading.Thread(target=self._run, name="megabatch waiting", daemon=True).start()
 
     def others(self, after: float) -> set[int] | None:
         """All ranks with an entry after so many seconds; None if the store does not answer."""
         self._failed, self._after = True, after
         self._ended.set()
-        self._answered.wait(after + self.PATIENCE)
+        self._answered.wait(after + self.TIMEOUT)
         return self._found
 
     def remove(self) -> None:

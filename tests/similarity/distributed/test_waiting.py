@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megabatch import similarity
 from megabatch.errors import CommunicationError
 from megabatch.similarity.distributed import control
-from megabatch.similarity.distributed.roll import Roll, ranges
+from megabatch.similarity.distributed.waiting import WaitingRanks, ranges
 from megabatch.similarity.reductions.softmax_tiles import SoftmaxTiles
 from tests.similarity.distributed.processes import join, new_store, start
 
@@ -88,12 +88,13 @@ class Stuck:
 
 
 def waited(store: dist.Store, size: int) -> str:
+    waiting = WaitingRanks(store, 0, size, timedelta(seconds=0.1))
     with pytest.raises(RuntimeError) as error:
-        Roll(store, 0, size, timedelta(seconds=0.1)).wait(Stuck())  # type: ignore[arg-type]
+        waiting.wait(Stuck())  # type: ignore[arg-type]
     return str(error.value)
 
 
-def test_the_roll_of_a_rank_alone() -> None:
+def test_the_list_of_a_rank_alone() -> None:
     assert waited(new_store(), 2) == "timed out; missing in this call: rank 1 of the group"
     assert waited(new_store(), 1).startswith("timed out; all ranks of the group wait: ")
 
