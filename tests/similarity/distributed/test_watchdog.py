@@ -15,7 +15,7 @@ import torch
 
 from megabatch.similarity.distributed import watchdog
 from megabatch.similarity.distributed.control import SocketChannel
-from megabatch.similarity.distributed.watchdog import FAREWELL, REMEMBERED
+from megabatch.similarity.distributed.watchdog import GOODBYE, REMEMBERED
 from tests import programs
 
 GRACE = 0.1
@@ -71,8 +71,8 @@ def stays_empty(reports: list[str]) -> bool:
 
 def test_a_transfer_that_waits_for_a_rank_that_is_gone(reports: list[str]) -> None:
     channel, theirs = pair()
-    channel.watch.note("logsumexp: gathering, rank 0")
-    channel.watch.note("logsumexp: later, rank 0")
+    channel.watch.track("logsumexp: gathering, rank 0")
+    channel.watch.track("logsumexp: later, rank 0")
     assert stays_empty(reports)  # while rank 1 is alive
     theirs.close()
     expected = "logsumexp: gathering, rank 0: this GPU waits for rank 1 of the group, which is gone"
@@ -82,33 +82,33 @@ def test_a_transfer_that_waits_for_a_rank_that_is_gone(reports: list[str]) -> No
 def test_a_transfer_launched_after_a_rank_is_lost(reports: list[str]) -> None:
     channel, theirs = pair()
     Event.finished = True
-    channel.watch.note("one")
+    channel.watch.track("one")
     theirs.close()
     assert stays_empty(reports)  # a finished transfer needs no other rank
     Event.finished = False
-    channel.watch.note("two")
+    channel.watch.track("two")
     assert wait_for(reports)
 
 
-def test_a_rank_that_says_farewell(reports: list[str]) -> None:
+def test_a_rank_that_says_goodbye(reports: list[str]) -> None:
     channel, theirs = pair()
-    channel.watch.note("one")
-    theirs.sendall(b"the last call's words" + FAREWELL)
+    channel.watch.track("one")
+    theirs.sendall(b"the last call's words" + GOODBYE)
     theirs.close()
     assert stays_empty(reports)
 
 
-def test_a_channel_says_farewell_when_its_group_ends(reports: list[str]) -> None:
+def test_a_channel_says_goodbye_when_its_group_ends(reports: list[str]) -> None:
     channel, theirs = pair()
-    channel.watch.note("one")
+    channel.watch.track("one")
     del channel
     gc.collect()
-    assert theirs.recv(100) == FAREWELL
+    assert theirs.recv(100) == GOODBYE
     assert theirs.recv(100) == b""
     assert stays_empty(reports)
 
 
-def test_no_farewell_while_an_error_propagates(reports: list[str]) -> None:
+def test_no_goodbye_while_an_error_propagates(reports: list[str]) -> None:
     channel, theirs = pair()
     try:
         raise KeyError
@@ -136,7 +136,7 @@ def test_captured_transfers_are_not_watched(
 ) -> None:
     channel, theirs = pair()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    channel.watch.note("one")
+    channel.watch.track("one")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     theirs.close()
     assert stays_empty(reports)
@@ -145,7 +145,7 @@ def test_captured_transfers_are_not_watched(
 def test_only_the_latest_transfers_are_remembered(reports: list[str]) -> None:
     channel, theirs = pair()
     for number in range(REMEMBERED + 3):
-        channel.watch.note(str(number))
+        channel.watch.track(str(number))
     theirs.close()
     assert wait_for(reports)[0].startswith("3: ")
 
@@ -153,7 +153,7 @@ def test_only_the_latest_transfers_are_remembered(reports: list[str]) -> None:
 def test_one_report_for_several_lost_ranks(reports: list[str]) -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     channel = SocketChannel([None, *(mine for mine, _ in pairs)], timedelta(seconds=5))
-    channel.watch.note("one")
+    channel.watch.track("one")
     for _, theirs in pairs:
         theirs.close()
     assert wait_for(reports)

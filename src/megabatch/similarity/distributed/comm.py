@@ -145,8 +145,8 @@ def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.Reduce
     group, what = resolve(name), f"{operation}: all-reduce, rank {dist.get_rank()}"
     with failures_of(what):
         work = dist.all_reduce(tensor, how, group, async_op=not tensor.is_cuda)
-        _finish(work, group, tensor)
-    control.note(group, tensor, what)
+        _wait(work, group, tensor)
+    control.track(group, tensor, what)
     return tensor
 
 
@@ -165,7 +165,7 @@ class Pending:
         if self._work is not None:
             with failures_of(self.what):
                 control.wait(self._work, self._group, self._like)
-            control.note(self._group, self._like, self.what)
+            control.track(self._group, self._like, self.what)
         self._work = None
 
 
@@ -208,12 +208,12 @@ def all_to_all(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tenso
     what = _collective(operation, "exchanging all ranks' results")
     with failures_of(what):
         work = dist.all_to_all_single(own, parts, group=group, async_op=not parts.is_cuda)
-        _finish(work, group, parts)
-    control.note(group, parts, what)
+        _wait(work, group, parts)
+    control.track(group, parts, what)
     return own
 
 
-def _finish(work: dist.Work | None, group: dist.ProcessGroup, like: Tensor) -> None:
+def _wait(work: dist.Work | None, group: dist.ProcessGroup, like: Tensor) -> None:
     """Wait for a collective that the host waits for on the CPU alone."""
     if work is not None:
         control.wait(work, group, like)
@@ -278,7 +278,7 @@ class P2PExchange:
                 for work in works:
                     work.wait()
         if works:
-            control.note(self.group, operations[0].tensor, self.what)
+            control.track(self.group, operations[0].tensor, self.what)
         self._operations, self._works = [], []
 
 

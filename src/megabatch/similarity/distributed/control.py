@@ -60,11 +60,11 @@ def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     return _channels[group]
 
 
-def note(group: dist.ProcessGroup, like: Tensor, what: str) -> None:
+def track(group: dist.ProcessGroup, like: Tensor, what: str) -> None:
     """Tell the watchdog that the stream of `like`, if on a GPU, waits for other ranks in `what`."""
     known = _channels.get(_watched_with.get(group, group))
     if like.is_cuda and isinstance(known, SocketChannel):
-        known.watch.note(what)
+        known.watch.track(what)
 
 
 def wait(work: dist.Work, group: dist.ProcessGroup, like: Tensor) -> None:

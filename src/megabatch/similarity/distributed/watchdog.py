@@ -26,7 +26,7 @@ GRACE = 5.0
 #: Number of recent transfers that are tracked.
 REMEMBERED = 64
 #: Last message of a rank that exits normally.
-FAREWELL = b"megabatch: farewell"
+GOODBYE = b"megabatch: goodbye"
 
 _abort = False
 
@@ -55,7 +55,7 @@ class Watch:
         self._process = os.getpid()
         self._begun = self._done = False
 
-    def note(self, what: str) -> None:
+    def track(self, what: str) -> None:
         """Record that the current CUDA stream waits for other ranks from here on, in `what`.
 
         Does nothing while a CUDA graph is captured: transfers of a replay cannot be tracked.
@@ -79,7 +79,7 @@ class Watch:
         for peer in filter(None, self._peers):
             with contextlib.suppress(OSError):
                 if sys.exc_info()[0] is None:
-                    peer.send(FAREWELL, socket.MSG_DONTWAIT)
+                    peer.send(GOODBYE, socket.MSG_DONTWAIT)
                 peer.shutdown(socket.SHUT_RDWR)
             peer.close()
 
@@ -96,15 +96,15 @@ class Watch:
             for file, _ in poll.poll():
                 rank = ranks.pop(file)
                 poll.unregister(file)
-                if not self._done and not self._took_leave(rank) and self._is_stuck(rank):
+                if not self._done and not self._said_goodbye(rank) and self._is_stuck(rank):
                     return  # reported; other ranks may be lost for the same reason
 
-    def _took_leave(self, rank: int) -> bool:
+    def _said_goodbye(self, rank: int) -> bool:
         peer = self._peers[rank]
         assert peer is not None
         with contextlib.suppress(OSError):
             # Earlier messages may still be unread in front of it.
-            return peer.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT).endswith(FAREWELL)
+            return peer.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT).endswith(GOODBYE)
         return False
 
     def _is_stuck(self, rank: int) -> bool:
