@@ -33,7 +33,7 @@ from machinery.host_schedules import GRIDS, LOSSES, WAYS, shard
 from machinery.hosts import Network, Unavailable
 from megabatch.benchmarking import records
 from megabatch.benchmarking.inputs import features
-from megabatch.similarity.distributed import comm, control, sides
+from megabatch.similarity.distributed import comm, control, grid_groups
 
 #: Exit code if two hosts cannot be made here.
 UNAVAILABLE = 77
@@ -80,7 +80,7 @@ def step(way: str, rows: int, width: int, truth: str = "", together: bool = True
 def shape(way: str) -> list[int]:
     """The grid of a loss's group, (rows, columns); both 1 if it is none."""
     with WAYS[way].around(1 << 20):
-        found = sides.of(
+        found = grid_groups.find(
             comm.group_name(_group(way)), torch.device("cpu"), most=dist.get_world_size()
         )
     return [1, 1] if found is None else [found.cols.size(), found.rows.size()]

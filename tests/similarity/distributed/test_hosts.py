@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megabatch import similarity, torch_internals
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import control, hosts, sides
+from megabatch.similarity.distributed import control, grid_groups, hosts
 from megabatch.similarity.distributed.comm import P2PExchange, group_name
 from megabatch.similarity.distributed.grid import Grid, choose
 from megabatch.similarity.distributed.ranks import Ranks
@@ -32,7 +32,7 @@ def on_hosts(*names: str) -> Iterator[pytest.MonkeyPatch]:
     """Rank by rank, as if it were on the host of that name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosts, "by_rank", lambda group, device: list(names[: group.size()]))
-        patch.setattr(sides, "_known", WeakKeyDictionary())
+        patch.setattr(grid_groups, "_known", WeakKeyDictionary())
         yield patch
 
 
@@ -85,7 +85,7 @@ def test_hosts_are_exchanged_once(world: World) -> None:
     group, device = dist.group.WORLD, torch.device("cpu")
     assert len(set(hosts.by_rank(group, device))) == 1
     with pytest.MonkeyPatch.context() as patch:
-        for holder, name in ((control, "_channels"), (hosts, "_known"), (sides, "_known")):
+        for holder, name in ((control, "_channels"), (hosts, "_known"), (grid_groups, "_known")):
             patch.setattr(holder, name, WeakKeyDictionary())
         patch.setattr(control, "sockets", lambda *_: None)  # out of reach
         assert len(set(hosts.by_rank(group, device))) == 1  # told by Gloo
@@ -95,7 +95,7 @@ def test_hosts_are_exchanged_once(world: World) -> None:
         assert names == ["host 0", "host 1"] * 2
         assert hosts.by_rank(group, device) is names
         # Ranks of one host share rows.
-        found = sides.of(group_name(None), device, most=4)
+        found = grid_groups.find(group_name(None), device, most=4)
         assert found is not None
         assert dist.get_process_group_ranks(found.rows) == [world.rank % 2, world.rank % 2 + 2]
         assert dist.get_process_group_ranks(found.cols) == [world.rank // 2 * 2 + i for i in (0, 1)]

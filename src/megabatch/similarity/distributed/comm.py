@@ -25,7 +25,7 @@ LOCAL = "local"
 TERMS = 1024
 
 
-#: Between the names of a group and of the groups of this rank's sides, if it is a grid.
+#: Between the names of a grid of ranks and of the groups of this rank (`mesh_groups`).
 SEPARATOR = "|"
 
 
@@ -79,7 +79,7 @@ def resolve(name: str) -> dist.ProcessGroup:
     return torch_internals.resolve_group(name.split(SEPARATOR)[0])
 
 
-def sides(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+def mesh_groups(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
     """For a mesh: the ranks that share this one's rows, and those that share its columns."""
     _, *named = name.split(SEPARATOR)
     if not named:
@@ -90,7 +90,7 @@ def sides(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
 
 def shape(name: str) -> str:
     """For a mesh, a description of its shape for the terms of a handshake; else ""."""
-    groups = sides(name)
+    groups = mesh_groups(name)
     return "" if groups is None else f", mesh: {groups[1].size()} x {groups[0].size()}"
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered, halves, ring, sides
+from megabatch.similarity.distributed import gathered, grid_groups, halves, ring
 from megabatch.similarity.distributed.gathered import Layout
 from megabatch.similarity.distributed.ranks import Ranks
 from megabatch.similarity.distributed.schedule import (
@@ -31,7 +31,7 @@ from megabatch.similarity.distributed.schedule import (
     Rows,
     Shard,
 )
-from megabatch.similarity.distributed.sides import Sides
+from megabatch.similarity.distributed.grid_groups import GridGroups
 
 
 def choose(
@@ -53,7 +53,7 @@ def choose(
     row = features.shape[1] * features.element_size()
     most = gathered.most_sharing(max(rows), row)
     takes = min(*rows, *cols) > 0
-    found = sides.of(name, features.device, most, symmetric) if takes else None
+    found = grid_groups.find(name, features.device, most, symmetric) if takes else None
     if found is not None:
         sharing = found.rows.size(), found.cols.size()
         if gathered.fits_grid(*sharing, max(rows), max(cols), row, symmetric):
@@ -71,7 +71,7 @@ class Grid(Ranks):
         cols: Sequence[int],
         operation: str,
         device: torch.device,
-        groups: Sides,
+        groups: GridGroups,
     ) -> None:
         """As of `Ranks`; `rows`, `cols`: numbers of each by rank of the whole group."""
         super().__init__(name, cols, operation, device)
@@ -106,10 +106,10 @@ class Grid(Ranks):
             if m + n <= len(kept):
                 self.rows.features, self._features = kept[:m], kept[m : m + n]
 
-    def _of(self, side: dist.ProcessGroup, sizes: Sequence[int]) -> list[int]:
-        """The sizes of a side's ranks."""
+    def _of(self, part: dist.ProcessGroup, sizes: Sequence[int]) -> list[int]:
+        """The sizes of the ranks of a row or column."""
         by_rank = dict(zip(dist.get_process_group_ranks(self.group), sizes, strict=True))
-        return [by_rank[rank] for rank in dist.get_process_group_ranks(side)]
+        return [by_rank[rank] for rank in dist.get_process_group_ranks(part)]
 
     def run(
         self,

@@ -1,4 +1,4 @@
-"""The sides of a grid of ranks: its shape, and the groups of ranks that share rows or columns."""
+"""The shape of a grid of ranks, and its groups of ranks that share rows or columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control, hosts
 
 
-class Sides(NamedTuple):
+class GridGroups(NamedTuple):
     """The groups of this rank (r, c) of a grid of R x C."""
 
     rows: dist.ProcessGroup  #: the ranks (r, *), which share rows
@@ -21,13 +21,13 @@ class Sides(NamedTuple):
 
 
 #: By the setting and the number of columns; None: the group is no grid.
-_known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], Sides | None]] = (
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], GridGroups | None]] = (
     WeakKeyDictionary()
 )
 
 
-def of(name: str, device: torch.device, most: int, symmetric: bool = False) -> Sides | None:
-    """The sides of a group that is a grid: a mesh, or as the setting and its hosts decide.
+def find(name: str, device: torch.device, most: int, symmetric: bool = False) -> GridGroups | None:
+    """The grid of a group, if it is one: a mesh, or as the setting and its hosts decide.
 
     Args:
         name: of the group. device: of its tensors.
@@ -37,22 +37,22 @@ def of(name: str, device: torch.device, most: int, symmetric: bool = False) -> S
     Raises:
         CommunicationError: a rank is gone or does not come in time.
     """
-    group, of_mesh = comm.resolve(name), comm.sides(name)
+    group, of_mesh = comm.resolve(name), comm.mesh_groups(name)
     if of_mesh is not None:
-        found: Sides | None = Sides(*of_mesh)
+        found: GridGroups | None = GridGroups(*of_mesh)
     elif group is dist.group.WORLD:
         found = _of_all(group, settings.grid(), device, most, symmetric)
-    else:  # the ranks of the world would all have to help make the groups of its sides
+    else:  # the ranks of the world would all have to help make its groups
         found = None
-    for side in found or ():
-        control.watch_with(side, group)
+    for part in found or ():
+        control.watch_with(part, group)
     return found
 
 
 def _of_all(
     group: dist.ProcessGroup, columns: int, device: torch.device, most: int, symmetric: bool
-) -> Sides | None:
-    """The sides of a grid of all ranks with so many columns; -1: as the hosts suggest."""
+) -> GridGroups | None:
+    """The grid of all ranks with so many columns; -1: as the hosts suggest."""
     setting, order = columns, list(range(group.size()))
     if setting < 0:
         order, on_each = hosts.in_order(tuple(hosts.by_rank(group, device)))
@@ -62,13 +62,13 @@ def _of_all(
     known = _known.setdefault(group, {})
     if (setting, columns) not in known:
         grid = columns > 0 and len(order) % columns == 0
-        known[setting, columns] = _new_sides(group, columns, order, device) if grid else None
+        known[setting, columns] = _new_groups(group, columns, order, device) if grid else None
     return known[setting, columns]
 
 
-def _new_sides(
+def _new_groups(
     group: dist.ProcessGroup, columns: int, order: list[int], device: torch.device
-) -> Sides:
+) -> GridGroups:
     """New groups of the ranks in this order, row by row."""
     table = [order[i : i + columns] for i in range(0, len(order), columns)]
     # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
@@ -79,4 +79,4 @@ def _new_sides(
     )
     assert isinstance(rows, dist.ProcessGroup)
     assert isinstance(cols, dist.ProcessGroup)
-    return Sides(rows, cols)
+    return GridGroups(rows, cols)
