@@ -22,6 +22,7 @@ from torch import Tensor
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import gathered, grid_groups, halves, ring
 from megabatch.similarity.distributed.gathered import Layout
+from megabatch.similarity.distributed.grid_groups import GridGroups
 from megabatch.similarity.distributed.ranks import Ranks
 from megabatch.similarity.distributed.schedule import (
     Gathered,
@@ -31,7 +32,6 @@ from megabatch.similarity.distributed.schedule import (
     Rows,
     Shard,
 )
-from megabatch.similarity.distributed.grid_groups import GridGroups
 
 
 def choose(
@@ -93,18 +93,18 @@ class Grid(Ranks):
         m, n = len(rows), len(cols)
         if m + n > self.starts[-1]:
             return None
-        kept = cols.new_empty(self.starts[-1], cols.shape[1])
-        kept[:m] = rows
-        kept[m : m + n] = cols
-        return kept
+        features = cols.new_empty(self.starts[-1], cols.shape[1])
+        features[:m] = rows
+        features[m : m + n] = cols
+        return features
 
     @gathered.setter
-    def gathered(self, kept: Tensor | None) -> None:
+    def gathered(self, features: Tensor | None) -> None:
         self._features = None
-        if kept is not None:
+        if features is not None:
             m, n = self.rows.bounds(0)[-1], sum(self._col_sizes)
-            if m + n <= len(kept):
-                self.rows.features, self._features = kept[:m], kept[m : m + n]
+            if m + n <= len(features):
+                self.rows.features, self._features = features[:m], features[m : m + n]
 
     def _of(self, part: dist.ProcessGroup, sizes: Sequence[int]) -> list[int]:
         """The sizes of the ranks of a row or column."""
@@ -142,13 +142,13 @@ class Grid(Ranks):
             ranks, rounds, shards, on_chunk, carried, meanwhile, self._features
         )
 
-    def keep(self, features: Tensor, arrived: bool) -> None:
+    def use_buffer(self, features: Tensor, filled: bool) -> None:
         """See `Ranks`; the shared rows come first."""
         shared = self.rows.bounds(0)[-1]
         if shared <= len(features):
-            super().keep(features[shared:], arrived)
-        if self._kept is not None:
-            self.rows.keep(features[:shared], arrived)
+            super().use_buffer(features[shared:], filled)
+        if self._buffer is not None:
+            self.rows.use_buffer(features[:shared], filled)
 
     def _half(self) -> halves.GridPosition:
         """A ring of the ranks that share this one's columns."""
@@ -172,7 +172,7 @@ class SharedRows(Rows):
         self.column = layout.group.rank()
         #: those of all rows, once they are gathered; a later `gather` may start with them
         self.features: Tensor | None = None
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
 
     @property
     def end(self) -> int:
@@ -183,12 +183,12 @@ class SharedRows(Rows):
         """See `Rows`."""
         return self._layout.starts
 
-    def keep(self, features: Tensor, arrived: bool) -> None:
-        """See `Ranks.keep`."""
-        if arrived:
+    def use_buffer(self, features: Tensor, filled: bool) -> None:
+        """See `Ranks.use_buffer`."""
+        if filled:
             self.features = features
         else:
-            self._room = features
+            self._buffer = features
 
     def gather(self, shards: Sequence[Shard]) -> Callable[[], Gathered]:
         """See `Rows`."""
@@ -203,8 +203,8 @@ class SharedRows(Rows):
         def arrived() -> Gathered:
             coming.wait()
             self.features = coming.gathered[0]
-            if self._room is not None and self.features is not None:
-                self._room.copy_(self.features)
+            if self._buffer is not None and self.features is not None:
+                self._buffer.copy_(self.features)
             return tuple(coming.gathered)
 
         return arrived

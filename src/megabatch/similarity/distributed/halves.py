@@ -49,9 +49,9 @@ def run(
     on_chunk: OnChunk,
     partials: Partials | None,
     meanwhile: Callable[[], None],
-    kept: ring.Kept | None,
+    buffer: ring.FeatureBuffer | None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """As `Schedule.run`; only this rank's own columns have an owner. `kept`: as of `ring.run`."""
+    """As `Schedule.run`; only this rank's own columns have an owner. `buffer`: as of `ring.run`."""
 
     def with_blocks(chunk: Chunk) -> None:
         assert chunk.owner is not None
@@ -64,7 +64,7 @@ def run(
     rounds = ring.rounds_of(position.sizes, ring.chunk_rows(features))
     route = symmetric(position.ring.n)
     yield from ring.run(
-        position.ring, rounds, shards, with_blocks, route, partials, meanwhile, kept
+        position.ring, rounds, shards, with_blocks, route, partials, meanwhile, buffer
     )
 
 

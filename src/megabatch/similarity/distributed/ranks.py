@@ -51,7 +51,7 @@ class Ranks:
         self._several_hosts = hosts.several(self.group, device)
         #: the features of all ranks, once they are gathered; a later run may start with them
         self.gathered: Tensor | None = None
-        self._kept: ring.Kept | None = None
+        self._buffer: ring.FeatureBuffer | None = None
 
     def run(
         self,
@@ -64,7 +64,7 @@ class Ranks:
         """See `Schedule`."""
         if route.symmetric:
             half = self._half()
-            yield from halves.run(half, shards, on_chunk, partials, meanwhile, self._kept)
+            yield from halves.run(half, shards, on_chunk, partials, meanwhile, self._buffer)
             return
         features = shards[0].tensor
         assert features is not None
@@ -84,19 +84,19 @@ class Ranks:
         chunks = ring.rounds_of(self.sizes, ring.chunk_rows(features))
         yield from ring.run(self._ring(), chunks, shards, on_chunk, route, partials, meanwhile)
 
-    def keep(self, features: Tensor, arrived: bool) -> None:
-        """For x against itself: use the features of an earlier run, or keep those of this one.
+    def use_buffer(self, features: Tensor, filled: bool) -> None:
+        """For x against itself: use the features of an earlier run, or save those of this one.
 
         Features of shards of different sizes, or of too many for this tensor, are sent again.
 
         Args:
-            features: (rows, d), room for them. arrived: an earlier run filled it.
+            features: (rows, d), room for them. filled: an earlier run wrote them.
         """
         half = self._half()
         reached, size = half.ring.n // 2, half.sizes[0]
         if len(set(self.sizes)) == 1 and reached * size <= len(features):
             columns = features[: reached * size].unflatten(0, (reached, size))
-            self._kept = ring.Kept(columns, arrived)
+            self._buffer = ring.FeatureBuffer(columns, filled)
 
     def _half(self) -> halves.GridPosition:
         """This rank's position for x against itself: a grid of one column, a ring of all ranks."""

@@ -53,6 +53,13 @@ class Ring(NamedTuple):
         return P2PExchange(self.group, to, source, f"{self.operation}: {what}")
 
 
+class FeatureBuffer(NamedTuple):
+    """The features that a rank receives, of shards of one size, or room for them."""
+
+    features: Tensor  #: (steps - 1, rows of a shard, d)
+    filled: bool  #: by an earlier run
+
+
 def run(
     ring: Ring,
     rounds: Iterator[list[slice]],
@@ -61,16 +68,16 @@ def run(
     route: Route,
     partials: Partials | None,
     meanwhile: Callable[[], None],
-    kept: Kept | None = None,
+    buffer: FeatureBuffer | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """As `Schedule.run`.
 
     Args:
         rounds: for each round, the rows of each rank's chunk in its shard.
-        kept: features that arrived in an earlier run, or room for those of this one.
+        buffer: features of an earlier run, or room for those of this one.
     """
     # If the features are here, a rank's own chunk hides the last transfer and not the first one.
-    known = kept is not None and kept.arrived and len(route.carried) > 0
+    known = buffer is not None and buffer.filled and len(route.carried) > 0
     returning: tuple[Partials, P2PExchange, slice, Tensor] | None = None
     for chunks in rounds:
         current = tuple(shard.narrow(chunks[ring.rank]) for shard in shards)
@@ -83,7 +90,7 @@ def run(
             upcoming = current
             if step + 1 < route.steps:
                 coming = chunks[ring.owner(step + 1)]
-                features = None if kept is None else kept.features[step, coming]
+                features = None if buffer is None else buffer.features[step, coming]
                 upcoming = _pass_on(exchange, current, shards, coming, features, known)
             arriving = partial = None
             if merged is not None:
@@ -118,13 +125,6 @@ def run(
     meanwhile()
     if returning is not None:
         yield _arrived(*returning)
-
-
-class Kept(NamedTuple):
-    """The features that a rank receives, of shards of one size."""
-
-    features: Tensor  #: (steps - 1, rows of a shard, d), or room for them
-    arrived: bool  #: in an earlier run
 
 
 def _pass_on(

@@ -180,7 +180,7 @@ def schedule_again(
     operation = f"{call.split(',', 1)[0]}, backward"
     schedule = grid.choose(group, sizes.tolist(), operation, x, symmetric)
     if columns.numel() and symmetric:
-        schedule.keep(columns, arrived=True)
+        schedule.use_buffer(columns, filled=True)
     elif columns.numel() and len(set(schedule.sizes)) == 1:
         schedule.gathered = columns
     return schedule

@@ -81,7 +81,7 @@ def _forward(
         schedule, sizes = handshake(group, call, terms, *own_sizes, x, y is None)
         saved = _new_saved(x, y, sizes.shape[1], save, settings)
         if isinstance(schedule, Ranks) and y is None and len(saved):
-            schedule.keep(saved, arrived=False)
+            schedule.use_buffer(saved, filled=False)
         matrix, sweep = _sweep(x, y, scale, pairs, schedule, saved)
         row_results, col_results = engine.reduce(sweep, cols)
     if isinstance(schedule, Ranks) and y is not None and len(saved):
