@@ -76,55 +76,93 @@ def run(
         rounds: for each round, the rows of each rank's chunk in its shard.
         buffer: features of an earlier run, or room for those of this one.
     """
+    returning: list[_Return] = []  # at most one
+    for chunks in rounds:
+        yield from _round(ring, chunks, shards, on_chunk, route, partials, buffer, returning)
+    meanwhile()
+    while returning:
+        yield returning.pop().wait()
+
+
+def _round(
+    ring: Ring,
+    chunks: Sequence[slice],
+    shards: Sequence[Shard],
+    on_chunk: OnChunk,
+    route: Route,
+    partials: Partials | None,
+    buffer: FeatureBuffer | None,
+    returning: list[_Return],
+) -> Iterator[tuple[slice, Tensor]]:
+    """Pass one chunk of each shard around the ring; `chunks`: its rows in its owner's shard.
+
+    `returning`: the previous round's partial results on their way to their owners, which are
+    yielded after the first step; at the end, those of this round.
+    """
     # If the features are here, a rank's own chunk hides the last transfer and not the first one.
     known = buffer is not None and buffer.filled and len(route.carried) > 0
-    returning: tuple[Partials, P2PExchange, slice, Tensor] | None = None
-    for chunks in rounds:
-        current = tuple(shard.narrow(chunks[ring.rank]) for shard in shards)
-        merged: Tensor | None = None
-        own_chunk: Chunk | None = None
-        for step in range(route.steps):
-            owner = ring.owner(step)
-            rows = chunks[owner]
-            exchange = ring.exchange(f"ring step {step + 1} of {route.steps}", 1)
-            upcoming = current
-            if step + 1 < route.steps:
-                coming = chunks[ring.owner(step + 1)]
-                features = None if buffer is None else buffer.features[step, coming]
-                upcoming = _pass_on(exchange, current, shards, coming, features, known)
-            arriving = partial = None
-            if merged is not None:
-                assert partials is not None
-                arriving = exchange.add(merged, _length(rows), partials.dim)
-            _start(exchange)
-            if step in route.carried:
-                assert partials is not None
-                partial = partials.empty(_length(rows))
-            chunk = Chunk(owner, rows, ring.starts[owner] + rows.start, current, partial)
-            if step == 0 and known:
-                own_chunk = chunk
-            else:
-                on_chunk(chunk)
-            exchange.wait()
-            current = upcoming
-            if returning is not None:
-                yield _arrived(*returning)
-                returning = None
-            if partial is not None:
-                assert partials is not None
-                merged = partial if arriving is None else _merge(partials, arriving, partial)
-                if step == route.carried[-1]:
-                    own = chunks[ring.rank]
-                    exchange = ring.exchange("ring's last step, to the owner", -step)
-                    incoming = exchange.add(merged, _length(own), partials.dim)
-                    returning = partials, exchange, own, incoming
-                    _start(exchange)
-                    merged = None
-                    if own_chunk is not None:
-                        on_chunk(own_chunk)
-    meanwhile()
-    if returning is not None:
-        yield _arrived(*returning)
+    current = tuple(shard.narrow(chunks[ring.rank]) for shard in shards)
+    merged: Tensor | None = None
+    own_chunk: Chunk | None = None
+    for step in range(route.steps):
+        owner = ring.owner(step)
+        rows = chunks[owner]
+        exchange = ring.exchange(f"ring step {step + 1} of {route.steps}", 1)
+        upcoming = current
+        if step + 1 < route.steps:
+            coming = chunks[ring.owner(step + 1)]
+            features = None if buffer is None else buffer.features[step, coming]
+            upcoming = _pass_on(exchange, current, shards, coming, features, known)
+        arriving = partial = None
+        if merged is not None:
+            assert partials is not None
+            arriving = exchange.add(merged, _length(rows), partials.dim)
+        _start(exchange)
+        if step in route.carried:
+            assert partials is not None
+            partial = partials.empty(_length(rows))
+        chunk = Chunk(owner, rows, ring.starts[owner] + rows.start, current, partial)
+        if step == 0 and known:
+            own_chunk = chunk
+        else:
+            on_chunk(chunk)
+        exchange.wait()
+        current = upcoming
+        while returning:
+            yield returning.pop().wait()
+        if partial is not None:
+            assert partials is not None
+            merged = partial if arriving is None else _merge(partials, arriving, partial)
+            if step == route.carried[-1]:
+                own = chunks[ring.rank]
+                returning.append(_return_to_owner(ring, partials, merged, step, own))
+                merged = None
+                if own_chunk is not None:
+                    on_chunk(own_chunk)
+
+
+class _Return(NamedTuple):
+    """A transfer of merged partial results to the owners of their columns."""
+
+    partials: Partials
+    exchange: P2PExchange
+    rows: slice  #: of this rank's shard
+    total: Tensor  #: the results for them, filled at the end
+
+    def wait(self) -> tuple[slice, Tensor]:
+        """Wait for it; returns the rows and their results, as `Schedule.run` yields them."""
+        self.exchange.wait()
+        return self.rows, self.total if self.partials.merge is None else self.total[None]
+
+
+def _return_to_owner(
+    ring: Ring, partials: Partials, merged: Tensor, step: int, own: slice
+) -> _Return:
+    """Begin to send the results merged at the last `step`; `own`: rows of this rank's chunk."""
+    exchange = ring.exchange("ring's last step, to the owner", -step)
+    incoming = exchange.add(merged, _length(own), partials.dim)
+    _start(exchange)
+    return _Return(partials, exchange, own, incoming)
 
 
 def _pass_on(
@@ -168,10 +206,3 @@ def _start(exchange: P2PExchange) -> None:
     exchange.start()
     if not settings.overlap():
         exchange.wait()
-
-
-def _arrived(
-    partials: Partials, exchange: P2PExchange, rows: slice, total: Tensor
-) -> tuple[slice, Tensor]:
-    exchange.wait()
-    return rows, total if partials.merge is None else total[None]
