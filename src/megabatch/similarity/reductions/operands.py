@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Terms(NamedTuple):
+class SigmoidParams(NamedTuple):
     """Scale, bias and weights, which turn products <x_i, y_j> into losses."""
 
     scale: Tensor  #: ()

@@ -28,7 +28,7 @@ from megabatch.similarity.masks import Pairs
 from megabatch.similarity.memory import Run
 from megabatch.similarity.ops import Body, reduction_operators
 from megabatch.similarity.reductions.base import handshake, kind_of, sort_by_id
-from megabatch.similarity.reductions.operands import DeferredGrad, Need, Teacher, Terms
+from megabatch.similarity.reductions.operands import DeferredGrad, Need, SigmoidParams, Teacher
 from megabatch.similarity.reductions.sigmoid_tiles import SigmoidTiles, SoftLabelTiles
 from megabatch.similarity.settings import Holding
 
@@ -97,8 +97,8 @@ def _forward(
         schedule, _ = handshake(group, "softplus_sum", terms, len(x), len(y), x)
         matrix = sort_by_id(x, y, pairs)
         own_weight = weight if weight is None else masks.sort(weight, matrix.row_order, 0)
-        numbers = Terms(scale, bias, own_weight, _weight_size(x, weight, schedule))
-        sweep = _sweep(matrix, numbers, teacher, need, schedule)
+        params = SigmoidParams(scale, bias, own_weight, _weight_size(x, weight, schedule))
+        sweep = _sweep(matrix, params, teacher, need, schedule)
         own = sweep.own
         dx, dy = DeferredGrad.like(x, need_x), DeferredGrad.like(y, need_y)
         factor = own.factor(divisor(x))
@@ -254,7 +254,7 @@ def _weight_size(x: Tensor, weight: Tensor | None, schedule: Schedule) -> Tensor
 
 def _sweep(
     matrix: masks.SortedMatrix,
-    terms: Terms,
+    params: SigmoidParams,
     teacher: Teacher | None,
     need: Need,
     schedule: Schedule,
@@ -264,7 +264,7 @@ def _sweep(
         # Each rank sorts its own shard, so that its pairs (i, i) stay on the diagonal.
         start = schedule.starts[schedule.rank]
         pairs = replace(pairs, row_start=start, col_start=start)
-    own = _tiles(matrix.x, matrix.y, pairs, terms, teacher, need, (0, len(matrix.x)))
+    own = _tiles(matrix.x, matrix.y, pairs, params, teacher, need, (0, len(matrix.x)))
     bounds = schedule.rows.bounds(own.m)
 
     def against(rows: Gathered, chunk: Chunk) -> Tiles:
@@ -277,10 +277,10 @@ def _sweep(
         theirs = None
         if teacher is not None and teacher_x is not None and teacher_y is not None:
             theirs = teacher._replace(x=teacher_x, y=teacher_y)
-        return _tiles(x, y, block, terms._replace(weight=weight), theirs, need, bounds)
+        return _tiles(x, y, block, params._replace(weight=weight), theirs, need, bounds)
 
     teacher_rows, teacher_cols = (None, None) if teacher is None else teacher[:2]
-    rows = [Shard(own.x), Shard(pairs.row_ids), Shard(terms.weight), Shard(teacher_rows)]
+    rows = [Shard(own.x), Shard(pairs.row_ids), Shard(params.weight), Shard(teacher_rows)]
     cols = [Shard(own.y), Shard(pairs.col_ids), Shard(teacher_cols)]
     return engine.Sweep(schedule, own, (rows, cols), against)
 
@@ -289,16 +289,16 @@ def _tiles(
     x: Tensor,
     y: Tensor,
     pairs: Pairs,
-    terms: Terms,
+    params: SigmoidParams,
     teacher: Teacher | None,
     need: Need,
     bounds: Sequence[int],
 ) -> Tiles:
     """The blocks of x (m, d) against y (n, d); see `SigmoidTiles`."""
     if teacher is not None:
-        return SoftLabelTiles(x, y, pairs, terms, need, bounds, teacher)
+        return SoftLabelTiles(x, y, pairs, params, need, bounds, teacher)
     if not backends.uses_kernels(x):
-        return SigmoidTiles(x, y, pairs, terms, need, bounds)
+        return SigmoidTiles(x, y, pairs, params, need, bounds)
     from megabatch.similarity.backends.triton.sigmoid_tiles import SigmoidKernelTiles
 
-    return SigmoidKernelTiles(x, y, pairs, terms, need, bounds)
+    return SigmoidKernelTiles(x, y, pairs, params, need, bounds)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megabatch.similarity.backends import eager
 from megabatch.similarity.backends.eager import EagerTiles, buffer_views, row_dots, strips, within
 from megabatch.similarity.masks import Pairs
-from megabatch.similarity.reductions.operands import DeferredGrad, Need, Teacher, Terms
+from megabatch.similarity.reductions.operands import DeferredGrad, Need, SigmoidParams, Teacher
 
 #: Factor of float16's dS, which is at most 1, so that small entries are normal numbers.
 GAIN = 2.0**15
@@ -26,18 +26,20 @@ class SigmoidTiles(EagerTiles):
         x: Tensor,
         y: Tensor,
         pairs: Pairs,
-        terms: Terms,
+        params: SigmoidParams,
         need: Need,
         bounds: Sequence[int],
     ) -> None:
         """`bounds`: where the rows of each rank begin, and where the last one's end."""
         super().__init__(x, y, pairs)
-        self.terms, self.need, self.bounds = terms, need, bounds
+        self.params, self.need, self.bounds = params, need, bounds
         self._scratch = self._buffers(1)
         self._gain: Tensor | None = None
         if x.dtype == torch.float16 and eager.rounds_left(x):
             # A GPU's products take dS in float16, which loses digits below 2^-14.
-            size = torch.ones_like(terms.scale) if terms.weight_size is None else terms.weight_size
+            size = (
+                torch.ones_like(params.scale) if params.weight_size is None else params.weight_size
+            )
             self._gain = GAIN / size
         # There are b² terms: a block is summed in float32, the blocks in float64.
         self._sums = x.new_zeros((len(bounds) - 1, 3), dtype=torch.float64)
@@ -55,8 +57,10 @@ class SigmoidTiles(EagerTiles):
     def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
         """See `base.Tiles`."""
         (scratch,) = buffer_views(self._scratch, i, j)
-        s = eager.logits(self.x[i], self.y[j], self.terms.scale, out=scratch).add_(self.terms.bias)
-        weight = None if self.terms.weight is None else self.terms.weight[i]
+        s = eager.logits(self.x[i], self.y[j], self.params.scale, out=scratch).add_(
+            self.params.bias
+        )
+        weight = None if self.params.weight is None else self.params.weight[i]
         loss, ds = self._loss_and_grad(s, i, j, weight)
         sums = self._sums[bisect_right(self.bounds, i.start) - 1]
         sums[0] += loss
@@ -65,7 +69,7 @@ class SigmoidTiles(EagerTiles):
         if self.need.features:
             return ds if self._gain is None else ds.mul_(self._gain)
         if self.need.scale:
-            one = torch.ones_like(self.terms.scale)
+            one = torch.ones_like(self.params.scale)
             sums[2] += (ds * eager.logits(self.x[i], self.y[j], one)).sum()
         return None
 
@@ -81,7 +85,7 @@ class SigmoidTiles(EagerTiles):
 
     def factor(self, divisor: int) -> Tensor:
         """The factor of the sums of dS times features."""
-        return self.terms.scale / (divisor if self._gain is None else divisor * self._gain)
+        return self.params.scale / (divisor if self._gain is None else divisor * self._gain)
 
     def defer_grad(
         self,
@@ -119,12 +123,12 @@ class SoftLabelTiles(SigmoidTiles):
         x: Tensor,
         y: Tensor,
         pairs: Pairs,
-        terms: Terms,
+        params: SigmoidParams,
         need: Need,
         bounds: Sequence[int],
         teacher: Teacher,
     ) -> None:
-        super().__init__(x, y, pairs, terms, need, bounds)
+        super().__init__(x, y, pairs, params, need, bounds)
         self.teacher = teacher
         self._teacher_scratch = self._buffers(1)
 

@@ -9,7 +9,7 @@ import torch
 
 from megabatch.similarity import engine, settings
 from megabatch.similarity.masks import Pairs
-from megabatch.similarity.reductions.operands import Need, Terms
+from megabatch.similarity.reductions.operands import Need, SigmoidParams
 from tests.similarity.features import MAKERS
 
 pytest.importorskip("triton")
@@ -33,7 +33,9 @@ def test_the_last_product_of_dx_can_be_deferred(kind: str, monkeypatch: pytest.M
         upstreams: list[Any] = [None, None]
         if kind == "sigmoids":
             need = Need(True, True, True, True)
-            tiles = SigmoidKernelTiles(x, y, Pairs(), Terms(SCALE, BIAS, None), need, (0, len(x)))
+            tiles = SigmoidKernelTiles(
+                x, y, Pairs(), SigmoidParams(SCALE, BIAS, None), need, (0, len(x))
+            )
         else:
             tiles = SoftmaxKernelTiles(x, y, Pairs(), SCALE)
             sides = tiles.reduce(True)

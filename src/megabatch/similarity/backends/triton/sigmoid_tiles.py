@@ -16,7 +16,7 @@ from megabatch.similarity.backends.triton.blocks import KernelTiles, diagonal_in
 from megabatch.similarity.backends.triton.configs import sigmoid_config
 from megabatch.similarity.backends.triton.operands import new_descriptor, ranges_of
 from megabatch.similarity.masks import Pairs
-from megabatch.similarity.reductions.operands import DeferredGrad, Need, Terms
+from megabatch.similarity.reductions.operands import DeferredGrad, Need, SigmoidParams
 
 #: float16 holds numbers from 2^-24 to 2^16. dS, at most 1, is stored multiplied by this.
 HALF_GAIN = 2.0**15
@@ -37,21 +37,21 @@ class SigmoidKernelTiles(KernelTiles):
         x: Tensor,
         y: Tensor,
         pairs: Pairs,
-        terms: Terms,
+        params: SigmoidParams,
         need: Need,
         bounds: Sequence[int],
     ) -> None:
         """`bounds`: where the rows of each rank begin, and where the last one's end."""
         super().__init__(x, y, pairs)
-        self.terms, self.need, self.bounds = terms, need, bounds
+        self.params, self.need, self.bounds = params, need, bounds
         # A rank's rows need not begin with a tile of all rows.
         self._row_ranges = [self._ranges[0]]
         if len(bounds) > 2 and pairs.row_ids is not None:
             self._row_ranges = [ranges_of(pairs.row_ids[a:b]) for a, b in pairwise(bounds)]
         self.gain = HALF_GAIN if x.dtype == torch.float16 else 1.0
-        self.weight = None if terms.weight is None else terms.weight.contiguous()
-        if self.weight is not None and terms.weight_size is not None:
-            self.weight = self.weight / terms.weight_size
+        self.weight = None if params.weight is None else params.weight.contiguous()
+        if self.weight is not None and params.weight_size is not None:
+            self.weight = self.weight / params.weight_size
         self.config = sigmoid_config(x)
         tiles = cdiv(min(self.block_rows, len(x)), TILE) * cdiv(min(self.block_cols, len(y)), TILE)
         #: by rank and program of `sigmoid.masked_tiles`: losses, dS, dS times products
@@ -96,7 +96,7 @@ class SigmoidKernelTiles(KernelTiles):
             if count and not all_masked:
                 sigmoid.unmasked_tiles.launch(
                     groups * count, x=xd, y=yd, ds=out, partials=self._partials,
-                    scale=self.terms.scale, bias=self.terms.bias, weight=weight,
+                    scale=self.params.scale, bias=self.params.bias, weight=weight,
                     row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
                     col_ranges=col_ranges.values, col_range_stride=col_ranges.stride,
                     row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
@@ -113,7 +113,7 @@ class SigmoidKernelTiles(KernelTiles):
         sigmoid.masked_tiles.launch(
             cdiv(tiles * cols, chunk), x=xd, y=yd, ds=out, partials=self._partials,
             sums=sums, stride=sums.stride(0),
-            scale=self.terms.scale, bias=self.terms.bias, weight=weight,
+            scale=self.params.scale, bias=self.params.bias, weight=weight,
             row_ids=pairs.row_ids, row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
             col_ids=pairs.col_ids, col_ranges=col_ranges.values,
             col_range_stride=col_ranges.stride,
@@ -127,12 +127,12 @@ class SigmoidKernelTiles(KernelTiles):
     def sums(self) -> Tensor:
         """(ranks, 3) float64: of losses, dS, and of dS * products if x and y are frozen."""
         total = self._sums.sum(2)
-        return total if self.terms.weight_size is None else total * self.terms.weight_size
+        return total if self.params.weight_size is None else total * self.params.weight_size
 
     def factor(self, divisor: int) -> Tensor:
         """The factor of the sums of dS times features."""
-        factor = self.terms.scale / (divisor * self.gain)
-        return factor if self.terms.weight_size is None else factor * self.terms.weight_size
+        factor = self.params.scale / (divisor * self.gain)
+        return factor if self.params.weight_size is None else factor * self.params.weight_size
 
     def defer_grad(
         self,
@@ -169,7 +169,7 @@ class SigmoidKernelTiles(KernelTiles):
         if not scale_grad_part:
             return None
         found = scale_grad_parts.sum(dtype=torch.float64)
-        return found if self.terms.weight_size is None else found * self.terms.weight_size
+        return found if self.params.weight_size is None else found * self.params.weight_size
 
 
 def write_deferred(deferred_grad: DeferredGrad, out: Tensor, factor: Tensor, divisor: int) -> None:
