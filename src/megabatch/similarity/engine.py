@@ -192,8 +192,8 @@ def gradients(
     dx, dy = new_gradients(x, y, need_x, need_y)
     rows = sides[0].upstream(own, matrix.row_order)
     cols = rows if y is None else sides[1].upstream(own, matrix.col_order)
-    size = _normalize(own, rows, None if y is None else cols, schedule)
-    factor = scale if size is None else scale * size
+    divisor = _normalize(own, rows, None if y is None else cols, schedule)
+    factor = scale if divisor is None else scale * divisor
     # The scale's gradient comes with dx, or with dy if x is frozen.
     with_x = need_x or not need_y or y is None
     parts: list[Tensor] = []  # of the scale's gradient
@@ -211,8 +211,8 @@ def gradients(
     dscale = parts[0] if len(parts) == 1 else sum(parts, torch.zeros_like(scale))
     if y is None:
         dscale = dscale / 2  # each pair was counted as (i, j) and as (j, i)
-    if size is not None:
-        dscale = dscale * size
+    if divisor is not None:
+        dscale = dscale * divisor
     if isinstance(schedule, Ranks) and need_scale:
         dscale = comm.all_reduce(dscale, schedule.name, schedule.operation) / schedule.n
     return dx, dy, dscale
@@ -229,17 +229,17 @@ def _normalize(own: StateTiles, rows: Any, cols: Any, schedule: Schedule) -> Ten
 
     It is the same on all ranks, since their gradients are added up.
     """
-    size = own.upstream_size(rows, cols)
+    divisor = own.upstream_divisor(rows, cols)
     if isinstance(schedule, Ranks) and own.x.dtype == torch.float16:
-        size = own.x.new_zeros((), dtype=torch.float32) if size is None else size
-        comm.all_reduce(size, schedule.name, schedule.operation, dist.ReduceOp.MAX)
-    if size is None:
+        divisor = own.x.new_zeros((), dtype=torch.float32) if divisor is None else divisor
+        comm.all_reduce(divisor, schedule.name, schedule.operation, dist.ReduceOp.MAX)
+    if divisor is None:
         return None
-    size = torch.where(size == 0, torch.ones_like(size), size)
+    divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
     for numbers in map(own.numbers, (rows, cols)):
         if numbers is not None:
-            own.divide_upstream(numbers, size)
-    return size
+            own.divide_upstream(numbers, divisor)
+    return divisor
 
 
 def add_up_gradients(

@@ -97,11 +97,11 @@ class StateTiles(Tiles, Protocol):
         """A side's upstream from its results and their upstream gradients."""
         ...
 
-    def upstream_size(self, rows: Any, cols: Any) -> Tensor | None:
+    def upstream_divisor(self, rows: Any, cols: Any) -> Tensor | None:
         """() divisor with which the upstream gradients fit dS's dtype; None: they fit without."""
         ...
 
-    def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
+    def divide_upstream(self, numbers: Tensor, divisor: Tensor) -> None:
         """Divide the upstream gradients among the numbers of a side, in place."""
         ...
 

@@ -14,7 +14,7 @@ class SigmoidParams(NamedTuple):
     scale: Tensor  #: ()
     bias: Tensor  #: ()
     weight: Tensor | None  #: (m,)
-    weight_size: Tensor | None = None  #: () by which float16's weights are divided
+    weight_divisor: Tensor | None = None  #: () by which float16's weights are divided
 
 
 class Need(NamedTuple):

@@ -97,7 +97,7 @@ def _forward(
         schedule, _ = handshake(group, "softplus_sum", terms, len(x), len(y), x)
         matrix = sort_by_id(x, y, pairs)
         own_weight = weight if weight is None else masks.sort(weight, matrix.row_order, 0)
-        params = SigmoidParams(scale, bias, own_weight, _weight_size(x, weight, schedule))
+        params = SigmoidParams(scale, bias, own_weight, _weight_divisor(x, weight, schedule))
         sweep = _sweep(matrix, params, teacher, need, schedule)
         own = sweep.own
         dx, dy = DeferredGrad.like(x, need_x), DeferredGrad.like(y, need_y)
@@ -241,15 +241,15 @@ def _terms(
     )
 
 
-def _weight_size(x: Tensor, weight: Tensor | None, schedule: Schedule) -> Tensor | None:
+def _weight_divisor(x: Tensor, weight: Tensor | None, schedule: Schedule) -> Tensor | None:
     """The largest weight of all ranks, if dS is in float16 and needs weights of at most 1."""
     if weight is None or x.dtype != torch.float16:
         return None
     largest = weight.abs().amax() if len(weight) else weight.new_zeros(())
-    size = largest.masked_fill(largest == 0, 1)
+    divisor = largest.masked_fill(largest == 0, 1)
     if isinstance(schedule, Ranks):  # their gradients of y are summed
-        comm.all_reduce(size, schedule.name, schedule.operation, dist.ReduceOp.MAX)
-    return size
+        comm.all_reduce(divisor, schedule.name, schedule.operation, dist.ReduceOp.MAX)
+    return divisor
 
 
 def _sweep(

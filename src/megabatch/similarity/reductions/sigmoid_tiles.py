@@ -37,10 +37,8 @@ class SigmoidTiles(EagerTiles):
         self._gain: Tensor | None = None
         if x.dtype == torch.float16 and eager.rounds_left(x):
             # A GPU's products take dS in float16, which loses digits below 2^-14.
-            size = (
-                torch.ones_like(params.scale) if params.weight_size is None else params.weight_size
-            )
-            self._gain = GAIN / size
+            weight = params.weight_divisor
+            self._gain = GAIN / (torch.ones_like(params.scale) if weight is None else weight)
         # There are b² terms: a block is summed in float32, the blocks in float64.
         self._sums = x.new_zeros((len(bounds) - 1, 3), dtype=torch.float64)
 

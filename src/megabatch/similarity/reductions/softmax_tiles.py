@@ -92,15 +92,15 @@ class SoftmaxTiles(EagerTiles):
         """See `base.Tiles`."""
         return upstream
 
-    def upstream_size(self, rows: Tensor | None, cols: Tensor | None) -> Tensor | None:
+    def upstream_divisor(self, rows: Tensor | None, cols: Tensor | None) -> Tensor | None:
         """See `base.StateTiles`. On the CPU dS stays in float32; a GPU's products take float16."""
         if self.x.dtype != torch.float16 or not eager.rounds_left(self.x):
             return None
-        return states.upstream_size([side for side in (rows, cols) if side is not None])
+        return states.upstream_divisor([side for side in (rows, cols) if side is not None])
 
-    def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
+    def divide_upstream(self, numbers: Tensor, divisor: Tensor) -> None:
         """See `base.StateTiles`."""
-        states.divide_upstream(numbers, size)
+        states.divide_upstream(numbers, divisor)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megabatch.similarity.arguments import accumulator_dtype
 
-#: float16 holds dS from 2^-24 to 2^16: upstream gradients are scaled to this size. At most six of
-#: them add up in one dS, and a probability of 1 / 4M is still a normal number.
-HALF_SIZE = 4096.0
+#: float16 holds dS from 2^-24 to 2^16: the largest upstream gradient is scaled to this. At most six
+#: of them add up in one dS, and a probability of 1 / 4M is still a normal number.
+LARGEST_UPSTREAM = 4096.0
 
 
 def new_state(size: int, has_positives: bool, like: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def upstream(results: Tensor, gradient: Tensor) -> Tensor:
     return out
 
 
-def upstream_size(sides: Sequence[Tensor]) -> Tensor | None:
+def upstream_divisor(sides: Sequence[Tensor]) -> Tensor | None:
     """() divisor with which the upstream gradients fit float16's dS; None: there are no rows."""
     largest = []
     for numbers in sides:
@@ -100,13 +100,13 @@ def upstream_size(sides: Sequence[Tensor]) -> Tensor | None:
             if len(numbers) == 5:
                 gradient = torch.maximum(gradient, numbers[4].abs().amax())
             largest.append(gradient)
-    return torch.stack(largest).amax() / HALF_SIZE if largest else None
+    return torch.stack(largest).amax() / LARGEST_UPSTREAM if largest else None
 
 
-def divide_upstream(numbers: Tensor, size: Tensor) -> None:
+def divide_upstream(numbers: Tensor, divisor: Tensor) -> None:
     """Divide the upstream gradients among the numbers of a side, in place."""
-    numbers[1::2] /= size
-    numbers[4:] /= size
+    numbers[1::2] /= divisor
+    numbers[4:] /= divisor
 
 
 def _sums_end(state: Tensor) -> int:
@@ -197,7 +197,7 @@ def target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
     return out
 
 
-def divide_target_upstream(numbers: Tensor, size: Tensor) -> None:
+def divide_target_upstream(numbers: Tensor, divisor: Tensor) -> None:
     """Divide the upstream gradients among the numbers of a side, in place."""
     for k in (1, 3, 4):
-        numbers[k] /= size
+        numbers[k] /= divisor

@@ -50,8 +50,8 @@ class SigmoidKernelTiles(KernelTiles):
             self._row_ranges = [ranges_of(pairs.row_ids[a:b]) for a, b in pairwise(bounds)]
         self.gain = HALF_GAIN if x.dtype == torch.float16 else 1.0
         self.weight = None if params.weight is None else params.weight.contiguous()
-        if self.weight is not None and params.weight_size is not None:
-            self.weight = self.weight / params.weight_size
+        if self.weight is not None and params.weight_divisor is not None:
+            self.weight = self.weight / params.weight_divisor
         self.config = sigmoid_config(x)
         tiles = cdiv(min(self.block_rows, len(x)), TILE) * cdiv(min(self.block_cols, len(y)), TILE)
         #: by rank and program of `sigmoid.masked_tiles`: losses, dS, dS times products
@@ -127,12 +127,12 @@ class SigmoidKernelTiles(KernelTiles):
     def sums(self) -> Tensor:
         """(ranks, 3) float64: of losses, dS, and of dS * products if x and y are frozen."""
         total = self._sums.sum(2)
-        return total if self.params.weight_size is None else total * self.params.weight_size
+        return total if self.params.weight_divisor is None else total * self.params.weight_divisor
 
     def factor(self, divisor: int) -> Tensor:
         """The factor of the sums of dS times features."""
         factor = self.params.scale / (divisor * self.gain)
-        return factor if self.params.weight_size is None else factor * self.params.weight_size
+        return factor if self.params.weight_divisor is None else factor * self.params.weight_divisor
 
     def defer_grad(
         self,
@@ -169,7 +169,7 @@ class SigmoidKernelTiles(KernelTiles):
         if not scale_grad_part:
             return None
         found = scale_grad_parts.sum(dtype=torch.float64)
-        return found if self.params.weight_size is None else found * self.params.weight_size
+        return found if self.params.weight_divisor is None else found * self.params.weight_divisor
 
 
 def write_deferred(deferred_grad: DeferredGrad, out: Tensor, factor: Tensor, divisor: int) -> None:

@@ -118,9 +118,9 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         """See `reductions.base.Tiles`."""
         return None if numbers is None else Side.of(numbers, SPREAD_LSES)
 
-    def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
+    def divide_upstream(self, numbers: Tensor, divisor: Tensor) -> None:
         """See `reductions.base.StateTiles`."""
-        states.divide_target_upstream(numbers, size)
+        states.divide_target_upstream(numbers, divisor)
 
     def gradient_block(self, i: slice, j: slice, rows: Side | None, cols: Side | None) -> Tensor:
         """See `reductions.base.Tiles`."""

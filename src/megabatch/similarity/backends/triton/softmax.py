@@ -219,15 +219,15 @@ class SoftmaxKernelTiles(KernelTiles):
         """See `reductions.base.Tiles`."""
         return None if upstream is None else upstream.numbers
 
-    def upstream_size(self, rows: Side | None, cols: Side | None) -> Tensor | None:
+    def upstream_divisor(self, rows: Side | None, cols: Side | None) -> Tensor | None:
         """See `reductions.base.StateTiles`."""
         if self.x.dtype != torch.float16:
             return None
-        return states.upstream_size([side.numbers for side in (rows, cols) if side is not None])
+        return states.upstream_divisor([side.numbers for side in (rows, cols) if side is not None])
 
-    def divide_upstream(self, numbers: Tensor, size: Tensor) -> None:
+    def divide_upstream(self, numbers: Tensor, divisor: Tensor) -> None:
         """See `reductions.base.StateTiles`."""
-        states.divide_upstream(numbers, size)
+        states.divide_upstream(numbers, divisor)
 
     def gradient_block(self, i: slice, j: slice, rows: Side | None, cols: Side | None) -> Tensor:
         """See `reductions.base.Tiles`."""
