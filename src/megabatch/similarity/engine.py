@@ -43,8 +43,8 @@ class Part(NamedTuple):
     cols: slice | None  #: likewise, if its columns are among these rows: x against itself
     partial: Tensor | None  #: of its columns otherwise, see `Chunk`
     overwrite: bool  #: `partial` is uninitialised
-    row_numbers: Tensor | None  #: `extra` of these rows, see `Sweep.run`
-    col_numbers: Tensor | None  #: and of these columns
+    row_extra: Tensor | None  #: `extra` of these rows, see `Sweep.run`
+    col_extra: Tensor | None  #: and of these columns
 
 
 class Sweep(Generic[T]):
@@ -102,9 +102,9 @@ class Sweep(Generic[T]):
                 ours = _narrow(arrived(), rows, block.rows)
                 part = chunk.narrow(block, [shard.dim for shard in cols], partials)
                 mirrored = _shifted(part.rows, self.own_rows.start) if is_own else None
-                numbers = ours[-1], part.tensors[-1]
+                extras = ours[-1], part.tensors[-1]
                 tiles = self.against(ours, part)
-                on_part(Part(tiles, block.rows, mirrored, part.partial, overwrite, *numbers))
+                on_part(Part(tiles, block.rows, mirrored, part.partial, overwrite, *extras))
                 overwrite = False
 
         yield from self.schedule.run(cols, on_chunk, self._route(partials), partials, meanwhile)
@@ -236,9 +236,9 @@ def _normalize(own: StateTiles, rows: Any, cols: Any, schedule: Schedule) -> Ten
     if divisor is None:
         return None
     divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-    for numbers in map(own.numbers, (rows, cols)):
-        if numbers is not None:
-            own.divide_upstream(numbers, divisor)
+    for packed in map(own.pack_upstream, (rows, cols)):
+        if packed is not None:
+            own.divide_upstream(packed, divisor)
     return divisor
 
 
@@ -274,8 +274,8 @@ def add_up_gradients(
         first = not started and part.rows == slice(0, m)
         if total is not None and not started and not first:
             total.zero_()
-        ours = rows if part.rows == sweep.own_rows else tiles.upstream(part.row_numbers)
-        theirs = cols if tiles is own else tiles.upstream(part.col_numbers)
+        ours = rows if part.rows == sweep.own_rows else tiles.unpack_upstream(part.row_extra)
+        theirs = cols if tiles is own else tiles.unpack_upstream(part.col_extra)
         sums = None if total is None else total[part.rows]
         mirrored = part.rows if tiles.symmetric else part.cols
         others = part.partial if mirrored is None or total is None else total[mirrored]
@@ -302,7 +302,7 @@ def add_up_gradients(
             write("x", slice(0, own.m), sums)
 
     partials = Partials(own.new_total) if y or symmetric else None
-    sent = (None, None) if alone else (own.numbers(rows), own.numbers(cols))
+    sent = (None, None) if alone else (own.pack_upstream(rows), own.pack_upstream(cols))
     for part, arrived in sweep.run(on_part, partials, complete, sent):
         if symmetric and total is not None:
             total[sweep.own_rows][part] += arrived

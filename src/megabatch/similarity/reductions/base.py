@@ -43,16 +43,17 @@ class Tiles(Protocol):
     def gradient_block(self, i: slice, j: slice, rows: Any, cols: Any) -> Tensor | None:
         """dS of a block, valid until the next call; None if no gradient of features is wanted.
 
-        `rows`, `cols`: the upstream of each side, as `upstream` makes it; None for a side without.
+        `rows`, `cols`: the upstream of each side, as `unpack_upstream` makes it; None if there is
+        none.
         """
         ...
 
-    def upstream(self, numbers: Tensor | None) -> Any:
-        """The upstream of a side that `gradient_block` takes, from the tensor that was sent."""
+    def unpack_upstream(self, packed: Tensor | None) -> Any:
+        """The upstream of a side as `gradient_block` takes it, from the tensor that was sent."""
         ...
 
-    def numbers(self, upstream: Any) -> Tensor | None:
-        """The tensor (k, rows) of an upstream that is sent with the columns."""
+    def pack_upstream(self, upstream: Any) -> Tensor | None:
+        """An upstream as one tensor (k, rows), which is sent with the columns."""
         ...
 
 
@@ -101,8 +102,8 @@ class StateTiles(Tiles, Protocol):
         """() divisor with which the upstream gradients fit dS's dtype; None: they fit without."""
         ...
 
-    def divide_upstream(self, numbers: Tensor, divisor: Tensor) -> None:
-        """Divide the upstream gradients among the numbers of a side, in place."""
+    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
+        """Divide the upstream gradients in a packed upstream, in place."""
         ...
 
     def write_grad(

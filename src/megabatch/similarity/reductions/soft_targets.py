@@ -280,9 +280,9 @@ class SoftTargetTiles(SoftmaxTiles):
         """See `base.StateTiles`."""
         return states.target_upstream(results, gradient)
 
-    def divide_upstream(self, numbers: Tensor, divisor: Tensor) -> None:
+    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
         """See `base.StateTiles`."""
-        states.divide_target_upstream(numbers, divisor)
+        states.divide_target_upstream(packed, divisor)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None

@@ -84,11 +84,11 @@ class SoftmaxTiles(EagerTiles):
         """A side's upstream from its results and their gradients."""
         return states.upstream(results, gradient)
 
-    def upstream(self, numbers: Tensor | None) -> Tensor | None:
+    def unpack_upstream(self, packed: Tensor | None) -> Tensor | None:
         """See `base.Tiles`."""
-        return numbers
+        return packed
 
-    def numbers(self, upstream: Tensor | None) -> Tensor | None:
+    def pack_upstream(self, upstream: Tensor | None) -> Tensor | None:
         """See `base.Tiles`."""
         return upstream
 
@@ -98,9 +98,9 @@ class SoftmaxTiles(EagerTiles):
             return None
         return states.upstream_divisor([side for side in (rows, cols) if side is not None])
 
-    def divide_upstream(self, numbers: Tensor, divisor: Tensor) -> None:
+    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
         """See `base.StateTiles`."""
-        states.divide_upstream(numbers, divisor)
+        states.divide_upstream(packed, divisor)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None

@@ -8,9 +8,9 @@ sum) and not as a log-sum-exp, so that merging many blocks rounds only the sum.
 *Results* are `[log-sum-exp over negatives, that over positives, sum of positive logits, number of
 positives]`, or the first alone.
 
-An *upstream* holds the numbers of a side that dS depends on: `[log-sum-exp over negatives, its
-upstream gradient, the same two over positives, upstream gradient of the sum of positive logits]`,
-or the first two.
+A packed *upstream* holds the numbers of a side that dS depends on: `[log-sum-exp over negatives,
+its upstream gradient, the same two over positives, upstream gradient of the sum of positive
+logits]`, or the first two.
 """
 
 from __future__ import annotations
@@ -94,19 +94,19 @@ def upstream(results: Tensor, gradient: Tensor) -> Tensor:
 def upstream_divisor(sides: Sequence[Tensor]) -> Tensor | None:
     """() divisor with which the upstream gradients fit float16's dS; None: there are no rows."""
     largest = []
-    for numbers in sides:
-        if numbers.numel():
-            gradient = numbers[1::2].abs().amax()
-            if len(numbers) == 5:
-                gradient = torch.maximum(gradient, numbers[4].abs().amax())
+    for packed in sides:
+        if packed.numel():
+            gradient = packed[1::2].abs().amax()
+            if len(packed) == 5:
+                gradient = torch.maximum(gradient, packed[4].abs().amax())
             largest.append(gradient)
     return torch.stack(largest).amax() / LARGEST_UPSTREAM if largest else None
 
 
-def divide_upstream(numbers: Tensor, divisor: Tensor) -> None:
-    """Divide the upstream gradients among the numbers of a side, in place."""
-    numbers[1::2] /= divisor
-    numbers[4:] /= divisor
+def divide_upstream(packed: Tensor, divisor: Tensor) -> None:
+    """Divide the upstream gradients in a packed upstream, in place."""
+    packed[1::2] /= divisor
+    packed[4:] /= divisor
 
 
 def _sums_end(state: Tensor) -> int:
@@ -197,7 +197,7 @@ def target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
     return out
 
 
-def divide_target_upstream(numbers: Tensor, divisor: Tensor) -> None:
-    """Divide the upstream gradients among the numbers of a side, in place."""
+def divide_target_upstream(packed: Tensor, divisor: Tensor) -> None:
+    """Divide the upstream gradients in a packed upstream, in place."""
     for k in (1, 3, 4):
-        numbers[k] /= divisor
+        packed[k] /= divisor

@@ -15,39 +15,39 @@ from megabatch.similarity.backends.triton.tiles import DROPPED, NO_DIAGONAL, POS
 from megabatch.similarity.masks import PAIRED, PLAIN, Guide, Pairs
 
 
-class Side(NamedTuple):
+class Upstream(NamedTuple):
     """The upstream of one side: see `reductions.states`."""
 
     wanted: bool  #: whether the side has upstream gradients
-    numbers: Tensor  #: (2 or 5, size) log-sum-exps and their gradients
+    packed: Tensor  #: (2 or 5, size) log-sum-exps and their gradients
     extremes: Tensor  #: (2, tiles) smallest and largest log-sum-exp of each tile, in log2
-    stride: int = 0  #: of `numbers`
+    stride: int = 0  #: of `packed`
     tiles: int = 0
     has_positives: bool = False
 
     @classmethod
-    def absent(cls, placeholder: Tensor) -> Side:
+    def absent(cls, placeholder: Tensor) -> Upstream:
         """A side without upstream gradients; kernels never read the placeholder."""
         return cls(False, placeholder, placeholder)
 
     @classmethod
-    def of(cls, numbers: Tensor, lses: tuple[int, ...] = (0,)) -> Side:
+    def of(cls, packed: Tensor, lses: tuple[int, ...] = (0,)) -> Upstream:
         """A side with these numbers; `lses`: the log-sum-exps among them whose extremes count."""
-        size, tiles = numbers.shape[1], cdiv(numbers.shape[1], TILE)
-        extremes = numbers.new_empty(2 * len(lses), tiles)
+        size, tiles = packed.shape[1], cdiv(packed.shape[1], TILE)
+        extremes = packed.new_empty(2 * len(lses), tiles)
         for k, lse in enumerate(lses):
             if tiles:
                 softmax_backward.lse_extremes.launch(
-                    tiles, lse=numbers[lse], out=extremes[2 * k :], size=size, tiles=tiles, B=TILE
+                    tiles, lse=packed[lse], out=extremes[2 * k :], size=size, tiles=tiles, B=TILE
                 )
-        return cls(True, numbers, extremes, numbers.stride(0), tiles, len(numbers) > 2)
+        return cls(True, packed, extremes, packed.stride(0), tiles, len(packed) > 2)
 
-    def view(self, part: slice) -> Side:
+    def view(self, part: slice) -> Upstream:
         """These rows or columns, which must begin with a tile and end with one or with the side."""
-        if part.stop - part.start == self.numbers.shape[1]:
+        if part.stop - part.start == self.packed.shape[1]:
             return self
         first = part.start // TILE
-        return self._replace(numbers=self.numbers[:, part], extremes=self.extremes[:, first:])
+        return self._replace(packed=self.packed[:, part], extremes=self.extremes[:, first:])
 
 
 class GuideOperands(NamedTuple):

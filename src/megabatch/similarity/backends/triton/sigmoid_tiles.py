@@ -64,10 +64,10 @@ class SigmoidKernelTiles(KernelTiles):
         """See `reductions.base.Tiles`; a block has rows of one rank."""
         return within(self.bounds, lambda rows: product_parts(rows, self.block_rows))
 
-    def upstream(self, numbers: Tensor | None) -> None:
+    def unpack_upstream(self, packed: Tensor | None) -> None:
         """None: a pair's gradient needs no statistic of its row or column."""
 
-    def numbers(self, upstream: object) -> None:
+    def pack_upstream(self, upstream: object) -> None:
         """None: only features and ids are sent."""
 
     def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:

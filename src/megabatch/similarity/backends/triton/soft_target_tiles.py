@@ -10,7 +10,7 @@ from megabatch.similarity.backends import capability
 from megabatch.similarity.backends.triton import soft_targets
 from megabatch.similarity.backends.triton.blocking import TILE, cdiv
 from megabatch.similarity.backends.triton.blocks import diagonal_in
-from megabatch.similarity.backends.triton.operands import Side, aligned, new_descriptor
+from megabatch.similarity.backends.triton.operands import Upstream, aligned, new_descriptor
 from megabatch.similarity.backends.triton.softmax import SPREAD, SoftmaxKernelTiles, State
 from megabatch.similarity.backends.triton.tiles import LN2, LOG2E, NO_DIAGONAL
 from megabatch.similarity.masks import Pairs
@@ -31,7 +31,7 @@ CHUNK, P = 32, 16
 
 
 class SoftTargetKernelTiles(SoftmaxKernelTiles):
-    """See `reductions.base.StateTiles`; an upstream is a `Side`."""
+    """See `reductions.base.StateTiles`; an upstream is an `Upstream`."""
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, scale: Tensor, teacher: Teacher) -> None:
         super().__init__(x, y, pairs, scale)
@@ -110,19 +110,21 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         """See `reductions.base.StateTiles`."""
         states.to_target_results(states.merge_targets(_to_base_e(parts)), out)
 
-    def make_upstream(self, results: Tensor, gradient: Tensor) -> Side:
+    def make_upstream(self, results: Tensor, gradient: Tensor) -> Upstream:
         """See `reductions.base.StateTiles`."""
-        return Side.of(states.target_upstream(results, gradient), SPREAD_LSES)
+        return Upstream.of(states.target_upstream(results, gradient), SPREAD_LSES)
 
-    def upstream(self, numbers: Tensor | None) -> Side | None:
+    def unpack_upstream(self, packed: Tensor | None) -> Upstream | None:
         """See `reductions.base.Tiles`."""
-        return None if numbers is None else Side.of(numbers, SPREAD_LSES)
+        return None if packed is None else Upstream.of(packed, SPREAD_LSES)
 
-    def divide_upstream(self, numbers: Tensor, divisor: Tensor) -> None:
+    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
         """See `reductions.base.StateTiles`."""
-        states.divide_target_upstream(numbers, divisor)
+        states.divide_target_upstream(packed, divisor)
 
-    def gradient_block(self, i: slice, j: slice, rows: Side | None, cols: Side | None) -> Tensor:
+    def gradient_block(
+        self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
+    ) -> Tensor:
         """See `reductions.base.Tiles`."""
         m, n = i.stop - i.start, j.stop - j.start
         pairs, ds = self.pairs.view(i, j), self._workspace(i, j)
@@ -134,8 +136,8 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         soft_targets.unmasked_backward.launch(
             tiles, x=xd, y=yd, ds=out, scale=self.scale,
             teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
-            row_upstream=rows.numbers, row_stride=rows.stride,
-            col_upstream=cols.numbers, col_stride=cols.stride,
+            row_upstream=rows.packed, row_stride=rows.stride,
+            col_upstream=cols.packed, col_stride=cols.stride,
             row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
             teacher_d=self.teacher.x.shape[1],
             BM=TILE, BN=TILE, BK=self._bk, GROUP=GROUP, num_warps=WARPS, num_stages=self._stages[1],
@@ -143,8 +145,8 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         soft_targets.masked_backward.launch(
             cdiv(tiles, CHUNK), x=xd, y=yd, ds=out, scale=self.scale,
             teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
-            row_upstream=rows.numbers, row_stride=rows.stride,
-            col_upstream=cols.numbers, col_stride=cols.stride,
+            row_upstream=rows.packed, row_stride=rows.stride,
+            col_upstream=cols.packed, col_stride=cols.stride,
             row_extremes=rows.extremes, row_tiles=rows.tiles,
             col_extremes=cols.extremes, col_tiles=cols.tiles,
             row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
@@ -155,15 +157,15 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         )  # fmt: skip
         return ds
 
-    def _without_gradient(self, size: int) -> Side:
+    def _without_gradient(self, size: int) -> Upstream:
         """The upstream of a side that has none: gradients of 0, and log-sum-exps of +inf.
 
         At a finite one an exponential could overflow, and infinity times 0 is NaN.
         """
-        numbers = self._empty(states.TARGET_UPSTREAM, size).zero_()
+        packed = self._empty(states.TARGET_UPSTREAM, size).zero_()
         for lse in SPREAD_LSES:
-            numbers[lse] = torch.inf
-        return Side.of(numbers, SPREAD_LSES)
+            packed[lse] = torch.inf
+        return Upstream.of(packed, SPREAD_LSES)
 
     def _teacher_descriptors(self) -> tuple[TensorDescriptor, TensorDescriptor]:
         x, y = self.teacher.x, self.teacher.y

@@ -16,7 +16,7 @@ from megabatch.similarity.backends.triton.blocks import KernelTiles, diagonal_in
 from megabatch.similarity.backends.triton.configs import backward_config, forward_config
 from megabatch.similarity.backends.triton.operands import (
     GuideOperands,
-    Side,
+    Upstream,
     aligned,
     new_descriptor,
 )
@@ -31,14 +31,14 @@ State: TypeAlias = tuple[Tensor, bool, bool]
 
 
 class SoftmaxKernelTiles(KernelTiles):
-    """See `reductions.base.StateTiles`; an upstream is a `Side`."""
+    """See `reductions.base.StateTiles`; an upstream is an `Upstream`."""
 
     def __init__(
         self, x: Tensor, y: Tensor, pairs: Pairs, scale: Tensor, symmetric: bool = False
     ) -> None:
         super().__init__(x, y, pairs, symmetric)
         self.scale = scale
-        self._no_side = Side.absent(scale)
+        self._no_upstream = Upstream.absent(scale)
         self._guide = None if pairs.guide is None else Guide(*map(aligned, pairs.guide))
         self._guides: dict[int, GuideOperands] = {}
 
@@ -195,7 +195,7 @@ class SoftmaxKernelTiles(KernelTiles):
 
     # --- backward ---------------------------------------------------------------------------
 
-    def make_upstream(self, results: Tensor, gradient: Tensor) -> Side:
+    def make_upstream(self, results: Tensor, gradient: Tensor) -> Upstream:
         """See `reductions.base.StateTiles`."""
         if gradient.stride(1) != 1:
             gradient = gradient.contiguous()
@@ -209,30 +209,32 @@ class SoftmaxKernelTiles(KernelTiles):
                 gradient_stride=gradient.stride(0), out=out, extremes=extremes, size=size,
                 tiles=tiles, B=TILE, HAS_POSITIVES=has_positives,
             )  # fmt: skip
-        return Side(True, out, extremes, size, tiles, has_positives)
+        return Upstream(True, out, extremes, size, tiles, has_positives)
 
-    def upstream(self, numbers: Tensor | None) -> Side | None:
+    def unpack_upstream(self, packed: Tensor | None) -> Upstream | None:
         """See `reductions.base.Tiles`."""
-        return None if numbers is None else Side.of(numbers)
+        return None if packed is None else Upstream.of(packed)
 
-    def numbers(self, upstream: Side | None) -> Tensor | None:
+    def pack_upstream(self, upstream: Upstream | None) -> Tensor | None:
         """See `reductions.base.Tiles`."""
-        return None if upstream is None else upstream.numbers
+        return None if upstream is None else upstream.packed
 
-    def upstream_divisor(self, rows: Side | None, cols: Side | None) -> Tensor | None:
+    def upstream_divisor(self, rows: Upstream | None, cols: Upstream | None) -> Tensor | None:
         """See `reductions.base.StateTiles`."""
         if self.x.dtype != torch.float16:
             return None
-        return states.upstream_divisor([side.numbers for side in (rows, cols) if side is not None])
+        return states.upstream_divisor([side.packed for side in (rows, cols) if side is not None])
 
-    def divide_upstream(self, numbers: Tensor, divisor: Tensor) -> None:
+    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
         """See `reductions.base.StateTiles`."""
-        states.divide_upstream(numbers, divisor)
+        states.divide_upstream(packed, divisor)
 
-    def gradient_block(self, i: slice, j: slice, rows: Side | None, cols: Side | None) -> Tensor:
+    def gradient_block(
+        self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
+    ) -> Tensor:
         """See `reductions.base.Tiles`."""
-        rows = self._no_side if rows is None else rows.view(i)
-        cols = self._no_side if cols is None else cols.view(j)
+        rows = self._no_upstream if rows is None else rows.view(i)
+        cols = self._no_upstream if cols is None else cols.view(j)
         m, n = i.stop - i.start, j.stop - j.start
         pairs, config = self.pairs.view(i, j), backward_config(self.features)
         guide, guided = self._guide_operands(config.bk), pairs.guide is not None
@@ -248,8 +250,8 @@ class SoftmaxKernelTiles(KernelTiles):
             pieces = whole if config.split == 1 else new_descriptor(ds, TILE // config.split)
             softmax_backward.unmasked_tiles.launch(
                 cdiv(tiles, row_tiles) * col_tiles, x=xd, y=yd, ds=pieces, scale=self.scale,
-                row_lse_and_grad=rows.numbers, row_stride=rows.stride,
-                col_lse_and_grad=cols.numbers, col_stride=cols.stride,
+                row_lse_and_grad=rows.packed, row_stride=rows.stride,
+                col_lse_and_grad=cols.packed, col_stride=cols.stride,
                 ceiling=pairs.ceiling, guide_x=guide.x, guide_y=guide.y, guide_d=guide.d,
                 row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
                 BM=TILE, BN=TILE, BK=config.bk, ROW_TILES=row_tiles, GROUP=config.group,
@@ -260,8 +262,8 @@ class SoftmaxKernelTiles(KernelTiles):
         chunk = 64 if rows.wanted else 1
         softmax_backward.masked_tiles.launch(
             cdiv(tiles * col_tiles, chunk), x=xd, y=yd, ds=whole, scale=self.scale,
-            row_lse_and_grad=rows.numbers, row_stride=rows.stride,
-            col_lse_and_grad=cols.numbers, col_stride=cols.stride,
+            row_lse_and_grad=rows.packed, row_stride=rows.stride,
+            col_lse_and_grad=cols.packed, col_stride=cols.stride,
             row_extremes=rows.extremes, row_tiles=rows.tiles,
             col_extremes=cols.extremes, col_tiles=cols.tiles,
             row_ids=pairs.row_ids, row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
