@@ -1,6 +1,6 @@
 """The engine: sweeps of all blocks of a matrix, for any reduction, backend and schedule.
 
-`reduce` merges blocks into the running states of rows and columns. `add_up_gradients` turns each
+`reduce` merges blocks into the running states of rows and columns. `accumulate_gradients` turns each
 block into dS and adds dS y to the rows' gradient and dSᵀ x to the columns'.
 """
 
@@ -204,7 +204,7 @@ def gradients(
         found = own.write_grad(total, side, part, factor, with_scale, out[part] if needed else None)
         parts.extend([] if found is None else [found])
 
-    add_up_gradients(sweep, write, with_x, need_y and y is not None, rows, cols)
+    accumulate_gradients(sweep, write, with_x, need_y and y is not None, rows, cols)
     dx = masks.restore(dx, matrix.row_order if need_x else None, 0)
     dy = masks.restore(dy, matrix.col_order if need_y and y is not None else None, 0)
     # One launch less if there is one part.
@@ -242,7 +242,7 @@ def _normalize(own: StateTiles, rows: Any, cols: Any, schedule: Schedule) -> Ten
     return divisor
 
 
-def add_up_gradients(
+def accumulate_gradients(
     sweep: Sweep[Any],
     write: Callable[[str, slice, Tensor], None],
     x: bool,

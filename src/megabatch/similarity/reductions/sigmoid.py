@@ -112,7 +112,7 @@ def _forward(
             found = own.defer_grad(total, side, part, factor, out, rows, with_scale)
             scale_parts.extend([] if found is None else [found])
 
-        engine.add_up_gradients(
+        engine.accumulate_gradients(
             sweep, write, need_x, need_y, after=lambda tiles: sums.append(tiles.sums())
         )
         ranks = len(schedule.rows.bounds(own.m)) - 1
