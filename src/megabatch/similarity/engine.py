@@ -1,7 +1,7 @@
 """The engine: sweeps of all blocks of a matrix, for any reduction, backend and schedule.
 
-`reduce` merges blocks into the running states of rows and columns. `accumulate_gradients` turns each
-block into dS and adds dS y to the rows' gradient and dSᵀ x to the columns'.
+`reduce` merges blocks into the running states of rows and columns. `accumulate_gradients` turns
+each block into dS and adds dS y to the rows' gradient and dSᵀ x to the columns'.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Sweep(Generic[T]):
         schedule: Schedule,
         own: T,
         sides: tuple[Sequence[Shard], Sequence[Shard]],
-        against: Callable[[Gathered, Chunk], T],
+        make_tiles: Callable[[Gathered, Chunk], T],
     ) -> None:
         """`own`: tiles of this rank's rows against its own columns.
 
         `sides`: this rank's rows and the tensors that belong to them, the features first, and its
-        columns likewise. `against` makes the tiles of the rows' tensors against a chunk of columns.
+        columns likewise. `make_tiles`: the tiles of the rows' tensors against a chunk of columns.
         """
-        self.schedule, self.own, self.sides, self.against = schedule, own, sides, against
+        self.schedule, self.own, self.sides, self.make_tiles = schedule, own, sides, make_tiles
         self.m = schedule.rows.bounds(own.m)[-1]  #: rows against which chunks are computed
         start = schedule.starts[schedule.rank] - schedule.rows.start
         self.own_rows = slice(start, start + own.m)  #: among them
@@ -103,7 +103,7 @@ class Sweep(Generic[T]):
                 part = chunk.narrow(block, [shard.dim for shard in cols], partials)
                 mirrored = _shifted(part.rows, self.own_rows.start) if is_own else None
                 extras = ours[-1], part.tensors[-1]
-                tiles = self.against(ours, part)
+                tiles = self.make_tiles(ours, part)
                 on_part(Part(tiles, block.rows, mirrored, part.partial, overwrite, *extras))
                 overwrite = False
 

@@ -267,7 +267,7 @@ def _sweep(
     own = _tiles(matrix.x, matrix.y, pairs, params, teacher, need, (0, len(matrix.x)))
     bounds = schedule.rows.bounds(own.m)
 
-    def against(rows: Gathered, chunk: Chunk) -> Tiles:
+    def make_tiles(rows: Gathered, chunk: Chunk) -> Tiles:
         x, row_ids, weight, teacher_x, *_ = rows
         y, col_ids, teacher_y, *_ = chunk.tensors
         assert x is not None
@@ -282,7 +282,7 @@ def _sweep(
     teacher_rows, teacher_cols = (None, None) if teacher is None else teacher[:2]
     rows = [Shard(own.x), Shard(pairs.row_ids), Shard(params.weight), Shard(teacher_rows)]
     cols = [Shard(own.y), Shard(pairs.col_ids), Shard(teacher_cols)]
-    return engine.Sweep(schedule, own, (rows, cols), against)
+    return engine.Sweep(schedule, own, (rows, cols), make_tiles)
 
 
 def _tiles(

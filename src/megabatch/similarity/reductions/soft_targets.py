@@ -185,7 +185,7 @@ def _sweep(
     matrix = SortedMatrix(x, y, Pairs(PAIRED, row_start=start, col_start=start))
     own = _tiles(matrix, scale, teacher)
 
-    def against(rows: Gathered, chunk: Chunk) -> Tiles:
+    def make_tiles(rows: Gathered, chunk: Chunk) -> Tiles:
         x, teacher_x, *_ = rows
         y, teacher_y, *_ = chunk.tensors
         assert x is not None
@@ -198,7 +198,7 @@ def _sweep(
 
     rows = [Shard(own.x), Shard(own.teacher.x)]
     cols = [Shard(own.y), Shard(own.teacher.y)]
-    return matrix, engine.Sweep(schedule, own, (rows, cols), against)
+    return matrix, engine.Sweep(schedule, own, (rows, cols), make_tiles)
 
 
 def _tiles(matrix: SortedMatrix, scale: Tensor, teacher: Teacher) -> Tiles:

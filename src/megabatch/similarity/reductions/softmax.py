@@ -246,7 +246,7 @@ def _sweep(
     own = _tiles(matrix.x, matrix.y, pairs, scale, y is None, saved)
     guide_x, guide_columns = (None, None) if pairs.guide is None else pairs.guide
 
-    def against(rows: Gathered, chunk: Chunk) -> Tiles:
+    def make_tiles(rows: Gathered, chunk: Chunk) -> Tiles:
         x, row_ids, ceiling, guide_x, *_ = rows
         y, col_ids, guide_y, *_ = chunk.tensors
         assert x is not None
@@ -257,7 +257,7 @@ def _sweep(
 
     rows = [Shard(own.x), Shard(pairs.row_ids), Shard(pairs.ceiling), Shard(guide_x)]
     cols = [Shard(own.y), Shard(pairs.col_ids), Shard(guide_columns)]
-    return matrix, engine.Sweep(schedule, own, (rows, cols), against)
+    return matrix, engine.Sweep(schedule, own, (rows, cols), make_tiles)
 
 
 def _tiles(
