@@ -260,58 +260,94 @@ def accumulate_gradients(
             `Tiles.gradient_block`.
         after: called with the tiles of each chunk when their blocks are done.
     """
-    own, alone, symmetric, m = sweep.own, sweep.schedule.alone, sweep.own.symmetric, sweep.m
-    # On one process each strip of rows is complete after its blocks: no accumulator of all rows.
-    strip_by_strip = alone and not symmetric
-    total = own.new_total(m) if x and not strip_by_strip else None
-    deferred: Deferred = []
-    started = False
+    own = sweep.own
+    accumulator = _Accumulator(sweep, write, x, (rows, cols))
 
     def on_part(part: Part) -> None:
-        nonlocal started
-        flush(deferred)
+        accumulator.add(part)
+        after(part.tiles)
+
+    def complete() -> None:
+        """Write the sums of x, which are this rank's own, during the last transfer of y's."""
+        flush(accumulator.deferred)
+        if not own.symmetric:
+            accumulator.write_rows()
+
+    partials = Partials(own.new_total) if y or own.symmetric else None
+    alone = sweep.schedule.alone
+    sent = (None, None) if alone else (own.pack_upstream(rows), own.pack_upstream(cols))
+    for part, arrived in sweep.run(on_part, partials, complete, sent):
+        if own.symmetric and accumulator.total is not None:
+            accumulator.total[sweep.own_rows][part] += arrived
+        else:
+            write("y", part, arrived)
+        del arrived  # a view of this rank's sums for all ranks
+    if own.symmetric:
+        accumulator.write_rows()
+
+
+class _Accumulator:
+    """Adds up dS y of all rows of a sweep, and dSᵀ x of each part's columns to its partial."""
+
+    def __init__(
+        self,
+        sweep: Sweep[Any],
+        write: Callable[[str, slice, Tensor], None],
+        x: bool,
+        upstreams: tuple[Any, Any],
+    ) -> None:
+        """Arguments of `accumulate_gradients`; `upstreams`: of this rank's rows and columns."""
+        self.sweep, self.write, self.x, self.upstreams = sweep, write, x, upstreams
+        # On one process a strip of rows is complete after its blocks: no accumulator of all rows.
+        self.strip_by_strip = sweep.schedule.alone and not sweep.own.symmetric
+        #: of all rows that this rank computes, uninitialised until a part has been added
+        self.total = sweep.own.new_total(sweep.m) if x and not self.strip_by_strip else None
+        self.deferred: Deferred = []
+        self.started = False
+
+    def add(self, part: Part) -> None:
+        """Add the gradients of a part of the matrix; its last product of dS y may be deferred."""
+        flush(self.deferred)
         tiles: Tiles = part.tiles
-        first = not started and part.rows == slice(0, m)
-        if total is not None and not started and not first:
+        total = self.total
+        first = not self.started and part.rows == slice(0, self.sweep.m)
+        if total is not None and not self.started and not first:
             total.zero_()
-        ours = rows if part.rows == sweep.own_rows else tiles.unpack_upstream(part.row_extra)
-        theirs = cols if tiles is own else tiles.unpack_upstream(part.col_extra)
+        rows, cols = self._upstreams_of(part)
         sums = None if total is None else total[part.rows]
         mirrored = part.rows if tiles.symmetric else part.cols
         others = part.partial if mirrored is None or total is None else total[mirrored]
         for i in tiles.row_blocks():
-            if strip_by_strip:
-                strip = own.new_total(i.stop - i.start) if x else None
+            if self.strip_by_strip:
+                strip = self.sweep.own.new_total(i.stop - i.start) if self.x else None
             else:
                 strip = None if sums is None else sums[i]
             top = i.start == 0
             overwrite = (first and top,) * 2 if tiles.symmetric else (first, top and part.overwrite)
-            last = not (alone or tiles.symmetric) and i.stop == tiles.m
-            add_strip(tiles, i, ours, theirs, strip, others, overwrite, deferred if last else None)
-            if strip_by_strip and strip is not None:
-                write("x", i, strip)
+            last = not (self.sweep.schedule.alone or tiles.symmetric) and i.stop == tiles.m
+            deferred = self.deferred if last else None
+            add_strip(tiles, i, rows, cols, strip, others, overwrite, deferred)
+            if self.strip_by_strip and strip is not None:
+                self.write("x", i, strip)
             del strip  # before the next strip's is made
-        started = True
-        after(tiles)
+        self.started = True
 
-    def complete() -> None:
-        """Write the sums of x, which are this rank's own, during the last transfer of y's."""
-        flush(deferred)
-        if total is not None and not symmetric:
-            sums = sweep.schedule.rows.sum(total if started else total.zero_())
-            write("x", slice(0, own.m), sums)
+    def _upstreams_of(self, part: Part) -> tuple[Any, Any]:
+        """The upstreams of a part's rows and columns: this rank's own, or those that were sent."""
+        tiles: Tiles = part.tiles
+        rows, cols = self.upstreams
+        if part.rows != self.sweep.own_rows:
+            rows = tiles.unpack_upstream(part.row_extra)
+        if tiles is not self.sweep.own:
+            cols = tiles.unpack_upstream(part.col_extra)
+        return rows, cols
 
-    partials = Partials(own.new_total) if y or symmetric else None
-    sent = (None, None) if alone else (own.pack_upstream(rows), own.pack_upstream(cols))
-    for part, arrived in sweep.run(on_part, partials, complete, sent):
-        if symmetric and total is not None:
-            total[sweep.own_rows][part] += arrived
-        else:
-            write("y", part, arrived)
-        del arrived  # a view of this rank's sums for all ranks
-    if symmetric and total is not None:
-        sums = sweep.schedule.rows.sum(total if started else total.zero_())
-        write("x", slice(0, own.m), sums)
+    def write_rows(self) -> None:
+        """Write the sums of x of this rank's rows, over all ranks that share them."""
+        if self.total is not None:
+            total = self.total if self.started else self.total.zero_()
+            sums = self.sweep.schedule.rows.sum(total)
+            self.write("x", slice(0, self.sweep.own.m), sums)
 
 
 def flush(deferred: Deferred) -> None:
