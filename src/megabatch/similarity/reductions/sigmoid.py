@@ -99,33 +99,43 @@ def _forward(
         own_weight = weight if weight is None else masks.sort(weight, matrix.row_order, 0)
         params = SigmoidParams(scale, bias, own_weight, _weight_divisor(x, weight, schedule))
         sweep = _sweep(matrix, params, teacher, need, schedule)
-        own = sweep.own
         dx, dy = DeferredGrad.like(x, need_x), DeferredGrad.like(y, need_y)
-        factor = own.factor(divisor(x))
-        sums: list[Tensor] = []  # of the rows of each rank that shares them, (ranks, 3)
-        scale_parts: list[Tensor] = []
-
-        def write(side: str, part: slice, total: Tensor) -> None:
-            out, order = (dx, matrix.row_order) if side == "x" else (dy, matrix.col_order)
-            rows = part if order is None else order[part]
-            with_scale = need_scale and need_x == (side == "x")
-            found = own.defer_grad(total, side, part, factor, out, rows, with_scale)
-            scale_parts.extend([] if found is None else [found])
-
-        engine.accumulate_gradients(
-            sweep, write, need_x, need_y, after=lambda tiles: sums.append(tiles.sums())
-        )
-        ranks = len(schedule.rows.bounds(own.m)) - 1
-        parts = sums[0] if len(sums) == 1 else sum(sums, own.sums().new_zeros(ranks, 3))
-        total = schedule.rows.sum_by_rank(parts)
-        if scale_parts:  # one launch less if there is one part
-            dscale = scale_parts[0] if len(scale_parts) == 1 else torch.stack(scale_parts).sum()
-        else:
-            dscale = total[2]
+        sums = _sum_and_gradients(sweep, matrix, need, dx, dy)
         dtype = accumulator_dtype(x.dtype)
         # Copies: the results of an operator may not share memory.
-        loss, dbias = (total[k].to(dtype, copy=True) for k in range(2))
-        return loss, *dx, *dy, dscale.to(dtype, copy=True), dbias
+        loss, dbias, dscale = (number.to(dtype, copy=True) for number in sums)
+        return loss, *dx, *dy, dscale, dbias
+
+
+def _sum_and_gradients(
+    sweep: engine.Sweep[Tiles],
+    matrix: masks.SortedMatrix,
+    need: Need,
+    dx: DeferredGrad,
+    dy: DeferredGrad,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum and its gradients of bias and scale; those of x and y go to `dx` and `dy`."""
+    own, rows = sweep.own, sweep.schedule.rows
+    factor = own.factor(divisor(matrix.x))
+    sums: list[Tensor] = []  # of the rows of each rank that shares them, (ranks, 3)
+    scale_parts: list[Tensor] = []
+
+    def write(side: str, part: slice, total: Tensor) -> None:
+        out, order = (dx, matrix.row_order) if side == "x" else (dy, matrix.col_order)
+        given = part if order is None else order[part]
+        with_scale = need.scale and need.x == (side == "x")
+        found = own.defer_grad(total, side, part, factor, out, given, with_scale)
+        scale_parts.extend([] if found is None else [found])
+
+    engine.accumulate_gradients(
+        sweep, write, need.x, need.y, after=lambda tiles: sums.append(tiles.sums())
+    )
+    ranks = len(rows.bounds(own.m)) - 1
+    parts = sums[0] if len(sums) == 1 else sum(sums, own.sums().new_zeros(ranks, 3))
+    loss, dbias, dscale = rows.sum_by_rank(parts)
+    if scale_parts:  # one launch less if there is one part
+        dscale = scale_parts[0] if len(scale_parts) == 1 else torch.stack(scale_parts).sum()
+    return loss, dbias, dscale
 
 
 def _forward_fake(x: Tensor, y: Tensor, *rest: Any) -> tuple[Tensor, ...]:
