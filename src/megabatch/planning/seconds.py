@@ -81,10 +81,11 @@ def step_seconds(
         pair_bytes: of a pair's inputs.
         compiled: whether the towers are compiled.
     """
-    gpu, ranks = cluster.gpu, cluster.gpus
-    loss = loss_seconds(config, width, gpu, ranks)
-    if loss is None:
+    gpu = cluster.gpu
+    loss_and_transfers = _loss_and_transfers(config, width, cluster)
+    if loss_and_transfers is None:
         return None
+    loss, exposed = loss_and_transfers
     count = micro.count
     once = 1 if micro.once else kept
     again, waiting = micro.split(once)
@@ -95,16 +96,7 @@ def step_seconds(
     first = seconds(total(again, "encode") + total(waiting, "record"))
     second = seconds(total(again, "record"))
     backward = seconds(total(micro.runs, "backward"))
-    exposed = 0.0
-    if ranks > 1:
-        rows = -(-config.global_batch_size // ranks)
-        if config.loss in SWEEPS:
-            item = 4 if config.precision == "fp32" else 2
-            widths = sum(config.matryoshka_dims) or width
-            work = Workload(rows, widths, SWEEPS[config.loss], item)
-            simulated = simulate(cluster, work, default(cluster, work))
-            exposed = min(simulated.exposed, simulated.seconds)
-            loss = simulated.seconds - exposed
+    if cluster.gpus > 1:
         # All-reduced while the last micro-batch's backward pass runs.
         last = micro.runs[-1][0].backward
         exposed += max(0.0, _averaging(cluster, state.gradients) - seconds(last))
@@ -122,6 +114,28 @@ def step_seconds(
         optimizer=updated / gpu.memory_rate,
         inputs=first_copy + max(0.0, copies - computing),
     )
+
+
+def _loss_and_transfers(
+    config: TrainConfig, width: int, cluster: Cluster
+) -> tuple[float, float] | None:
+    """Seconds of the loss's computation, and of transfers while nothing is computed.
+
+    None if the loss's time is not known.
+    """
+    ranks = cluster.gpus
+    loss = loss_seconds(config, width, cluster.gpu, ranks)
+    if loss is None:
+        return None
+    if ranks == 1 or config.loss not in SWEEPS:
+        return loss, 0.0
+    rows = -(-config.global_batch_size // ranks)
+    item = 4 if config.precision == "fp32" else 2
+    widths = sum(config.matryoshka_dims) or width
+    work = Workload(rows, widths, SWEEPS[config.loss], item)
+    simulated = simulate(cluster, work, default(cluster, work))
+    exposed = min(simulated.exposed, simulated.seconds)
+    return simulated.seconds - exposed, exposed
 
 
 def work_seconds(work: Work, gpu: Gpu, encoding: Encoding, *, compiled: bool) -> float:
