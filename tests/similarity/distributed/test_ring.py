@@ -182,15 +182,15 @@ def test_the_watchdog_is_told_of_every_transfer(world: World) -> None:
             ],
         ),
     ):
-        noted: list[str] = []
+        tracked: list[str] = []
         before = settings.set_gather(bound)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                control, "note", lambda group, like, what, noted=noted: noted.append(what)
+                control, "track", lambda group, like, what, tracked=tracked: tracked.append(what)
             )
             sum(map(torch.sum, similarity.logsumexp(x, y, scale))).backward()
         settings.set_gather(before)
-        assert noted == expected
+        assert tracked == expected
 
 
 @on_processes(3)
