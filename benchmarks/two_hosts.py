@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from machinery import host_training
 from machinery.host_ranks import Ranks, serve
-from machinery.host_schedules import GRIDS, LOSSES, WAYS, shard
+from machinery.host_schedules import GRIDS, LOSSES, SCHEDULES, shard
 from machinery.hosts import Network, Unavailable
 from megabatch.benchmarking import records
 from megabatch.benchmarking.inputs import features
@@ -45,25 +45,27 @@ SLOW = 50
 # --- on the ranks ---------------------------------------------------------------------------------
 
 
-def step(way: str, rows: int, width: int, truth: str = "", together: bool = True) -> dict[str, Any]:
+def step(
+    schedule: str, rows: int, width: int, truth: str = "", together: bool = True
+) -> dict[str, Any]:
     """A loss, forward and backward, with this rank's rows.
 
     Args:
-        way: a key of `WAYS`.
+        schedule: a key of `SCHEDULES`.
         rows, width: of this rank's features.
         truth: a file of the gradients of all ranks' rows, if this rank's are to be compared.
         together: whether the ranks wait for each other first.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = shard(way, rank, rows)
+    mine = shard(schedule, rank, rows)
     whole = features(size * rows, width, torch.float32, "cpu")
     x, y = (side[mine].clone().requires_grad_() for side in whole)
     scale = torch.tensor(SCALE, requires_grad=True)
-    function = LOSSES[WAYS[way].loss][0](_group(way))
+    function = LOSSES[SCHEDULES[schedule].loss][0](_group(schedule))
     if together:
         dist.barrier()
     began = time.perf_counter()
-    with WAYS[way].around(sum(side.nbytes for side in whole) // 2):
+    with SCHEDULES[schedule].around(sum(side.nbytes for side in whole) // 2):
         function(x, y, scale).backward()
     result: dict[str, Any] = {"ms": 1e3 * (time.perf_counter() - began)}
     assert x.grad is not None
@@ -77,18 +79,18 @@ def step(way: str, rows: int, width: int, truth: str = "", together: bool = True
     return result
 
 
-def shape(way: str) -> list[int]:
+def shape(schedule: str) -> list[int]:
     """The grid of a loss's group, (rows, columns); both 1 if it is none."""
-    with WAYS[way].around(1 << 20):
+    with SCHEDULES[schedule].around(1 << 20):
         found = grid_groups.find(
-            comm.group_name(_group(way)), torch.device("cpu"), most=dist.get_world_size()
+            comm.group_name(_group(schedule)), torch.device("cpu"), most=dist.get_world_size()
         )
     return [1, 1] if found is None else [found.cols.size(), found.rows.size()]
 
 
 @functools.cache  # a mesh, say, is made once
-def _group(way: str) -> Any:
-    return WAYS[way].group()
+def _group(schedule: str) -> Any:
+    return SCHEDULES[schedule].group()
 
 
 def handshake(calls: int) -> dict[str, Any]:
@@ -130,19 +132,19 @@ class Run:
         self.ranks = Ranks(network, sys.argv[0], options.ranks_per_host, timeout, late)
         self.first_of_host_1 = options.ranks_per_host
 
-    def arguments(self, way: str) -> dict[str, Any]:
-        return {"way": way, "rows": self.options.rows, "width": self.options.width}
+    def arguments(self, schedule: str) -> dict[str, Any]:
+        return {"schedule": schedule, "rows": self.options.rows, "width": self.options.width}
 
-    def step(self, way: str, **arguments: Any) -> tuple[list[dict[str, Any]], int]:
+    def step(self, schedule: str, **arguments: Any) -> tuple[list[dict[str, Any]], int]:
         """Every rank's result, and bytes that the first host received."""
         before = self.network.bytes_to(0)
-        found = self.ranks.call("step", **self.arguments(way), **arguments)
+        found = self.ranks.call("step", **self.arguments(schedule), **arguments)
         return found, self.network.bytes_to(0) - before
 
-    def begin_step(self, way: str, share: float, expected: int) -> float:
+    def begin_step(self, schedule: str, share: float, expected: int) -> float:
         """Begin a step; returns at the time at which this share of the expected bytes has come."""
         before = self.network.bytes_to(0)
-        self.ranks.ask("step", **self.arguments(way))
+        self.ranks.ask("step", **self.arguments(schedule))
         until = time.monotonic() + self.ranks.timeout
         while self.network.bytes_to(0) - before < share * expected and time.monotonic() < until:
             time.sleep(0.005)
@@ -156,29 +158,31 @@ def speeds(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         run = Run(network, options, timeout=600, late=options.late)
         yield {"joined_s": run.ranks.joined, "late_s": options.late}
         errors = {}
-        for way in options.schedules:  # which opens all connections
-            np.save(truth, _gradients(way, run.ranks.size, options.rows, options.width))
-            found, _ = run.step(way, truth=str(truth))
-            if WAYS[way].right:
-                errors[way] = max(rank["row_error"] for rank in found)
+        for schedule in options.schedules:  # which opens all connections
+            np.save(truth, _gradients(schedule, run.ranks.size, options.rows, options.width))
+            found, _ = run.step(schedule, truth=str(truth))
+            if SCHEDULES[schedule].right:
+                errors[schedule] = max(rank["row_error"] for rank in found)
         yield {"row_error": errors}
-        yield {"grids": {way: run.ranks.call("shape", way=way)[0] for way in GRIDS}}
+        yield {
+            "grids": {schedule: run.ranks.call("shape", schedule=schedule)[0] for schedule in GRIDS}
+        }
         for mbit in (*options.speeds, None):
             network.set_speed(mbit)
             yield {"mbit": mbit, **_link(run, mbit)}
-            times: dict[str, list[float]] = {way: [] for way in options.schedules}
+            times: dict[str, list[float]] = {schedule: [] for schedule in options.schedules}
             moved = dict.fromkeys(options.schedules, 0)
-            for way in [*options.schedules] * options.repetitions:  # in turns
-                found, received = run.step(way)
-                times[way].append(max(rank["ms"] for rank in found))
-                moved[way] += received
-            for way in options.schedules:
+            for schedule in [*options.schedules] * options.repetitions:  # in turns
+                found, received = run.step(schedule)
+                times[schedule].append(max(rank["ms"] for rank in found))
+                moved[schedule] += received
+            for schedule in options.schedules:
                 yield {
                     "mbit": mbit,
-                    "schedule": way,
-                    "ms": statistics.median(times[way]),
-                    "times_ms": times[way],
-                    "received_bytes": moved[way] // options.repetitions,
+                    "schedule": schedule,
+                    "ms": statistics.median(times[schedule]),
+                    "times_ms": times[schedule],
+                    "received_bytes": moved[schedule] // options.repetitions,
                 }
 
 
@@ -214,13 +218,13 @@ def late(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def stall(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The switch drops everything for a while in the middle of a step, then forwards again."""
-    for way in options.failing:
+    for schedule in options.failing:
         with Network() as network:
             run = Run(network, options, options.stall + 150)
             network.set_speed(SLOW)
-            run.step(way)
-            usual, moved = run.step(way)
-            since = run.begin_step(way, options.share, moved)
+            run.step(schedule)
+            usual, moved = run.step(schedule)
+            since = run.begin_step(schedule, options.share, moved)
             network.cut()
             time.sleep(options.stall)
             network.restore()
@@ -228,7 +232,7 @@ def stall(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             after = max(one["at"] for one in found) - since - options.stall
             digests = [one.get("value", {}).get("digest") for one in found]
             yield {
-                "schedule": way,
+                "schedule": schedule,
                 "at_share": options.share,
                 "stall_s": options.stall,
                 "usual_ms": max(rank["ms"] for rank in usual),
@@ -240,19 +244,19 @@ def stall(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def failure(kind: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The link or the second host fails for good in the middle of a step."""
-    for way in options.failing:
+    for schedule in options.failing:
         with Network() as network:
             run = Run(network, options, options.timeout)
             network.set_speed(SLOW)
-            run.step(way)
-            _, moved = run.step(way)
-            since = run.begin_step(way, options.share, moved)
+            run.step(schedule)
+            _, moved = run.step(schedule)
+            since = run.begin_step(schedule, options.share, moved)
             if kind != "host dies":
                 network.cut()
             if kind != "link dies":
                 network.hosts[1].kill()
             left = range(run.ranks.size if kind == "link dies" else run.first_of_host_1)
-            yield {"schedule": way, "at_share": options.share, **_ends(run, left, since)}
+            yield {"schedule": schedule, "at_share": options.share, **_ends(run, left, since)}
 
 
 def _ends(run: Run, ranks: Any, since: float) -> dict[str, Any]:
@@ -267,12 +271,12 @@ def _ends(run: Run, ranks: Any, since: float) -> dict[str, Any]:
     }
 
 
-def _gradients(way: str, ranks: int, rows: int, d: int) -> np.ndarray[Any, Any]:
+def _gradients(schedule: str, ranks: int, rows: int, d: int) -> np.ndarray[Any, Any]:
     """The gradients (2, b, d) of the dense expression in float64; 0 for rows that no rank has."""
     every = features(ranks * rows, d, torch.float32, "cpu")
     x, y = (side.double().requires_grad_() for side in every)
-    used = torch.cat([torch.arange(ranks * rows)[shard(way, r, rows)] for r in range(ranks)])
-    LOSSES[WAYS[way].loss][1](x[used], y[used], SCALE).backward()
+    used = torch.cat([torch.arange(ranks * rows)[shard(schedule, r, rows)] for r in range(ranks)])
+    LOSSES[SCHEDULES[schedule].loss][1](x[used], y[used], SCALE).backward()
     assert x.grad is not None
     assert y.grad is not None
     return torch.stack([x.grad, y.grad]).numpy()
@@ -297,7 +301,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=SCENARIOS, help="repeatable")
     parser.add_argument("--speeds", type=float, nargs="*", default=[50, 200, 1000, 5000],
                         help="of the link, Mbit/s; then without a limit")  # fmt: skip
-    parser.add_argument("--schedules", nargs="+", choices=WAYS, default=[*WAYS],
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=[*SCHEDULES],
                         help="whose steps are timed")  # fmt: skip
     parser.add_argument("--rows", type=int, default=512, help="of a rank")
     parser.add_argument("--width", type=int, default=512)
@@ -307,7 +311,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
                         help="of the group, in seconds, where something fails")  # fmt: skip
     parser.add_argument("--late", type=float, default=5, help="seconds that a rank is late")
     parser.add_argument("--stall", type=float, default=30, help="seconds")
-    parser.add_argument("--failing", nargs="*", choices=WAYS, default=["default", "ring"],
+    parser.add_argument("--failing", nargs="*", choices=SCHEDULES, default=["default", "ring"],
                         help="schedules of the steps in which something fails")  # fmt: skip
     parser.add_argument("--share", type=float, default=0.25,
                         help="of a step's bytes, after which something fails")  # fmt: skip

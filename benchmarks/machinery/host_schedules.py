@@ -18,7 +18,7 @@ from megabatch.similarity import dense
 Around = Callable[[int], AbstractContextManager[None]]
 
 
-class Way(NamedTuple):
+class Schedule(NamedTuple):
     """A schedule: a context, given the bytes of all ranks' features; the loss and its group."""
 
     around: Around = lambda size: nullcontext()
@@ -52,19 +52,19 @@ def ring(size: int) -> AbstractContextManager[None]:
 
 
 #: The schedules that are measured, a line each.
-WAYS = {
-    "default": Way(),
-    "grid of a mesh": Way(group=mesh),
-    "gathered": Way(no_grid(lambda size: nullcontext())),
-    "gathered in rounds": Way(no_grid(lambda size: parallel.gathering_up_to(size - 1))),
-    "ring": Way(ring),
-    "gathered, no overlap": Way(no_grid(lambda size: parallel.without_overlap())),
-    "no transfers": Way(no_grid(lambda size: parallel.without_transfers()), right=False),
-    "unequal shards": Way(uneven=True),
-    "unequal shards, ring": Way(ring, uneven=True),
-    "NT-Xent": Way(loss="NT-Xent"),
-    "NT-Xent, ring": Way(no_grid(lambda size: nullcontext()), loss="NT-Xent"),
-    "NT-Xent, unequal shards": Way(loss="NT-Xent", uneven=True),
+SCHEDULES = {
+    "default": Schedule(),
+    "grid of a mesh": Schedule(group=mesh),
+    "gathered": Schedule(no_grid(lambda size: nullcontext())),
+    "gathered in rounds": Schedule(no_grid(lambda size: parallel.gathering_up_to(size - 1))),
+    "ring": Schedule(ring),
+    "gathered, no overlap": Schedule(no_grid(lambda size: parallel.without_overlap())),
+    "no transfers": Schedule(no_grid(lambda size: parallel.without_transfers()), right=False),
+    "unequal shards": Schedule(uneven=True),
+    "unequal shards, ring": Schedule(ring, uneven=True),
+    "NT-Xent": Schedule(loss="NT-Xent"),
+    "NT-Xent, ring": Schedule(no_grid(lambda size: nullcontext()), loss="NT-Xent"),
+    "NT-Xent, unequal shards": Schedule(loss="NT-Xent", uneven=True),
 }
 #: Those whose shape is told.
 GRIDS = ("default", "grid of a mesh", "gathered")
@@ -88,7 +88,7 @@ LOSSES: dict[str, tuple[Callable[[Any], Any], Callable[..., Tensor]]] = {
 }
 
 
-def shard(way: str, rank: int, rows: int) -> slice:
+def shard(schedule: str, rank: int, rows: int) -> slice:
     """The rows of a rank among `rows` of each."""
-    less = rows // 4 if WAYS[way].uneven and rank % 2 else 0
+    less = rows // 4 if SCHEDULES[schedule].uneven and rank % 2 else 0
     return slice(rank * rows, (rank + 1) * rows - less)
