@@ -95,12 +95,12 @@ def small(trial: Trial) -> Trial:
     return replace(trial, case=shrunk, seconds=0.0, product_size=32)
 
 
-def apart(plan: list[Trial]) -> Iterator[list[int]]:
+def by_process(plan: list[Trial]) -> Iterator[list[int]]:
     """Trials grouped by processes; a contender that may break its processes has its own."""
-    yield [i for i, trial in enumerate(plan) if not trial.contender.apart]
-    risky = [i for i, trial in enumerate(plan) if trial.contender.apart]
-    for name in dict.fromkeys(plan[i].case.contender for i in risky):
-        yield [i for i in risky if plan[i].case.contender == name]
+    yield [i for i, trial in enumerate(plan) if not trial.contender.own_processes]
+    alone = [i for i, trial in enumerate(plan) if trial.contender.own_processes]
+    for name in dict.fromkeys(plan[i].case.contender for i in alone):
+        yield [i for i in alone if plan[i].case.contender == name]
 
 
 def row(record: ScalingRecord) -> str:
@@ -129,8 +129,8 @@ def table(found: list[ScalingRecord]) -> str:
             for t in found
             if (t.loss, t.b, t.n_devices) == (r.loss, r.b, r.n_devices) and t.ms is not None
         }
-        serial, still = (twins.get(f"megabatch-no-{what}") for what in ("overlap", "transfers"))
-        share = (serial - still) / serial if serial and still else None
+        serial, computed = (twins.get(f"megabatch-no-{what}") for what in ("overlap", "transfers"))
+        share = (serial - computed) / serial if serial and computed else None
         cells = (r.of_ideal, r.of_ideal_at_rate, r.of_ideal_weak, share)
         numbers = "".join(f"{'' if c is None else f'{c:.1%}':>10}" for c in cells)
         plain = "" if serial is None else f"{serial:.3f}"
@@ -170,7 +170,7 @@ def main() -> None:
         records.write(output, command, scaling.compare(done))
         print(row(done[-1]), flush=True)
 
-    for numbers in apart(todo):
+    for numbers in by_process(todo):
         here = []
         for i in numbers:
             absent = todo[i].contender.absent(todo[i].case.device)

@@ -48,7 +48,7 @@ def mesh() -> DeviceMesh:
 
 
 def ring(size: int) -> AbstractContextManager[None]:
-    return parallel.in_turn()
+    return parallel.by_ring()
 
 
 #: The schedules that are measured, a line each.

@@ -35,7 +35,7 @@ class Contender:
     around: Callable[[], AbstractContextManager[None]] = nullcontext  #: entered while it runs
     needs: tuple[str, str] | None = None  #: (module, what pip calls it)
     cuda: bool = False  #: runs on CUDA only
-    apart: bool = False  #: may break the process, so it gets one of its own
+    own_processes: bool = False  #: may break its processes, which run no others
     checked: bool = True  #: its result should be right
 
     def absent(self, device: str) -> tuple[str, str] | None:
@@ -81,7 +81,7 @@ def gathering_up_to(size: int) -> Iterator[None]:
         settings.set_gather(before)
 
 
-in_turn = functools.partial(gathering_up_to, 0)
+by_ring = functools.partial(gathering_up_to, 0)
 #: Five rounds for features that would just fit into one.
 in_rounds = functools.partial(gathering_up_to, settings.DEFAULT_GATHER - 1)
 
@@ -113,19 +113,19 @@ def without_transfers() -> Iterator[None]:
     The result is wrong; the time is that of the computation alone. For equal shards.
     """
     with contextlib.ExitStack() as stack:
-        still = _Still()
+        local = _LocalCollectives()
         for module, name, other in (
-            (ring, "P2PExchange", _StillSwap),
-            (gathered, "all_gather", still.gather),
-            (gathered, "reduce_scatter", still.scatter_sum),
-            (gathered, "all_to_all", still.deal),
+            (ring, "P2PExchange", _NoExchange),
+            (gathered, "all_gather", local.all_gather),
+            (gathered, "reduce_scatter", local.reduce_scatter),
+            (gathered, "all_to_all", local.all_to_all),
         ):
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, other)
         yield
 
 
-class _StillSwap(ring.P2PExchange):
+class _NoExchange(ring.P2PExchange):
     def add(
         self, outgoing: Tensor, size: int, dim: int = 0, incoming: Tensor | None = None
     ) -> Tensor:
@@ -141,7 +141,7 @@ class _StillSwap(ring.P2PExchange):
         pass
 
 
-class _Here(Pending):
+class _Complete(Pending):
     """A transfer that is complete."""
 
     def __init__(self) -> None:
@@ -151,23 +151,23 @@ class _Here(Pending):
         pass
 
 
-class _Still:
+class _LocalCollectives:
     """Collectives that return this rank's own data."""
 
     def __init__(self) -> None:
         self.copies: dict[tuple[object, ...], Tensor] = {}
 
-    def gather(self, shard: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
+    def all_gather(self, shard: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
         # Cached, as a real transfer launches no kernel.
         key = tuple(shard.shape), shard.dtype
         if key not in self.copies:
             self.copies[key] = shard.expand(group.size(), *shard.shape).contiguous()
-        return self.copies[key], _Here()
+        return self.copies[key], _Complete()
 
-    def scatter_sum(self, parts: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
-        return parts[: len(parts) // group.size()], _Here()
+    def reduce_scatter(self, parts: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
+        return parts[: len(parts) // group.size()], _Complete()
 
-    def deal(self, parts: Tensor, group: Any, operation: str) -> Tensor:
+    def all_to_all(self, parts: Tensor, group: Any, operation: str) -> Tensor:
         return parts
 
 
@@ -299,24 +299,24 @@ PARALLEL: dict[str, dict[str, Contender]] = {
     "clip": {
         "megabatch": Contender(_clip),
         "megabatch-captured": Contender(_clip_captured, cuda=True),
-        "megabatch-ring": Contender(_clip, in_turn),
+        "megabatch-ring": Contender(_clip, by_ring),
         "megabatch-rounds": Contender(_clip, in_rounds),
         "megabatch-no-overlap": Contender(_clip, without_overlap),
         "megabatch-no-transfers": Contender(_clip, without_transfers, checked=False),
         "openclip": Contender(_openclip, needs=("open_clip", "open_clip_torch")),
         "disco-clip": Contender(_disco_clip),
-        "memeff": Contender(_memeff, needs=("memeff", "memeff"), cuda=True, apart=True),
-        "inf-cl": Contender(_inf_cl, needs=("inf_cl", "inf-cl"), cuda=True, apart=True),
+        "memeff": Contender(_memeff, needs=("memeff", "memeff"), cuda=True, own_processes=True),
+        "inf-cl": Contender(_inf_cl, needs=("inf_cl", "inf-cl"), cuda=True, own_processes=True),
     },
     "siglip": {
         "megabatch": Contender(_siglip),
-        "megabatch-ring": Contender(_siglip, in_turn),
+        "megabatch-ring": Contender(_siglip, by_ring),
         "megabatch-rounds": Contender(_siglip, in_rounds),
         "megabatch-no-overlap": Contender(_siglip, without_overlap),
         "megabatch-no-transfers": Contender(_siglip, without_transfers, checked=False),
         "openclip": Contender(_openclip_siglip, needs=("open_clip", "open_clip_torch")),
         "siglip-kernel": Contender(
-            _siglip_kernel, needs=("siglip_kernel", "siglip-kernel"), cuda=True, apart=True
+            _siglip_kernel, needs=("siglip_kernel", "siglip-kernel"), cuda=True, own_processes=True
         ),
     },
 }
