@@ -85,9 +85,9 @@ def compare(options: argparse.Namespace, b: int, teams: dict[int, Team]) -> list
     taken: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(options.turns):
         for name, (contender, call) in ready.items():
-            everyone.meet()
+            everyone.barrier()
             with contender.around():
-                each = everyone.share(timed(call, everyone, device, options.seconds))
+                each = everyone.all_gather(timed(call, everyone, device, options.seconds))
             taken[name].append(statistics.harmonic_mean(each) if name == ALONE else max(each))
     # The first turn warms up the GPUs.
     found = {name: statistics.median(ms[1:] or ms) for name, ms in taken.items()}
@@ -104,7 +104,7 @@ def compare(options: argparse.Namespace, b: int, teams: dict[int, Team]) -> list
 def timed(call: Callable[[], Tensor], team: Team, device: str, seconds: float) -> float:
     """Milliseconds of a call: the mean of `seconds` of them, after a third as many more."""
     call()  # may compile
-    once = max(team.share(timed_calls([call], device)[0]))
+    once = max(team.all_gather(timed_calls([call], device)[0]))
     count = max(2, math.ceil(1e3 * seconds / once))
     first = math.ceil(count / 3)
     return statistics.fmean(timed_calls([call] * (first + count), device)[first:])

@@ -82,14 +82,14 @@ class Team:
     group: Any  #: for features; "local" for one rank
     control: dist.ProcessGroup | None  #: for messages between hosts, which wait for no device
 
-    def tell(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         box = [value]
         if self.control is not None:
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    def share(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
         if self.control is None:
             return [value]
@@ -97,7 +97,7 @@ class Team:
         dist.all_gather_object(box, value, group=self.control)
         return box
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.control is not None:
             dist.barrier(group=self.control)

@@ -35,7 +35,7 @@ CHECK_ROWS = 320
 #: FLOP/s per GPU that a trial reaches at least, to estimate its time.
 EXPECTED = 4e14
 #: Seconds for which a measured product rate is reused.
-FRESH = 3.0
+RECENT = 3.0
 #: Calls timed by the host's clock alone.
 HOST_CALLS = 5
 #: Duration of the warm-up calls, in units of a trial's seconds. After a pause a GPU at its power
@@ -94,14 +94,14 @@ def work(
         if i in skip:
             continue
         late = time.time() + trial.cost > deadline
-        late, _ = everyone.tell((late, i))
+        late, _ = everyone.broadcast((late, i))
         say({"case": i})
         result: ScalingResult | None = ScalingResult("skipped", "no time left")
         if not late:
             result = runner.run(trial) if trial.n in teams else None
-            everyone.meet()
+            everyone.barrier()
         if trial.n == 1:
-            result = alone(everyone.share(result))
+            result = alone(everyone.all_gather(result))
         if everyone.rank == 0:
             assert result is not None
             say({"case": i, "result": asdict(result)})
@@ -152,7 +152,7 @@ class _Runner:
         gc.collect()
         if case.device == "cuda":
             torch.cuda.empty_cache()
-        failures = [other for other in team.share(failure) if other is not None]
+        failures = [other for other in team.all_gather(failure) if other is not None]
         return ScalingResult(*failures[0]) if failures else result
 
     def _measure(self, trial: Trial, team: Team, result: ScalingResult) -> None:
@@ -175,22 +175,22 @@ class _Runner:
         rates = []
         if trial.once:
             rates.append(self._rate(trial, team))
-        team.meet()
+        team.barrier()
 
         def once() -> None:
             taken.extend(timed_calls([lambda: values.append(call())], case.device))
 
         extra = _allocated(case) - before + memory.extra_bytes(once, case.device)
         extra -= inputs.gradient_bytes()
-        result.extra_bytes = max(0, max(team.share(extra)))
+        result.extra_bytes = max(0, max(team.all_gather(extra)))
         if trial.contender.checked and _exact_is_known(case):
             exact = group._exact(replace(case, contender=""))
             _judge(case, team, inputs, values[0], exact, result)
         inputs.forget()
         if trial.once:
-            each = team.share(taken)
+            each = team.all_gather(taken)
         else:
-            rates.append(self._rate(trial, team, fresh=False))
+            rates.append(self._rate(trial, team, reuse=True))
             each = _times(call, trial, team, taken[0])
         # Not the maximum of each call: ranks start and end a call at different times, so the maxima
         # would add up to more than the elapsed time.
@@ -201,19 +201,19 @@ class _Runner:
         if not trial.once:
             result.host_ms = _host_ms(call, case, team)
             if case.device == "cuda" and result.times_ms[0] < HOST_MATTERS:
-                team.meet()
-                result.queued_ms = max(team.share(queued_ms(call)))
+                team.barrier()
+                result.queued_ms = max(team.all_gather(queued_ms(call)))
         inputs.forget()
 
-    def _rate(self, trial: Trial, team: Team, fresh: bool = True) -> float:
-        """Mean product rate of all the team's devices at once, or the last one if it is recent."""
-        size, when, recent = team.tell(self.last_rate or (0, 0.0, 0.0))
-        if not fresh and size == team.size and team.tell(time.time() - when < FRESH):
+    def _rate(self, trial: Trial, team: Team, reuse: bool = False) -> float:
+        """Mean product rate of all the team's devices at once; with `reuse`, a recent one."""
+        size, when, recent = team.broadcast(self.last_rate or (0, 0.0, 0.0))
+        if reuse and size == team.size and team.broadcast(time.time() - when < RECENT):
             return float(recent)
-        team.meet()
+        team.barrier()
         case = trial.case
         rate = product_rate(case.device, case.torch_dtype, trial.product_size, trial.seconds)
-        rates = team.share(rate)
+        rates = team.all_gather(rate)
         mean = sum(rates) / len(rates)
         self.last_rate = (team.size, time.time(), mean)
         return mean
@@ -252,7 +252,7 @@ def _judge(
     place %= len(exact.dx)
     own = exact._replace(dx=exact.dx[place], dy=exact.dy[place])
     values = [value, *(t.grad for t in inputs.scalars if t.grad is not None)]
-    shared = torch.tensor(team.share([v.item() for v in values]), dtype=torch.float64).mean(0)
+    shared = torch.tensor(team.all_gather([v.item() for v in values]), dtype=torch.float64).mean(0)
     for tensor in (inputs.x, inputs.y):
         if tensor.grad is not None:
             tensor.grad /= team.size
@@ -261,7 +261,9 @@ def _judge(
     ):
         tensor.grad = mean.to(tensor)
     found = step.errors(case, inputs, shared[0].to(exact.loss), own)
-    row, of_loss, of_scale = (_worst(each) for each in zip(*team.share(tuple(found)), strict=True))
+    row, of_loss, of_scale = (
+        _worst(each) for each in zip(*team.all_gather(tuple(found)), strict=True)
+    )
     assert of_loss is not None
     worst = step.Errors(row, of_loss, of_scale)
     wrong = None if result.status == "ok" else result.note  # wrong at a smaller size already
@@ -295,24 +297,24 @@ def _times(
     call: Callable[[], Tensor], trial: Trial, team: Team, once_ms: float
 ) -> list[list[float]]:
     """Times of every rank as by `clock.times`, with the same number of calls on each."""
-    calls = 1e3 * trial.seconds / max(team.share(once_ms))
-    first, count = team.tell((max(1, math.ceil(WARM * calls)), max(2, math.ceil(calls))))
-    team.meet()
-    taken = team.share(timed_calls([call] * (first + count), trial.case.device))
+    calls = 1e3 * trial.seconds / max(team.all_gather(once_ms))
+    first, count = team.broadcast((max(1, math.ceil(WARM * calls)), max(2, math.ceil(calls))))
+    team.barrier()
+    taken = team.all_gather(timed_calls([call] * (first + count), trial.case.device))
     return [each[first:] for each in taken]
 
 
 def _host_ms(call: Callable[[], Tensor], case: Case, team: Team) -> float:
     if case.device == "cuda":
         torch.cuda.synchronize()
-    team.meet()
+    team.barrier()
     begin = time.perf_counter()
     for _ in range(HOST_CALLS):
         call()
     taken = 1e3 * (time.perf_counter() - begin) / HOST_CALLS
     if case.device == "cuda":
         torch.cuda.synchronize()
-    return max(team.share(taken))
+    return max(team.all_gather(taken))
 
 
 def _failure(error: Exception, case: Case) -> tuple[str, str]:

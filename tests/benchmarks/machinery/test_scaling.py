@@ -170,12 +170,12 @@ if len(sys.argv) == 1:
     ranks.start_others(3, [sys.executable, __file__, "other"])
 teams = ranks.join("cpu", [1, 3])
 team = teams[3]
-assert team.share(team.rank) == [0, 1, 2] and team.tell(team.rank) == 0
+assert team.all_gather(team.rank) == [0, 1, 2] and team.broadcast(team.rank) == 0
 os.write(2, f"rank {{team.rank}} is here\\n".encode())  # at once: print's parts may mingle
 try:
     if team.rank == 2:
         raise ValueError("of its own")
-    team.meet()
+    team.barrier()
 except ValueError as error:
     ranks.give_up(error)
 """
