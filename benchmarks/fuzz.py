@@ -33,7 +33,7 @@ import torch
 
 import megabatch
 from fuzzing.cases import draw
-from fuzzing.groups import FINE, configure, deal, run
+from fuzzing.groups import FINE, configure, run, run_in_processes
 
 DTYPES = {"cpu": ("float64",), "cuda": ("float64", "bfloat16", "float16", "float32")}
 
@@ -52,7 +52,7 @@ def main() -> int:
     if options.processes == 1:
         outcomes = run(cases, options.device)
     else:
-        outcomes = deal(cases, options.device, options.processes)
+        outcomes = run_in_processes(cases, options.device, options.processes)
     counts: Counter[tuple[str, str, int, str]] = Counter()
     failures: list[dict[str, Any]] = []
     for done, (case, outcome) in enumerate(outcomes, start=1):

@@ -59,7 +59,7 @@ def rounded(x: Tensor, y: Tensor) -> Tensor:
     return made
 
 
-def unit(x: Tensor, wanted: bool) -> Tensor:
+def normalized(x: Tensor, wanted: bool) -> Tensor:
     if not wanted:
         return x
     wide = x if x.dtype == torch.float64 else x.float()
@@ -76,12 +76,12 @@ def equal(a: Tensor, b: Tensor) -> Tensor:
     return (a[:, None] == b[None, :]) & (a >= 0)[:, None]
 
 
-def lse(s: Tensor, kept: Tensor) -> Tensor:
-    """Log-sum-exp of each row's kept entries; -inf, with a gradient of 0, where there is none."""
+def lse(s: Tensor, counted: Tensor) -> Tensor:
+    """Log-sum-exp of each row's counted entries; -inf, with a gradient of 0, without any."""
     if s.shape[1] == 0:
         return s.sum(1) - torch.inf
-    some = kept.any(1)
-    values = s.masked_fill(~kept, -torch.inf).masked_fill(~some[:, None], 0.0).logsumexp(1)
+    some = counted.any(1)
+    values = s.masked_fill(~counted, -torch.inf).masked_fill(~some[:, None], 0.0).logsumexp(1)
     return values.masked_fill(~some, -torch.inf)
 
 
@@ -118,7 +118,7 @@ def siglip_of(s: Tensor, ids: Tensor | None = None, weights: Tensor | None = Non
 
 
 def _pair(case: Case, g: Given, product: Product) -> Tensor:
-    x, y = (unit(g.features[name], case["normalize"]) for name in ("x", "y"))
+    x, y = (normalized(g.features[name], case["normalize"]) for name in ("x", "y"))
     return g.scale * product(x, y)
 
 
@@ -129,7 +129,7 @@ def clip(case: Case, g: Given, product: Product) -> list[Tensor]:
 
 def distill(case: Case, g: Given, product: Product) -> list[Tensor]:
     s = _pair(case, g, product)
-    u, v = (unit(g.features[f"teacher {n}"], case["normalize"]).detach() for n in "xy")
+    u, v = (normalized(g.features[f"teacher {n}"], case["normalize"]).detach() for n in "xy")
     t = case["options"]["teacher_scale"] * product(u, v)
     towards = [(t.softmax(1) * s.log_softmax(1)).sum(), (t.softmax(0) * s.log_softmax(0)).sum()]
     return [clip_of(s), -(towards[0] + towards[1]) / (2 * len(s))]
@@ -141,24 +141,24 @@ def siglip(case: Case, g: Given, product: Product) -> list[Tensor]:
 
 
 class Negatives(NamedTuple):
-    """One kind of candidates of all queries; `judged`: the similarities that a margin is about."""
+    """One kind of candidates of all queries; `compared`: the similarities for a margin."""
 
     products: Tensor
-    judged: Tensor
-    there: Tensor | None  #: which of them are negatives; None: all
+    compared: Tensor
+    negative: Tensor | None  #: which of them are negatives; None: all
     mode: str = ""  #: the hardness mode that names their kind
 
 
 def infonce(case: Case, g: Given, product: Product) -> list[Tensor]:
     o = case["options"]
-    f = {name: unit(value, case["normalize"]) for name, value in g.features.items()}
+    f = {name: normalized(value, case["normalize"]) for name, value in g.features.items()}
     b, device = len(f["x"]), f["x"].device
     others = ~same(g.ids.get("x"), b, device)
 
-    def against(row: str, col: str, there: Tensor | None, mode: str = "") -> Negatives:
+    def against(row: str, col: str, negative: Tensor | None, mode: str = "") -> Negatives:
         made = product(f[row], f[col].flatten(0, -2))
         guided = o["guide"] and product(f[f"guide {row}"], f[f"guide {col}"].flatten(0, -2))
-        return Negatives(made, guided if o["guide"] else made, there, mode)
+        return Negatives(made, guided if o["guide"] else made, negative, mode)
 
     pairs = against("x", "y", others, "in_batch_negatives")
     towers = {"query": "x", "positive": "y"}
@@ -177,15 +177,15 @@ def infonce(case: Case, g: Given, product: Product) -> list[Tensor]:
     if o["queue"] is not None:
         f["queue"] = f["queue"].detach()
         parts.append(against("x", "queue", None, "in_batch_negatives"))
-    reverse = Negatives(pairs.products.T, pairs.judged.T, others)
+    reverse = Negatives(pairs.products.T, pairs.compared.T, others)
     parts += [reverse] * (o["reverse"] == "joint")
-    hit = g.scale * pairs.products.diagonal()
-    judged = pairs.judged.diagonal()
-    losses = _against(case, g, hit, *_negatives(case, g, judged, parts))
+    positive = g.scale * pairs.products.diagonal()
+    compared = pairs.compared.diagonal()
+    losses = _against(case, g, positive, *_negatives(case, g, compared, parts))
     if o["reverse"] == "separate":
         plain_case = {"options": o | {"hardness_mode": None}}
-        back = _negatives(plain_case, g, judged, [reverse])
-        losses = (losses + _against(case, g, hit, *back)) / 2
+        back = _negatives(plain_case, g, compared, [reverse])
+        losses = (losses + _against(case, g, positive, *back)) / 2
     return [weighted_mean(losses, g.weights)]
 
 
@@ -196,57 +196,57 @@ def _products_of_rows(x: Tensor, own: Tensor) -> Tensor:
 
 
 def _negatives(
-    case: Case, g: Given, judged: Tensor, parts: list[Negatives]
+    case: Case, g: Given, compared: Tensor, parts: list[Negatives]
 ) -> tuple[Tensor, Tensor]:
-    """Logits of all negatives, (b, n), and which of them are there; `judged`: of the positives."""
+    """Logits of all negatives, (b, n), and which of them count; `compared`: of the positives."""
     o = case["options"]
     logits, masks = [], []
     for part in parts:
         weighted = part.mode and o["hardness_mode"] in (part.mode, "all_negatives")
         strength = o["hardness_strength"] if weighted else 0.0
         logits.append(g.scale * part.products + strength * part.products.detach())
-        kept = part.there
-        if kept is None:
-            kept = torch.ones_like(part.products, dtype=torch.bool)
+        counted = part.negative
+        if counted is None:
+            counted = torch.ones_like(part.products, dtype=torch.bool)
         if o["margin"] is not None:
-            limit = judged.detach()[:, None] + o["margin"]
-            note_gaps(g, part.judged.detach() - limit, kept)
-            kept = kept & ~(part.judged.detach() > limit)
-        masks.append(kept)
+            limit = compared.detach()[:, None] + o["margin"]
+            note_gaps(g, part.compared.detach() - limit, counted)
+            counted = counted & ~(part.compared.detach() > limit)
+        masks.append(counted)
     return torch.cat(logits, 1), torch.cat(masks, 1)
 
 
-def _against(case: Case, g: Given, hit: Tensor, logits: Tensor, kept: Tensor) -> Tensor:
+def _against(case: Case, g: Given, positive: Tensor, logits: Tensor, counted: Tensor) -> Tensor:
     """Losses of positive logits against a softmax with negative ones."""
     o = case["options"]
-    negative = lse(logits, kept)
+    negative = lse(logits, counted)
     if o["tau_plus"]:
-        negative = debiased(g, hit, negative, kept.sum(1), o["tau_plus"])
+        negative = debiased(g, positive, negative, counted.sum(1), o["tau_plus"])
     number = 2 if o["reverse"] == "joint" else 1
-    losses = torch.logaddexp(negative, hit + math.log(number)) - hit
-    mean = (hit + logits.masked_fill(~kept, 0.0).sum(1)) / (1 + kept.sum(1))
-    return losses + o["label_smoothing"] * (hit - mean)
+    losses = torch.logaddexp(negative, positive + math.log(number)) - positive
+    mean = (positive + logits.masked_fill(~counted, 0.0).sum(1)) / (1 + counted.sum(1))
+    return losses + o["label_smoothing"] * (positive - mean)
 
 
-def debiased(g: Given, hit: Tensor, negative: Tensor, count: Tensor, tau: float) -> Tensor:
+def debiased(g: Given, positive: Tensor, negative: Tensor, count: Tensor, tau: float) -> Tensor:
     """log of N g in "Debiased Contrastive Learning", of logits and log-sum-exps."""
     if not count.any():
         return negative
-    count, top = count.to(hit.dtype), torch.maximum(hit, negative).detach()
-    left = ((negative - top).exp() - count * tau * (hit - top).exp()) / (1 - tau)
+    count, top = count.to(positive.dtype), torch.maximum(positive, negative).detach()
+    left = ((negative - top).exp() - count * tau * (positive - top).exp()) / (1 - tau)
     floor = count * (-g.scale - top).exp()
     g.gaps.append(((left - floor).abs() / (left.abs() + floor)).min().item())
     return torch.maximum(left, floor).log() + top
 
 
-def note_gaps(g: Given, difference: Tensor, kept: Tensor) -> None:
-    if kept.any():
-        g.gaps.append(difference[kept].abs().min().item())
+def note_gaps(g: Given, difference: Tensor, counted: Tensor) -> None:
+    if counted.any():
+        g.gaps.append(difference[counted].abs().min().item())
 
 
 def views(case: Case, g: Given, product: Product) -> list[Tensor]:
     number = len(g.features)
-    x = torch.cat([unit(v, case["normalize"]) for v in g.features.values()])
+    x = torch.cat([normalized(v, case["normalize"]) for v in g.features.values()])
     n = len(x)
     s = g.scale * product(x, x)
     instance = torch.arange(n // number, device=x.device).repeat(number)
@@ -271,18 +271,18 @@ def views(case: Case, g: Given, product: Product) -> list[Tensor]:
 
 
 def supcon(case: Case, g: Given, product: Product) -> list[Tensor]:
-    f = [unit(v, case["normalize"]) for v in g.features.values()]
+    f = [normalized(v, case["normalize"]) for v in g.features.values()]
     s = g.scale * product(f[0], f[-1])
     labels = list(g.ids.values())
-    kept = torch.ones_like(s, dtype=torch.bool)
+    counted = torch.ones_like(s, dtype=torch.bool)
     if len(f) == 1:
-        kept.fill_diagonal_(False)
-    positive = equal(labels[0], labels[-1]) & kept
+        counted.fill_diagonal_(False)
+    positive = equal(labels[0], labels[-1]) & counted
     anchors = positive.any(1)
     if not anchors.any():
         return [0.0 * s.sum()]
-    s, kept, positive = s[anchors], kept[anchors], positive[anchors]
-    logp = s - lse(s, kept)[:, None]
+    s, counted, positive = s[anchors], counted[anchors], positive[anchors]
+    logp = s - lse(s, counted)[:, None]
     count = positive.sum(1).to(s.dtype)
     if case["options"]["form"] == "out":
         return [(-logp.masked_fill(~positive, 0.0).sum(1) / count).mean()]
@@ -297,7 +297,7 @@ def matryoshka(case: Case, g: Given, product: Product) -> list[Tensor]:
     x, y = g.features["x"], g.features["y"]
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for dim, weight in zip(case["options"]["dims"], case["options"]["weights"], strict=True):
-        a, b = (unit(t[:, :dim], case["normalize"]) for t in (x, y))
+        a, b = (normalized(t[:, :dim], case["normalize"]) for t in (x, y))
         total = total + weight * _inner(case, g.scale * product(a, b), g.bias)
     return [total]
 
@@ -310,7 +310,7 @@ def multimodal(case: Case, g: Given, product: Product) -> list[Tensor]:
         have = torch.ones(len(x), dtype=torch.bool, device=x.device)
         for name in (a, b):
             have &= g.masks.get(name, have) if name != o["absent"] else torch.zeros_like(have)
-        x, y = (unit(t[have], case["normalize"]) for t in (x, y))
+        x, y = (normalized(t[have], case["normalize"]) for t in (x, y))
         s = g.scale * product(x, y)
         total = total + (weight * _inner(case, s, g.bias) if len(x) else 0.0 * s.sum())
     return [total]
@@ -318,23 +318,23 @@ def multimodal(case: Case, g: Given, product: Product) -> list[Tensor]:
 
 def logsumexp(case: Case, g: Given, product: Product) -> list[Tensor]:
     s = _pair(case | {"normalize": False}, g, product)
-    kept = torch.ones_like(s, dtype=torch.bool)
-    return [lse(s, kept), lse(s.T, kept.T)][: 1 + (case["options"]["sides"] == "both")]
+    counted = torch.ones_like(s, dtype=torch.bool)
+    return [lse(s, counted), lse(s.T, counted.T)][: 1 + (case["options"]["sides"] == "both")]
 
 
 def split_logsumexp(case: Case, g: Given, product: Product) -> list[Tensor]:
     o, x = case["options"], g.features["x"]
     y = x if o["itself"] else g.features["y"]
     s = g.scale * product(x, y)
-    kept = torch.ones_like(s, dtype=torch.bool)
+    counted = torch.ones_like(s, dtype=torch.bool)
     eye = torch.eye(*s.shape, dtype=torch.bool, device=s.device)
     if o["itself"]:
-        kept &= ~eye
+        counted &= ~eye
         alike = equal(g.ids["x"], g.ids["x"]) if g.ids else eye
     else:
         alike = equal(g.ids["x"], g.ids["y"]) if g.ids else eye
-    positive = alike & kept
-    negative = ~alike & kept
+    positive = alike & counted
+    negative = ~alike & counted
     if not o["itself"] and (o["positives"] == "paired" or not g.ids):
         positive, negative = eye, negative & ~eye
     limit = ceiling(case, g)

@@ -1,4 +1,4 @@
-"""Many cases: in this process or dealt out to several, and in groups of ranks started once."""
+"""Many cases: in this process or in several, and in groups of ranks started once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(cases: list[Case], device: str) -> Iterator[tuple[Case, str]]:
             yield case, attempt(case, 0, device)[0]
 
 
-def deal(cases: list[Case], device: str, processes: int) -> Iterator[tuple[Case, str]]:
+def run_in_processes(cases: list[Case], device: str, processes: int) -> Iterator[tuple[Case, str]]:
     """`run` in several processes at once, which compile kernels and decide cases in parallel.
 
     Outcomes come in the order in which they are known. A process that dies takes one case with it:

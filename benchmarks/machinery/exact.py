@@ -70,17 +70,17 @@ def clip_without_duplicates(x: Tensor, y: Tensor, scale: float, ids: Tensor) -> 
     x, y = x.double(), y.double()
     b = len(x)
 
-    def kept(s: Tensor, i: slice) -> Tensor:
+    def masked(s: Tensor, i: slice) -> Tensor:
         same = equal(ids[i], ids)
         same.diagonal(i.start).fill_(False)
         return s.masked_fill(same, -torch.inf)
 
-    rows, columns = logsumexps(x, y, scale, kept)
+    rows, columns = logsumexps(x, y, scale, masked)
     positive = scale * (x * y).sum(1)
     loss = ((rows - positive) + (columns - positive)).mean() / 2
 
     def gradient(s: Tensor, i: slice) -> Tensor:
-        s = kept(s, i)
+        s = masked(s, i)
         ds = (s - rows[i, None]).exp() + (s - columns).exp()
         ds.diagonal(i.start).sub_(2)
         return ds / (2 * b)

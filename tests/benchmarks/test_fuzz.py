@@ -118,7 +118,7 @@ def test_a_process_that_dies_loses_one_case(monkeypatch: pytest.MonkeyPatch) -> 
     start_server()
     monkeypatch.setattr(groups, "_tell_outcomes", die_at_4)
     cases: list[Any] = [{"index": index, "ranks": 1} for index in range(7)]
-    found = {case["index"]: outcome for case, outcome in groups.deal(cases, "cpu", 2)}
+    found = {case["index"]: outcome for case, outcome in groups.run_in_processes(cases, "cpu", 2)}
     assert found == dict.fromkeys(range(7), "") | {4: "the process ended with exit code 3"}
 
 

@@ -45,12 +45,12 @@ def logsumexps(
     x: Tensor,
     y: Tensor,
     scale: float,
-    kept: Callable[[Tensor, slice], Tensor] = lambda s, i: s,
+    mask: Callable[[Tensor, slice], Tensor] = lambda s, i: s,
 ) -> tuple[Tensor, Tensor]:
-    """Log-sum-exps of rows and columns; `kept` masks a strip of logits with -inf."""
+    """Log-sum-exps of rows and columns; `mask` masks a strip of logits with -inf."""
     rows, columns = x.new_empty(len(x)), x.new_full((len(y),), -torch.inf)
     for i in _strips(x, y):
-        s = kept(scale * (x[i] @ y.T), i)
+        s = mask(scale * (x[i] @ y.T), i)
         rows[i] = s.logsumexp(1)
         columns = torch.logaddexp(columns, s.logsumexp(0))
     return rows, columns

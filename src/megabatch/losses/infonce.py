@@ -260,15 +260,15 @@ class InfoNCELoss(TemperatureLoss):
         self, rows: Split, scale: Tensor, query: Tensor, candidates: Candidates
     ) -> Tensor:
         """Losses of the queries from their positives and log-sum-exps of all negatives, (b,)."""
-        hit, negative = rows.positive_sum, rows.negative
+        positive, negative = rows.positive_sum, rows.negative
         if self.tau_plus:
             count = candidates.number(self.group) - 1
-            negative = debiased(hit, negative, scale, count, self.tau_plus)
-        losses = minus_log_probability(hit, negative)
+            negative = debiased(positive, negative, scale, count, self.tau_plus)
+        losses = minus_log_probability(positive, negative)
         if self.label_smoothing:
             # That share of the target moves from the positive to all candidates alike.
             mean = scale * candidates.mean_product(query, self.group)
-            losses = losses + self.label_smoothing * (hit - mean)
+            losses = losses + self.label_smoothing * (positive - mean)
         return losses
 
     def _both_directions(self, rows: Split, back: Split) -> Tensor:

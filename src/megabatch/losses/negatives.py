@@ -99,10 +99,10 @@ class Logits:
         """Log-sum-exp of each row i of x over its `own[i]` (k, d), (m,)."""
         logits = own_products(x.features, own.features) * self.scale
         if self.ceiling is not None:
-            judged = logits
+            compared = logits
             if x.guide is not None and own.guide is not None:
-                judged = own_products(x.guide, own.guide)
-            logits = logits.masked_fill(judged > self.ceiling[:, None], -torch.inf)
+                compared = own_products(x.guide, own.guide)
+            logits = logits.masked_fill(compared > self.ceiling[:, None], -torch.inf)
         return self._corrected(logits.logsumexp(1))
 
     def _weighted(self, side: Split) -> Split:

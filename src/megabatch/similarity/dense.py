@@ -49,8 +49,8 @@ def split_logsumexp(
         equal = torch.eye(m, n, dtype=torch.bool, device=s.device)
         negative = negative & ~equal
     if ceiling is not None:
-        judged = s if guide is None else guide[0] @ guide[1].T
-        negative = negative & ~(judged > ceiling[:, None])
+        compared = s if guide is None else guide[0] @ guide[1].T
+        negative = negative & ~(compared > ceiling[:, None])
     sides = [_side(s, counted & equal, negative, dim) for dim in (1, 0)]
     return sides[0], sides[1]
 

@@ -173,13 +173,13 @@ def stacks_and_count(
         ceiling = check_vector("ceiling", ceiling, x.shape[0], x)
     if guide is not None and ceiling is None:
         raise ValueError("ceiling: expected one for the guide's similarities, got None")
-    judge = None if guide is None else Guide(*check_guide(guide, x, y))
+    checked_guide = None if guide is None else Guide(*check_guide(guide, x, y))
     diagonal = DROPPED if y is None else PAIRED if paired else PLAIN
     if y is None and (ceiling is not None or row_ids is not col_ids):
         y = x  # these make the matrix asymmetric: the general path, on all tiles
     cols = both and y is not None
     call = f"split_logsumexp, {terms}" if terms else "split_logsumexp"
-    pairs = Pairs(diagonal, row_ids, col_ids, ceiling, judge)
+    pairs = Pairs(diagonal, row_ids, col_ids, ceiling, checked_guide)
     rows, columns, sizes = _reduce(x, y, scale, pairs, cols, group, call)
     batch = None if sizes is None else sizes[0].sum()
     return rows, (columns if cols else rows) if both else None, batch

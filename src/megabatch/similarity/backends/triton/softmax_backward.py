@@ -200,13 +200,13 @@ def masked_tiles(
             i0 = ti * BM
             j0 = tj * BN
             s = logits_tile(x, y, row_start + i0, col_start + j0, d, BM, BN, BK) * k
-            judged = s
+            compared = s
             if GUIDE:
-                judged = logits_tile(
+                compared = logits_tile(
                     guide_x, guide_y, row_start + i0, col_start + j0, guide_d, BM, BN, GUIDE_BK
                 )  # fmt: skip
             negative, positive = mask_tile(
-                judged, i0, j0, m=m, n=n, diagonal_offset=diagonal_offset, row_ids=row_ids,
+                compared, i0, j0, m=m, n=n, diagonal_offset=diagonal_offset, row_ids=row_ids,
                 col_ids=col_ids, ceiling=ceiling, BM=BM, BN=BN, DIAGONAL=DIAGONAL, IDS=IDS,
                 PAIRED=PAIRED, CEILING=CEILING,
             )  # fmt: skip

@@ -67,13 +67,13 @@ def reference(
     if DIAGONAL:
         present = present & (i[:, None] != (j + diagonal_offset)[None, :])
     if CEILING:
-        judged = s
+        compared = s
         if GUIDE:
             cols = guide_y + (col_start + j).to(tl.int64) * guide_stride
-            judged = _spread_logits(
+            compared = _spread_logits(
                 guide_x, cols, row_start + i0, j < n, guide_d, BM, BN, GUIDE_BK
             )  # fmt: skip
-        present = present & ~(judged > tl.load(ceiling + i, mask=i < m, other=0.0)[:, None])
+        present = present & ~(compared > tl.load(ceiling + i, mask=i < m, other=0.0)[:, None])
     largest = tl.max(tl.where(present, s * LOG2E, float("-inf")), 1)
     largest = tl.where(largest == float("-inf"), 0.0, largest) - 20.0
     tl.store(out + i, tl.where(i < m, largest, float("inf")))
@@ -339,16 +339,16 @@ def _combine_side(
                 BM=B, BN=B, DIAGONAL=DIAGONAL, IDS=IDS,
             ):  # fmt: skip
                 s = logits_tile(x, y, row_start + i0, col_start + tj * B, d, B, B, BK) * k
-                judged = s
+                compared = s
                 if GUIDE:
-                    judged = logits_tile(
+                    compared = logits_tile(
                         guide_x, guide_y, row_start + i0, col_start + tj * B, guide_d, B, B,
                         GUIDE_BK,
                     )  # fmt: skip
                 negative, positive = mask_tile(
-                    judged, i0, tj * B, m=m, n=n, diagonal_offset=diagonal_offset, row_ids=row_ids,
-                    col_ids=col_ids, ceiling=ceiling, BM=B, BN=B, DIAGONAL=DIAGONAL, IDS=IDS,
-                    PAIRED=PAIRED, CEILING=CEILING,
+                    compared, i0, tj * B, m=m, n=n, diagonal_offset=diagonal_offset,
+                    row_ids=row_ids, col_ids=col_ids, ceiling=ceiling, BM=B, BN=B,
+                    DIAGONAL=DIAGONAL, IDS=IDS, PAIRED=PAIRED, CEILING=CEILING,
                 )  # fmt: skip
                 largest, total = _running_sum(largest, total, s * LOG2E, negative)
                 if HAS_POSITIVES:
