@@ -24,7 +24,6 @@ difference of losses at the same step of the same seed, and means and deviations
 from __future__ import annotations
 
 import argparse
-import ast
 import itertools
 import json
 import tempfile
@@ -37,6 +36,7 @@ from typing import Any
 import torch
 from open_clip.loss import ClipLoss as OpenClipLoss
 
+from machinery.options import setting
 from machinery.study_summary import mean_and_deviation
 from megabatch import files
 from megabatch.benchmarking.records import command_line, commit, machine, versions
@@ -281,14 +281,6 @@ def _earlier(output: Path) -> dict[str, Any]:
     return {"comparison": [], "records": []}
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -306,7 +298,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--budget-seconds", type=float)
-    parser.add_argument("--set", type=_setting, nargs="+", default=[], metavar="NAME=VALUE",
+    parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE",
                         help="settings of the trainer")  # fmt: skip
     options = parser.parse_args(arguments)
     options.set = {"model": "glyph-small", **dict(options.set)}

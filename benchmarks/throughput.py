@@ -19,7 +19,6 @@ calls.
 from __future__ import annotations
 
 import argparse
-import ast
 import gc
 import json
 import statistics
@@ -34,6 +33,7 @@ import open_clip
 import torch
 
 from machinery.definitions import length_statistics
+from machinery.options import setting
 from machinery.parts import Parts
 from machinery.steps import Megabatch, OpenClip, Pairs, make_pairs
 from megabatch.benchmarking import records
@@ -266,15 +266,6 @@ def earlier(output: Path | None) -> list[Record]:
     if output is None or not output.exists():
         return []
     return [Record(**made) for made in json.loads(output.read_text())["records"]]
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """`name=value`, the value a Python literal or else a string."""
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def arguments() -> argparse.Namespace:
