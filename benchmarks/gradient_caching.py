@@ -60,7 +60,25 @@ def measured(step: Callable[[], None], device: torch.device) -> int:
     return peak
 
 
-def main() -> None:
+def timed(
+    step: Callable[[], None], prepare: Callable[[], None], device: torch.device, repeat: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of each step, and seconds of the host's CPU in it; `prepare` runs before each."""
+    seconds, of_host = [], []
+    for _ in range(repeat):
+        prepare()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begun, begun_host = time.perf_counter(), time.process_time()
+        step()
+        of_host.append(time.process_time() - begun_host)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return seconds, of_host
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pairs", type=int, default=256)
@@ -71,7 +89,11 @@ def main() -> None:
     parser.add_argument("--accumulate", action="store_true")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     torch.manual_seed(0)
     device = torch.device(options.device)
     towers = [Tower(options.width, options.depth).to(device) for _ in range(2)]
@@ -95,17 +117,7 @@ def main() -> None:
 
     prepare()
     step()
-    seconds, of_host = [], []
-    for _ in range(options.repeat):
-        prepare()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begun, begun_host = time.perf_counter(), time.process_time()
-        step()
-        of_host.append(time.process_time() - begun_host)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
+    seconds, of_host = timed(step, prepare, device, options.repeat)
     prepare()
     peak = measured(step, device)
     record = {
