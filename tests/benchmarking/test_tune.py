@@ -9,7 +9,7 @@ import torch
 
 from megabatch import cli
 from megabatch.benchmarking import tune, tune_command
-from megabatch.benchmarking.tune import Tried
+from megabatch.benchmarking.tune import Candidate
 from megabatch.similarity.backends.triton import configs
 from megabatch.similarity.backends.triton.configs import VALUES, Config, Key
 
@@ -26,7 +26,7 @@ def distance(config: Config) -> float:
     return ms
 
 
-def found(measure: tune.Measure, seconds: float = 60) -> list[Tried]:
+def found(measure: tune.Measure, seconds: float = 60) -> list[Candidate]:
     return list(tune.search(Config(), OPTIONS, measure, time.time() + seconds))
 
 

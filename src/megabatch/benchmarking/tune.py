@@ -39,7 +39,7 @@ Measure = Callable[[Config], float]
 
 
 @dataclass(frozen=True)
-class Tried:
+class Candidate:
     """One candidate."""
 
     config: Config
@@ -49,7 +49,7 @@ class Tried:
 
 def search(
     first: Config, options: Mapping[str, Sequence[int]], measure: Measure, deadline: float
-) -> Iterator[Tried]:
+) -> Iterator[Candidate]:
     """Yield every candidate as it is measured, beginning with `first`; each once.
 
     The search keeps the best value of each field in turn, until a round over all fields changes
@@ -59,7 +59,7 @@ def search(
         Exception: if `measure` raises it for `first`.
     """
     best, best_ms = first, measure(first)
-    yield Tried(first, best_ms)
+    yield Candidate(first, best_ms)
     seen = {first}
     changed = True
     while changed:
@@ -72,26 +72,26 @@ def search(
                 if time.time() > deadline:
                     return
                 seen.add(config)
-                tried = _try(config, measure)
-                yield tried
-                if tried.ms is not None and tried.ms < best_ms * (1 - GAIN):
-                    best, best_ms, changed = config, tried.ms, True
+                candidate = _try(config, measure)
+                yield candidate
+                if candidate.ms is not None and candidate.ms < best_ms * (1 - GAIN):
+                    best, best_ms, changed = config, candidate.ms, True
 
 
-def _try(config: Config, measure: Measure) -> Tried:
+def _try(config: Config, measure: Measure) -> Candidate:
     try:
-        return Tried(config, measure(config))
+        return Candidate(config, measure(config))
     except Exception as error:
         if isinstance(error, getattr(torch, "AcceleratorError", ())):
             raise  # the device is broken for this process
         first = str(error).strip().split("\n")[0]
-        return Tried(config, None, f"{type(error).__name__}: {first}"[:120])
+        return Candidate(config, None, f"{type(error).__name__}: {first}"[:120])
 
 
-def best(tried: Sequence[Tried]) -> Tried:
+def best(candidates: Sequence[Candidate]) -> Candidate:
     """The fastest candidate, or the first one if none is faster by more than noise."""
-    usable = [t for t in tried if t.ms is not None]
-    return min(usable, key=lambda t: (t.ms or 0.0) * (1 - GAIN if t is tried[0] else 1))
+    usable = [t for t in candidates if t.ms is not None]
+    return min(usable, key=lambda t: (t.ms or 0.0) * (1 - GAIN if t is candidates[0] else 1))
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Target:
         exact = _exact(*small)
 
         def measure(config: Config) -> float:
-            with configs.trying({self.kernel: config}):
+            with configs.override({self.kernel: config}):
                 _check(*small, exact, self.dtype)
                 if self.kernel == "forward":
                     with torch.no_grad():

@@ -14,7 +14,7 @@ from megabatch.options import parse
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megabatch.benchmarking.tune import Target, Tried
+    from megabatch.benchmarking.tune import Candidate, Target
     from megabatch.similarity.backends.triton.configs import Config, Key
 
 # Libraries are imported by the functions that use them, as --help needs none.
@@ -91,12 +91,12 @@ def _tune(target: Target, seconds: float, console: Console) -> Config:
         f"{target.kernel}, {name}, width {target.width}, {'few' if target.few else 'many'} rows",
         style="bold",
     )
-    found: list[Tried] = []
+    found: list[Candidate] = []
     deadline = time.time() + seconds
     measure = target.measurer()
-    for tried in tune.search(target.packaged(), target.options(), measure, deadline):
-        found.append(tried)
-        console.print(f"  {_words(tried)}")
+    for candidate in tune.search(target.packaged(), target.options(), measure, deadline):
+        found.append(candidate)
+        console.print(f"  {_words(candidate)}")
     chosen = tune.best(found)
     gain = (found[0].ms or 0.0) / (chosen.ms or 1.0)
     words = f"  best: {_words(chosen)}: {gain:.3f} times as fast as before"
@@ -104,9 +104,13 @@ def _tune(target: Target, seconds: float, console: Console) -> Config:
     return chosen.config
 
 
-def _words(tried: Tried) -> str:
-    fields = " ".join(f"{name} {value}" for name, value in vars(tried.config).items())
-    return f"{fields}: {tried.note}" if tried.ms is None else f"{fields}: {tried.ms:.3f} ms"
+def _words(candidate: Candidate) -> str:
+    fields = " ".join(f"{name} {value}" for name, value in vars(candidate.config).items())
+    return (
+        f"{fields}: {candidate.note}"
+        if candidate.ms is None
+        else f"{fields}: {candidate.ms:.3f} ms"
+    )
 
 
 def _keep(file: Path, found: dict[Key, Config]) -> None:

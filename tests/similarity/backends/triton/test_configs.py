@@ -67,7 +67,7 @@ def test_cpu_tensors_have_no_tuned_config() -> None:
 def test_a_config_on_trial_takes_precedence() -> None:
     x = torch.empty(10, 768)
     before = configs.forward_config(x), configs.backward_config(x)
-    with configs.trying({"forward": BEST}):
+    with configs.override({"forward": BEST}):
         assert configs.forward_config(x) == BEST
         assert configs.backward_config(x) == before[1]
     assert configs.forward_config(x) == before[0]

@@ -198,7 +198,7 @@ def test_other_launches_give_the_same(launch: tuple[int, int]) -> None:
     ids = torch.randint(-1, 40, (450,)), torch.randint(-1, 40, (300,))
     x[130:140] *= 8  # logits whose exponentials multiply beyond float32
     config = configs.Config(rows=launch[0], split=launch[1], group=2)
-    with configs.trying({"sigmoid": config}):
+    with configs.override({"sigmoid": config}):
         check(x.half(), y.half(), 10.0, -2.0, ids)
         check(x.half()[:300], y.half(), 10.0, -2.0, "paired", torch.rand(300))
 

@@ -131,27 +131,27 @@ def _narrow(config: Config, x: torch.Tensor) -> Config:
     return config if x.element_size() < 4 else replace(config, bk=config.bk // 2)
 
 
-_tried: dict[str, Config] = {}
+_overrides: dict[str, Config] = {}
 
 
 def lookup(kernel: str, x: torch.Tensor) -> Config | None:
     """The tuned configuration for features like x, if there is one."""
-    if kernel in _tried:
-        return _tried[kernel]
+    if kernel in _overrides:
+        return _overrides[kernel]
     table = _table() if x.is_cuda else {}
     return table.get(Key.of(kernel, x)) if table else None
 
 
 @contextmanager
-def trying(configs: Mapping[str, Config]) -> Iterator[None]:
+def override(configs: Mapping[str, Config]) -> Iterator[None]:
     """Use these configurations, by kernel, before any others."""
-    before = dict(_tried)
-    _tried.update(configs)
+    before = dict(_overrides)
+    _overrides.update(configs)
     try:
         yield
     finally:
-        _tried.clear()
-        _tried.update(before)
+        _overrides.clear()
+        _overrides.update(before)
 
 
 def path() -> Path:
