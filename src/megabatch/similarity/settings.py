@@ -2,7 +2,7 @@
 
 A call reads the settings once (`of_call`) and passes them to its operators as integers. Its
 backward pass therefore uses the settings of its forward pass, even if they were changed in between
-(`Holding`).
+(`AppliedSettings`).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Settings(NamedTuple):
     grid: int  #: ranks that share rows; 0: none do; -1: as the hosts suggest
 
 
-class _Held(threading.local):
+class _ThreadLocal(threading.local):
     settings: Settings | None = None
 
 
-_held = _Held()
+_thread = _ThreadLocal()
 
 
 def of_call(x: Tensor) -> Settings:
@@ -69,7 +69,7 @@ def of_call(x: Tensor) -> Settings:
 
 def workspace(x: Tensor) -> int:
     """Bytes that a block of the matrix may take for features like x."""
-    return _limit(x) if _held.settings is None else _held.settings.workspace
+    return _limit(x) if _thread.settings is None else _thread.settings.workspace
 
 
 def _limit(x: Tensor) -> int:
@@ -82,31 +82,31 @@ def products(x: Tensor) -> str:
     """Precision of products of features like x, one of `PRECISIONS`; "" if no setting applies."""
     if not _has_float32_products(x):
         return ""
-    held = _held.settings
-    return PRECISIONS[precision(x.device.type) if held is None else held.precision]
+    applied = _thread.settings
+    return PRECISIONS[precision(x.device.type) if applied is None else applied.precision]
 
 
 def piece() -> int:
     """Bytes of features in a chunk."""
-    return _piece if _held.settings is None else _held.settings.piece
+    return _piece if _thread.settings is None else _thread.settings.piece
 
 
 def gather() -> int:
     """Bytes of features of all ranks that may be gathered at once."""
-    return _gather if _held.settings is None else _held.settings.gather
+    return _gather if _thread.settings is None else _thread.settings.gather
 
 
 def overlap() -> bool:
     """Whether transfers overlap computation."""
-    return _overlap if _held.settings is None else bool(_held.settings.overlap)
+    return _overlap if _thread.settings is None else bool(_thread.settings.overlap)
 
 
 def grid() -> int:
     """Number of ranks that share rows, 0: none do, or -1: as the hosts suggest."""
-    return _grid if _held.settings is None else _held.settings.grid
+    return _grid if _thread.settings is None else _thread.settings.grid
 
 
-class Holding:
+class AppliedSettings:
     """Context manager: apply the settings that a call with features like x was made with."""
 
     def __init__(self, settings: Sequence[int], x: Tensor) -> None:
@@ -117,13 +117,13 @@ class Holding:
         self.precision: int | None = None
 
     def __enter__(self) -> None:
-        self.outer, _held.settings = _held.settings, self.settings
+        self.outer, _thread.settings = _thread.settings, self.settings
         if self.products and (current := precision(self.kind)) != self.settings.precision:
             self.precision = current
             _set_precision(self.kind, self.settings.precision)
 
     def __exit__(self, *_: object) -> None:
-        _held.settings = self.outer
+        _thread.settings = self.outer
         if self.precision is not None:
             _set_precision(self.kind, self.precision)
 

@@ -30,7 +30,7 @@ from megabatch.similarity.ops import Body, reduction_operators
 from megabatch.similarity.reductions.base import handshake, kind_of, sort_by_id
 from megabatch.similarity.reductions.operands import DeferredGrad, Need, SigmoidParams, Teacher
 from megabatch.similarity.reductions.sigmoid_tiles import SigmoidTiles, SoftLabelTiles
-from megabatch.similarity.settings import Holding
+from megabatch.similarity.settings import AppliedSettings
 
 if TYPE_CHECKING:
     from megabatch.similarity.backends.triton.sigmoid_tiles import SigmoidKernelTiles
@@ -92,7 +92,7 @@ def _forward(
     teacher = None
     if teacher_x is not None and teacher_y is not None and teacher_scale is not None:
         teacher = Teacher(teacher_x, teacher_y, teacher_scale, teacher_bias)
-    with Holding(settings, x), torch.cuda.device_of(x):
+    with AppliedSettings(settings, x), torch.cuda.device_of(x):
         terms = _terms(x, y, pairs, weight, teacher_x, need) if group else ""
         schedule, _ = handshake(group, "softplus_sum", terms, len(x), len(y), x)
         matrix = sort_by_id(x, y, pairs)

@@ -43,7 +43,7 @@ from megabatch.similarity.reductions.softmax_tiles import (
     merge_sum,
     softmax_grad,
 )
-from megabatch.similarity.settings import Holding
+from megabatch.similarity.settings import AppliedSettings
 
 if TYPE_CHECKING:
     from megabatch.similarity.backends.triton.soft_target_tiles import SoftTargetKernelTiles
@@ -73,7 +73,7 @@ def _forward(
 
     Arguments are those of `softmax`, without ids.
     """
-    with Holding(settings, x), torch.cuda.device_of(x):
+    with AppliedSettings(settings, x), torch.cuda.device_of(x):
         terms = _terms(x, teacher_x, wanted) if group else ""
         schedule, sizes = handshake(group, call, terms, len(x), len(y), x)
         teacher = Teacher(teacher_x, teacher_y, teacher_scale)
@@ -114,7 +114,7 @@ def _backward(
     if group:  # other ranks wait for this one's part
         row_gradient = torch.zeros_like(rows) if row_gradient is None else row_gradient
         col_gradient = torch.zeros_like(columns) if col_gradient is None else col_gradient
-    with Holding(settings, x), torch.cuda.device_of(x):
+    with AppliedSettings(settings, x), torch.cuda.device_of(x):
         schedule = schedule_again(group, call, sizes, x, x.new_empty(0))
         teacher = Teacher(teacher_x, teacher_y, teacher_scale)
         matrix, sweep = _sweep(x, y, scale, teacher, schedule)

@@ -33,7 +33,7 @@ from megabatch.similarity.reductions.base import (
     sort_by_id,
 )
 from megabatch.similarity.reductions.softmax_tiles import SoftmaxTiles
-from megabatch.similarity.settings import Holding, Settings
+from megabatch.similarity.settings import AppliedSettings, Settings
 
 if TYPE_CHECKING:
     from megabatch.similarity.backends.triton.softmax import SoftmaxKernelTiles
@@ -75,7 +75,7 @@ def _forward(
         settings: of the call, see `settings.Settings`.
     """
     pairs = Pairs(diagonal, row_ids, col_ids, ceiling, _guide(guide_x, guide_y))
-    with Holding(settings, x), torch.cuda.device_of(x):
+    with AppliedSettings(settings, x), torch.cuda.device_of(x):
         terms = _terms(x, y, pairs, cols, wanted) if group else ""
         own_sizes = x.shape[0], (x if y is None else y).shape[0]
         schedule, sizes = handshake(group, call, terms, *own_sizes, x, y is None)
@@ -138,7 +138,7 @@ def _backward(
             row_gradient = torch.zeros_like(rows)
         if cols and col_gradient is None:
             col_gradient = torch.zeros_like(columns)
-    with Holding(settings, x), torch.cuda.device_of(x):
+    with AppliedSettings(settings, x), torch.cuda.device_of(x):
         schedule = schedule_again(group, call, sizes, x, saved, y is None)
         matrix, sweep = _sweep(x, y, scale, pairs, schedule, saved)
         sides = Side(rows, row_gradient), Side(columns, col_gradient if cols else None)
