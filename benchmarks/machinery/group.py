@@ -128,7 +128,9 @@ def _prepare(case: Case, inputs: step.Inputs, group: Group) -> _Ready | Result:
         grown = _allocated(case) - before
         result.extra_bytes = grown + memory.extra_bytes(timed, case.device)
         result.extra_bytes = max(0, result.extra_bytes - inputs.gradient_bytes())
-        result.judge(case, step.errors(case, inputs, value[0], _exact(replace(case, contender=""))))
+        result.set_errors(
+            case, step.errors(case, inputs, value[0], _exact(replace(case, contender="")))
+        )
         return _Ready(case, call, result, taken[0])
     except Exception as error:
         return _failure(error, case)

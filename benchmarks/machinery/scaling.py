@@ -185,7 +185,7 @@ class _Runner:
         result.extra_bytes = max(0, max(team.all_gather(extra)))
         if trial.contender.checked and _exact_is_known(case):
             exact = group._exact(replace(case, contender=""))
-            _judge(case, team, inputs, values[0], exact, result)
+            _set_errors(case, team, inputs, values[0], exact, result)
         inputs.forget()
         if trial.once:
             each = team.all_gather(taken)
@@ -227,7 +227,7 @@ class _Runner:
             value = step.forward_backward(loss, case, inputs)()
             self.checked[key] = ScalingResult("ok")
             exact = step.exact_result(case, step.make_inputs(case))
-            _judge(case, team, inputs, value, exact, self.checked[key])
+            _set_errors(case, team, inputs, value, exact, self.checked[key])
         return self.checked[key]
 
 
@@ -238,7 +238,7 @@ def shard_inputs(case: Case, team: Team) -> step.Inputs:
     return step.Inputs(x.requires_grad_(), y.requires_grad_(), scalars)
 
 
-def _judge(
+def _set_errors(
     case: Case,
     team: Team,
     inputs: step.Inputs,
@@ -267,7 +267,7 @@ def _judge(
     assert of_loss is not None
     worst = step.Errors(row, of_loss, of_scale)
     wrong = None if result.status == "ok" else result.note  # wrong at a smaller size already
-    result.judge(case, worst)
+    result.set_errors(case, worst)
     result.error_b = case.b
     if result.status == "ok" and (worst.scale or 0) > step.SANE[case.dtype]:
         result.status, result.note = "wrong", f"the scale's gradient is off by {worst.scale:.2g}"

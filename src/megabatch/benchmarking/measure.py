@@ -48,7 +48,7 @@ class Result:
     seconds: float | None = None  #: asked for, of each series
     queued_ms: float | None = None  #: of a short call while the GPU has earlier work
 
-    def judge(self, case: Case, found: step.Errors) -> None:
+    def set_errors(self, case: Case, found: step.Errors) -> None:
         """Set the status and, if they are finite, the errors."""
         self.status, self.note = step.verdict(case, found)
         if all(error is None or math.isfinite(error) for error in found):
@@ -92,7 +92,7 @@ def check(result: Result, loss: LossFunction, case: Case, rows: int) -> None:
     inputs = step.make_inputs(case, rows)
     value = step.forward_backward(loss, case, inputs)()
     found = step.errors(case, inputs, value, step.exact_result(case, inputs))
-    result.judge(case, found)
+    result.set_errors(case, found)
 
 
 def _limit(case: Case, effort: Effort) -> contextlib.AbstractContextManager[None]:

@@ -106,11 +106,8 @@ def _tune(target: Target, seconds: float, console: Console) -> Config:
 
 def _words(candidate: Candidate) -> str:
     fields = " ".join(f"{name} {value}" for name, value in vars(candidate.config).items())
-    return (
-        f"{fields}: {candidate.note}"
-        if candidate.ms is None
-        else f"{fields}: {candidate.ms:.3f} ms"
-    )
+    result = candidate.note if candidate.ms is None else f"{candidate.ms:.3f} ms"
+    return f"{fields}: {result}"
 
 
 def _keep(file: Path, found: dict[Key, Config]) -> None:
