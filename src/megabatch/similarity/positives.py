@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.backends.eager import block_shape, strips, without_autocast
+from megabatch.similarity.backends.eager import block_shape, without_autocast
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.masks import DROPPED, PLAIN, Pairs, SortedMatrix, restore, sort
 from megabatch.similarity.ops import operator
+from megabatch.similarity.slices import strips
 
 
 def positive_softplus(

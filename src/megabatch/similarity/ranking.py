@@ -12,12 +12,12 @@ from torch import Tensor
 from megabatch.similarity import backends
 from megabatch.similarity.arguments import accumulator_dtype, check_integers, check_two
 from megabatch.similarity.backends import eager
-from megabatch.similarity.backends.eager import strips
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.ranks import Ranks, plan
 from megabatch.similarity.distributed.schedule import Chunk, Local, Schedule, Shard, consecutive
 from megabatch.similarity.masks import Pairs
+from megabatch.similarity.slices import strips
 from megabatch.torch_internals import is_batched
 
 if TYPE_CHECKING:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from megabatch.similarity import settings
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.masks import Pairs
+from megabatch.similarity.slices import strips
 
 #: Buffers of a block's size that live at once in the worst case (ids with a ceiling).
 BUFFERS = 6
@@ -116,19 +116,6 @@ def block_bytes(rows: int, cols: int, like: Tensor) -> int:
     dtype = accumulator_dtype(like.dtype)
     width = 0 if like.dtype == dtype else like.shape[1]
     return dtype.itemsize * (BUFFERS * rows * cols + width * (rows + cols))
-
-
-def strips(n: int, step: int) -> Iterator[slice]:
-    """Slices of at most `step` that cover range(n)."""
-    for start in range(0, n, step):
-        yield slice(start, min(start + step, n))
-
-
-def within(bounds: Sequence[int], parts: Callable[[int], Iterator[slice]]) -> Iterator[slice]:
-    """The parts of each range between two bounds; `parts(n)` divides the first n rows."""
-    for start, stop in pairwise(bounds):
-        for part in parts(stop - start):
-            yield slice(start + part.start, start + part.stop)
 
 
 class EagerTiles:

@@ -34,6 +34,7 @@ from megabatch.similarity.distributed.comm import (
     reduce_scatter,
 )
 from megabatch.similarity.distributed.schedule import Chunk, OnChunk, Partials, Shard
+from megabatch.similarity.slices import strips
 
 #: With at least this many rows of a rank in a round, its own columns come first, and `let_begin` is
 #: called for transfers of results. With fewer, launches by the host decide the time.
@@ -83,7 +84,7 @@ def most_sharing(rows: int, row: int) -> int:
 
 def rounds_of(size: int, step: int) -> list[slice]:
     """The rows of each round of `step` rows of the largest shard, of `size` rows."""
-    return [slice(i, min(i + step, size)) for i in range(0, size, step)]
+    return list(strips(size, step))
 
 
 def saved_shards(features: Tensor, ranks: int, symmetric: bool, limit: int) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megabatch.similarity import backends, engine, masks
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.backends.eager import STRIP, strips
+from megabatch.similarity.backends.eager import STRIP
 from megabatch.similarity.distributed import comm, ranks
 from megabatch.similarity.distributed.ranks import Ranks
 from megabatch.similarity.distributed.schedule import Chunk, Gathered, Schedule, Shard
@@ -31,6 +31,7 @@ from megabatch.similarity.reductions.base import handshake, kind_of, sort_by_id
 from megabatch.similarity.reductions.operands import DeferredGrad, Need, SigmoidParams, Teacher
 from megabatch.similarity.reductions.sigmoid_tiles import SigmoidTiles, SoftLabelTiles
 from megabatch.similarity.settings import AppliedSettings
+from megabatch.similarity.slices import strips
 
 if TYPE_CHECKING:
     from megabatch.similarity.backends.triton.sigmoid_tiles import SigmoidKernelTiles

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity.backends import eager
-from megabatch.similarity.backends.eager import EagerTiles, buffer_views, row_dots, strips, within
+from megabatch.similarity.backends.eager import EagerTiles, buffer_views, row_dots
 from megabatch.similarity.masks import Pairs
 from megabatch.similarity.reductions.operands import DeferredGrad, Need, SigmoidParams, Teacher
+from megabatch.similarity.slices import strips, within
 
 #: Factor of float16's dS, which is at most 1, so that small entries are normal numbers.
 GAIN = 2.0**15

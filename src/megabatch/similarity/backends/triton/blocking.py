@@ -6,6 +6,8 @@ import functools
 import math
 from collections.abc import Iterator
 
+from megabatch.similarity.slices import strips
+
 #: Rows and columns of a tile. Alike for both, so that pairs (i, i) fall into whole tiles.
 TILE = 128
 #: The sides of a block are multiples of it, so that only the last tiles are partly empty.
@@ -50,19 +52,13 @@ def block_shape(
     return rows, min(whole_groups(limit), whole_groups(even + GROUP - 1))
 
 
-def parts(n: int, step: int) -> Iterator[slice]:
-    """Slices of at most `step` that cover range(n)."""
-    for start in range(0, n, step):
-        yield slice(start, min(start + step, n))
-
-
-def product_parts(n: int, step: int) -> Iterator[slice]:
-    """As `parts`, for products: the rows beyond a multiple of GROUP are a part of their own.
+def product_strips(n: int, step: int) -> Iterator[slice]:
+    """As `strips`, for products: the rows beyond a multiple of GROUP are a strip of their own.
 
     A product over an odd number of some thousand rows is slow: at b = 65,601 the loss took 53.8 ms
     with a block of 12,353 columns, 45.0 ms with one of 65.
     """
     whole = n - n % GROUP
-    yield from parts(whole, step)
+    yield from strips(whole, step)
     if whole < n:
         yield slice(whole, n)

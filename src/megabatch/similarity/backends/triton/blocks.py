@@ -9,7 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity import settings
-from megabatch.similarity.backends.triton.blocking import block_shape, cdiv, product_parts
+from megabatch.similarity.backends.triton.blocking import block_shape, cdiv, product_strips
 from megabatch.similarity.backends.triton.operands import (
     Ranges,
     aligned,
@@ -39,11 +39,11 @@ class KernelTiles:
 
     def row_blocks(self) -> Iterator[slice]:
         """The rows in parts."""
-        return product_parts(self.m, self.block_rows)
+        return product_strips(self.m, self.block_rows)
 
     def col_blocks(self, i: slice) -> Iterator[slice]:
         """The columns of the blocks of rows `i`; if symmetric, those from the diagonal on."""
-        for j in product_parts(self.n, self.block_cols):
+        for j in product_strips(self.n, self.block_cols):
             if not self.symmetric or j.start >= i.start:
                 yield j
 

@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.backends.triton.blocking import TILE, cdiv, parts
+from megabatch.similarity.backends.triton.blocking import TILE, cdiv
 from megabatch.similarity.backends.triton.configs import forward_config
 from megabatch.similarity.backends.triton.launch import kernel
 from megabatch.similarity.backends.triton.operands import aligned, new_descriptor
 from megabatch.similarity.backends.triton.tiles import logits_tile, swizzle
+from megabatch.similarity.slices import strips
 
 #: Column tiles per program of `ranks`, and row tiles whose programs run together.
 COL_TILES, GROUP = 8, 16
@@ -77,8 +78,8 @@ class FusedScores:
         out = self.x.new_empty(_block(m, n, settings.workspace(self.x)), dtype=torch.float32)
         tops = out.new_empty(len(out), out.shape[1] // TILE)
         xd, yd = new_descriptor(self.x, config.bk), new_descriptor(y, config.bk)
-        for i in parts(m, len(out)):
-            for j in parts(n, out.shape[1]):
+        for i in strips(m, len(out)):
+            for j in strips(n, out.shape[1]):
                 rows, columns = i.stop - i.start, j.stop - j.start
                 tiles = cdiv(columns, TILE)
                 scores.launch(

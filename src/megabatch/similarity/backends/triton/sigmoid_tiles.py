@@ -9,14 +9,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megabatch.similarity.backends.eager import within
 from megabatch.similarity.backends.triton import sigmoid
-from megabatch.similarity.backends.triton.blocking import TILE, cdiv, product_parts
+from megabatch.similarity.backends.triton.blocking import TILE, cdiv, product_strips
 from megabatch.similarity.backends.triton.blocks import KernelTiles, diagonal_in
 from megabatch.similarity.backends.triton.configs import sigmoid_config
 from megabatch.similarity.backends.triton.operands import new_descriptor, ranges_of
 from megabatch.similarity.masks import Pairs
 from megabatch.similarity.reductions.operands import DeferredGrad, Need, SigmoidParams
+from megabatch.similarity.slices import within
 
 #: float16 holds numbers from 2^-24 to 2^16. dS, at most 1, is stored multiplied by this.
 HALF_GAIN = 2.0**15
@@ -62,7 +62,7 @@ class SigmoidKernelTiles(KernelTiles):
 
     def row_blocks(self) -> Iterator[slice]:
         """See `reductions.base.Tiles`; a block has rows of one rank."""
-        return within(self.bounds, lambda rows: product_parts(rows, self.block_rows))
+        return within(self.bounds, lambda rows: product_strips(rows, self.block_rows))
 
     def unpack_upstream(self, packed: Tensor | None) -> None:
         """None: a pair's gradient needs no statistic of its row or column."""

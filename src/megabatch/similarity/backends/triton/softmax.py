@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megabatch.similarity.backends.triton import softmax_backward, softmax_forward
-from megabatch.similarity.backends.triton.blocking import TILE, cdiv, parts
+from megabatch.similarity.backends.triton.blocking import TILE, cdiv
 from megabatch.similarity.backends.triton.blocks import KernelTiles, diagonal_in
 from megabatch.similarity.backends.triton.configs import backward_config, forward_config
 from megabatch.similarity.backends.triton.operands import (
@@ -23,6 +23,7 @@ from megabatch.similarity.backends.triton.operands import (
 from megabatch.similarity.backends.triton.tiles import NO_DIAGONAL
 from megabatch.similarity.masks import PAIRED, Guide, Pairs
 from megabatch.similarity.reductions import states
+from megabatch.similarity.slices import strips
 
 #: Largest difference of log2 log-sum-exps that share one exponential's reference.
 SPREAD = 80.0
@@ -107,7 +108,7 @@ class SoftmaxKernelTiles(KernelTiles):
         m, n = self.m, self.n
         # The forward pass's workspace is one sum per tile and row: larger blocks fit.
         step = self.block_rows if self.symmetric else 2 * self.block_rows
-        for i, j in ((i, j) for i in parts(m, step) for j in parts(n, step)):
+        for i, j in ((i, j) for i in strips(m, step) for j in strips(n, step)):
             if self.symmetric and j.start < i.start:
                 continue
             # Above the diagonal, a block's columns are rows further down.
