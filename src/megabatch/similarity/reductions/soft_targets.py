@@ -43,6 +43,7 @@ from megabatch.similarity.reductions.softmax_tiles import (
     merge_sum,
     softmax_grad,
 )
+from megabatch.similarity.reductions.states import TargetStates
 from megabatch.similarity.settings import AppliedSettings
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def _tiles(matrix: SortedMatrix, scale: Tensor, teacher: Teacher) -> Tiles:
 # --- blocks in torch operations -------------------------------------------------------------------
 
 
-class SoftTargetTiles(SoftmaxTiles):
+class SoftTargetTiles(TargetStates, SoftmaxTiles):
     """See `base.StateTiles`; an upstream is the tensor that is sent with the columns."""
 
     def __init__(
@@ -235,18 +236,6 @@ class SoftTargetTiles(SoftmaxTiles):
         results = [self.new_results(state.shape[1]) for state in (rows, columns)]
         row_results, col_results = map(states.to_target_results, (rows, columns), results)
         return row_results, col_results
-
-    def new_state(self, size: int) -> Tensor:
-        """See `base.StateTiles`."""
-        return states.new_targets(states.TARGET_STATE, size, self.x)
-
-    def clear(self, state: Tensor) -> Tensor:
-        """See `base.StateTiles`."""
-        return states.clear_targets(state)
-
-    def new_results(self, size: int) -> Tensor:
-        """See `base.StateTiles`."""
-        return states.new_targets(states.TARGET_RESULTS, size, self.x)
 
     def forward(
         self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool] = (False, False)
@@ -279,10 +268,6 @@ class SoftTargetTiles(SoftmaxTiles):
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Tensor:
         """See `base.StateTiles`."""
         return states.target_upstream(results, gradient)
-
-    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
-        """See `base.StateTiles`."""
-        states.divide_target_upstream(packed, divisor)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None

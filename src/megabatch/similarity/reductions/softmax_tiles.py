@@ -11,12 +11,13 @@ from megabatch.similarity.backends import eager
 from megabatch.similarity.backends.eager import EagerTiles, buffer_views, without_autocast
 from megabatch.similarity.masks import Pairs
 from megabatch.similarity.reductions import states
+from megabatch.similarity.reductions.states import SoftmaxStates
 
 #: (positive, dropped) of a block, as `Pairs.masks` returns them.
 Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"
 
 
-class SoftmaxTiles(EagerTiles):
+class SoftmaxTiles(SoftmaxStates, EagerTiles):
     """See `base.StateTiles`; an upstream is the tensor that is sent with the columns."""
 
     def __init__(
@@ -44,18 +45,6 @@ class SoftmaxTiles(EagerTiles):
         sides = [state for state in (rows, columns) if state is not None]
         results = [states.to_logsumexp(state, self.new_results(state.shape[1])) for state in sides]
         return results[0], results[1] if cols else None
-
-    def new_state(self, size: int) -> Tensor:
-        """See `base.StateTiles`."""
-        return states.new_state(size, self.pairs.has_positives, self.x)
-
-    def clear(self, state: Tensor) -> Tensor:
-        """See `base.StateTiles`."""
-        return states.clear(state)
-
-    def new_results(self, size: int) -> Tensor:
-        """See `base.StateTiles`."""
-        return states.new_results(size, self.pairs.has_positives, self.x)
 
     def forward(
         self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool] = (False, False)
@@ -97,10 +86,6 @@ class SoftmaxTiles(EagerTiles):
         if self.x.dtype != torch.float16 or not eager.rounds_left(self.x):
             return None
         return states.upstream_divisor([side for side in (rows, cols) if side is not None])
-
-    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
-        """See `base.StateTiles`."""
-        states.divide_upstream(packed, divisor)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None

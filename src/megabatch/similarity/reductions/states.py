@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megabatch.similarity.arguments import accumulator_dtype
+from megabatch.similarity.masks import Pairs
 
 #: float16 holds dS from 2^-24 to 2^16: the largest upstream gradient is scaled to this. At most six
 #: of them add up in one dS, and a probability of 1 / 4M is still a normal number.
@@ -114,6 +115,29 @@ def _sums_end(state: Tensor) -> int:
     return 2 if len(state) == 2 else 4
 
 
+class SoftmaxStates:
+    """The part of `base.StateTiles` that is the same for every backend's tiles of log-sum-exps."""
+
+    x: Tensor
+    pairs: Pairs
+
+    def new_state(self, size: int) -> Tensor:
+        """See `base.StateTiles`."""
+        return new_state(size, self.pairs.has_positives, self.x)
+
+    def clear(self, state: Tensor) -> Tensor:
+        """See `base.StateTiles`."""
+        return clear(state)
+
+    def new_results(self, size: int) -> Tensor:
+        """See `base.StateTiles`."""
+        return new_results(size, self.pairs.has_positives, self.x)
+
+    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
+        """See `base.StateTiles`."""
+        divide_upstream(packed, divisor)
+
+
 # --- soft targets: see `reductions.soft_targets` --------------------------------------------------
 
 #: Numbers of a row in a state, in the results, in an upstream.
@@ -201,3 +225,25 @@ def divide_target_upstream(packed: Tensor, divisor: Tensor) -> None:
     """Divide the upstream gradients in a packed upstream, in place."""
     for k in (1, 3, 4):
         packed[k] /= divisor
+
+
+class TargetStates:
+    """The part of `base.StateTiles` that is the same for every backend's tiles of soft targets."""
+
+    x: Tensor
+
+    def new_state(self, size: int) -> Tensor:
+        """See `base.StateTiles`."""
+        return new_targets(TARGET_STATE, size, self.x)
+
+    def clear(self, state: Tensor) -> Tensor:
+        """See `base.StateTiles`."""
+        return clear_targets(state)
+
+    def new_results(self, size: int) -> Tensor:
+        """See `base.StateTiles`."""
+        return new_targets(TARGET_RESULTS, size, self.x)
+
+    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
+        """See `base.StateTiles`."""
+        divide_target_upstream(packed, divisor)

@@ -16,6 +16,7 @@ from megabatch.similarity.backends.triton.tiles import LN2, LOG2E, NO_DIAGONAL
 from megabatch.similarity.masks import Pairs
 from megabatch.similarity.reductions import states
 from megabatch.similarity.reductions.operands import Teacher
+from megabatch.similarity.reductions.states import TargetStates
 
 #: Launch of the kernels: the accumulators of two tiles take the registers of eight warps.
 WARPS, GROUP = 8, 32
@@ -30,7 +31,7 @@ SPREAD_LSES = (0, 2)
 CHUNK, P = 32, 16
 
 
-class SoftTargetKernelTiles(SoftmaxKernelTiles):
+class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
     """See `reductions.base.StateTiles`; an upstream is an `Upstream`."""
 
     def __init__(self, x: Tensor, y: Tensor, pairs: Pairs, scale: Tensor, teacher: Teacher) -> None:
@@ -41,18 +42,6 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         self._stages = (STAGES, BACKWARD_STAGES) if hopper else (STAGES_ELSEWHERE,) * 2
         item = max(x.element_size(), columns.element_size())
         self._bk = (BYTES if hopper else BYTES_ELSEWHERE) // item
-
-    def new_state(self, size: int) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return states.new_targets(states.TARGET_STATE, size, self.x)
-
-    def clear(self, state: Tensor) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return states.clear_targets(state)
-
-    def new_results(self, size: int) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return states.new_targets(states.TARGET_RESULTS, size, self.x)
 
     @property
     def _results(self) -> int:
@@ -117,10 +106,6 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
     def unpack_upstream(self, packed: Tensor | None) -> Upstream | None:
         """See `reductions.base.Tiles`."""
         return None if packed is None else Upstream.of(packed, SPREAD_LSES)
-
-    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
-        """See `reductions.base.StateTiles`."""
-        states.divide_target_upstream(packed, divisor)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None

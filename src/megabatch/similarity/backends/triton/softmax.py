@@ -23,6 +23,7 @@ from megabatch.similarity.backends.triton.operands import (
 from megabatch.similarity.backends.triton.tiles import NO_DIAGONAL
 from megabatch.similarity.masks import PAIRED, Guide, Pairs
 from megabatch.similarity.reductions import states
+from megabatch.similarity.reductions.states import SoftmaxStates
 from megabatch.similarity.slices import strips
 
 #: Largest difference of log2 log-sum-exps that share one exponential's reference.
@@ -31,7 +32,7 @@ SPREAD = 80.0
 State: TypeAlias = tuple[Tensor, bool, bool]
 
 
-class SoftmaxKernelTiles(KernelTiles):
+class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
     """See `reductions.base.StateTiles`; an upstream is an `Upstream`."""
 
     def __init__(
@@ -73,18 +74,6 @@ class SoftmaxKernelTiles(KernelTiles):
     def _results(self) -> int:
         """Numbers of a row's results, which are the first of its state after the last block."""
         return 4 if self.pairs.has_positives else 1
-
-    def new_state(self, size: int) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return states.new_state(size, self.pairs.has_positives, self.x)
-
-    def clear(self, state: Tensor) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return states.clear(state)
-
-    def new_results(self, size: int) -> Tensor:
-        """See `reductions.base.StateTiles`."""
-        return states.new_results(size, self.pairs.has_positives, self.x)
 
     def forward(
         self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool] = (False, False)
@@ -225,10 +214,6 @@ class SoftmaxKernelTiles(KernelTiles):
         if self.x.dtype != torch.float16:
             return None
         return states.upstream_divisor([side.packed for side in (rows, cols) if side is not None])
-
-    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
-        """See `reductions.base.StateTiles`."""
-        states.divide_upstream(packed, divisor)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
