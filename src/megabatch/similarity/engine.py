@@ -99,11 +99,11 @@ class Sweep(Generic[T]):
                 if not overwrite:
                     partials.clear(chunk.partial)
             for block in blocks:
-                ours = _narrow(arrived(), rows, block.rows)
+                row_tensors = _narrow(arrived(), rows, block.rows)
                 part = chunk.narrow(block, [shard.dim for shard in cols], partials)
                 mirrored = _shifted(part.rows, self.own_rows.start) if is_own else None
-                extras = ours[-1], part.tensors[-1]
-                tiles = self.make_tiles(ours, part)
+                extras = row_tensors[-1], part.tensors[-1]
+                tiles = self.make_tiles(row_tensors, part)
                 on_part(Part(tiles, block.rows, mirrored, part.partial, overwrite, *extras))
                 overwrite = False
 

@@ -285,10 +285,11 @@ def _sweep(
         assert y is not None
         places = schedule.rows.start, chunk.start
         block = Pairs(pairs.diagonal, row_ids, col_ids, None, None, *places)
-        theirs = None
+        block_teacher = None
         if teacher is not None and teacher_x is not None and teacher_y is not None:
-            theirs = teacher._replace(x=teacher_x, y=teacher_y)
-        return _tiles(x, y, block, params._replace(weight=weight), theirs, need, bounds)
+            block_teacher = teacher._replace(x=teacher_x, y=teacher_y)
+        block_params = params._replace(weight=weight)
+        return _tiles(x, y, block, block_params, block_teacher, need, bounds)
 
     teacher_rows, teacher_cols = (None, None) if teacher is None else teacher[:2]
     rows = [Shard(own.x), Shard(pairs.row_ids), Shard(params.weight), Shard(teacher_rows)]
