@@ -17,7 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.backends.triton import paired, ranking, sigmoid, soft_targets
+from megabatch.similarity.backends.triton import paired, ranking, sigmoid
+from megabatch.similarity.backends.triton import soft_target_backward as targets_backward
+from megabatch.similarity.backends.triton import soft_target_forward as targets_forward
 from megabatch.similarity.backends.triton import softmax_backward as backward
 from megabatch.similarity.backends.triton import softmax_forward as forward
 
@@ -81,14 +83,14 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "defer": (sigmoid.defer_grad, "fp16", 4, ROWS),
     "write deferred": (sigmoid.write_deferred_grad, "fp16", 4, ROWS),
-    "targets": (soft_targets.unmasked_forward, "bf16", 8, BLOCK),
-    "targets, uneven": (soft_targets.unmasked_forward, "bf16", 8, BLOCK | {"EVEN": False}),
-    "targets, float32": (soft_targets.unmasked_forward, "fp32", 8, BLOCK | {"BK": 32}),
-    "targets, small": (soft_targets.unmasked_forward, "bf16", 8, BLOCK | {"BK": 32}),
-    "targets, masked": (soft_targets.masked_forward, "bf16", 8, BLOCK),
-    "targets, combine": (soft_targets.combine_partials, "bf16", 4, BLOCK),
-    "targets, ds": (soft_targets.unmasked_backward, "bf16", 8, BLOCK),
-    "targets, masked ds": (soft_targets.masked_backward, "bf16", 8, BLOCK),
+    "targets": (targets_forward.unmasked_forward, "bf16", 8, BLOCK),
+    "targets, uneven": (targets_forward.unmasked_forward, "bf16", 8, BLOCK | {"EVEN": False}),
+    "targets, float32": (targets_forward.unmasked_forward, "fp32", 8, BLOCK | {"BK": 32}),
+    "targets, small": (targets_forward.unmasked_forward, "bf16", 8, BLOCK | {"BK": 32}),
+    "targets, masked": (targets_forward.masked_forward, "bf16", 8, BLOCK),
+    "targets, combine": (targets_forward.combine_partials, "bf16", 4, BLOCK),
+    "targets, ds": (targets_backward.unmasked_backward, "bf16", 8, BLOCK),
+    "targets, masked ds": (targets_backward.masked_backward, "bf16", 8, BLOCK),
 }
 
 

@@ -1,4 +1,4 @@
-"""The blocks of soft targets of one device's matrix, for the kernels of `soft_targets`."""
+"""Blocks of soft targets of one device's matrix, by `soft_target_forward` and `_backward`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.backends import capability
-from megabatch.similarity.backends.triton import soft_targets
+from megabatch.similarity.backends.triton import soft_target_backward, soft_target_forward
 from megabatch.similarity.backends.triton.blocking import TILE, cdiv
 from megabatch.similarity.backends.triton.blocks import diagonal_in
 from megabatch.similarity.backends.triton.operands import Upstream, aligned, new_descriptor
@@ -51,8 +51,8 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         m, n = i.stop - i.start, j.stop - j.start
         pairs = self.pairs.view(i, j)
         row_tiles, col_tiles = cdiv(m, TILE), cdiv(n, TILE)
-        row_partials = self._empty(soft_targets.PARTS, col_tiles, m)
-        col_partials = self._empty(soft_targets.PARTS, row_tiles, n)
+        row_partials = self._empty(soft_target_forward.PARTS, col_tiles, m)
+        col_partials = self._empty(soft_target_forward.PARTS, row_tiles, n)
         flags = self.x.new_empty(row_tiles * col_tiles, dtype=torch.int32)
         diagonal, offset = diagonal_in(pairs, i, j), pairs.col_start - pairs.row_start
         own = self._empty(2, m)
@@ -60,7 +60,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
             own.fill_(-torch.inf)
         xd, yd = self._descriptors(self._bk)
         teacher_xd, teacher_yd = self._teacher_descriptors()
-        soft_targets.unmasked_forward.launch(
+        soft_target_forward.unmasked_forward.launch(
             row_tiles * col_tiles, x=xd, y=yd, scale=self.scale,
             teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
             row_partials=row_partials, col_partials=col_partials, flags=flags,
@@ -69,7 +69,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
             BM=TILE, BN=TILE, BK=self._bk, GROUP=GROUP, EVEN=m % TILE == 0 and n % TILE == 0,
             num_warps=WARPS, num_stages=self._stages[0],
         )  # fmt: skip
-        soft_targets.masked_forward.launch(
+        soft_target_forward.masked_forward.launch(
             cdiv(row_tiles * col_tiles, CHUNK), x=xd, y=yd, scale=self.scale,
             teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
             row_partials=row_partials, col_partials=col_partials, flags=flags,
@@ -81,7 +81,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         row_state, row_is_first, row_is_last = rows
         col_state, col_is_first, col_is_last = rows if cols is None else cols
         programs = row_tiles + (0 if cols is None else col_tiles)
-        soft_targets.combine_partials.launch(
+        soft_target_forward.combine_partials.launch(
             programs, row_partials=row_partials, row_state=row_state,
             row_state_stride=row_state.stride(0), row_is_first=int(row_is_first),
             row_is_last=int(row_is_last),
@@ -118,7 +118,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         xd, yd = self._descriptors(self._bk)
         teacher_xd, teacher_yd = self._teacher_descriptors()
         tiles, out = cdiv(m, TILE) * cdiv(n, TILE), new_descriptor(ds, TILE)
-        soft_targets.unmasked_backward.launch(
+        soft_target_backward.unmasked_backward.launch(
             tiles, x=xd, y=yd, ds=out, scale=self.scale,
             teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
             row_upstream=rows.packed, row_stride=rows.stride,
@@ -127,7 +127,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
             teacher_d=self.teacher.x.shape[1],
             BM=TILE, BN=TILE, BK=self._bk, GROUP=GROUP, num_warps=WARPS, num_stages=self._stages[1],
         )  # fmt: skip
-        soft_targets.masked_backward.launch(
+        soft_target_backward.masked_backward.launch(
             cdiv(tiles, CHUNK), x=xd, y=yd, ds=out, scale=self.scale,
             teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher.scale,
             row_upstream=rows.packed, row_stride=rows.stride,
