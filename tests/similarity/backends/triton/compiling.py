@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.backends.triton import paired, ranking, sigmoid
+from megabatch.similarity.backends.triton import paired, ranking, sigmoid, softmax_combine
 from megabatch.similarity.backends.triton import soft_target_backward as targets_backward
 from megabatch.similarity.backends.triton import soft_target_forward as targets_forward
 from megabatch.similarity.backends.triton import softmax_backward as backward
@@ -62,7 +62,7 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "clip": (forward.unmasked_tiles, "bf16", 4, CLIP | WHOLE | {"ROW_TILES": 8, "EVEN_N": True}),
     "clip, half": (forward.unmasked_tiles, "bf16", 4, CLIP | HALF | {"ROW_TILES": 8, "EVEN_N": 0}),
     "combine, half": (
-        forward.combine_partials,
+        softmax_combine.combine_partials,
         "bf16",
         8,
         TILE | SIDES | NO_GUIDE | COMBINE | HALF,
@@ -70,7 +70,7 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "clip, ds": (backward.unmasked_tiles, "bf16", 4, CLIP | WHOLE),
     "clip, ds, half": (backward.unmasked_tiles, "fp16", 4, CLIP | HALF),
     "clip, guided": (forward.unmasked_tiles, "bf16", 4, GUIDED | {"ROW_TILES": 8}),
-    "guided, combine": (forward.combine_partials, "bf16", 8, COMBINE | WHOLE | GUIDED),
+    "guided, combine": (softmax_combine.combine_partials, "bf16", 8, COMBINE | WHOLE | GUIDED),
     "clip, guided, ds": (backward.unmasked_tiles, "bf16", 4, GUIDED),
     "guided, masked ds": (backward.masked_tiles, "bf16", 8, GUIDED | MASKED_DS),
     "find": (ranking.ranks, "bf16", 4, TILE | ABSENT | FIND),
@@ -78,7 +78,7 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "count, ids": (ranking.ranks, "fp16", 8, TILE | COUNT | {"IDS": True}),
     "scores": (ranking.scores, "bf16", 8, TILE | ABSENT | SCORES | {"IDS": False}),
     "scores, ids": (ranking.scores, "fp16", 8, TILE | SCORES | {"IDS": True}),
-    "merge": (forward.merge_states, "bf16", 4, MERGE),
+    "merge": (softmax_combine.merge_states, "bf16", 4, MERGE),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "defer": (sigmoid.defer_grad, "fp16", 4, ROWS),

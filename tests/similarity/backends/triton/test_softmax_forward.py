@@ -10,7 +10,7 @@ import torch
 from megabatch.similarity.reductions import states
 
 pytest.importorskip("triton")
-from megabatch.similarity.backends.triton import softmax_forward
+from megabatch.similarity.backends.triton import softmax_combine
 
 # The logarithm of an empty sum is -inf by design; the interpreter's NumPy warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -42,8 +42,8 @@ def test_merged_states(sums: int, count: int, size: int) -> None:
 
     theirs = results(states.merge(in_base_e(given)))
     torch.testing.assert_close(
-        results(in_base_e(softmax_forward.merged(given))), theirs, rtol=1e-5, atol=1e-5
+        results(in_base_e(softmax_combine.merged(given))), theirs, rtol=1e-5, atol=1e-5
     )
     out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[: len(theirs)]
-    softmax_forward.merged_logsumexp(given, out)
+    softmax_combine.merged_logsumexp(given, out)
     torch.testing.assert_close(out.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Log-sum-exps of one device's matrix by Triton kernels, `softmax_forward` and `softmax_backward`.
+"""Log-sum-exps of one device's matrix, by the kernels of `softmax_forward` and its neighbours.
 
 States are laid out as `reductions.states` documents, with references in base 2.
 """
@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megabatch.similarity.backends.triton import softmax_backward, softmax_forward
+from megabatch.similarity.backends.triton import softmax_backward, softmax_combine, softmax_forward
 from megabatch.similarity.backends.triton.blocking import TILE, cdiv
 from megabatch.similarity.backends.triton.blocks import KernelTiles, diagonal_in
 from megabatch.similarity.backends.triton.configs import backward_config, forward_config
@@ -156,7 +156,7 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
         row_state, row_is_first, row_is_last = rows
         col_state, col_is_first, col_is_last = rows if cols is None else cols
         programs = cdiv(m, TILE) + (0 if cols is None else tiles)
-        softmax_forward.combine_partials.launch(
+        softmax_combine.combine_partials.launch(
             programs, x=xd, y=yd, scale=self.scale,
             row_sums=row_sums, references=references, row_partials=tiles, row_state=row_state,
             row_state_stride=row_state.stride(0), row_is_first=int(row_is_first),
@@ -177,11 +177,11 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
 
     def merge(self, parts: Tensor) -> Tensor:
         """See `reductions.base.StateTiles`."""
-        return softmax_forward.merged(parts)
+        return softmax_combine.merged(parts)
 
     def write_results(self, parts: Tensor, out: Tensor) -> None:
         """See `reductions.base.StateTiles`."""
-        softmax_forward.merged_logsumexp(parts, out)
+        softmax_combine.merged_logsumexp(parts, out)
 
     # --- backward ---------------------------------------------------------------------------
 
