@@ -90,7 +90,7 @@ def figure(records: list[dict[str, Any]], field: str, unit: float, label: str) -
             entries.setdefault(name, draw(axes, name, sorted(lines[name])))
         finish(axes, loss, field, sorted({b for points in lines.values() for b, _ in points}))
     panels[0].set_ylabel(label)
-    # Beside the panels, as inside it would cover points.
+    # The legend is beside the panels, as inside it would cover points.
     made.legend(entries.values(), entries.keys(), loc="outside right center", fontsize=9)
     return made
 
@@ -240,7 +240,7 @@ def simulation(records: list[dict[str, Any]]) -> plt.Figure:
     return made
 
 
-#: Of paper_tables.py: what was measured, contender, place of the batch -> label, colour, line.
+#: For paper_tables.py: (what was measured, contender, where the batch is) -> label, colour, line.
 PAPER = {
     ("step", "megabatch", "host"): ("megabatch, batch on the host", "#d62728", "-"),
     ("step", "megabatch", "device"): ("megabatch, batch on the GPU", "#ff9896", "-"),

@@ -51,7 +51,7 @@ from megabatch.models import create
 from megabatch.training.trainer import Trainer
 
 HELD_OUT = 500
-#: As torchrun has them.
+#: This process's rank and the number of ranks, as torchrun sets them.
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 #: (layers, width, heads) by name.
 SIZES = {"tiny": (1, 64, 4), "minilm": (6, 384, 12), "bert-base": (12, 768, 12)}
@@ -163,7 +163,7 @@ def random_bert(size: str, pairs: list[tuple[str, str]], folder: Path) -> Path:
 
 @dataclass
 class Trained:
-    """What a training left behind: step times, its mini-batches, losses and memory."""
+    """The results of a training: step times, mini-batches, losses and memory."""
 
     seconds: list[float]
     loops: list[float]

@@ -54,7 +54,7 @@ from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined
 
 CONTENDERS = ("dense", "tiled", "cached")
-#: What tells runs apart; runs that agree in all but the last three are compared.
+#: Fields that distinguish runs; runs that agree in all but the last three are compared.
 KEY = ("data", "precision", "settings", "b", "steps", "contender", "n_devices", "seed")
 FIGURES = ("image_to_text/recall@1", "image_to_text/recall@10", "text_to_image/recall@1",
            "text_to_image/recall@10")  # fmt: skip

@@ -16,7 +16,7 @@ from machinery.family import TILING
 from machinery.group import Group
 from single_gpu import beside, case
 
-#: In the workspaces, and in two sweeps.
+#: Contenders without the matrix: in each workspace, and in two sweeps.
 TILED = tuple(name for name in TILING.contenders if name != "dense-compiled")
 
 

@@ -1,1 +1,1 @@
-"""What fuzz.py draws, calls and compares."""
+"""The cases that fuzz.py draws, calls and compares."""

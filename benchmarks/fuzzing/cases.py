@@ -192,7 +192,7 @@ def _infonce_options(rng: random.Random, margin: float | None) -> Case:
 
 
 def _features(rng: random.Random, case: Case) -> Case:
-    """Of each matrix: rows on each rank, layout, whether it is frozen or is another one itself."""
+    """Each matrix's rows on each rank, layout, whether it is frozen or is another one itself."""
     name, options, rows = case["call"], case["options"], case["rows"]
     columns = case["columns"]
     sizes: dict[str, list[int]] = {"x": rows, "y": rows}
@@ -250,7 +250,7 @@ def width(case: Case, name: str) -> int:
 
 
 def leaf(case: Case, name: str, rank: int) -> Tensor:
-    """What the features `name` of a rank are a view of, float64, on the CPU."""
+    """The tensor of which a rank's features `name` are a view, float64, on the CPU."""
     made, d = case["features"][name], width(case, name)
     n = made["rows"][rank]
     layout = made["layout"]

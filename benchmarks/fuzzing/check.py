@@ -16,14 +16,14 @@ from fuzzing.cases import LOSSES, RANKING, Case, Given
 from fuzzing.dense import TRUTHS, plain, rounded
 from megabatch import similarity
 
-#: Of a tensor's largest number, in float64.
+#: Relative to a tensor's largest number, in float64.
 TOLERANCE = 1e-9
-#: Times the dense expression's own error, in a low precision.
+#: In a low precision: times the dense expression's own error.
 FACTOR = 4.0
 #: Thresholds nearer than this may be decided by a rounding.
 UNDECIDED = 1e-6
 
-#: By the name of an input and its rank; -1 where all ranks hold it alike.
+#: Gradients by the name of an input and its rank, -1 where all ranks hold it alike.
 Gradients = dict[tuple[str, int], Tensor]
 
 
@@ -41,7 +41,7 @@ class Side:
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def given(self, *, to_library: bool) -> Given:
-        """What the library is given, or the dense expression."""
+        """The inputs of the library, or of the dense expression."""
         case = self.case
         features: dict[str, Tensor] = {}
         for name, made in case["features"].items():
@@ -103,7 +103,7 @@ class Side:
         return made.to(self.wide) if made.is_floating_point() else made
 
     def gradients(self, outputs: list[Tensor]) -> Gradients:
-        """Of a number of all outputs with respect to all leaves; zeros where there is none."""
+        """Gradients of one number made of all outputs with respect to the leaves; zeros if none."""
         wanted = {key: leaf for key, leaf in self.leaves.items() if leaf.requires_grad}
         if self.case["call"] in RANKING or not wanted:
             return {}

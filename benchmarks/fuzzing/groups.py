@@ -27,7 +27,7 @@ FINE = ("", "undecided")
 
 
 def run(cases: list[Case], device: str) -> Iterator[tuple[Case, str]]:
-    """What came of each case: "", "undecided" or what went wrong; those of one rank first."""
+    """Each case's outcome: "", "undecided" or what went wrong; those of one rank first."""
     for world in sorted({case["ranks"] for case in cases}):
         mine = [case for case in cases if case["ranks"] == world]
         if world > 1:
@@ -100,7 +100,7 @@ def configure(device: str) -> None:
 
 
 def attempt(case: Case, rank: int, device: str) -> tuple[str, bool]:
-    """What came of a case on this rank, and whether the ranks can go on together."""
+    """A case's outcome on this rank, and whether the ranks can go on together."""
     changes: tuple[tuple[Any, str], ...] = (
         (similarity.set_workspace, "workspace"),
         (similarity.set_gather, "gather"),

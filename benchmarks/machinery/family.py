@@ -379,6 +379,6 @@ TILING = Loss(
     work=8,
 )
 
-# So that cases find them by name.
+# Cases find losses by name.
 LOSSES.update(FAMILY)
 LOSSES.update({loss.name: loss for loss in (SIGLIP, LOGSUMEXP, TILING)})

@@ -95,7 +95,7 @@ def _variation(results: Path, files: tuple[str, ...], n: int, b: int) -> float:
 
 
 def slowdown(results: Path) -> float:
-    """What a transfer beside a computation does not save, as a fraction of its own time.
+    """The part of a transfer that a computation beside it does not hide, as a fraction of its time.
 
     At 65,536 rows: the gathering of features beside own columns on four GPUs, and the gradients'
     transfer beside the completion of x's gradient on two.

@@ -19,7 +19,7 @@ from machinery.hosts import NAMES, Network
 
 #: Seconds that a rank has for an answer beyond the limit of its group.
 SPARE = 60.0
-#: Of rank 0's store, inside of its host.
+#: Port of rank 0's store, inside its host.
 _PORT = 29500
 _TIMEOUT = "TWO_HOSTS_TIMEOUT"
 

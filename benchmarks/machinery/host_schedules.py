@@ -66,7 +66,7 @@ SCHEDULES = {
     "NT-Xent, ring": Schedule(no_grid(lambda size: nullcontext()), loss="NT-Xent"),
     "NT-Xent, unequal shards": Schedule(loss="NT-Xent", uneven=True),
 }
-#: Those whose shape is told.
+#: Schedules whose grid's shape is reported.
 GRIDS = ("default", "grid of a mesh", "gathered")
 
 
@@ -81,7 +81,7 @@ def dense_nt_xent(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, torch.arange(len(both)).roll(len(x)))
 
 
-#: Of this library for a group, and as the dense expression.
+#: Losses of this library for a group, and as dense expressions.
 LOSSES: dict[str, tuple[Callable[[Any], Any], Callable[..., Tensor]]] = {
     "CLIP": (lambda group: megabatch.ClipLoss(group=group), dense.clip_loss),
     "NT-Xent": (nt_xent, dense_nt_xent),

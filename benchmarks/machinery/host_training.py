@@ -105,7 +105,7 @@ class Run:
         return list(self.folder.glob("checkpoints/step-*"))
 
     def losses(self) -> list[float]:
-        """Of the steps in the log."""
+        """Losses of the steps in the log."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-#: Of both hosts, by number. No other network has these, and nothing is routed between them and it.
+#: Addresses of the hosts. No other network has them, and nothing is routed to another network.
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NAMES = ("host-0", "host-1")
 #: A host's interface.

@@ -185,7 +185,7 @@ def gathering(results: Path) -> Iterator[Measured]:
 
 
 def _median(numbers: Any) -> float:
-    """Of lists of numbers of any depth."""
+    """The median of lists of numbers of any depth."""
     return float(np.median(np.concatenate([np.ravel(some) for some in numbers])))
 
 

@@ -28,7 +28,7 @@ LONG_PARTS = (32, 8, 2, 1)
 #: Learning rates differ by factors of two.
 FIRST_RATES = (1e-3, 2e-3, 4e-3)
 LOWEST_RATE, HIGHEST_RATE = 1e-3 / 2**5, 1e-3 * 2**6
-#: Of the runs that choose learning rates; the study's own seeds are 0, 1, ...
+#: Seed of the runs that choose learning rates; the study's own seeds are 0, 1, ...
 TUNING_SEED = 100
 #: A guess of what a run takes beside its steps: a new model, the evaluation.
 OVERHEAD_SECONDS = 3.0

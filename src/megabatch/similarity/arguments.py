@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-#: Those that int64 can hold.
+#: Integer types whose values int64 can hold.
 INTEGERS = (
     torch.int64,
     torch.int32,

@@ -21,7 +21,7 @@ from megabatch.benchmarking.report.tables import (
     value,
 )
 
-#: Of the simulation's sweep: numbers of GPUs, and rows of each.
+#: Numbers of GPUs in the simulation's sweep, and rows of each GPU.
 GPUS, ROWS = (8, 64, 1024, 4096), (1024, 8192, 32_768)
 
 

@@ -16,7 +16,7 @@ from megabatch.benchmarking.report.tables import (
     seconds,
 )
 
-#: By what was measured, contender and place of the batch.
+#: Names of the rows, by (what was measured, contender, where the batch is).
 LINES = {
     ("step", "megabatch", "host"): "megabatch, batch on the host",
     ("step", "megabatch", "device"): "megabatch, batch on the GPU",

@@ -20,7 +20,7 @@ class GridGroups(NamedTuple):
     cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
 
 
-#: By the setting and the number of columns; None: the group is no grid.
+#: Grids of a group by the setting and the number of columns; None: it is no grid.
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], GridGroups | None]] = (
     WeakKeyDictionary()
 )
