@@ -76,7 +76,7 @@ ENTRIES = (
     ),
     LossEntry(
         name="SigLipLoss",
-        purpose="the same, and you want a loss without a softmax over the batch",
+        purpose="image–text pairs, with a loss without a softmax over the batch",
         paper="Zhai et al. 2023",
         arxiv="2303.15343",
         option="siglip",
@@ -113,7 +113,7 @@ ENTRIES = (
     ),
     LossEntry(
         name="DCLLoss",
-        purpose="the same, and a batch of a few hundred",
+        purpose="the same, with a batch of a few hundred",
         paper="Yeh et al. 2021",
         arxiv="2110.06848",
         option="dcl",
@@ -130,19 +130,19 @@ ENTRIES = (
     ),
     LossEntry(
         name="SincereLoss",
-        purpose="the same, where positives should not compete with each other",
+        purpose="the same, if positives should not compete with each other",
         paper="Feeney and Hughes 2023",
         arxiv="2309.14277",
     ),
     LossEntry(
         name="MatryoshkaLoss",
-        purpose="features that should survive being cut short",
+        purpose="features that are to remain useful when truncated",
         paper="Kusupati et al. 2022",
         arxiv="2205.13147",
     ),
     LossEntry(
         name="MultiModalLoss",
-        purpose="three and more modalities, some missing",
+        purpose="three or more modalities, some missing",
         paper="Girdhar et al. 2023",
         arxiv="2305.05665",
     ),

@@ -105,7 +105,7 @@ def failures(files: Sequence[RecordFile]) -> Iterator[str]:
 
 def _event(record: Record) -> str:
     events = {
-        "late": "a rank makes no call",
+        "late": "a rank never makes its call",
         "host dies": "all processes of a host are killed",
         "host vanishes": "a host disappears silently",
         "link dies": "the link goes down silently",
@@ -138,14 +138,14 @@ SIMULATED = Section(
             "Simulated: CLIP's loss, and a training step of ViT-B/32",
             ("simulation",),
             simulated,
-            """Efficiency: the time of the computation alone over the time. Nodes of 8 H200s with 8
-            NICs of 400 Gbit/s, bfloat16, d = 768.""",
+            """Efficiency is the time of the computation alone as a share of the whole time. Nodes
+            of 8 H200s with 8 NICs of 400 Gbit/s, bfloat16, d = 768.""",
             (("simulation.png", "Simulated efficiency by schedule, rows and number of GPUs"),),
         ),
-        Part("The simulation beside measurements", ("simulation",), check),
+        Part("The simulation compared with measurements", ("simulation",), check),
     ),
-    text="""None of this was measured on more than four GPUs. `docs/simulation.md` has the model and
-    its limits.""",
+    text="""Nothing in this section was measured on more than four GPUs. `docs/simulation.md`
+    describes the model and its limits.""",
 )
 HOSTS = Section(
     "Two hosts",
@@ -154,13 +154,13 @@ HOSTS = Section(
             "Steps by schedule and speed of the link",
             ("two-hosts",),
             steps,
-            """CLIP's loss, or NT-Xent where it says so; 512 rows of 512 float32 numbers on each
+            """CLIP's loss, unless NT-Xent is named; 512 rows of 512 float32 numbers on each
             rank.""",
         ),
         Part("Failures", ("two-hosts", "two-hosts-training"), failures),
-        Part("Trainings over two hosts beside one", ("two-hosts-training",), trainings),
+        Part("Training over two hosts, compared with one", ("two-hosts-training",), trainings),
     ),
     text="""Two hosts emulated on one machine with two busy cores, two CPU ranks on each: the
-    figures show which schedule waits for the link, not what a cluster achieves. More in
-    `docs/two-hosts.md`.""",
+    figures show which schedule waits for the link, not what a cluster achieves. `docs/two-hosts.md`
+    has the details.""",
 )

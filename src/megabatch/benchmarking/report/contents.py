@@ -14,12 +14,12 @@ from megabatch.benchmarking.report import (
 )
 
 INTRODUCTION = """
-`megabatch bench report` wrote this page from records of measurements; do not edit it. Each table
-names its records, and each section ends with their commands, machines and dates.
+`megabatch bench report` generates this page from records of measurements; do not edit it by hand.
+Each table names its records, and each section ends with their commands, machines and dates.
 
 Every figure was measured, except where a line says *reported* (by others, not measured here),
 *computed*, *extrapolated* or *simulated*. Contenders such as OpenCLIP's loss are the published
-packages, run beside this library on the same inputs. A GiB has 2^30 bytes.
+packages, run together with this library on the same inputs. A GiB has 2^30 bytes.
 """
 
 SECTIONS = (

@@ -111,8 +111,8 @@ SECTION = Section(
             "One GPU, 65,536 pairs",
             ("single-gpu",),
             full_size,
-            """CLIP's loss in bfloat16. The largest relative error against float64 on the same
-            inputs: of any row of either gradient, of the loss, and of the scale's gradient.""",
+            """CLIP's loss in bfloat16: the largest relative error against float64 on the same
+            inputs, of any row of either gradient, of the loss, and of the scale's gradient.""",
         ),
         Part(
             "Other features and scales",
@@ -121,21 +121,21 @@ SECTION = Section(
             """The largest error of any row of the gradient, by dtype, kind of features and logit
             scale. "Dense in fp32" is a careful dense implementation, whose logits and softmax are
             in float32; "dense" rounds logits to the features' dtype. In float16, gradients of pairs
-            that are already learnt underflow in all of them.""",
+            that are already learnt underflow in all implementations.""",
         ),
         Part(
             "Several GPUs",
             ("scaling",),
             across_gpus,
-            "65,536 pairs on the most GPUs of the run, after the averaging that DDP does.",
+            "65,536 pairs on the largest number of GPUs in the run, after averaging as DDP does.",
         ),
         Part(
             "Whole trainings",
             ("openclip-trainer", "openclip-trainer-gpu", "retriever-100-steps*"),
             trainings,
             """Other libraries' trainers with their own loss and with this library's: the largest
-            relative difference of any step's loss and logit scale, and of the last weights relative
-            to the way that they moved.""",
+            relative difference of any step's loss and logit scale, and the difference of the final
+            weights relative to the distance that they moved.""",
         ),
     ),
     (Answer("Is it exact?", ("single-gpu",), largest_error),),

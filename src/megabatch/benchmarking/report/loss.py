@@ -228,7 +228,9 @@ def on_the_cpu(files: Sequence[RecordFile]) -> Iterator[str]:
             milliseconds(r["ms"]),
             share(r.get("fraction")),
             gib(r.get("extra_bytes") or r.get("peak_bytes_of_the_process")),
-            "the whole process" if "peak_bytes_of_the_process" in r else "beside inputs, gradients",
+            "the whole process"
+            if "peak_bytes_of_the_process" in r
+            else "besides inputs, gradients",
         )
         for file in files
         for r in file.measured
@@ -277,17 +279,17 @@ MEMORY = Section(
             "One GPU",
             ("single-gpu",),
             memory,
-            """The peak of a forward and backward pass beside inputs and returned gradients,
-            bfloat16, d = 768.""",
+            """The peak memory of a forward and backward pass, not counting inputs and returned
+            gradients; bfloat16, d = 768.""",
             (("single-gpu-memory.png", "Memory of the loss over the batch size"),),
         ),
         Part(
-            "Beside the paper's figures",
+            "Compared with the paper's figures",
             ("single-gpu", "scaling"),
             published.loss_memory,
             f"""Reported by {published.PAPER} for ViT-L/14 on 8 A800 80GB, in GB; measured here
-            beside inputs and returned gradients, d = 768. The numbers of GPUs differ: compare rows
-            of one kind. The paper's ratios of 78 and 281 compare with fitted curves, not with
+            without inputs and returned gradients, d = 768. The numbers of GPUs differ: compare rows
+            of one kind only. The paper's ratios of 78 and 281 refer to fitted curves, not to
             measurements.""",
         ),
     ),
@@ -297,12 +299,12 @@ SPEED = Section(
     "How fast is the loss on one GPU?",
     (
         Part(
-            "CLIP's and SigLIP's loss beside others",
+            "CLIP's and SigLIP's loss, compared with others",
             ("single-gpu",),
             time,
-            """Forward and backward, bfloat16, d = 768, called alone; and the share of the rate of
-            a large matrix product, counting the operations that no implementation avoids (8 b² d;
-            SigLIP's loss 6 b² d).""",
+            """The time of forward and backward, bfloat16, d = 768, called alone, and the share of
+            the rate of a large matrix product, counting the operations that no implementation can
+            avoid (8 b² d; 6 b² d for SigLIP's loss).""",
             (
                 ("single-gpu-time.png", "Time of the loss over the batch size"),
                 ("single-gpu-fraction.png", "Share of the product's rate over the batch size"),
@@ -312,8 +314,8 @@ SPEED = Section(
             "Small batches",
             ("single-gpu-small",),
             small,
-            """Below 16,384 pairs the host's launches take longer than the GPU's work, which matters
-            only if the GPU has no other work. "Captured": as CUDA graphs.""",
+            """Below 16,384 pairs launching the kernels takes longer than the GPU's work, which
+            matters only if the GPU has no other work. "Captured" means as CUDA graphs.""",
         ),
         Part("Other sizes, widths and dtypes", ("single-gpu", "single-gpu-4m"), other_cases),
         Part("Later runs", ("single-gpu-engine", "single-gpu-graph"), again),
@@ -321,15 +323,15 @@ SPEED = Section(
             "The time that tiling costs",
             ("tiling*",),
             tiling,
-            """CLIP's loss in bfloat16, by rows and columns of a block of the matrix. "Two sweeps"
-            computes each direction with a loss of its own.""",
+            """CLIP's loss in bfloat16, by the numbers of rows and columns in a block of the matrix.
+            "Two sweeps" computes each direction with a loss of its own.""",
         ),
         Part(
             "Both directions from one matrix",
             ("losses",),
             directions,
-            """CLIP's loss takes rows and columns from one sweep over the matrix; two losses of one
-            direction sweep twice.""",
+            """CLIP's loss computes both directions in one sweep over the matrix; two losses of one
+            direction need two sweeps.""",
         ),
         Part(
             "Other losses",

@@ -82,16 +82,17 @@ SECTION = Section(
             "Memory",
             ("paper-tables*",),
             memory,
-            """The peak on a GPU of a whole step, measured without kept activations at every size;
-            of the loss alone, beside its inputs and returned gradients.""",
+            """The peak memory of a GPU in a whole step, measured without kept activations at every
+            size, and of the loss alone, not counting its inputs and returned gradients.""",
             (("paper-tables*.png", "Peak memory over the batch size"),),
         ),
         Part(
             "Time",
             ("paper-tables*",),
             time,
-            """Where it is extrapolated, the towers ran on 6 micro-batches of each pass, and the
-            time of the others was added; the loss and all else was that of the whole batch.""",
+            """If a time is extrapolated, the towers ran on 6 micro-batches of each pass, and the
+            time of the others was added; the loss and everything else was computed for the whole
+            batch.""",
         ),
     ),
     (Answer("The largest measured step", ("paper-tables",), largest),),

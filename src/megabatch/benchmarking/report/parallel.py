@@ -165,7 +165,7 @@ def summary_largest(file: RecordFile) -> str:
     largest = max(found, key=lambda r: r["b"])
     return (
         f"{largest['b']:,} pairs, loss and gradients, on {largest['n_devices']} GPUs: "
-        f"{milliseconds(largest['ms'])}, {gib(largest['extra_bytes'])} of each"
+        f"{milliseconds(largest['ms'])}, {gib(largest['extra_bytes'])} on each"
     )
 
 
@@ -176,9 +176,9 @@ SECTION = Section(
             "The same batch on more GPUs",
             ("scaling",),
             strong,
-            """bfloat16, d = 768, GPUs of one host. The time, and the share of the ideal, which is
-            that of one GPU over the number of GPUs. At 16,384 pairs the host's launches take longer
-            than the GPUs' work.""",
+            """The time for bfloat16, d = 768, on GPUs of one host, and the share of the ideal,
+            which is the time of one GPU divided by the number of GPUs. At 16,384 pairs launching
+            the kernels takes longer than the GPUs' work.""",
             (("scaling.png", "Share of ideal and memory over the number of GPUs"),),
         ),
         Part("Large batches", ("scaling", "rounds-2gpu"), large),
@@ -186,20 +186,20 @@ SECTION = Section(
             "Overlap on and off",
             ("scaling", "turns-2gpu"),
             overlap,
-            """"No transfers" is the computation alone, the bound of any overlap. Contenders of
-            `scaling` ran one after another, and GPUs fluctuate by a per cent meanwhile; those of
-            `turns-2gpu` took turns.""",
+            """"No transfers" is the computation alone, the best that any overlap can reach.
+            Contenders in `scaling` ran one after another, during which the speed of GPUs fluctuates
+            by a per cent; those in `turns-2gpu` took turns.""",
         ),
         Part(
             "Grids, unequal shards, x against itself",
             ("grid",),
             grids,
-            """bfloat16, d = 768, in turns. `alone` is CLIP's loss on one GPU, `megabatch` the same
-            on all, `-columns` on a grid of so many columns of ranks. In `unequal` every second
-            rank has one row less; `unequal-gathered` is the schedule of that between hosts.
-            `nt-xent` has twice as many rows, compared with themselves.""",
+            """bfloat16, d = 768, measured in turns. `alone` is CLIP's loss on one GPU, `megabatch`
+            the same on all, and `-columns` on a grid with that many columns of ranks. In `unequal`
+            every second rank has one row less; `unequal-gathered` is the schedule for this between
+            hosts. `nt-xent` has twice as many rows, which are compared with themselves.""",
         ),
-        Part("Beside others", ("scaling",), peers),
+        Part("Compared with others", ("scaling",), peers),
         Part(
             "Other runs",
             (

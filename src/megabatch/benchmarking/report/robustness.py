@@ -101,9 +101,9 @@ SECTION = Section(
             "Random calls against dense expressions",
             ("fuzz-*",),
             random_calls,
-            """In float64 values and all gradients agree to 1e-9 of each tensor's largest number; in
-            lower precision the errors are at most four times the dense expression's own. Undecided:
-            a logit lies within 1e-6 of a margin.""",
+            """In float64, values and all gradients agree to 1e-9 of each tensor's largest number;
+            in lower precision the errors are at most four times those of the dense expression. A
+            call is undecided if a logit lies within 1e-6 of a margin.""",
         ),
         Part("Oldest and newest releases of all libraries", ("versions",), versions),
         Part("Repeated runs of the tests", ("test-runs",), repeated),
@@ -111,7 +111,7 @@ SECTION = Section(
             "Killed and resumed",
             ("kill-resume",),
             kills,
-            "By SIGKILL at random moments; compared with a training that nothing interrupted.",
+            "By SIGKILL at random moments, compared with a run that nothing interrupted.",
         ),
     ),
     (Answer("Random calls", ("fuzz-cpu", "fuzz-gpu"), summary),),

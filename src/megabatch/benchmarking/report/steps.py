@@ -220,7 +220,7 @@ def gradient_caching(files: Sequence[RecordFile]) -> Iterator[str]:
         for file in files
         for r in file.measured
     ]
-    yield from markdown(("", "a step", "peak memory beside the weights"), rows)
+    yield from markdown(("", "a step", "peak memory besides the weights"), rows)
 
 
 def million(files: Sequence[RecordFile]) -> Iterator[str]:
@@ -324,11 +324,11 @@ SECTION = Section(
     "How fast is a whole training step?",
     (
         Part(
-            "Beside OpenCLIP's loop",
+            "Compared with OpenCLIP's loop",
             ("throughput*",),
             beside_openclip,
             """The fastest measured configuration of each, and how many times as fast megabatch is.
-            All train the same model on the same pairs, which wait on the host.""",
+            All of them train the same model on the same pairs, which wait on the host.""",
         ),
         Part("Every measured step", ("throughput*",), every_step),
         Part("Parts of a step", ("throughput*",), parts),
@@ -342,18 +342,18 @@ SECTION = Section(
             "The first layers of images",
             ("patches*",),
             first_layers,
-            """bfloat16, forward and backward for the weights. `compiled` by torch.compile, as in
-            the trainer.""",
+            """bfloat16, forward and backward for the weights. `compiled` means by torch.compile, as
+            in the trainer.""",
         ),
         Part(
             "OpenCLIP's own trainer",
             ("openclip-trainer-gpu",),
             openclip_trainer,
-            """Its unmodified trainer with its data loading, by itself and with
+            """OpenCLIP's unmodified trainer with its data loading, by itself and with
             `megabatch.integrations.open_clip`.""",
         ),
         Part(
-            "Beside sentence-transformers",
+            "Compared with sentence-transformers",
             ("retriever", "retriever-trainer", "retriever-bert-base"),
             retrievers,
         ),
@@ -362,15 +362,15 @@ SECTION = Section(
             "A million pairs in a step",
             ("icons-1m",),
             million,
-            """Complete optimizer steps of small towers on one GPU, nothing extrapolated. The first
-            one compiles.""",
+            """Complete optimizer steps of small towers on one GPU, with nothing extrapolated. The
+            first step includes compilation.""",
         ),
         Part(
             "A million pairs of an open_clip model in a step",
             ("million*",),
             million_of_towers,
-            """Complete optimizer steps with the same batch, nothing extrapolated: icons, each drawn
-            in several places, sizes and colours. The first step compiles.""",
+            """Complete optimizer steps with the same batch, with nothing extrapolated: icons, each
+            drawn in several places, sizes and colours. The first step includes compilation.""",
         ),
         Part("Batches of images on the host", ("late-decoding",), late_decoding),
         Part("Images from JPEG shards", ("data-rate-*",), loader),
@@ -382,9 +382,9 @@ SECTION = Section(
         ),
     ),
     (
-        Answer("A training step beside OpenCLIP's loop", ("throughput",), summary),
+        Answer("A training step, compared with OpenCLIP's loop", ("throughput",), summary),
         Answer(
-            "A retriever's step beside sentence-transformers",
+            "A retriever's step, compared with sentence-transformers",
             ("retriever-bert-base", "retriever-trainer"),
             summary_retrievers,
         ),

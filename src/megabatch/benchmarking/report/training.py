@@ -152,17 +152,18 @@ ACCURACY = Section(
             "The same training with each loss",
             ("same-accuracy*",),
             same_accuracy,
-            """Means and standard deviations over seeds. A seed gives the same weights and batches
-            to all: the largest difference of a step's loss from the dense loss on one rank, beside
-            that of two seeds of the dense loss itself.""",
+            """Means and standard deviations over seeds. With one seed all runs have the same
+            weights and batches. The table gives the largest difference of a step's loss from the
+            dense loss on one rank and, for comparison, the largest difference between two seeds of
+            the dense loss itself.""",
             (("same-accuracy*.png", "The same training with each loss"),),
         ),
         Part(
             "By batch size",
             ("batch-study*",),
             batch_sizes,
-            """Means and standard deviations over seeds, in both directions. Where fewer pairs meet
-            than the batch has, the loss sees groups.""",
+            """Means and standard deviations over seeds, in both directions. If fewer pairs meet
+            than the batch has, the loss is the mean over groups of the batch.""",
             (("batch-study*.png", "Recall by batch size"),),
         ),
     ),
@@ -176,7 +177,7 @@ SECTION = Section(
             quickstart,
             "`make quickstart`: pictures of characters and their Unicode names, on two CPU cores.",
         ),
-        Part("The icons", ("icons",), icons, "Icon families that were held out, one GPU."),
+        Part("The icons", ("icons",), icons, "Held-out icon families, one GPU."),
         Part("The icons' learning rate", ("icons-rates",), rates),
     ),
 )
