@@ -55,7 +55,7 @@ class NTXentLoss(lightly.loss.NTXentLoss):
             A scalar in float32 (float64 for float64 projections).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         out0, out1 = _unit(out0, out1)
         group = _group(self.gather_distributed)
@@ -98,7 +98,7 @@ class DCLLoss(lightly.loss.DCLLoss):
             A scalar in float32 (float64 for float64 projections).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         out0, out1 = _unit(out0, out1)
         group = _group(self.gather_distributed)
@@ -140,7 +140,7 @@ class MACLLoss(lightly.loss.MACLLoss):
             A scalar in float32 (float64 for float64 projections).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         z0, z1 = _unit(z0, z1, ("z0", "z1"))
         alignment = paired(z0.detach(), z1.detach()).mean()
@@ -183,7 +183,7 @@ class DetConBLoss(lightly.loss.DetConBLoss):
             A scalar in float32 (float64 for float64 projections).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         group = _group(self.gather_distributed)
         preds = _regions(pred_view0, pred_view1, ("pred_view0", "pred_view1"))

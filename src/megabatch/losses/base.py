@@ -45,8 +45,8 @@ class TemperatureLoss(ContrastiveLoss):
     """A loss whose logits are similarities divided by a temperature.
 
     Args:
-        temperature: a positive number, or a tensor of shape () or (1,); an `nn.Parameter` is
-            learnt and becomes a parameter of this module, another tensor moves with the module.
+        temperature: a positive number, or a tensor of shape () or (1,). An `nn.Parameter` is learnt
+            and becomes a parameter of this module; any other tensor is moved with the module.
         normalize, group: see `ContrastiveLoss`.
     """
 

@@ -26,19 +26,21 @@ from megabatch.similarity.functions import split_of, stacks_and_count
 class ClipLoss(ContrastiveLoss):
     """Symmetric cross-entropy of each image against all texts and each text against all images.
 
-    Called as OpenCLIP's loss. Memory grows with b·d, not with b²; one sweep serves both directions.
+    Called like OpenCLIP's loss. Memory grows with b·d, not with b²; one sweep serves both
+    directions.
 
     Args:
         label_smoothing: from 0 to below 1; this share of each target is spread evenly over all
             columns, as `torch.nn.functional.cross_entropy` does.
-        duplicates: what pairs of equal `ids` are to each other. "positive": further positives, the
-            target spread evenly over them (Khosla et al. 2020, arXiv 2004.11362, L_out).
-            "ignored": left out of each other's negatives.
+        duplicates: how pairs with equal `ids` are treated. "positive": as additional positives,
+            with the target spread evenly over them (Khosla et al. 2020, arXiv 2004.11362, L_out).
+            "ignored": they are left out of each other's negatives.
         normalize: scale each row of the features to unit length first, as `F.normalize` does.
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Raises:
-        TypeError, ValueError: the message names the argument; "ignored" excludes label smoothing.
+        TypeError, ValueError: the message names the argument. Label smoothing cannot be combined
+            with duplicates="ignored".
     """
 
     settings = ("label_smoothing", "duplicates", *ContrastiveLoss.settings)
@@ -74,22 +76,22 @@ class ClipLoss(ContrastiveLoss):
         """The mean loss over the batch.
 
         Args:
-            image_features, text_features: (b, d), row i of one belongs to row i of the other;
-                under autocast in any dtypes that it casts.
+            image_features, text_features: (b, d), row i of one belongs to row i of the other; under
+                autocast in any dtypes that autocast casts.
             logit_scale: 1 / temperature, exponentiated already, as OpenCLIP's models give it.
-            logit_bias: accepted as OpenCLIP does; a bias common to all logits cancels in a
-                softmax, so it has no influence and its gradient is 0.
+            logit_bias: accepted for compatibility with OpenCLIP; a bias common to all logits
+                cancels in a softmax, so it has no effect and its gradient is 0.
             output_dict: return `{"contrastive_loss": loss}`.
             ids: (b,) integers below 2**62; equal ids mark pairs that share a caption or document. A
                 negative id is shared with no other pair.
-            weights: (b,) factors of the pairs' losses, data, not negative; the loss is their
-                weighted mean, 0 where all weights are 0.
+            weights: (b,) non-negative factors of the pairs' losses, without a gradient; the loss is
+                the weighted mean, or 0 if all weights are 0.
 
         Returns:
             A scalar in float32 (float64 for float64 features).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_pairs(image_features, text_features, ("image_features", "text_features"))
         x, y = self._operands(image_features, text_features)
@@ -125,11 +127,12 @@ class ClipLoss(ContrastiveLoss):
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _losses(self, side: Split) -> Tensor:
-        """One direction's loss of each pair, but for the smoothed target's part on all columns."""
+        """One direction's loss of each pair, without the smoothed target's part on all columns."""
         losses = cross_entropy(side)
         if self.label_smoothing:
-            # That share of the target moves from the positives to all columns alike. The columns'
-            # part, `_mean_logit`, is no part of the sweep: a second rounding, of this share.
+            # This share of the target moves from the positives to all columns equally. The columns'
+            # part, `_mean_logit`, is computed outside of the sweep, so this share is rounded once
+            # more.
             losses = losses + self.label_smoothing * side.positive_sum / side.positive_count
         return losses
 

@@ -15,23 +15,23 @@ from megabatch.similarity.functions import split_and_count
 class DCLLoss(TemperatureLoss):
     """NT-Xent without the positive in the softmax: `log sum e^negatives - positive`.
 
-    Without that coupling the gradient does not vanish as a pair is learnt, which helps small
-    batches. With more than two views the positive's logit is the mean over the others' of the same
-    instance.
+    Without the positive there, the gradient does not vanish as a pair is learnt, which helps with
+    small batches. With more than two views, the positive logit is the mean over the other views of
+    the same instance.
 
     Args:
         temperature: see `TemperatureLoss`.
-        sigma: weigh each positive logit with 2 - e^(c / sigma) / mean of e^(c / sigma), the paper's
-            negative von Mises-Fisher weights (DCLW): pairs of low similarity c count more. The mean
-            is over all pairs of all processes; no gradient flows into the weights. A positive
-            number, 0.5 in the paper, for two views; None: all weights are 1.
+        sigma: weight each positive logit by 2 - e^(c / sigma) / mean of e^(c / sigma), the paper's
+            negative von Mises-Fisher weights (DCLW), so that pairs of low similarity c count more.
+            The mean is over all pairs of all processes; no gradient flows into the weights. A
+            positive number (0.5 in the paper), for two views only; None: all weights are 1.
         normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
             take them as they are, and warn at the first eager call if their lengths are far from 1
-            (on a GPU at the second, since nothing waits for a look at them); False: do not warn.
+            (on a GPU at the second, to avoid a synchronisation). False: do not warn.
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came, what was expected.
+        TypeError, ValueError: the message names the argument, its value and what was expected.
     """
 
     settings = ("temperature", "sigma", *ContrastiveLoss.settings)
@@ -54,15 +54,15 @@ class DCLLoss(TemperatureLoss):
 
         Args:
             views: two or more of shape (b, d), row i of each belongs to instance i. All views of
-                all other instances are negatives, as published.
-            temperature: this call's, instead of the constructor's.
+                all other instances are negatives, as in the paper.
+            temperature: for this call, instead of the constructor's.
 
         Returns:
             A scalar in float32 (float64 for float64 features), negative for learnt pairs; 0 for
             a single instance, which has no negatives.
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_views(views)
         if self.sigma is not None and len(views) > 2:

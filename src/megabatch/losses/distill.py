@@ -13,7 +13,7 @@ from megabatch.similarity.functions import soft_targets_and_count
 
 
 class DistillClipLoss(ContrastiveLoss):
-    """CLIP's loss, and the cross-entropy of its logits against a teacher's. Called as OpenCLIP's.
+    """CLIP's loss, and the cross-entropy of its logits against a teacher's. Called like OpenCLIP's.
 
     A row's targets are the softmax of the teacher's logits; neither matrix is formed, and one sweep
     serves both losses and both directions.
@@ -39,11 +39,11 @@ class DistillClipLoss(ContrastiveLoss):
         dist_logit_scale: float | Tensor,
         output_dict: bool = False,
     ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
-        """Both mean losses over the batch; OpenCLIP's trainer adds them up.
+        """Both losses, averaged over the batch; OpenCLIP's trainer adds them up.
 
         Args:
             image_features, text_features: (b, d), row i of one belongs to row i of the other; under
-                autocast in any dtypes that it casts.
+                autocast in any dtypes that autocast casts.
             logit_scale: 1 / temperature, exponentiated already, as OpenCLIP's models give it.
             dist_image_features, dist_text_features: (b, d'), the teacher's, of any width; in the
                 student's dtype. They get no gradient, and neither does their scale.
@@ -54,7 +54,7 @@ class DistillClipLoss(ContrastiveLoss):
             `(contrastive_loss, distill_loss)`, scalars in float32 (float64 for float64 features).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         names = ("image_features", "text_features")
         teacher_names = ("dist_image_features", "dist_text_features")

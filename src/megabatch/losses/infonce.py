@@ -38,48 +38,52 @@ HardnessMode: TypeAlias = Literal["in_batch_negatives", "hard_negatives", "all_n
 
 
 class InfoNCELoss(TemperatureLoss):
-    """Each query against its own positive and, as negatives, all other queries' positives.
+    """Each query against its own positive, with all other queries' positives as negatives.
 
-    Further negatives join the same softmax: shared ones, each query's own, a queue, the other rows
-    of the same tower. With `margin=0.1` and `same_tower=("query", "positive")` this is the loss of
+    Other negatives can join the same softmax: shared ones, each query's own, a queue, and the other
+    rows of the same tower. With `margin=0.1` and `same_tower=("query", "positive")` this is the
+    loss of
     Qwen3-Embedding (arXiv 2506.05176); with `margin=0.0`, the same towers and the features of a
     guide model, GISTEmbed's (arXiv 2402.16829).
 
     Args:
         temperature: see `TemperatureLoss`.
-        margin: negatives more similar to their row than its query is to its positive, by more than
-            this, are taken for false ones and left out; in units of <query, positive>, before the
-            temperature. A negative number leaves out close ones too. None: all are kept. A negative
-            that exceeds this limit by rounding alone, as a copy of the positive may, is kept.
-        margin_strategy: "absolute", or "relative": the margin is a share of the absolute similarity
-            of query and positive.
-        same_tower: of "query" and "positive": whose other rows become negatives too, queries of a
-            query, positives of its positive (Li et al. 2023, arXiv 2308.03281).
-        reverse: None, the loss has one direction. "joint": the softmax of a query also has the
-            logits of all queries with its positive, so that the pair itself counts twice, as
-            published; with both names in `same_tower` this is the loss of GTE (Li et al. 2023).
+        margin: a negative counts as false and is left out if its similarity exceeds that of query
+            and positive by more than this margin, in units of <query, positive>, before the
+            temperature. With a negative margin slightly less similar ones are left out too. None:
+            all are kept. A negative that exceeds the limit only by rounding, as a copy of the
+            positive may, is kept.
+        margin_strategy: "absolute", or "relative": the margin is a fraction of the absolute
+            similarity of query and positive.
+        same_tower: any of "query" and "positive". With "query", a query is also compared with all
+            other queries; with "positive", its positive with all other positives (Li et al. 2023,
+            arXiv 2308.03281).
+        reverse: None: the loss has one direction. "joint": the softmax of a query also contains the
+            logits of all queries with its positive, so that the pair itself counts twice, as in the
+            paper; with both names in `same_tower` this is the loss of GTE (Li et al. 2023).
             "separate": those logits have a softmax of their own, and the loss of a pair is the mean
-            of the two. It goes with no `same_tower`.
-        share_negatives: each query's own negatives (b, k, d) are negatives of all other queries
-            too, and with "positive" in `same_tower` of their positives.
+            of the two; this excludes `same_tower`.
+        share_negatives: use each query's own negatives (b, k, d) as negatives of all other queries
+            too and, with "positive" in `same_tower`, of their positives.
         hardness_mode: which negatives of a query are weighted by their similarity, as in
-            sentence-transformers. "in_batch_negatives": all that are not its own (Lan et al. 2025,
-            arXiv 2503.04812). "hard_negatives": its own (b, k, d) (Schechter Vera et al. 2025,
-            arXiv 2509.20354). "all_negatives": both. Those of `same_tower` and `reverse` never are.
-        hardness_strength: a in the weight e^(a c) of a negative of similarity c, which gets no
-            gradient; not negative. The papers take 9 and 5.
+            sentence-transformers. "in_batch_negatives": all except its own (Lan et al. 2025, arXiv
+            2503.04812). "hard_negatives": its own (b, k, d) (Schechter Vera et al. 2025, arXiv
+            2509.20354). "all_negatives": both. Those of `same_tower` and `reverse` are never
+            weighted.
+        hardness_strength: the non-negative a in the weight e^(a c) of a negative of similarity c;
+            no gradient flows through the weight. The papers use 9 and 5.
         label_smoothing: from 0 to below 1; this share of each target is spread evenly over all
             candidates of the softmax, the positive and all negatives.
-        tau_plus: probability that a negative is a false one; 0 to below 1. The sum over negatives
-            is corrected for it, see `NTXentLoss`; for features of unit length. Neither this nor
-            label smoothing goes with the other or with `margin`, `same_tower`, `reverse`,
-            `hardness_mode` or `ids`, with which candidates differ in number or in meaning.
-        normalize: scale each row of all features, negatives and queue included, to unit length
+        tau_plus: the probability that a negative is a false one, from 0 to below 1. The sum over
+            negatives is corrected for it (see `NTXentLoss`), for features of unit length. This and
+            label smoothing cannot be combined with each other, nor with `margin`, `same_tower`,
+            `reverse`, `hardness_mode` or `ids`, with which candidates differ in number or meaning.
+        normalize: scale each row of all features, including negatives and queue, to unit length
             first, as `F.normalize` does.
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came, what was expected.
+        TypeError, ValueError: the message names the argument, its value and what was expected.
     """
 
     settings = (
@@ -161,26 +165,26 @@ class InfoNCELoss(TemperatureLoss):
 
         Args:
             query, positive: (b, d), row i of one belongs to row i of the other.
-            negatives: (k, d), negatives of every query, of all processes; or (b, k, d), k of each
-                query's own. The latter cost O(b·k) beside themselves, unless they are shared.
-            queue: (q, d), negatives that every process holds alike, such as MoCo's memory (He et
-                al. 2019, arXiv 1911.05722); no gradient flows into it.
+            negatives: (k, d), negatives of every query of all processes; or (b, k, d), k for each
+                query alone. Unless they are shared, the latter take O(b·k) additional memory.
+            queue: (q, d), negatives that are the same on every process, such as MoCo's memory (He
+                et al. 2019, arXiv 1911.05722); no gradient flows into it.
             ids: (b,) integers below 2**62; pairs of equal ids (the same document) are left out of
                 each other's negatives. A negative id is shared with no other pair.
-            weights: (b,) factors of the queries' losses, data, not negative; the loss is their
-                weighted mean, 0 where all weights are 0.
-            temperature: this call's, instead of the constructor's.
+            weights: (b,) non-negative factors of the queries' losses, without a gradient; the loss
+                is the weighted mean, or 0 if all weights are 0.
+            temperature: for this call, instead of the constructor's.
             guide_query, guide_positive, guide_negatives, guide_queue: another model's features of
-                the same rows, of any width d', for all that are given or for none. The margin then
-                holds for their similarities instead of the trained ones'. In any floating dtype,
-                float64 exactly if `query` is; autocast does not cast them; no gradient flows into
-                them.
+                the same rows, of any width d', for all inputs that are given or for none. The
+                margin then applies to their similarities instead of the trained model's. Any
+                floating-point dtype, but float64 if and only if `query` is; autocast does not cast
+                them; no gradient flows into them.
 
         Returns:
             A scalar in float32 (float64 for float64 features).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_pairs(query, positive, ("query", "positive"))
         if ids is not None and (self.label_smoothing or self.tau_plus):
@@ -229,7 +233,7 @@ class InfoNCELoss(TemperatureLoss):
 
         parts = self._same_tower(plain, query, positive, own, ids)
         if own is not None and self.share_negatives and in_batch is hard:
-            # All of them count alike: it does not matter whose they are.
+            # They all count equally, so it does not matter whose they are.
             shared, own = own.flat(), None
         apart = shared if ids is not None else None  # from the sweep of the positives
         parts += self._further(in_batch, hard, query, apart, own, queue)
@@ -266,13 +270,13 @@ class InfoNCELoss(TemperatureLoss):
             negative = debiased(positive, negative, scale, count, self.tau_plus)
         losses = minus_log_probability(positive, negative)
         if self.label_smoothing:
-            # That share of the target moves from the positive to all candidates alike.
+            # This share of the target moves from the positive to all candidates equally.
             mean = scale * candidates.mean_product(query, self.group)
             losses = losses + self.label_smoothing * (positive - mean)
         return losses
 
     def _both_directions(self, rows: Split, back: Split) -> Tensor:
-        """Losses of the pairs, (b,); `back`: of the documents against all queries."""
+        """Losses of the pairs, (b,). `back`: the split of the documents against all queries."""
         if self.reverse == "separate":
             losses = minus_log_probability(rows.positive_sum, rows.negative)
             return (losses + minus_log_probability(back.positive_sum, back.negative)) / 2

@@ -18,17 +18,17 @@ from megabatch.similarity.arguments import check_dense
 class MatryoshkaLoss(nn.Module):
     """The weighted sum of one loss over prefixes of the features: their first `dims` numbers.
 
-    Models trained with it give features that can be truncated.
+    The features of a model trained with it can be truncated.
 
     Args:
         loss: any loss of features, such as those of this library.
         dims: widths of the prefixes, each from 1 to the features' width.
-        weights: a number for each of `dims`, not negative; 1 each by default.
+        weights: a non-negative number for each of `dims`; 1 each by default.
         normalize: scale each prefix to unit length, since a prefix of a unit vector is shorter.
-            False hands them to the loss as they are, which may normalise them itself.
+            False passes the prefixes to the loss as they are; the loss may normalise them itself.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came, what was expected.
+        TypeError, ValueError: the message names the argument, its value and what was expected.
     """
 
     def __init__(
@@ -58,13 +58,14 @@ class MatryoshkaLoss(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The weighted sum of `loss(*args, **kwargs)` over the prefixes.
 
-        Features are cut along their last dimension: all floating-point tensors of two or more
-        dimensions among the arguments, and in mappings among them. Everything else (scales, ids,
-        labels, weights, masks) reaches the loss as it is, and so do the features of a teacher or a
-        guide. If the loss returns a tuple or a mapping of losses, the result is one of their sums.
+        All floating-point tensors with two or more dimensions among the arguments, and in mappings
+        among them, are features, which are truncated along their last dimension. Everything else
+        (scales, ids, labels, weights, masks) reaches the loss as it is, and so do the features of a
+        teacher or a guide. If the loss returns a tuple or a mapping of losses, the result is a
+        tuple or mapping of their sums.
 
         Raises:
-            ValueError: features narrower than the largest of `dims`, or none at all.
+            ValueError: features are narrower than the largest of `dims`, or there are none.
         """
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs)

@@ -21,19 +21,19 @@ class MultiModalLoss(ContrastiveLoss):
     """The weighted sum of a two-sided loss over chosen pairs of modalities.
 
     A sample that lacks one modality of a pair takes no part in that pair, neither as an anchor nor
-    as a negative; a pair that no sample has counts 0.
+    as a negative; a pair that no sample has counts as 0.
 
     Args:
-        pairs: names of the modalities to compare with each other.
-        weights: a number for each pair, not negative; 1 each by default.
+        pairs: pairs of names of the modalities to compare with each other.
+        weights: a non-negative number for each pair; 1 each by default.
         loss: for each pair called as `loss(x, y, logit_scale, logit_bias, weights=ones)`:
             `ClipLoss` (the default) or `SigLipLoss`. It gets weights of 1 because a weighted mean
-            over no rows is 0, where an unweighted one is an error.
+            over no rows is 0, whereas an unweighted one is an error.
         normalize: scale each row of each modality to unit length first, as `F.normalize` does.
-        group: of the default loss; a loss of your own has its own.
+        group: the group of the default loss; a loss that you pass has its own.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came, what was expected.
+        TypeError, ValueError: the message names the argument, its value and what was expected.
     """
 
     settings = ("pairs", "weights", "loss", *ContrastiveLoss.settings)
@@ -67,22 +67,22 @@ class MultiModalLoss(ContrastiveLoss):
         """The weighted sum over pairs.
 
         Args:
-            features: for each modality (b, d), row i of each belongs to sample i; None where no
-                sample has it. Where samples of some processes have it, the others give a tensor,
-                masked by `present`: all must agree on what needs a gradient. A modality that no
+            features: (b, d) for each modality, row i of each belongs to sample i; None if no sample
+                has the modality. If samples of some processes have it, the others pass a tensor
+                masked by `present`, as all must agree on what needs a gradient. A modality that no
                 pair names is not used, and its gradient is 0.
             logit_scale: 1 / temperature, exponentiated already: one for all pairs, or a mapping
                 with one for each.
             logit_bias: likewise.
-            present: for some modalities a bool tensor (b,), False where a sample lacks it; the
-                values of that row of the features, NaN too, are ignored. Selecting rows waits for
-                the masks' device; masks on the CPU spare a GPU that wait.
+            present: for some modalities a bool tensor (b,), False if a sample lacks the modality;
+                the values of that row of the features, even NaN, are ignored. Selecting rows
+                synchronises with the masks' device; masks on the CPU avoid this for a GPU.
 
         Returns:
             A scalar in float32 (float64 for float64 features).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         present = {} if present is None else present
         like = self._check(features, present)

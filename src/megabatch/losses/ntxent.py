@@ -16,23 +16,23 @@ from megabatch.similarity.functions import split_and_count
 class NTXentLoss(TemperatureLoss):
     """Cross-entropy of each view against all other views of all instances.
 
-    With more than two views the mean over all ordered pairs of views of one instance, each against
-    a softmax over everything but the anchor itself. The matrix is symmetric, so half of it is
+    With more than two views, the mean over all ordered pairs of views of one instance, each against
+    a softmax over everything but the anchor itself. The matrix is symmetric, so only half of it is
     computed.
 
     Args:
         temperature: see `TemperatureLoss`.
-        tau_plus: probability that a negative is a false one, of the anchor's own kind; 0 to below
-            1. The sum over negatives is corrected for it (Chuang et al. 2020, arXiv 2007.00224):
-            max((Σ e^negative - N tau_plus e^positive) / (1 - tau_plus), N e^(-1 / temperature)), N
-            their number. For two views of unit length; 0: no correction.
+        tau_plus: the probability that a negative is a false one, which belongs to the anchor's own
+            class; from 0 to below 1. The sum over the N negatives is corrected for it (Chuang et
+            al. 2020, arXiv 2007.00224): max((Σ e^negative - N tau_plus e^positive) / (1 -
+            tau_plus), N e^(-1 / temperature)). For two views of unit length; 0: no correction.
         normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
             take them as they are, and warn at the first eager call if their lengths are far from 1
-            (on a GPU at the second, since nothing waits for a look at them); False: do not warn.
+            (on a GPU at the second, to avoid a synchronisation). False: do not warn.
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came, what was expected.
+        TypeError, ValueError: the message names the argument, its value and what was expected.
     """
 
     settings = ("temperature", "tau_plus", *ContrastiveLoss.settings)
@@ -53,13 +53,13 @@ class NTXentLoss(TemperatureLoss):
 
         Args:
             views: two or more of shape (b, d), row i of each belongs to instance i.
-            temperature: this call's, instead of the constructor's.
+            temperature: for this call, instead of the constructor's.
 
         Returns:
             A scalar in float32 (float64 for float64 features); 0 for one instance of two views.
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_views(views)
         if self.tau_plus and len(views) > 2:

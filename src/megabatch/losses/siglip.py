@@ -15,11 +15,11 @@ from megabatch.similarity.distributed.means import share_of_mean
 
 
 class SigLipLoss(ContrastiveLoss):
-    """A binary decision for each image and text: do they belong together? Called as OpenCLIP's.
+    """A binary decision for each image and text: do they belong together? Called like OpenCLIP's.
 
-    The sum over all b² pairs of -log sigmoid(z * logit), z = +1 for a pair's own and -1 for all
-    others, divided by b as published. Loss and gradients come from one sweep. With a teacher's
-    features the labels are soft: its probabilities sigmoid(logit) in place of 1 and 0.
+    The sum over all b² pairs of -log sigmoid(z * logit), where z = +1 for matching pairs and -1 for
+    all others, divided by b as in the paper. One sweep gives the loss and its gradients. With a
+    teacher's features the labels are soft: its probabilities sigmoid(logit) instead of 1 and 0.
 
     Args:
         normalize: scale each row of the features to unit length first, as `F.normalize` does.
@@ -50,25 +50,27 @@ class SigLipLoss(ContrastiveLoss):
         """The mean over images of their summed losses with all texts.
 
         Args:
-            image_features, text_features: (b, d), row i of one belongs to row i of the other;
-                under autocast in any dtypes that it casts.
+            image_features, text_features: (b, d), row i of one belongs to row i of the other; under
+                autocast in any dtypes that autocast casts.
             logit_scale: exponentiated already, as OpenCLIP's models give it.
-            logit_bias: added to all logits; the paper starts it at -10. None: no bias, as 0.
+            logit_bias: added to all logits; the paper starts at -10. None: no bias, the same as 0.
             output_dict: return `{"contrastive_loss": loss}`.
             ids: (b,) integers below 2**62; pairs of equal ids are positives of each other. A
                 negative id is shared with no other pair.
-            weights: (b,) factors, not negative, of each image's sum over texts; data, without a
-                gradient. The loss is the weighted mean, 0 where all weights are 0.
-            dist_image_features, dist_text_features: (b, d'), a teacher's, of any width, for soft
-                labels; without `ids`. In any floating dtype, float64 exactly if the student's are;
-                autocast does not cast them. They get no gradient, and neither do its numbers.
-            dist_logit_scale, dist_logit_bias: the teacher's; None: no bias, as 0.
+            weights: (b,) non-negative factors of each image's sum over texts, without a gradient.
+                The loss is the weighted mean, or 0 if all weights are 0.
+            dist_image_features, dist_text_features: (b, d'), a teacher's features of any width, for
+                soft labels; they exclude `ids`. Any floating-point dtype, but float64 if and only
+                if the student's features are; autocast does not cast them. They get no gradient,
+                and neither do the teacher's scale and bias.
+            dist_logit_scale, dist_logit_bias: the teacher's scale and bias; None: no bias, the same
+                as 0.
 
         Returns:
             A scalar in float32 (float64 for float64 features).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_pairs(image_features, text_features, ("image_features", "text_features"))
         x, y = self._operands(image_features, text_features)

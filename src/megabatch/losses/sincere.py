@@ -16,21 +16,22 @@ from megabatch.similarity.positives import positive_softplus
 
 
 class SincereLoss(TemperatureLoss):
-    """NT-Xent with labels: each positive against all negatives, and against no other positive.
+    """NT-Xent with labels: each positive against all negatives, but against no other positive.
 
     In `SupConLoss` the positives of an anchor share one softmax, where they compete: one that is
     learnt pushes the others away. Here each has a softmax of its own.
 
     Args:
         temperature: see `TemperatureLoss`.
-        average: "anchors", as published: the mean over anchors of the mean over their positives;
-            or "pairs", as pytorch-metric-learning's NTXentLoss: the mean over all positive pairs,
-            in which large classes count more.
+        average: "anchors", as in the paper: the mean over anchors of the mean over their positives;
+            or "pairs", as in pytorch-metric-learning's NTXentLoss: the mean over all positive
+            pairs, in which large classes count more.
         normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
             take them as they are, and warn at the first eager call if their lengths are far from 1
-            (on a GPU at the second, since nothing waits for a look at them); False: do not warn.
+            (on a GPU at the second, to avoid a synchronisation). False: do not warn.
         group: processes that share one batch: None, "local", a process group or a DeviceMesh. In a
-            group each holds the features of all processes for the time of the positives' products.
+            group, each process holds the features of all processes while the positives' products
+            are computed.
     """
 
     settings = ("temperature", "average", *ContrastiveLoss.settings)
@@ -64,13 +65,13 @@ class SincereLoss(TemperatureLoss):
                 negative only.
             references: (m, d); anchors are compared with these instead of with each other.
             reference_labels: (m,) integers.
-            temperature: this call's, instead of the constructor's.
+            temperature: for this call, instead of the constructor's.
 
         Returns:
-            A scalar in float32 (float64 for float64 features); 0 where no anchor has a positive.
+            A scalar in float32 (float64 for float64 features); 0 if no anchor has a positive.
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         ids = check_labelled(embeddings, labels, references, reference_labels)
         self._look_at_lengths(embeddings)

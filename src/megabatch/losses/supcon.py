@@ -22,18 +22,18 @@ from megabatch.similarity.distributed.means import global_mean
 class SupConLoss(TemperatureLoss):
     """Each anchor against all other rows, of which those of its label are its positives.
 
-    The loss is the mean over the anchors that have a positive; where none has, it is 0 with zero
-    gradients. The paper's sum over anchors, or its released code's factor
-    temperature / base_temperature, are constant factors beside this.
+    The loss is the mean over the anchors that have a positive; if none has, it is 0 with zero
+    gradients. The paper's sum over anchors, and the factor temperature / base_temperature of its
+    released code, differ from this by constant factors.
 
     Args:
         temperature: see `TemperatureLoss`.
         form: "out", the paper's L_out: the mean over positives of -log p; or "in", its L_in: -log
-            of the mean over positives of p, which one close positive suffices to satisfy. The
-            paper finds "out" better.
+            of the mean over positives of p, for which one close positive is enough. The paper finds
+            "out" better.
         normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
             take them as they are, and warn at the first eager call if their lengths are far from 1
-            (on a GPU at the second, since nothing waits for a look at them); False: do not warn.
+            (on a GPU at the second, to avoid a synchronisation). False: do not warn.
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
     """
 
@@ -68,13 +68,13 @@ class SupConLoss(TemperatureLoss):
                 negative only.
             references: (m, d); anchors are compared with these instead of with each other.
             reference_labels: (m,) integers.
-            temperature: this call's, instead of the constructor's.
+            temperature: for this call, instead of the constructor's.
 
         Returns:
             A scalar in float32 (float64 for float64 features).
 
         Raises:
-            TypeError, ValueError: the message names the argument, what came, what was expected.
+            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         ids = check_labelled(embeddings, labels, references, reference_labels)
         self._look_at_lengths(embeddings)

@@ -1,4 +1,4 @@
-"""Checks of a caller's arguments: errors name the argument, what came, what was expected."""
+"""Checks of a caller's arguments: errors name the argument, its value and what was expected."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def logsumexp(
         with `sides="rows"`. A side without any pair is -inf and has zero gradient.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came and what was expected, or
+        TypeError, ValueError: the message names the argument, its value and what was expected, or
             what each process had where they disagree.
         CommunicationError: another process is gone or did not come in time.
     """
@@ -222,7 +222,7 @@ def softplus_sum(
         A scalar in float32 (float64 for float64 features).
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came and what was expected, or
+        TypeError, ValueError: the message names the argument, its value and what was expected, or
             what each process had where they disagree.
         CommunicationError: another process is gone or did not come in time.
     """

@@ -26,7 +26,7 @@ def paired(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
         x, y: (m, d), same dtype and device. scale: a number or a tensor of shape () or (1,).
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came and what was expected.
+        TypeError, ValueError: the message names the argument, its value and what was expected.
     """
     check_two(x, y)
     check_same_rows(x, y)

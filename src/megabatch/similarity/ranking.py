@@ -52,7 +52,7 @@ def ranks(
         row's target scores NaN, every column counts as above.
 
     Raises:
-        TypeError, ValueError: the message names the argument, what came and what was expected.
+        TypeError, ValueError: the message names the argument, its value and what was expected.
         IndexError: a target is out of range, on any process.
         CommunicationError: another process is gone or did not come in time.
     """
