@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megabatch.losses import (
         ClipLoss,
         DCLLoss,
+        DistillClipLoss,
         InfoNCELoss,
         MatryoshkaLoss,
         MultiModalLoss,

@@ -11,7 +11,8 @@ class UsageError(Exception):
 
 
 class CommunicationError(RuntimeError):
-    """Another process of the group is gone or did not come in time; names the operation."""
+    """Another process of the group is gone, or did not make its call in time; names the
+    operation."""
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ class Pair:
     In a pair of texts `image` is the first text, such as the query to a passage.
     `id`, 0 <= id < 2**62: pairs with equal ids are not negatives of each other. None: pairs with
     equal captions are not.
-    `negatives`: texts that are no right answer to it, hard ones, if the source has any.
+    `negatives`: hard negatives, texts that look right but are not, if the source has any.
     """
 
     image: Image.Image | str

@@ -1,6 +1,6 @@
 """Retrieval and zero-shot evaluation, of features or of a whole run.
 
-`retrieval_metrics` needs torch alone; `evaluate_run` needs the trainer's libraries
+`retrieval_metrics` needs only torch; `evaluate_run` needs the trainer's libraries
 (`megabatch[train]`).
 """
 

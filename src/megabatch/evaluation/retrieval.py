@@ -46,11 +46,11 @@ def retrieval_metrics(
     """Recall@k and median rank of the inner products `x @ y.T`, in both directions.
 
     Args:
-        x: features (m, d), any floating dtype, compared as they are: nothing is normalised.
+        x: features (m, d), any floating-point dtype, compared as they are, without normalisation.
         y: features (n, d), of the same dtype and device.
         x_ids, y_ids: int64 (m,) and (n,), both or neither. All columns whose id equals the row's
-            are right answers, and the best-ranked of them counts. Negative ids equal nothing.
-            Without ids row i belongs to column i, and m must equal n.
+            are right answers, and the best-ranked of them counts. A negative id equals no other id.
+            Without ids, row i belongs to column i, and m must equal n.
         ks: the k of recall@k, each at least 1. If k exceeds the number of columns, recall@k is 1.
         group: as in `megabatch.similarity.ranks`. Each rank passes any number of rows of its own;
             they are gathered, the ranks share the queries, and each returns the figures of all
@@ -58,8 +58,8 @@ def retrieval_metrics(
 
     Returns:
         For `x_to_y` and `y_to_x` each: `x_to_y/recall@k` (a fraction), `x_to_y/median_rank`
-        (1 is best; mid-ranks for ties) and `x_to_y/queries`, the number of rows that
-        have a right answer at all: the others are left out of the figures.
+        (1 is best; mid-ranks for ties) and `x_to_y/queries`, the number of rows that have a right
+        answer at all; the others are left out of the figures.
 
     Raises:
         TypeError, ValueError: arguments have wrong types, shapes or lengths; features are not

@@ -1,4 +1,4 @@
-"""Evaluate a run or a model: figures, beside chance and baselines, and a report."""
+"""Evaluate a run or a model: figures, compared with chance and baselines, and a report."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate; the first rank writes figures and a report to the output folder.
 
-    `evaluation.json` has the figures; `report.json` the examples and distributions that the report
-    shows beside them, so that `megabatch report` can make `report.html` again at any time.
+    `evaluation.json` contains the figures; `report.json` contains the examples and distributions
+    that the report shows in addition, so that `megabatch report` can write `report.html` again at
+    any time.
 
     `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run that
     was trained on the built-in glyphs is evaluated as with `val_data="glyphs"` (held-out faces
@@ -93,8 +94,8 @@ def evaluate(
         group: ranks that share the work and must all call this: None for the default group if
             torch.distributed is initialised, a process group, or "local" for this process alone.
             The figures are the same on all ranks, and the same as with one process.
-        report: called with the progress of this process, in words.
-        announce: called before the evaluation begins with its description, line by line.
+        report: called with messages about the progress of this process.
+        announce: called before the evaluation begins, with each line of its description.
 
     Returns:
         The content of `evaluation.json`: `run`, `retrieval` (by task, then "model", "chance" and,

@@ -26,7 +26,7 @@ OPENAI, SIMPLE = "openai", "simple"
 class Prompts:
     """Names of each class, and templates with `{}` where a name goes.
 
-    source: the origin of both, in words.
+    source: a description of where both come from.
     """
 
     names: tuple[tuple[str, ...], ...]

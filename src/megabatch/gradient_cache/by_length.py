@@ -15,21 +15,22 @@ from megabatch.gradient_cache.outputs import Key
 
 
 class SortedByLength:
-    """A batch of padded sequences for a GradientCache, in which little is computed on padding.
+    """A batch of padded sequences for a GradientCache that spends little computation on padding.
 
         step(images, SortedByLength(tokens, lengths))
 
-    The encoder gets the rows in order of their lengths, the longest first, so each micro-batch
-    has sequences of similar lengths; and without the columns that all of them have as padding.
-    The loss gets the outputs in the batch's own order. It is right for encoders whose result for a
-    row depends on its first `lengths[i]` columns alone, as of a text tower with a causal mask, or
-    with a mask for padding.
+    The encoder gets the rows in order of length, the longest first, so each micro-batch has
+    sequences of similar lengths, and without the columns that are padding in all of them. The loss
+    gets the outputs in the batch's own order. Use it for encoders whose result for row i depends
+    only on its first `lengths[i]` columns, such as a text tower with a causal mask, or with a mask
+    for padding.
 
-    There are as many micro-batches as of a batch that is not sorted, and they have nearly equal
-    tokens (rows times columns): few rows where sequences are long, and many where they are short.
-    `micro_batch_size` is their mean number of rows. No micro-batch has more tokens than that many
-    rows of the longest sequence, so memory that grows with tokens is bounded as in a padded batch.
-    If other batches go to the same encoder, it gets different numbers of rows of each.
+    There are as many micro-batches as for a batch that is not sorted, and they have nearly equal
+    numbers of tokens (rows times columns): few rows if sequences are long, and many if they are
+    short. `micro_batch_size` is the mean number of rows. No micro-batch has more tokens than that
+    many rows of the longest sequence, so memory that grows with tokens is bounded as in a padded
+    batch. If the same encoder also takes other batches, one call has different numbers of rows from
+    each.
     """
 
     def __init__(
@@ -44,13 +45,14 @@ class SortedByLength:
 
         Args:
             batch: a tensor (rows, columns, ...), or nested mappings, lists and tuples of tensors.
-                Tensors of one dimension, and lists with an item for each row, are sorted and not
+                Tensors of one dimension, and lists with an item for each row, are sorted but not
                 cut.
             lengths: integers (rows,), from 1 to the number of columns.
-            multiple: columns are cut to multiples of this, at most their number, so that there are
-                few different shapes to compile.
-            outputs: if the encoder takes other batches, too: the keys (or positions) of its outputs
-                that have a row for each of these sequences. By default, all that are per sample.
+            multiple: the number of columns of a micro-batch is rounded up to a multiple of this
+                (but not above the batch's), so that there are few different shapes to compile.
+            outputs: if the encoder takes other batches too, the keys (or positions) of its outputs
+                that have a row for each of these sequences. By default, all outputs that are per
+                sample.
 
         Raises:
             TypeError, ValueError: the tensors' shapes differ, or are not those of the lengths; a

@@ -8,13 +8,14 @@ at the features, where the graph is thin:
     loss.backward()                                          # gives d loss / d features, and then:
     encode each micro-batch again, with a graph, and backpropagate its rows of d loss / d features
 
-The second forward pass uses the random states of the first, so both agree under dropout, too.
+The second forward pass uses the random states of the first, so both agree even with dropout.
 
 The loss is the output of one autograd node, whose inputs are the trainable parameters, and whose
-backward pass is the last two lines. So a caller may use it like any loss: scale it, add another
-one, hand it to a trainer. The node gets the result as one upstream gradient. The micro-batches'
-gradients are summed beside `.grad` and leave the node together, so that hooks on parameters, also
-those of a DistributedDataParallel around the whole training step, see one gradient per step.
+backward pass consists of the last two lines. So a caller may use it like any loss: scale it, add
+another one, pass it to a trainer. The node gets the result of all this as one upstream gradient.
+The micro-batches' gradients are summed outside of `.grad` and leave the node together, so that
+hooks on parameters, including those of a DistributedDataParallel around the whole training step,
+see one gradient per step.
 """
 
 from __future__ import annotations
@@ -64,65 +65,67 @@ class GradientCache:
         optimizer.step()
 
     The value is a loss like any other: divide it for gradient accumulation, let a GradScaler scale
-    it, add another cached loss, clip gradients afterwards, return it from a `training_step` or a
-    `compute_loss`. Under `torch.no_grad()` a step only evaluates.
+    it, add another cached loss, clip gradients afterwards, or return it from a `training_step` or a
+    `compute_loss`. Under `torch.no_grad()` a step only computes the loss.
 
     In exact arithmetic the gradient is that of the undivided batch; with dropout, that of one graph
     through the same micro-batches with the same random states. The first pass goes encoder by
-    encoder, micro-batch by micro-batch. The second one runs in the same context: autocast, default
-    dtype and device, float32 matmul precision, train or eval mode, `no_sync`, random states.
-    Random states are those of PyTorch's generators (CPU and CUDA), Python's and NumPy's. They and
-    buffers that a forward pass updates are afterwards as `backward()` found them. A warning tells
-    if an encoder gives other features in the second pass, since it depends on anything else; a few
-    steps compare those of the first micro-batch. Batch normalisation uses each micro-batch's own
-    statistics, so it is **not exact**; its running statistics are updated once by each micro-batch.
+    encoder, micro-batch by micro-batch. The second pass runs under the same conditions: autocast,
+    default dtype and device, float32 matmul precision, train or eval mode, `no_sync`, random
+    states. Random states are those of PyTorch's generators (CPU and CUDA), Python's and NumPy's.
+    Afterwards they, and buffers that a forward pass updates, are as `backward()` found them. A
+    warning appears if an encoder gives different features in the second pass because it depends on
+    anything else; a few steps compare those of the first micro-batch. Batch normalisation uses each
+    micro-batch's own statistics, so it is **not exact**; its running statistics are updated once by
+    each micro-batch.
 
-    **Outputs.** A tensor whose first dimension equals the micro-batch's number of rows, in every
-    micro-batch, is per sample: it is concatenated. A tensor of shape () or (1,) is shared by all
-    samples (a scale, a bias): it must have the same value in every micro-batch, is used once, and
-    its gradient is backpropagated in the last micro-batch. Anything else is an error. If all
-    micro-batches have one row, shape (1,) counts as shared.
+    **Outputs.** A tensor whose first dimension equals the number of rows in every micro-batch is
+    per sample: the micro-batches' tensors are concatenated. A tensor of shape () or (1,) is shared
+    by all samples (a scale, a bias): it must have the same value in every micro-batch, is used
+    once, and its gradient is backpropagated in the last micro-batch. Anything else is an error. If
+    all micro-batches have one row, shape (1,) counts as shared.
 
-    **A batch of one micro-batch**, on every rank and for every encoder, is encoded once, as in a
-    step without gradient caching: its graph is kept for the backward pass.
+    **A single micro-batch.** If every rank and every encoder has only one micro-batch, it is
+    encoded once, as in a step without gradient caching: its graph is kept for the backward pass.
 
     **Kept micro-batches.** With `kept_micro_batches=k` the last k micro-batches of each encoder are
-    encoded with a graph in the first pass, and not again: their activations wait in memory, and go
-    first in the second pass, before others take memory. Gradients are the same to rounding. With
-    DistributedDataParallel and FSDP2 inside, the micro-batch that synchronises is always encoded
-    again. FSDP1 and encoders with parameters that are out of sight keep none. If memory runs out on
-    one of several ranks while graphs are kept, all of them raise a `torch.OutOfMemoryError`, before
-    any gradient is reduced; after clearing `.grad` they may repeat the step with fewer.
+    encoded with a graph in the first pass, and not again: their activations stay in memory, and are
+    backpropagated first in the second pass, before others take memory. Gradients are the same up to
+    rounding. With DistributedDataParallel and FSDP2 inside, the micro-batch that synchronises is
+    always encoded again. With FSDP1, and for encoders with parameters that cannot be found, none
+    are kept. If memory runs out on one of several ranks while graphs are kept, all of them raise a
+    `torch.OutOfMemoryError`, before any gradient is reduced; after clearing `.grad` they may repeat
+    the step with fewer.
 
     **Frozen encoders** run once: if no output requires a gradient, there is no second pass. A
     module with trainable parameters is known to need one; for anything else (a locked tower, a
     method, a function) the first pass records a graph until an output requires a gradient. A locked
     tower inside a model runs once, too: the second pass skips the largest modules without trainable
-    parameters that return a vector per sample, unless something trained comes before them, skipping
-    them could be noticed (a hook inside, attributes that they set), or torch.compile has compiled
-    the whole model.
+    parameters that return a vector per sample, unless something trainable comes before them,
+    skipping them could make a difference (a hook inside, attributes that they set), or
+    torch.compile has compiled the whole model.
 
     **Gradients leave together**, when the second pass is done: an exception in it changes no
-    `.grad`. (If `.grad` already has a gradient, and the parameter no hook, gradients are added to
-    it at once, to save memory.) Tensors that `loss` uses directly, also those in `loss_kwargs`, get
-    their gradients in the same backward pass.
+    `.grad`. (If `.grad` already holds a gradient, and the parameter has no hook, gradients are
+    added to it at once, to save memory.) Tensors that `loss` uses directly, including those in
+    `loss_kwargs`, get their gradients in the same backward pass.
 
     **Several processes.** With DistributedDataParallel and FSDP2 (`fully_shard`) each wrapped
     module synchronises its gradients once per step, in the last micro-batch of its encoder. Its
     gradients go to `.grad` in each micro-batch, so `torch.autograd.grad` and
     `backward(inputs=...)` are errors there. A wrapper around the whole training step synchronises
-    when the gradients leave the node. A rank with fewer micro-batches than another takes part in
-    the others with one row whose outputs are dropped; a rank without any row, with two rows of
-    ones. Wrappers, and batch normalisation, are found inside modules and partials, among the
-    modules that a function refers to, and among the attributes of an object that is called or whose
-    method is; with a wrapper that is hidden deeper, gradients are right, but it synchronises in
-    each micro-batch. Encoders that nothing synchronises drift
-    apart: a few weights are compared over the ranks at the beginning of the second and the tenth
-    step, with a warning that names one that differs. The hosts of a group's ranks tell each other
-    which call they make; a rank that leaves out `backward()` is named by the others.
+    when the gradients leave the node. A rank with fewer micro-batches than another encodes one row
+    for each missing one and drops the outputs; a rank without any row encodes two rows of ones.
+    Wrappers, and batch normalisation, are found inside modules and partials, among the modules that
+    a function refers to, and among the attributes of an object that is called or whose method is;
+    with a wrapper that is hidden deeper, gradients are correct, but it synchronises in each
+    micro-batch. Encoders that nothing synchronises drift apart: at the beginning of the second and
+    the tenth step a few weights are compared across ranks, and a warning names one that differs.
+    The ranks of a group tell each other which call they make; if one skips `backward()`, the errors
+    of the others name it.
 
     `torch.compile` leaves a step out of its graphs; encoders and losses may be compiled. Compiled
-    autograd is refused.
+    autograd raises an error.
     """
 
     def __init__(
@@ -147,19 +150,20 @@ class GradientCache:
                 that takes all batches and returns a tensor, a tuple or a mapping of tensors. A
                 tuple reaches the loss by position, a dict by keyword, another mapping (Hugging
                 Face's ModelOutput) as one object of its class. A `None` keeps its position, but is
-                left out of a dict. Every returned tensor, also a logit scale, is cached and its
-                gradient backpropagated through the encoder, so none bypasses DDP or FSDP.
-            loss: called as `loss(*outputs, **loss_kwargs)` or `loss(**outputs, **loss_kwargs)`, it
+                left out of a dict. Every returned tensor, even a logit scale, is cached, and its
+                gradient is backpropagated through the encoder, so none bypasses DDP or FSDP.
+            loss: called as `loss(*outputs, **loss_kwargs)` or `loss(**outputs, **loss_kwargs)`;
                 returns one number. Parameters that it uses directly get their gradients directly.
             micro_batch_size: rows per call of an encoder, at least 1; or one number per encoder.
-                The last micro-batch may be smaller; the size may exceed the batch. It is the mean
-                for a `SortedByLength`, whose micro-batches have equal tokens.
+                The last micro-batch may be smaller; the size may exceed the batch. For a
+                `SortedByLength`, whose micro-batches have equal numbers of tokens, it is the mean.
             group: the ranks that must agree on the number of micro-batches: a process group, a
                 DeviceMesh, `None` for the default group if torch.distributed is initialised, or
                 "local" for no communication.
-            device: the encoders' device. Batches then stay where they are, such as on the host, and
-                are moved micro-batch by micro-batch, each during the computation of the previous
-                one; the device holds the rows of two micro-batches. None: batches are not moved.
+            device: the encoders' device. Batches then stay where they are, for example on the host,
+                and are moved micro-batch by micro-batch, each during the computation of the
+                previous one; the device holds the rows of two micro-batches. None: batches are not
+                moved.
             feature_dtype: dtype of cached per-sample outputs with at least two dimensions; a half
                 type halves the memory of features, the loss's copies and gradients. Under autocast
                 to the same dtype megabatch's losses give the same values: they cast to it anyway.
@@ -172,9 +176,9 @@ class GradientCache:
                 the outputs to be cached; the others are dropped. For several encoders, one key for
                 all or one for each.
             kept_micro_batches: how many micro-batches of each encoder, at most, are encoded once,
-                their activations waiting in memory for the backward pass; or one number per
-                encoder. Ranks use the smallest of their numbers. An attribute of this name may be
-                set between steps.
+                with their activations kept in memory for the backward pass; or one number per
+                encoder. All ranks use the smallest number. An attribute of this name may be set
+                between steps.
 
         Raises:
             TypeError: an argument has a wrong type; `scaler` is no longer an argument.
@@ -205,11 +209,11 @@ class GradientCache:
                 of rows (first dimension) for each encoder. Instead of a tensor there may be an
                 object with `__len__` and `__getitem__(slice) -> Tensor`, such as compressed images:
                 its rows are made in each pass, when they are needed, and must be the same each
-                time. Beside tensors, a list or tuple of other values with an item for each row,
-                such as captions, is divided as well; anything else (None, a string, a flag) is
-                passed unchanged with each micro-batch. A batch may have no row if another rank's
-                has one. Batches must not change until `backward()` is done. Padded sequences in a
-                `SortedByLength` are encoded with little of their padding.
+                time. In addition, a list or tuple of other values with one item per row, such as
+                captions, is split along with the tensors; anything else (None, a string, a flag) is
+                passed unchanged with each micro-batch. A batch may have no rows if that of another
+                rank has some. Batches must not change until `backward()` is done. Padded sequences
+                in a `SortedByLength` are encoded with little of their padding.
             **keywords: batches by keyword (`input_names`); the others are passed to the loss, not
                 split.
 
@@ -224,10 +228,10 @@ class GradientCache:
                 DistributedDataParallel has `static_graph=True`, which does not support `no_sync`;
                 ranks make different calls.
             RuntimeError: an optimizer stepped, but the last step's loss was not backpropagated.
-                From `backward()`: it is the second one, or has `retain_graph` or `create_graph`; a
-                parameter or a batch was changed in place since; `torch.autograd.grad` or `inputs=`
-                is used with a wrapper inside the encoders. These are raised before any `.grad`
-                changes.
+                From `backward()`: it was called a second time, or with `retain_graph` or
+                `create_graph`; a parameter or a batch was changed in place since the step;
+                `torch.autograd.grad` or `inputs=` is used with a wrapper inside the encoders. These
+                are raised before any `.grad` changes.
         """
         return _uncompiled_step()(self, batches, keywords)
 
@@ -281,7 +285,8 @@ class GradientCache:
         return attach(value, second_pass.inputs, second_pass)
 
     def _memory_for_kept(self, part: str) -> AbstractContextManager[None]:
-        """Raise an error for lack of memory inside on all ranks, if activations are kept there."""
+        """If activations are kept, raise an error on all ranks when memory runs out inside on
+        one."""
         if not self._keeps or len(global_ranks(self.group)) == 1:
             return contextlib.nullcontext()
         call = f"GradientCache, {part} of step {self._steps}"

@@ -30,9 +30,9 @@ class NTXentLoss(lightly.loss.NTXentLoss):
     Args:
         temperature: a positive number, or a tensor of shape () or (1,) that may be learnt.
         memory_bank_size: 0, or (number, width) of the keys of earlier batches that serve as
-            negatives in place of the batch. The bank is lightly's.
-        gather_distributed: with a memory bank, fill it with the keys of all processes; without
-            one, the negatives come from the views of all processes.
+            negatives instead of the batch. The bank is lightly's.
+        gather_distributed: with a memory bank, fill it with the keys of all processes; without one,
+            take the negatives from the views of all processes.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DCLLoss(lightly.loss.DCLLoss):
         temperature: a positive number, or a tensor of shape () or (1,) that may be learnt.
         weight_fn: called with two normalised views (b, d) of this process, in both orders; returns
             (b,) factors of the positives' logits. Any gradient of the factors is followed.
-        gather_distributed: the negatives come from the views of all processes.
+        gather_distributed: take the negatives from the views of all processes.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class DetConBLoss(lightly.loss.DetConBLoss):
 
     Args:
         temperature: a positive number, or a tensor of shape () or (1,) that may be learnt.
-        gather_distributed: the negatives come from the regions of all processes.
+        gather_distributed: take the negatives from the regions of all processes.
     """
 
     def __init__(self, temperature: float = 0.1, gather_distributed: bool = True) -> None:
@@ -198,7 +198,7 @@ class DetConBLoss(lightly.loss.DetConBLoss):
 
 
 class DetConSLoss(lightly.loss.DetConSLoss):
-    """`DetConBLoss` where one tower gives predictions and targets.
+    """`DetConBLoss` in which one tower gives both predictions and targets.
 
     Args:
         temperature, gather_distributed: see `DetConBLoss`.

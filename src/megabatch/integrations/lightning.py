@@ -9,7 +9,7 @@
 
         def contrastive_loss(self, x, y): return self.clip(x, y, self.log_scale.exp())
 
-It serves `lightning` and `pytorch_lightning` alike, and so imports neither. See
+It works with both `lightning` and `pytorch_lightning`, so it imports neither. See
 docs/integrations/lightning.md.
 """
 
@@ -36,7 +36,8 @@ class MegabatchMixin:
     """Training and validation steps of a LightningModule, with gradient caching.
 
     A subclass defines `encoders()` and `contrastive_loss(...)`, and sets `micro_batch_size`. The
-    loss is that of the batch of all ranks; Lightning accumulates, clips and scales it as any other.
+    loss is that of the batch of all ranks; Lightning handles accumulation, clipping and scaling as
+    for any other loss.
     """
 
     #: Rows that go through an encoder at once, at least 1; or one number per encoder.
@@ -72,7 +73,8 @@ class MegabatchMixin:
         return self._cache[1](*batches, **inputs)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of a batch: a sequence of one per encoder, or a mapping for a single one.
+        """The loss of a batch: a sequence with one item per encoder, or a mapping for a single
+        encoder.
 
         Raises:
             ValueError: with manual optimisation, which needs a training step of its own.

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m megabatch.integrations.open_clip OPTIONS
 
 OPTIONS are those of `open_clip_train.main`, which runs unmodified, except for two functions that it
-looks up by name: `create_loss`, and `train_one_epoch` if `--accum-freq` is above 1. Nothing of
-theirs is copied. With accumulation their `train_one_epoch` runs with `accum_freq=1`, a loader that
+looks up by name: `create_loss`, and `train_one_epoch` if `--accum-freq` is above 1. None of its
+code is copied. With accumulation their `train_one_epoch` runs with `accum_freq=1`, a loader that
 joins the batches of a step, and in place of the model a function that does a whole step of
 `GradientCache`. docs/integrations/open_clip.md lists all differences.
 """
@@ -182,7 +182,8 @@ class CachedStep:
 
 
 class JoinedBatches:
-    """A loader's batches, `count` at a time, as one; left-over batches are dropped, as theirs.
+    """A loader's batches, `count` at a time joined into one; left-over batches are dropped, as in
+    OpenCLIP.
 
     With `ahead` a thread loads those of the next step as soon as batches of the current one have
     been encoded for the last time. So the host never holds more than `count`, apart from the

@@ -47,12 +47,13 @@ class SupConLoss(losses.SupConLoss):
     Args:
         temperature: a positive number, or a tensor of shape () or (1,) that may be learnt.
         group: processes that share one batch: "local", None for the default group, or a process
-            group. It takes the place of `DistributedLossWrapper`.
+            group. This replaces `DistributedLossWrapper`.
         **kwargs: distance, reducer, embedding_regularizer, embedding_reg_weight, collect_stats.
 
     Raises:
         TypeError, ValueError: for a temperature that is not positive, or a distance other than
-            CosineSimilarity and DotProductSimilarity; from the call, naming the argument.
+            CosineSimilarity and DotProductSimilarity; when called, for wrong inputs, naming the
+            argument.
     """
 
     def __init__(self, temperature: float = 0.1, *, group: object = "local", **kwargs: Any) -> None:
@@ -90,13 +91,13 @@ class SupConLoss(losses.SupConLoss):
 
 
 class NTXentLoss(losses.NTXentLoss):
-    """Each positive pair against the anchor's negatives alone, the mean over positive pairs.
+    """Each positive pair against the anchor's negatives alone, averaged over positive pairs.
 
     `megabatch.SincereLoss(average="pairs")` under the name and with the arguments of
     `pytorch_metric_learning.losses.NTXentLoss`.
 
     Args:
-        temperature, group, kwargs: as for `SupConLoss`, errors too.
+        temperature, group, kwargs: as for `SupConLoss`, with the same errors.
     """
 
     def __init__(

@@ -4,10 +4,10 @@
 
     loss = MegabatchRankingLoss(model, mini_batch_size=64)  # CachedMultipleNegativesRankingLoss
 
-The classes here inherit from the library's own. Arguments, gradient caching, `MatryoshkaLoss` and
-model cards are the library's, and so is the meaning of everything; the loss of the embeddings and
-its gradient come from `megabatch.similarity`. Texts are encoded in order of their lengths, so that
-the library's mini-batches have little padding.
+The classes here inherit from the library's own. Arguments and their meaning, gradient caching,
+`MatryoshkaLoss` and model cards are unchanged; only the loss of the embeddings and its gradient
+come from `megabatch.similarity`. Texts are encoded in order of length, so that the library's
+mini-batches have little padding.
 """
 
 from __future__ import annotations
@@ -130,12 +130,12 @@ class MegabatchRankingLoss(_SortsTexts, CachedMultipleNegativesRankingLoss):
     Args:
         args, kwargs: those of the installed library's `CachedMultipleNegativesRankingLoss`, with
             the same meaning and defaults. `similarity_fct` must be `cos_sim` or `dot_score` of
-            `sentence_transformers.util`. `show_progress_bar` shows the progress of the embeddings;
-            the loss itself has no steps to show.
-        sort_by_length: encode the texts of each column in order of their lengths, so that
-            mini-batches have little padding. Embeddings change by rounding, and dropout draws other
-            numbers for a text. None: for encoders that mask padding (BERT, RoBERTa, MPNet,
-            ModernBERT and their like).
+            `sentence_transformers.util`. `show_progress_bar` shows the progress of encoding only,
+            since the loss itself has no loop.
+        sort_by_length: encode the texts of each column in order of length, so that mini-batches
+            have little padding. Embeddings change only by rounding; with dropout, a text gets
+            different random numbers. None: sort for encoders that mask padding (BERT, RoBERTa,
+            MPNet, ModernBERT and similar).
 
     Raises:
         ValueError: the library's reasons, or another `similarity_fct`.
@@ -176,7 +176,7 @@ class MegabatchRankingLoss(_SortsTexts, CachedMultipleNegativesRankingLoss):
 class UncachedMegabatchRankingLoss(MultipleNegativesRankingLoss):
     """`MultipleNegativesRankingLoss` at any batch size whose activations fit into memory.
 
-    For models that gradient caching cannot serve, such as those of a `StaticEmbedding`.
+    For models that do not work with gradient caching, such as those with a `StaticEmbedding`.
 
     Args:
         args, kwargs: those of the installed library's `MultipleNegativesRankingLoss`; see
@@ -208,7 +208,7 @@ class MegabatchGISTEmbedLoss(_SortsTexts, CachedGISTEmbedLoss):
     Args:
         args, kwargs: those of the installed library's `CachedGISTEmbedLoss`, with the same
             meaning and defaults; `show_progress_bar` as in `MegabatchRankingLoss`.
-        sort_by_length: see there. None: if both encoders mask padding.
+        sort_by_length: see there. None: sort if both encoders mask padding.
 
     Raises:
         ValueError: the library's reasons.

@@ -4,8 +4,8 @@
 
     trainer = MegabatchTrainer(clip, arguments, micro_batch_size=64, train_dataset=..., ...)
 
-`FeatureEncoder` and `own_loss` are its two parts, for a loop with Accelerate, or any other. See
-docs/integrations/transformers.md.
+`FeatureEncoder` and `own_loss` are its two parts, for a loop of your own, with Accelerate for
+example. See docs/integrations/transformers.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def own_loss(model: nn.Module) -> nn.Module:
     """The loss that a model computes with `return_loss=True`, over the batch of all ranks.
 
     Raises:
-        ValueError: it has none of those that megabatch knows.
+        ValueError: the model's loss is not one that megabatch knows.
     """
     core = _core(model)
     kind = getattr(getattr(core, "config", None), "model_type", None)
@@ -61,7 +61,8 @@ class FeatureEncoder(nn.Module):
     and logit_bias if it has them; any other model gives one feature per row, pooled from its
     `last_hidden_state`. The model may be wrapped, by DistributedDataParallel, `fully_shard`,
     torch.compile, PEFT or `Accelerator.prepare`: the features are taken from the output of the
-    model inside, so wrappers see nothing that gets no gradient, such as a micro-batch's logits.
+    model inside, so wrappers do not see outputs that get no gradient, such as a micro-batch's
+    logits.
     """
 
     def __init__(self, model: nn.Module, pooling: Pooling | None = None) -> None:
@@ -135,18 +136,18 @@ class MegabatchTrainerMixin:
             *args, **kwargs: the Trainer's own.
             micro_batch_size: rows that go through the model at once, at least 1.
             loss: called with what `FeatureEncoder` returns, `loss(image_embeds, text_embeds,
-                logit_scale)` for CLIP, with logit_bias behind them for SigLIP, and with one
-                feature for each text of a pair, `loss(query, passage)`; and with `loss_inputs` by
-                keyword. CLIP-like models normalise their features, pooled ones are not normalised.
-                None: the model's own loss.
-            pooling: for encoders of text, how their last hidden states become features: "mean",
-                "cls" (the first token) or "last".
-            loss_inputs: names of a batch's entries that the loss gets in place of the model, such
-                as "ids".
+                logit_scale)` for CLIP, followed by logit_bias for SigLIP, or one feature for each
+                text of a pair, `loss(query, passage)`; and with `loss_inputs` as keyword arguments.
+                CLIP-like models normalise their features; pooled ones are not normalised. None: the
+                model's own loss.
+            pooling: how the last hidden states of a text encoder become features: "mean", "cls"
+                (the first token) or "last".
+            loss_inputs: names of a batch's entries that are passed to the loss instead of the
+                model, such as "ids".
 
         Raises:
-            ValueError: an argument, of the Trainer or its TrainingArguments, that would not train
-                what it says; the message says why.
+            ValueError: an argument of the Trainer or of its TrainingArguments would not have its
+                usual meaning; the message says why.
         """
         super().__init__(*args, **kwargs)
         _refuse(self)
@@ -271,7 +272,7 @@ def _core(model: Any) -> nn.Module:
 
 
 def _refuse(trainer: Any) -> None:
-    """Raise an error for settings of a Trainer that would train something else."""
+    """Raise an error for settings of a Trainer with which something else would be trained."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     sizes = getattr(trainer.accelerator, "parallelism_config", None)
     shared = [kind for kind in ("tp", "cp", "sp") if getattr(sizes, f"{kind}_size", 1) > 1]

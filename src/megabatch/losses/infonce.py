@@ -40,8 +40,8 @@ HardnessMode: TypeAlias = Literal["in_batch_negatives", "hard_negatives", "all_n
 class InfoNCELoss(TemperatureLoss):
     """Each query against its own positive, with all other queries' positives as negatives.
 
-    Other negatives can join the same softmax: shared ones, each query's own, a queue, and the other
-    rows of the same tower. With `margin=0.1` and `same_tower=("query", "positive")` this is the
+    Others can join the same softmax: shared ones, each query's own, a queue, rows of the same
+    tower. With `margin=0.1` and `same_tower=("query", "positive")` this is the
     loss of
     Qwen3-Embedding (arXiv 2506.05176); with `margin=0.0`, the same towers and the features of a
     guide model, GISTEmbed's (arXiv 2402.16829).
@@ -55,9 +55,8 @@ class InfoNCELoss(TemperatureLoss):
             positive may, is kept.
         margin_strategy: "absolute", or "relative": the margin is a fraction of the absolute
             similarity of query and positive.
-        same_tower: any of "query" and "positive". With "query", a query is also compared with all
-            other queries; with "positive", its positive with all other positives (Li et al. 2023,
-            arXiv 2308.03281).
+        same_tower: any of "query" (compare each query with all other queries too) and "positive"
+            (its positive with all other positives; Li et al. 2023, arXiv 2308.03281).
         reverse: None: the loss has one direction. "joint": the softmax of a query also contains the
             logits of all queries with its positive, so that the pair itself counts twice, as in the
             paper; with both names in `same_tower` this is the loss of GTE (Li et al. 2023).
@@ -70,8 +69,8 @@ class InfoNCELoss(TemperatureLoss):
             2503.04812). "hard_negatives": its own (b, k, d) (Schechter Vera et al. 2025, arXiv
             2509.20354). "all_negatives": both. Those of `same_tower` and `reverse` are never
             weighted.
-        hardness_strength: the non-negative a in the weight e^(a c) of a negative of similarity c;
-            no gradient flows through the weight. The papers use 9 and 5.
+        hardness_strength: a >= 0 in the weight e^(a c) of a negative of similarity c, which gets no
+            gradient. The papers use 9 and 5.
         label_smoothing: from 0 to below 1; this share of each target is spread evenly over all
             candidates of the softmax, the positive and all negatives.
         tau_plus: the probability that a negative is a false one, from 0 to below 1. The sum over

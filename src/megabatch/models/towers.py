@@ -29,9 +29,9 @@ class Towers:
         tokenizer: texts to int64 (n, context_length).
         embed_dim: width of the features.
         first: kind of a pair's first element; a model of text pairs also takes it as `image`.
-        lengths: for each tower of texts that takes them without their padding, the function that
-            tells how many tokens a text's features depend on (`megabatch.models.padding`); the
-            others take whole texts only.
+        lengths: for each text tower that takes texts without their padding, the function that tells
+            how many tokens a text's features depend on (`megabatch.models.padding`); other towers
+            take whole texts only.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Reductions over a similarity matrix that is never formed.
 
-`S[i, j] = scale * <x_i, y_j>` for x (m, d) and y (n, d). Contrastive losses are a few lines of
-ordinary PyTorch over these.
+The matrix is `S[i, j] = scale * <x_i, y_j>` for x (m, d) and y (n, d). With these reductions, a
+contrastive loss takes a few lines of ordinary PyTorch.
 """
 
 from megabatch.similarity.distributed.means import (

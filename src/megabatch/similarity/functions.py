@@ -33,10 +33,11 @@ Guides: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
 class Split(NamedTuple):
-    """One side of a similarity matrix, split by whether a pair's ids are equal; each (rows,)."""
+    """One side of a similarity matrix, split by whether the ids of a pair are equal; each
+    (rows,)."""
 
-    negative: Tensor  #: log-sum-exp over pairs of different ids; -inf where there is none
-    positive: Tensor  #: log-sum-exp over pairs of equal ids; -inf where there is none
+    negative: Tensor  #: log-sum-exp over pairs of different ids; -inf if there are none
+    positive: Tensor  #: log-sum-exp over pairs of equal ids; -inf if there are none
     positive_sum: Tensor  #: sum of the logits of the pairs of equal ids
     positive_count: Tensor  #: number of the pairs of equal ids; no gradient
 
@@ -69,7 +70,7 @@ def logsumexp(
     Raises:
         TypeError, ValueError: the message names the argument, its value and what was expected, or
             what each process had where they disagree.
-        CommunicationError: another process is gone or did not come in time.
+        CommunicationError: another process is gone, or did not make its call in time.
     """
     check_two(x, y)
     both = _both(sides)
@@ -95,27 +96,27 @@ def split_logsumexp(
 
     Args:
         x: (m, d) features, any floating dtype.
-        y: (n, d), as in `logsumexp`; None: x against itself, each row's pair with itself
-            left out everywhere, and half the work, as the matrix is symmetric.
+        y: (n, d), as in `logsumexp`. None: x against itself, without each row's pair with itself,
+            and at half the cost, as the matrix is symmetric.
         scale: a number, or a tensor of shape () or (1,); differentiable.
         ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers;
-            with y=None one vector of ids serves both. A negative id equals nothing.
-        positives: "ids", pairs of equal ids; or "paired", row i's is column i alone, and other
-            pairs of equal ids are left out (known false negatives).
+            with y=None one vector of ids serves both. A negative id equals no other id.
+        positives: "ids": all pairs of equal ids are positives; or "paired": only (i, i) is, and
+            other pairs of equal ids are left out (known false negatives).
         ceiling: (m,) logits; pairs of different ids whose logit exceeds their row's ceiling are
             left out (margin-based false negatives). No gradient flows into it.
         guide: `(guide_x (m, d'), guide_y (n, d'))`, another model's features of any width; with
-            y=None one matrix serves both. The ceiling then holds for their products <guide_x_i,
-            guide_y_j>, without the scale, instead of the logits. In any floating dtype, float64
-            exactly if x is; autocast does not cast them. Products and sums are in float32; NaN
-            exceeds no ceiling. No gradient flows into them.
+            y=None one matrix serves both. The ceiling then applies to their products <guide_x_i,
+            guide_y_j>, without the scale, instead of the logits. Any floating-point dtype, but
+            float64 if and only if x is; autocast does not cast them. Products and sums are in
+            float32; NaN exceeds no ceiling. No gradient flows into them.
         sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: as in `logsumexp`. "paired" means row i and column i of the same process; ids are
-            compared over all processes.
+            compared across all processes.
 
     Returns:
-        `(rows, columns)`, a `Split` each, in float32 (float64 for float64 features); columns is
-        None with `sides="rows"`. A part without any pair is -inf and has zero gradient.
+        `(rows, columns)`, each a `Split`, in float32 (float64 for float64 features); columns is
+        None with `sides="rows"`. A log-sum-exp over no pairs is -inf and has zero gradient.
 
     Raises:
         TypeError, ValueError, CommunicationError: as `logsumexp`.
@@ -198,8 +199,8 @@ def softplus_sum(
 ) -> Tensor:
     """Sum over all pairs (i, j) of weight_i * softplus(-z_ij * (scale * <x_i, y_j> + bias)).
 
-    z_ij is +1 where the ids of a pair are equal and -1 elsewhere. Loss and gradients come from
-    one sweep. If gradients are needed, the forward pass computes those of x and y and stores them
+    z_ij is +1 if the ids of a pair are equal and -1 otherwise. One sweep gives the loss and its
+    gradients: if gradients are needed, the forward pass computes those of x and y and stores them
     for the backward pass in the dtype of x, in as much memory as x and y take.
 
     Args:
@@ -208,11 +209,11 @@ def softplus_sum(
         scale, bias: numbers, or tensors of shape () or (1,); differentiable.
         ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers. A
             negative id equals nothing.
-        weight: (m,) factors, one for all pairs of a row of x; data, without a gradient.
+        weight: (m,) factors, one for all pairs of a row of x, without a gradient.
         teacher: `(u (m, d'), v (n, d'), scale, bias)`, for soft labels T_ij = sigmoid(scale *
             <u_i, v_j> + bias) instead of `ids`: a pair's loss is T softplus(-logit) + (1 - T)
-            softplus(logit). Features as those of a guide in `split_logsumexp`. Torch operations
-            compute it, on GPUs too.
+            softplus(logit). Dtypes as of a guide in `split_logsumexp`. Torch operations compute
+            this, even on GPUs.
         group: the processes that share the matrix, each with its own rows of x and of y; as in
             `logsumexp`. The sum is over this process's rows and all columns. The gradients are
             computed before the upstream gradient is known, so it must be the same on all
@@ -224,7 +225,7 @@ def softplus_sum(
     Raises:
         TypeError, ValueError: the message names the argument, its value and what was expected, or
             what each process had where they disagree.
-        CommunicationError: another process is gone or did not come in time.
+        CommunicationError: another process is gone, or did not make its call in time.
     """
     check_two(x, y)
     x, y = cast_for_autocast(x, y)
@@ -254,13 +255,13 @@ def softplus_sum(
 
 
 class SoftTargets(NamedTuple):
-    """One side of a student's similarity matrix against a teacher's; each (rows,)."""
+    """One side of a student's similarity matrix, compared with a teacher's; each (rows,)."""
 
     negative: Tensor  #: as in `Split`
     positive: Tensor  #: as in `Split`
     positive_sum: Tensor  #: as in `Split`
     positive_count: Tensor  #: as in `Split`
-    cross_entropy: Tensor  #: of the softmax along this side against the teacher's
+    cross_entropy: Tensor  #: of the student's softmax along this side against the teacher's
 
 
 def soft_targets(
@@ -275,8 +276,9 @@ def soft_targets(
 ) -> tuple[SoftTargets, SoftTargets]:
     """Cross-entropies of scale * x @ y.T against a teacher's softmax, and the log-sum-exps.
 
-    The targets are the softmax of teacher_scale * teacher_x @ teacher_y.T, of each row along the
-    columns and of each column along the rows; neither matrix is formed. Row i belongs to column i.
+    The targets are the softmax of teacher_scale * teacher_x @ teacher_y.T: for each row along the
+    columns, and for each column along the rows. Neither matrix is formed. Row i belongs to column
+    i.
 
     Args:
         x, y: (m, d) features, any floating dtype, same device and dtype; under autocast dtypes may

@@ -48,13 +48,13 @@ def ranks(
     Returns:
         `(above, equal)`, int64 (m,). The target's score is computed in the same block of the same
         product as the scores that it is compared with, so rounding cannot separate equal scores
-        (on a CPU, MKL's float64 excepted: it rounds equal columns of one product differently). If a
-        row's target scores NaN, every column counts as above.
+        (except with MKL's float64 on a CPU, which rounds equal columns of one product differently).
+        If a row's target scores NaN, every column counts as above.
 
     Raises:
         TypeError, ValueError: the message names the argument, its value and what was expected.
         IndexError: a target is out of range, on any process.
-        CommunicationError: another process is gone or did not come in time.
+        CommunicationError: another process is gone, or did not make its call in time.
     """
     check_two(x, y, autocast=False)
     _check_not_batched("ranks", x, y, target)
@@ -271,8 +271,8 @@ def _scores(x: Tensor, y: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]
 def _block(x: Tensor, y: Tensor) -> Tensor:
     """x @ y.T, in which equal columns score the same.
 
-    MKL has other kernels for the columns left over from groups of 8, which round differently: among
-    1,027 equal columns a query's own one could score less than nearly all others.
+    For the columns left over from groups of 8, MKL uses other kernels, which round differently:
+    among 1,027 equal columns, a query's own could score less than nearly all others.
     """
     one = x.new_ones((), dtype=accumulator_dtype(x.dtype))
     n = len(y)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megabatch.torch_internals import constant_in_graphs
 
-#: Bytes. On a GPU, blocks of dS of 16,384 x 16,384 in half precision: larger ones are no faster.
+#: Bytes. On a GPU they hold a block of dS of 16,384 x 16,384 in half precision: larger ones are not
+#: faster.
 DEFAULT_WORKSPACE = {"cpu": 256 << 20, "cuda": 512 << 20}
 #: Bytes of features of a chunk: 32,768 rows of 768 bfloat16 numbers, whose products are as fast as
 #: larger ones. Two chunks of features and three of fp32 gradients are in memory at once.
@@ -202,7 +203,8 @@ def set_piece(size: int | None) -> int:
 
 
 def set_gather(size: int | None) -> int:
-    """Limit the features of all ranks that are gathered at once, in bytes; returns the previous.
+    """Limit the features of all ranks that are gathered at once, in bytes; returns the previous
+    limit.
 
     If the features of all ranks together take more, they are gathered in rounds of a quarter of the
     limit. The ring is used instead if the limit is 0, and on one host if shards differ in size. x
@@ -236,13 +238,13 @@ def set_grid(columns: int | None) -> int | None:
     """Set whether the default group is arranged as a grid of ranks; returns the previous setting.
 
     In a grid of rows and columns of ranks, those of one row share the rows of their matrix, and
-    those of one column its columns (docs/distributed.md). None, the default: on several hosts, with
-    as many ranks on each, the default group is a grid whose rows are whole hosts. 0: it never is
-    one. A number that divides its size: it is a grid with that many columns. A two-dimensional
+    those of one column its columns (docs/distributed.md). None, the default: on several hosts with
+    equally many ranks, the default group is a grid whose rows are whole hosts. 0: it is never a
+    grid. A number that divides its size: it is a grid with that many columns. A two-dimensional
     DeviceMesh is a grid of its own shape, whatever is set; other groups never are grids.
 
-    Results are the same but for rounding. All ranks must set the same value. It applies to all
-    later calls and their backward passes.
+    Results are the same up to rounding. All ranks must set the same value. It applies to all later
+    calls and their backward passes.
 
     Raises:
         TypeError: `columns` is neither None nor an integer.

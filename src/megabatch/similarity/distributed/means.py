@@ -30,21 +30,21 @@ def global_mean(
 
     Returns `n_ranks * (sum over local rows) / (global count)`, or with weights
     `n_ranks * (sum of weights * values) / (global sum of weights)`. The mean of these shares over
-    ranks is the global mean, so that averaging gradients over ranks, as DDP and FSDP do, gives the
+    ranks is the global mean, and averaging gradients over ranks, as DDP and FSDP do, gives the
     gradient of the global mean.
 
     Args:
         values: (m,), one number per row; m = 0 is allowed if another process has rows.
         group: None, "local", a process group or a DeviceMesh.
-        weights: (m,), not negative; they get no gradient. All ranks pass weights or none does. If
-            all weights are zero, the result and its gradients are 0, with or without rows.
+        weights: (m,), non-negative; they get no gradient. Either all ranks pass weights or none
+            does. If all weights are zero, the result and its gradients are 0, with or without rows.
         name: the argument that errors name.
         batch: global number of rows, if a reduction has returned it (`functions`). Without weights
             it saves the all-reduce of the row counts.
 
     Raises:
         ValueError: no process has a row and there are no weights.
-        CommunicationError: another process is gone or did not come in time.
+        CommunicationError: another process is gone, or did not make its call in time.
     """
     if weights is None and batch is not None:
         size = rank_and_size(group)[1]
@@ -109,8 +109,8 @@ def mean_row(features: Tensor, group: object, weights: Tensor | None = None) -> 
 def pair_ids(n: int, group: object, *, device: torch.device | None = None) -> Tensor:
     """(n,) int64 ids of the local rows, unique over all processes.
 
-    They are consecutive and start at 2**40 times the process's rank in the group, so that no
-    process needs the others' numbers of rows.
+    They are consecutive and start at 2**40 times the process's rank in the group, so no process
+    needs to know how many rows the others have.
     """
     rank, _ = rank_and_size(group)
     return torch.arange(n, device=device) + (rank << 40)
