@@ -81,7 +81,7 @@ def folder_problem(folder: Path) -> str:
     """The reason why files cannot be written to a folder, which may not exist yet; "" if none."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not existing.is_dir():
-        return f"{existing} is no folder"
+        return f"{existing} is not a folder"
     try:
         # Permissions are not enough: root may do anything, and a disk may be read-only.
         with tempfile.TemporaryFile(dir=existing):

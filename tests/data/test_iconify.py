@@ -86,7 +86,7 @@ def test_folder_and_tarball_hold_the_same(tmp_path: Path):
 def test_what_is_no_package(tmp_path: Path):
     folder = write_folder(tmp_path / "package")
     (folder / "json" / "plain.json").write_text('{"prefix": "plain"}')
-    with open_package(folder) as package, pytest.raises(UsageError, match="is no IconifyJSON"):
+    with open_package(folder) as package, pytest.raises(UsageError, match="is not IconifyJSON"):
         list(package.sets())
     (folder / "json" / "plain.json").unlink()
     with open_package(folder) as package, pytest.raises(UsageError, match="cannot read"):
@@ -120,5 +120,5 @@ def test_npm_missing_or_failing(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UsageError, match="npm error network unreachable"), open_package():
         pass
     monkeypatch.setattr(iconify.shutil, "which", lambda name: None)
-    with pytest.raises(UsageError, match=r"npm is not installed.*--package"), open_package():
+    with pytest.raises(UsageError, match=r"npm, .*is not installed.*--package"), open_package():
         pass

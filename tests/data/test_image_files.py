@@ -71,7 +71,7 @@ def test_some_missing_files_are_a_note(files: ImageFiles, tmp_path: Path):
     assert look(files, ["1", "2", "3", b"data", None, ""]) == []
     (note,) = look(files, ["1", "8", "3", "9"])
     assert note == (
-        "a.csv: 2 of 4 image files looked at are missing, the first is '8' (row 2), tried "
+        "a.csv: 2 of 4 image files that were checked are missing, the first is '8' (row 2), tried "
         f"{tmp_path}/tables/8 and {tmp_path}/home/8"
     )
 

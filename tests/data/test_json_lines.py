@@ -70,12 +70,12 @@ def test_a_byte_order_mark_and_windows_lines(tmp_path: Path):
         (b'{"text": ', "no JSON"),
         (b'{"text": "\xff"}', "no JSON"),
         (b"[" * 100_000, "no JSON"),
-        (b'["a"]', "a list, no object"),
-        (b"null", "null, no object"),
-        (b'{"text": ["a"]}', "'text' holds a list, no text"),
-        (b'{"text": {}}', "'text' holds an object, no text"),
-        (b'{"text": true}', "'text' holds true or false, no text"),
-        (b'{"text": "\\ud800"}', "'text' is no Unicode text"),
+        (b'["a"]', "a list, not an object"),
+        (b"null", "null, not an object"),
+        (b'{"text": ["a"]}', "'text' holds a list, not a text"),
+        (b'{"text": {}}', "'text' holds an object, not a text"),
+        (b'{"text": true}', "'text' holds true or false, not a text"),
+        (b'{"text": "\\ud800"}', "'text' is not Unicode text"),
     ],
 )
 def test_a_bad_line_costs_no_other(tmp_path: Path, line: bytes, why: str):

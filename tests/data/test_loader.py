@@ -370,5 +370,5 @@ def test_numbers_out_of_range(name: str, value: int):
 @pytest.mark.parametrize("change", [{"seed": 2}, {"n": 99}, {"shuffle": False}])
 def test_a_state_of_another_order_is_refused(change: dict[str, Any]):
     state = loader().state_dict()
-    with pytest.raises(UsageError, match=r"cannot be continued where they were left: .* was .* is"):
+    with pytest.raises(UsageError, match=r"cannot be resumed where they were left: .* was .* is"):
         loader(**change).load_state_dict(state)

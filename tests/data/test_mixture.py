@@ -135,12 +135,15 @@ def test_bad_samples_and_damage_of_the_sources():
 @pytest.mark.parametrize(
     ("factors", "expected"),
     [
-        ([1, 2], "'1::2' are 2; expected 3, one a source"),
+        ([1, 2], "'1::2': expected 3 numbers, one for each source, got 2"),
         ([1, 0, 1], "'1::0::1'; expected numbers above 0"),
         ([1, -1, 1], "expected numbers above 0"),
         ([1, float("nan"), 1], "expected numbers above 0"),
         ([1, float("inf"), 1], "expected numbers above 0"),
-        ([1, 0.04, 1], "--train-data-upsampling-factors: 0.04 of the 10 pairs of b is not one"),
+        (
+            [1, 0.04, 1],
+            "--train-data-upsampling-factors: 0.04 of the 10 pairs of b is less than one pair",
+        ),
     ],
 )
 def test_factors_that_cannot_be(factors: list[float], expected: str):

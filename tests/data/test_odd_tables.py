@@ -113,13 +113,11 @@ def test_paths_relative_to_the_working_directory(
     data = opened("tables/a.csv")
     assert captions(data) == ["a", "b", "(missing image file)"]
     assert data.notes == [
-        "tables/a.csv: 1 of 3 image files looked at are missing, the first is '9.png' "
+        "tables/a.csv: 1 of 3 image files that were checked are missing, the first is '9.png' "
         f"(a.csv:row 3), tried tables/9.png and {folder}/9.png"
     ]
     monkeypatch.chdir("/")
-    with pytest.raises(
-        UsageError, match=r"none of its image files is there: the first of 3 missing"
-    ):
+    with pytest.raises(UsageError, match=r"none of its image files exists: the first of 3 missing"):
         opened(str(folder / "tables" / "a.csv"))
 
 
@@ -208,7 +206,9 @@ def test_a_row_that_takes_too_much_memory(
 ):
     monkeypatch.setattr("megabatch.data.table_files._BLOCK", 1 << 20)
     (folder / "a.csv").write_bytes(b'filepath,title\n0.png,a\n1.png,"' + b"x,y\n" * 1_000_000)
-    with pytest.raises(UsageError, match=r"a\.csv: a row is longer than 1 MiB, as where a quote"):
+    with pytest.raises(
+        UsageError, match=r"a\.csv: a row is longer than 1 MiB, as happens if a quote"
+    ):
         opened(str(folder / "a.csv"))
 
 

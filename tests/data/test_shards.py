@@ -70,7 +70,7 @@ def test_ids_that_json_says_stand_in_place_of_the_captions(tmp_path: Path):
         ("home", None),
     ]
     for i in range(4, 9):
-        with pytest.raises(BadSample, match="caption_id is no whole number from 0"):
+        with pytest.raises(BadSample, match="caption_id is not a whole number from 0"):
             pairs[i]
     chunk = Fetcher(pairs, lambda _: torch.zeros(1), lambda texts: torch.zeros(len(texts), 1), 0)[
         Request(0, 0, np.arange(9))

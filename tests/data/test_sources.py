@@ -107,7 +107,7 @@ def test_a_folder_with_nothing_of_use(tmp_path: Path):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(UsageError, match=r"no \.tar shards and no .* tables in the folder"):
         open_pairs(str(tmp_path))
-    with pytest.raises(UsageError, match=r"a\.txt is no \.tar shard and no"):
+    with pytest.raises(UsageError, match=r"a\.txt is neither a \.tar shard nor a"):
         open_pairs(str(tmp_path / "a.txt"))
 
 
@@ -134,7 +134,7 @@ def test_sources_of_several_kinds(shards: Path, tmp_path: Path):
 def test_one_source_with_a_factor(shards: Path):
     pairs = open_pairs(str(shards), upsampling_factors=[0.5])
     assert pairs_per_epoch(pairs) == 2
-    with pytest.raises(UsageError, match=r"'1::2' are 2; expected 1, one a source"):
+    with pytest.raises(UsageError, match=r"'1::2': expected 1 numbers, one for each source, got 2"):
         open_pairs(str(shards), upsampling_factors=[1, 2])
 
 

@@ -52,7 +52,7 @@ def test_names_with_rich_s_markup_appear_as_they_are(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing-folder"], "megabatch eval: missing-folder is no folder"),
+        (["missing-folder"], "megabatch eval: missing-folder is not a folder"),
         ([".", "--device", "nowhere"], "megabatch eval: --device nowhere: cannot be used"),
     ],
 )
@@ -81,7 +81,7 @@ def test_user_errors_are_one_line(
         ),
         (
             ["--class-data", "digits", "--output", "file/folder"],
-            "--output file/folder: {folder}/file is no folder",
+            "--output file/folder: {folder}/file is not a folder",
         ),
     ],
 )

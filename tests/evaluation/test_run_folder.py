@@ -63,7 +63,7 @@ def only_cut_checkpoints(run: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda run: (run / "config.toml").unlink(), "is no run: it has no config.toml"),
+        (lambda run: (run / "config.toml").unlink(), "is not a run: it has no config.toml"),
         (lambda run: (run / "model.safetensors").unlink(), "has no weights"),
         (lambda run: (run / "config.toml").write_text("model = \n"), "config.toml cannot be read"),
         (lambda run: (run / "config.toml").write_bytes(b"\xff\xfe\x00"), "cannot be read"),
@@ -72,7 +72,7 @@ def only_cut_checkpoints(run: Path) -> None:
         (cut_weights, "model.safetensors is damaged"),
         (text_as_weights, "model.safetensors is damaged"),
         (foreign_weights, "holds the weights of another model"),
-        (only_cut_checkpoints, "no checkpoint is whole; .*step-00000002.* is damaged"),
+        (only_cut_checkpoints, "no checkpoint is intact; .*step-00000002.* is damaged"),
     ],
 )
 def test_a_damaged_run_is_refused_in_one_line(run: Path, damage: object, message: str) -> None:
@@ -83,7 +83,7 @@ def test_a_damaged_run_is_refused_in_one_line(run: Path, damage: object, message
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         open_run(tmp_path / "missing")
 
 

@@ -69,7 +69,7 @@ def test_samples_without_a_usable_class_are_bad(tmp_path: Path) -> None:
     assert data.n_classes == 2
     assert data.labels().tolist() == [1, -1, -1, 0]
     assert data[0].target == 1
-    for index, reason in ((1, "no cls"), (2, "class index is no number"), (3, "no image")):
+    for index, reason in ((1, "no cls"), (2, "class index is not a number"), (3, "no image")):
         with pytest.raises(BadSample) as caught:
             data[index]
         assert caught.value.reason == reason

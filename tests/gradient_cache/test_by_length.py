@@ -281,7 +281,7 @@ def test_sorted_outputs_must_be_named():
         step(images, SortedByLength(tokens, LENGTHS))
     for wrong in ("logit_scale", "text"):
         texts = SortedByLength(tokens, LENGTHS, outputs=wrong)
-        message = f"'{wrong}' of a SortedByLength is no per-sample output of the model"
+        message = f"'{wrong}' of a SortedByLength is not a per-sample output of the model"
         with pytest.raises(ValueError, match=message):
             GradientCache(model, ClipLoss(), 100)(images, texts)
         with pytest.raises(ValueError, match=r"'text_features' .*, which no SortedByLength names"):

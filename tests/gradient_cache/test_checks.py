@@ -205,7 +205,7 @@ def test_one_warning_of_an_encoder_that_gives_other_features_in_the_second_pass(
         for _ in range(10):
             step(*pairs()).backward()
     (message,) = of_passes(seen)
-    assert "encoder 1 gave other features in the second pass than in the first: they" in message
+    assert "encoder 1 gave different features in the second pass than in the first: they" in message
     assert "% in norm, so its gradients are not those of the loss" in message
 
 

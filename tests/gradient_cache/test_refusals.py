@@ -132,7 +132,7 @@ def loop(step, model, backward, optimizer=None, steps=3):
 def test_a_loop_without_a_backward_pass_raises_at_its_second_step(keep):
     model, kept = TwoTowers(), []
     step = GradientCache(model, biased_loss, 3)
-    message = "the loss of that was never backpropagated: call loss.backward() before"
+    message = "the loss of the previous step was never backpropagated: call loss.backward() before"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         loop(step, model, kept.append if keep else lambda value: None)
     assert len(model.image.graph_recorded) == 3  # the first step's
@@ -178,7 +178,9 @@ def test_another_loss_of_the_features_outside_of_the_steps_loss(inside, size):
 
     value = made(model, loss, size)(*pairs())
     spread = kept["spread"] if inside else kept["features"].var(0).sum()
-    with pytest.raises(RuntimeError, match="reached the features that the loss got, but not"):
+    with pytest.raises(
+        RuntimeError, match="reached the features that were passed to the loss, but not"
+    ):
         (value + spread).backward()
     # Reading them, and gradients that are asked for or inside the loss, stay possible.
     value = made(model, lambda *outputs: loss(*backpropagated(outputs)), size)(*pairs())

@@ -284,7 +284,7 @@ def test_refused(options: str, message: str) -> None:
 def test_an_unknown_loss_is_refused() -> None:
     from megabatch.integrations import open_clip as ours
 
-    with pytest.raises(UsageError, match="Tanh: there is no loss of megabatch"):
+    with pytest.raises(UsageError, match="Tanh: megabatch has no counterpart"):
         ours.create_loss(lambda args: torch.nn.Tanh(), Namespace())
 
 

@@ -191,15 +191,15 @@ def test_weights_that_are_missing_are_told(clip: Path) -> None:
 def test_other_kinds_are_named(clip: Path) -> None:
     config = json.loads((clip / "config.json").read_text())
     (clip / "config.json").write_text(json.dumps(config | {"model_type": "clipseg"}))
-    with pytest.raises(UsageError, match=r"of the kind 'clipseg', expected one of clip, .*siglip"):
+    with pytest.raises(UsageError, match=r"of type 'clipseg', expected one of clip, .*siglip"):
         made(clip)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hf_pooling": "cls"}, "--hf-pooling: of pairs of texts"),
-        ({"force_image_size": 64}, "--force-image-size: Hugging Face's clip has no such choice"),
+        ({"hf_pooling": "cls"}, "--hf-pooling: only for pairs of texts"),
+        ({"force_image_size": 64}, "--force-image-size: Hugging Face's clip has no such option"),
         ({"force_patch_dropout": 0.5}, "--force-patch-dropout: Hugging Face's clip"),
         ({"force_context_length": 13}, "--force-context-length 13: .* has positions for 12"),
     ],

@@ -59,7 +59,7 @@ def test_a_folder_that_open_clip_saved(theirs: dict[str, Tensor], tmp_path: Path
     assert_holds(towers.module, theirs)
     assert towers.embed_dim == 16
     assert towers.tokenizer("a text").shape == (1, 16)
-    with pytest.raises(UsageError, match="brings its own weights"):
+    with pytest.raises(UsageError, match="has its own weights"):
         create(f"local-dir:{folder}", pretrained=folder)
 
 

@@ -199,9 +199,9 @@ def test_rankings_refuse_vmap(call: str) -> None:
     x, y, _ = inputs(2)
     last: Any = torch.zeros(ROWS, dtype=torch.int64) if call == "ranks" else 2
     function = getattr(similarity, call)
-    with pytest.raises(NotImplementedError, match=f"{call}: torch.func.vmap does not take it"):
+    with pytest.raises(NotImplementedError, match=f"{call}: torch.func.vmap does not support it"):
         vmap(lambda x: function(x, y[0], last))(x)
-    with pytest.raises(NotImplementedError, match=f"{call}: torch.func.vmap does not take it"):
+    with pytest.raises(NotImplementedError, match=f"{call}: torch.func.vmap does not support it"):
         vmap(lambda y: function(x[0], y, last))(y)
 
 

@@ -135,7 +135,7 @@ def test_shorter_texts_leave_room_for_more_micro_batches() -> None:
     for _ in range(2):
         kept.after_step(memory)
     assert kept.count == 5
-    assert f"({86 / 5 * 1024:,.1f} MiB each) wait" in kept.news[0]
+    assert f"({86 / 5 * 1024:,.1f} MiB each) are kept" in kept.news[0]
     runs = [(40, 1), (30, 1), (20, 1)]
     assert kept_count(runs, 3, None, 50) == 2
     assert kept_count(runs, 1, None, 50) == 1
@@ -266,7 +266,7 @@ def test_a_run_keeps_what_is_planned_and_continues_with_it(
     graph = graph_bytes(config, create(config.model), "cpu")
     config = replace(config, activation_memory=str(3 * graph - 1))
     train(config)
-    line = f"the activations of 2 of 4 micro-batches ({graph / 2**20:,.1f} MiB each) wait"
+    line = f"the activations of 2 of 4 micro-batches ({graph / 2**20:,.1f} MiB each) are kept"
     assert line in capsys.readouterr().out
     train(replace(config, steps=3, resume=True))
     assert [record["kept_micro_batches"] for record in logged(tmp_path)] == [2, 2, 2]

@@ -104,7 +104,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     path.write_bytes(path.read_bytes()[:-100])
     assert train(make_config(tmp_path / "run", resume=True)) == 0
     out = capsys.readouterr().out
-    assert "step-00000008 is damaged: optimizer.safetensors is not what was written" in out
+    assert "step-00000008 is damaged: optimizer.safetensors differs from what was written" in out
     assert "continuing after step 6" in out
     assert weights(config.output) == weights(straight.output)
     assert [record["step"] for record in logged(config.output)] == list(range(1, 13))

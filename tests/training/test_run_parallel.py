@@ -231,5 +231,5 @@ def test_what_happens_to_one_process_ends_the_others_with_a_reason(
         assert (second["code"], second["err"]) == (1, "")
         assert saved[-1] == "step-00000006"
     else:
-        assert "rank 0 of 2, step 7: another process is gone or did not come" in first["err"]
+        assert "rank 0 of 2, step 7: another process is gone, or did not respond" in first["err"]
         assert saved == ["step-00000004"]

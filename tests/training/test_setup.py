@@ -185,11 +185,11 @@ def test_a_folder_that_is_a_file(make_config: MakeConfig, tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     assert (
         refused(make_config(tmp_path / "file"))
-        == f"--output {tmp_path / 'file'}: {tmp_path / 'file'} is no folder"
+        == f"--output {tmp_path / 'file'}: {tmp_path / 'file'} is not a folder"
     )
     inside = make_config(tmp_path / "file" / "run")
     assert refused(inside).endswith(
-        f"{tmp_path / 'file' / 'run'}: {tmp_path / 'file'} is no folder"
+        f"{tmp_path / 'file' / 'run'}: {tmp_path / 'file'} is not a folder"
     )
 
 
@@ -285,13 +285,13 @@ def test_a_bias_that_no_loss_looks_at_is_not_trained(model: str) -> None:
         ),
         (
             {"model": "glyph-small", "lock_image": True, "lock_image_unlocked_groups": 1},
-            "--lock-image: .*locked whole only, got 1 unlocked",
+            "--lock-image: .*can only be locked as a whole, got 1 unlocked",
         ),
         (
             {"model": "glyph-small", "force_image_size": 64},
             "--force-image-size: glyph-small has no",
         ),
-        ({"hf_pooling": "cls"}, "is no 'hf:' model"),
+        ({"hf_pooling": "cls"}, "is not an 'hf:' model"),
     ],
 )
 def test_what_a_model_cannot_is_refused(changes: dict[str, Any], reason: str) -> None:

@@ -98,7 +98,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
         (["--csv-img-key", "x"], "--csv-query-key asked::query: expected without --csv-img-key"),
         (
             ["--train-data-upsampling-factors", "1"],
-            "--train-data-upsampling-factors: '1' are 1; expected 2, one a source",
+            "--train-data-upsampling-factors: '1': expected 2 numbers, one for each source, got 1",
         ),
         (["--train-data-upsampling-factors", "1::x"], "'1::x'; expected numbers joined by '::'"),
         (

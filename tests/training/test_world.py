@@ -114,7 +114,7 @@ def test_alone_everything_is_said_to_oneself() -> None:
 )
 def test_a_failed_communication_is_one_line(error: RuntimeError) -> None:
     some = World(CPU, 1, 4)
-    message = r"^rank 1 of 4, step 7: another process is gone or did not come "
+    message = r"^rank 1 of 4, step 7: another process is gone, or did not respond "
     with pytest.raises(Gone, match=message), some.failures("step 7"):
         raise error
     with pytest.raises(RuntimeError, match="out of memory"), some.failures("step 7"):

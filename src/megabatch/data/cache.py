@@ -21,7 +21,7 @@ def read_arrays(path: Path, names: tuple[str, ...]) -> dict[str, np.ndarray] | N
     except FileNotFoundError:
         return None
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        warnings.warn(f"{path} is unreadable ({error}) and made again", stacklevel=3)
+        warnings.warn(f"{path} is unreadable ({error}) and is created again", stacklevel=3)
         return None
 
 

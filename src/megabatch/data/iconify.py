@@ -73,7 +73,7 @@ class Package:
                 yield parse_set(document)
             except (KeyError, TypeError, AttributeError, ValueError) as error:
                 what = f"{type(error).__name__} {error}"
-                raise UsageError(f"json/{prefix}.json is no IconifyJSON: {what}") from error
+                raise UsageError(f"json/{prefix}.json is not IconifyJSON: {what}") from error
 
 
 @contextlib.contextmanager
@@ -206,7 +206,7 @@ def _download(folder: Path) -> Path:
     npm = shutil.which("npm")
     if npm is None:
         raise UsageError(
-            f"npm is not installed, which fetches {NPM_NAME}; give the package by --package"
+            f"npm, which fetches {NPM_NAME}, is not installed; pass the package with --package"
         )
     command = [npm, "pack", NPM_NAME, "--ignore-scripts", "--silent", "--pack-destination"]
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)

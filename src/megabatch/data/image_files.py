@@ -72,12 +72,12 @@ class ImageFiles:
         where = f"{name!r} ({key_of(first)}), {self._fault(name)}"
         if len(missing) < len(found):
             return [
-                f"{source}: {len(missing):,} of {len(found):,} image files looked at are missing, "
-                f"the first is {where}"
+                f"{source}: {len(missing):,} of {len(found):,} image files that were checked are "
+                f"missing, the first is {where}"
             ]
         all_of = f"of {len(found):,} looked at " if count < n else ""
         raise UsageError(
-            f"{source}: none of its image files is there: the first of {len(missing):,} missing "
+            f"{source}: none of its image files exists: the first of {len(missing):,} missing "
             f"ones {all_of}is {where}"
         )
 

@@ -119,7 +119,7 @@ def _object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError("no JSON") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{_kind(row)}, no object")
+        raise ValueError(f"{_kind(row)}, not an object")
     return row
 
 
@@ -135,12 +135,12 @@ def _text(value: Any, name: str) -> str | None:
     if value is None or (isinstance(value, str) and value.isascii()):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"{name!r} holds {_kind(value)}, no text")
+        raise ValueError(f"{name!r} holds {_kind(value)}, not a text")
     text = str(value)
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair
-        raise ValueError(f"{name!r} is no Unicode text") from error
+        raise ValueError(f"{name!r} is not Unicode text") from error
     return text
 
 

@@ -244,7 +244,7 @@ class PairLoader:
             self._chunks = self._new_chunks()
             if self._timeout and "timed out" in str(error):
                 raise UsageError(
-                    f"the workers gave no sample for {self._timeout:g} s: a reader hangs"
+                    f"the workers delivered no sample for {self._timeout:g} s: a reader hangs"
                 ) from error
             raise
 
@@ -271,7 +271,7 @@ class PairLoader:
                 for k in {**was, **now}
                 if was.get(k) != now.get(k)
             )
-            raise UsageError(f"the data cannot be continued where they were left: {differences}")
+            raise UsageError(f"the data cannot be resumed where they were left: {differences}")
         self._order.epoch = int(state["epoch"])
         self._order.position = int(state["position"])
         self.skipped = Counter(state["skipped"])

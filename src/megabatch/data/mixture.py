@@ -64,7 +64,8 @@ class MixedPairs:
         for name, part, factor in zip(names, self.parts, factors, strict=True):
             if part.drawn == 0:
                 raise UsageError(
-                    f"{_OPTION}: {factor:g} of the {part.size} pairs of {name} is not one"
+                    f"{_OPTION}: {factor:g} of the {part.size} pairs of {name} is less than one "
+                    "pair"
                 )
             self.shares.append(
                 f"{name}: {part.size:,} pairs, of which an epoch draws {part.drawn:,}"
@@ -168,7 +169,8 @@ def check_factors(factors: Sequence[float], sources: int) -> None:
     given = SEPARATOR.join(f"{factor:g}" for factor in factors)
     if len(factors) != sources:
         raise UsageError(
-            f"{_OPTION}: {given!r} are {len(factors)}; expected {sources}, one a source"
+            f"{_OPTION}: {given!r}: expected {sources} numbers, one for each source, got "
+            f"{len(factors)}"
         )
     if not all(0 < factor < math.inf for factor in factors):
         raise UsageError(f"{_OPTION}: {given!r}; expected numbers above 0")

@@ -154,4 +154,4 @@ def _id_in(fields: dict[str, Any], key: str) -> int | None:
     number = fields.get("caption_id")
     if number is None or (type(number) is int and 0 <= number < 2**62):
         return number
-    raise BadSample("caption_id is no whole number from 0 to 2**62 - 1", key)
+    raise BadSample("caption_id is not a whole number from 0 to 2**62 - 1", key)

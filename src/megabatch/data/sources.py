@@ -183,7 +183,8 @@ def _of_one_kind(paths: list[Path], spec: str) -> list[Path]:
     shards = [path for path in shards if path not in tables]
     if unknown := set(paths) - set(shards) - set(tables):
         raise UsageError(
-            f"{min(unknown)} is no .tar shard and no {', '.join(ALL_TABLES)} table (from {spec!r})"
+            f"{min(unknown)} is neither a .tar shard nor a {', '.join(ALL_TABLES)} table (from "
+            f"{spec!r})"
         )
     if shards and tables:
         raise UsageError(f"{spec!r} mixes shards ({shards[0]}) and tables ({tables[0]})")
@@ -229,8 +230,7 @@ def _saved_files(folder: Path) -> list[Path]:
         if "train" not in splits:
             others = ", ".join(map(repr, splits)) or "none"
             raise UsageError(
-                f"{folder} has no split 'train', but {others}: give the folder of the one that is "
-                "meant"
+                f"{folder} has no split 'train', but {others}: give the folder of one of them"
             )
         return _saved_files(folder / "train")
     state = folder / _STATE

@@ -155,8 +155,8 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
         if "straddling" not in str(error):
             raise
         raise UsageError(
-            f"cannot read {path}: a row is longer than {_BLOCK >> 20} MiB, as where a quote "
-            "opens that is never closed"
+            f"cannot read {path}: a row is longer than {_BLOCK >> 20} MiB, as happens if a quote "
+            "is never closed"
         ) from error
     damage = []
     if malformed:

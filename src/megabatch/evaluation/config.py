@@ -112,26 +112,28 @@ def check(config: EvalConfig) -> None:
     if (config.run is None) == (config.model is None):
         raise UsageError("expected either a run's folder or --model NAME")
     if config.model is None and config.pretrained is not None:
-        raise UsageError("--pretrained: goes with --model; a run brings its own weights")
+        raise UsageError("--pretrained: only with --model; a run has its own weights")
     if config.run is None:
         for alternatives in ("output",), ("val_data", "class_data"):
             if not any(getattr(config, name) for name in alternatives):
                 raise UsageError(f"{' or '.join(map(_option, alternatives))}: needed with --model")
         if config.trust:
-            raise UsageError("--trust: goes with RUN; code that --model names is run in any case")
+            raise UsageError("--trust: only with RUN; code that --model names is run in any case")
         if config.weights != "final":
-            raise UsageError("--weights: a choice between a run's; with --model give --pretrained")
+            raise UsageError(
+                "--weights: chooses between a run's weights; with --model use --pretrained"
+            )
     for needs, names in _ONLY_WITH.items():
         for name in names:
             if getattr(config, name) is not None and getattr(config, needs) is None:
-                raise UsageError(f"{_option(name)}: goes with {_option(needs)}")
+                raise UsageError(f"{_option(name)}: only with {_option(needs)}")
     if not config.methods:
-        raise UsageError(f"--methods: none; expected some of {', '.join(METHODS)}")
+        raise UsageError(f"--methods: got none, expected some of {', '.join(METHODS)}")
     for method in config.methods:
         if method not in METHODS:
             raise UsageError(f"--methods {method}: expected some of {', '.join(METHODS)}")
     if config.methods != METHODS and config.class_data is None:
-        raise UsageError("--methods: goes with --class-data")
+        raise UsageError("--methods: only with --class-data")
     if config.class_data and not config.class_train_data and "zero-shot" not in config.methods:
         raise UsageError(f"--methods {' '.join(config.methods)}: needs --class-train-data")
     if config.precision not in PRECISIONS:

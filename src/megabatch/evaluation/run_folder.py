@@ -78,8 +78,8 @@ def open_model(name: str, pretrained: Path | None) -> Opened:
     pooling: Any = name.startswith("hf:") and saved_pooling(Path(name.removeprefix("hf:")))
     if pooling and pooling not in get_args(Pooling):
         raise UsageError(
-            f"--model {name}: its features in sentence-transformers are by {pooling}, expected one "
-            f"of {', '.join(get_args(Pooling))}"
+            f"--model {name}: its sentence-transformers files name the pooling {pooling}, "
+            f"expected one of {', '.join(get_args(Pooling))}"
         )
     torch.manual_seed(0)  # all ranks evaluate the same weights
     options = ModelOptions(hf_pooling=pooling or "mean")
@@ -93,9 +93,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read the run's `config.toml`; UsageError if it is missing or damaged."""
     path = folder / "config.toml"
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder")
+        raise UsageError(f"{folder} is not a folder")
     if not path.is_file():
-        raise UsageError(f"{folder} is no run: it has no config.toml")
+        raise UsageError(f"{folder} is not a run: it has no config.toml")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -159,5 +159,5 @@ def _load_first_good(towers: Towers, candidates: list[Path]) -> Path:
         else:
             return path
     raise UsageError(
-        failures[0] if len(failures) == 1 else f"no checkpoint is whole; {failures[0]}"
+        failures[0] if len(failures) == 1 else f"no checkpoint is intact; {failures[0]}"
     )

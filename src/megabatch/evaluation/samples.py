@@ -116,7 +116,9 @@ def open_labelled(spec: str) -> Labelled:
         return ShardLabels(test) if test else FolderLabels(folder)
     paths = find_files(spec)
     if paths[0].suffix != ".tar":
-        raise UsageError(f"{paths[0]}: expected shards (.tar) or a folder with a folder a class")
+        raise UsageError(
+            f"{paths[0]}: expected shards (.tar) or a folder with a folder for each class"
+        )
     return ShardLabels(paths)
 
 
@@ -204,7 +206,7 @@ class ShardLabels(TarSamples):
     def _label(self, index: int) -> int:
         text = self.read(index, "cls")
         if not text.strip().isdigit():
-            raise BadSample("class index is no number", self.key(index))
+            raise BadSample("class index is not a number", self.key(index))
         return int(text)
 
 

@@ -112,8 +112,8 @@ class Settings:
 def _check_unknown(unknown: Mapping[str, Any]) -> None:
     if "scaler" in unknown:
         raise TypeError(
-            "scaler: a step returns a loss with a backward pass now, which a gradient scaler "
-            "scales as any other: scaler.scale(step(...)).backward()"
+            "scaler: a step now returns a loss with a backward pass; scale it like any other "
+            "loss: scaler.scale(step(...)).backward()"
         )
     if unknown:
         raise TypeError(

@@ -164,8 +164,8 @@ class Orders:
         for key in (key for batch in self._sorted.values() for key in batch.outputs):
             if key not in per_sample:
                 raise ValueError(
-                    f"outputs: {key!r} of a SortedByLength is no per-sample output of {self.name}; "
-                    f"expected one of {', '.join(map(repr, per_sample))}"
+                    f"outputs: {key!r} of a SortedByLength is not a per-sample output of "
+                    f"{self.name}; expected one of {', '.join(map(repr, per_sample))}"
                 )
 
     def _batch_of(self, key: Key) -> str | None:

@@ -206,12 +206,12 @@ class PassesCheck:
             return
         self._warned = True
         warnings.warn(
-            f"GradientCache: {encoder} gave other features in the second pass than in the first: "
-            f"they differ by {most:.1%} in norm, so its gradients are not those of the loss. Its "
-            "forward pass depends on something that changed in between: a torch.Generator of its "
-            "own, an attribute that it updates and that is no buffer, or whether gradients are "
-            "recorded. Leave that out of the encoder, or keep it constant while a "
-            "step and its backward() run",
+            f"GradientCache: {encoder} gave different features in the second pass than in the "
+            f"first: they differ by {most:.1%} in norm, so its gradients are not those of the "
+            "loss. Its forward pass depends on something that changed in between: a "
+            "torch.Generator of its own, an attribute that it updates and that is not a buffer, "
+            "or whether gradients are recorded. Remove this from the encoder, or keep it "
+            "constant while a step and its backward() run",
             stacklevel=2,
         )
 
@@ -264,10 +264,10 @@ class UnusedLoss:
         if self in _unused and self.optimizer_stepped:
             self.used()
             raise RuntimeError(
-                "GradientCache: an optimizer stepped after the step before this one, but the loss "
-                "of that was never backpropagated: call loss.backward() before optimizer.step() "
-                "(a step fills .grad no longer by itself), or call the step under torch.no_grad() "
-                "where its loss is only looked at"
+                "GradientCache: an optimizer stepped, but the loss of the previous step was "
+                "never backpropagated: call loss.backward() before optimizer.step() (a step no "
+                "longer fills .grad by itself), or call the step under torch.no_grad() if you "
+                "only need the value of its loss"
             )
 
 

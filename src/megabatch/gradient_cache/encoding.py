@@ -236,8 +236,8 @@ class Encoding:
         if len(self.cached) != 1 or output is None:
             got = ", ".join(type(value).__name__ for value in self.cached.values())
             raise TypeError(
-                "encoders: with several encoders each must return one tensor (or outputs= say "
-                f"which one counts), but {self.name} returned ({got})"
+                "encoders: with several encoders each must return one tensor (or outputs= select "
+                f"one), but {self.name} returned ({got})"
             )
         return output
 

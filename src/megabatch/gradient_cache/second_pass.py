@@ -144,10 +144,10 @@ class SecondPass:
         for encoding in self.encodings:
             if encoding.direct and not all_accumulated:
                 raise RuntimeError(
-                    f"GradientCache: torch.autograd.grad and inputs= are not possible here: "
+                    "GradientCache: torch.autograd.grad and inputs= are not possible here: "
                     f"{encoding.name} has gradients that go to .grad in each micro-batch (of "
-                    "DistributedDataParallel, fully_shard, a reentrant checkpoint, or a parameter "
-                    "that is out of sight); call loss.backward()"
+                    "DistributedDataParallel, fully_shard, a reentrant checkpoint, or a "
+                    "parameter that cannot be found); call loss.backward()"
                 )
             changed = encoding.requires_grad and encoding.versions.changed()
             if changed:
@@ -272,7 +272,7 @@ def _refuse_gradient(features: Tensor) -> None:
     """Raise an error if a backward pass of something else than the step's loss ends here."""
     features.grad = None
     raise RuntimeError(
-        "GradientCache: a backward pass reached the features that the loss got, but not through "
-        "the step's loss, so it would not reach the encoders: compute all that depends on the "
-        "features in the loss, and return the sum"
+        "GradientCache: a backward pass reached the features that were passed to the loss, but "
+        "not through the step's loss, so it would not reach the encoders: compute everything "
+        "that depends on the features inside the loss, and return the sum"
     )

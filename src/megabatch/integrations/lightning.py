@@ -106,7 +106,7 @@ def _refuse(trainer: Any) -> None:
     size = 1 if mesh is None else mesh["tensor_parallel"].size()
     if size > 1:
         raise ValueError(
-            f"strategy: expected tensor_parallel_size=1, got {size}: ranks of such a group have "
-            "the same rows, and the loss takes each rank's for rows of its own; use "
+            f"strategy: expected tensor_parallel_size=1, got {size}: the ranks of such a group "
+            "have the same rows, and the loss would treat them as different pairs; use "
             "ModelParallelStrategy(data_parallel_size=<number of GPUs>, tensor_parallel_size=1)"
         )

@@ -110,7 +110,7 @@ def create_loss(original: Callable[[Namespace], nn.Module], args: Namespace) -> 
     theirs = original(args)
     if type(theirs) not in LOSSES:
         raise UsageError(
-            f"{type(theirs).__name__}: there is no loss of megabatch for it; train with "
+            f"{type(theirs).__name__}: megabatch has no counterpart of this loss; train with "
             "python -m open_clip_train.main"
         )
     ours = LOSSES[type(theirs)]()

@@ -150,7 +150,8 @@ def _check_distance(distance: Any) -> None:
     came = f"{type(distance).__name__}(p={distance.p}, power={distance.power})"
     raise ValueError(
         "distance: expected CosineSimilarity or DotProductSimilarity with p=2 and power=1, got "
-        f"{came}. Other distances are no product of features; use pytorch_metric_learning.losses."
+        f"{came}. Other distances are not products of features; use "
+        "pytorch_metric_learning.losses."
     )
 
 

@@ -334,7 +334,7 @@ def _is_cosine(similarity_fct: Callable[..., Tensor]) -> bool:
         name = getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
         raise ValueError(
             "similarity_fct: expected cos_sim or dot_score of sentence_transformers.util, got "
-            f"{name}: a matrix that is never formed must be a product of the embeddings"
+            f"{name}: other similarities are not products of the embeddings"
         )
     return similarity_fct is cos_sim
 

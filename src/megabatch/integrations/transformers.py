@@ -327,6 +327,6 @@ def _check_no_parameters(loss: Callable[..., Tensor], model: nn.Module) -> None:
     for name, parameter in parameters_in(loss).items():
         if parameter.requires_grad and id(parameter) not in trained:
             raise ValueError(
-                f"loss: its parameter {name} is none of the model's, so the Trainer's optimizer "
-                "would not train it; make it a parameter of the model too"
+                f"loss: its parameter {name} is not one of the model's, so the Trainer's "
+                "optimizer would not train it; make it a parameter of the model too"
             )

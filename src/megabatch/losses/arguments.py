@@ -61,7 +61,7 @@ def check_factors(name: str, values: Any, number: int, what: str) -> tuple[float
         raise ValueError(f"{name}: expected {number}, one for each {what}, got {len(factors)}")
     for factor in factors:
         if factor < 0:
-            raise ValueError(f"{name}: expected no negative number, got {factor}")
+            raise ValueError(f"{name}: expected a non-negative number, got {factor}")
     return tuple(factors)
 
 
@@ -105,8 +105,8 @@ def check_weights(weights: Any, like: Tensor) -> Tensor | None:
     values = extremes(weights)
     if values is not None and not 0 <= values[0] <= values[1] < math.inf:
         raise ValueError(
-            "weights: expected finite numbers that are not negative, "
-            f"got {values[0]:.6g} to {values[1]:.6g}"
+            f"weights: expected finite, non-negative numbers, got {values[0]:.6g} to "
+            f"{values[1]:.6g}"
         )
     return weights
 

@@ -390,7 +390,7 @@ def _check_hardness(mode: Any, strength: Any) -> float:
         check_choice("hardness_mode", mode, get_args(HardnessMode))
     strength = check_number("hardness_strength", strength)
     if strength < 0:
-        raise ValueError(f"hardness_strength: expected no negative number, got {strength}")
+        raise ValueError(f"hardness_strength: expected a non-negative number, got {strength}")
     if strength and mode is None:
         raise ValueError(
             f"hardness_strength: expected 0 with hardness_mode=None, got {strength}; a mode says "

@@ -49,7 +49,7 @@ class MatryoshkaLoss(nn.Module):
             if isinstance(dim, bool) or not isinstance(dim, numbers.Integral):
                 raise TypeError(f"dims: expected integers, got {type(dim).__name__}")
             if dim < 1:
-                raise ValueError(f"dims: expected widths of 1 and more, got {dim}")
+                raise ValueError(f"dims: expected widths of at least 1, got {dim}")
         check_flag("normalize", normalize)
         self.loss, self.dims, self.normalize = loss, tuple(map(int, dims)), normalize
         self._whole = _whole(loss)

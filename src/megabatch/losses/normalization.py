@@ -50,9 +50,10 @@ class LengthWarning:
         self._pending = None if self._done else deviation
         if found[0] > TOLERANCE:
             warnings.warn(
-                f"{name}: the lengths of rows differ from 1 by {found[0]:.3g} on average, and this "
-                "loss takes features as they are. Give normalize=True for cosine similarities, as "
-                "libraries that normalise compute them, or normalize=False for dot products.",
+                f"{name}: the lengths of rows differ from 1 by {found[0]:.3g} on average, and "
+                "this loss takes features as they are. Pass normalize=True for cosine "
+                "similarities, as in libraries that normalise, or normalize=False for dot "
+                "products.",
                 stacklevel=6,  # the caller of the loss
             )
 

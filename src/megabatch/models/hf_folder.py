@@ -57,7 +57,9 @@ def read_config(folder: Path) -> Any:
         UsageError: transformers is not installed, or cannot read it.
     """
     if not (folder / "config.json").is_file():
-        raise UsageError(f"--model: {folder} is no folder of a Hugging Face model: no config.json")
+        raise UsageError(
+            f"--model: {folder} is not the folder of a Hugging Face model: it has no config.json"
+        )
     with named_extras():
         import tokenizers  # noqa: F401  (without it transformers' message is misleading)
         import transformers
@@ -117,7 +119,7 @@ def read_tokenizer(folder: Path, config: Any, context_length: int | None) -> Fol
     except Exception as error:
         raise UsageError(f"--model: the tokenizer of {folder}: {one_line(error, 240)}") from error
     if tokenizer.pad_token_id is None:
-        raise UsageError(f"--model: the tokenizer of {folder} has no token of padding")
+        raise UsageError(f"--model: the tokenizer of {folder} has no padding token")
     if len(tokenizer) > config.vocab_size:
         raise UsageError(
             f"--model: the tokenizer of {folder} has {len(tokenizer)} tokens, but the encoder "
@@ -141,7 +143,7 @@ def check_padding(tokenizer: FolderTokenizer) -> None:
     own = _read_tokenizer(tokenizer.folder)
     if tokenizer.pad in own("a")["input_ids"]:
         raise UsageError(
-            f"--model: the tokenizer of {tokenizer.folder} puts its token of padding, "
-            f"{own.pad_token}, into each text, where it would be masked as well; expected another "
+            f"--model: the tokenizer of {tokenizer.folder} puts its padding token, "
+            f"{own.pad_token}, into each text, where it would be masked too; expected another "
             "pad_token in its tokenizer_config.json"
         )

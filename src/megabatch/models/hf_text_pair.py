@@ -30,7 +30,7 @@ def create(
     if given := options.given("force_patch_dropout", "force_image_size"):
         raise UsageError(f"{', '.join(given)}: {name} has no images")
     if not hasattr(config, "hidden_size"):
-        raise UsageError(f"--model: {folder} is no text encoder: its config has no hidden_size")
+        raise UsageError(f"--model: {folder} is not a text encoder: its config has no hidden_size")
     encoder = read_model(folder, config, unused="pooler.")
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # BERT's, for another task: no feature uses it

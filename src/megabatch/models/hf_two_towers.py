@@ -51,14 +51,14 @@ def create(
     """
     if config.model_type not in KINDS:
         raise UsageError(
-            f"--model: {folder} is of the kind {config.model_type!r}, expected one of "
+            f"--model: {folder} is of type {config.model_type!r}, expected one of "
             f"{', '.join(KINDS)}, or a text encoder"
         )
     if given := options.given("hf_pooling", "hf_share"):
-        raise UsageError(f"{', '.join(given)}: of pairs of texts, and {name} has images")
+        raise UsageError(f"{', '.join(given)}: only for pairs of texts, but {name} takes images")
     if given := options.given("force_patch_dropout", "force_image_size"):
         raise UsageError(
-            f"{', '.join(given)}: Hugging Face's {config.model_type} has no such choice"
+            f"{', '.join(given)}: Hugging Face's {config.model_type} has no such option"
         )
     tokenizer = read_tokenizer(folder, config.text_config, options.force_context_length)
     pad = tokenizer.pad if KINDS[config.model_type] else None

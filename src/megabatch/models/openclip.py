@@ -47,13 +47,11 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     from megabatch.models.short_texts import accept_short_texts
 
     if options.given("hf_pooling", "hf_share"):
-        raise UsageError(f"--hf-pooling, --hf-share: {name} is no 'hf:' model")
+        raise UsageError(f"--hf-pooling, --hf-share: {name} is not an 'hf:' model")
     config = read_config(name)
     if name.startswith(FOLDER):
         if weights is not None:
-            raise UsageError(
-                f"--pretrained: {name} brings its own weights, expected none beside it"
-            )
+            raise UsageError(f"--pretrained: {name} has its own weights; leave out this option")
         weights = files.find(Path(name.removeprefix(FOLDER)))
     if "multimodal_cfg" in config:
         raise UsageError(f"--model: {name} also writes captions (CoCa), expected two towers")

@@ -66,7 +66,9 @@ class TwoTowers(nn.Module):
 
 def _lock(tower: nn.Module, unlocked: int) -> None:
     if unlocked:
-        raise ValueError(f"this model's towers are locked whole only, got {unlocked} unlocked")
+        raise ValueError(
+            f"this model's towers can only be locked as a whole, got {unlocked} unlocked"
+        )
     tower.requires_grad_(False)
 
 

@@ -38,7 +38,7 @@ def find(path: Path) -> Path:
         if (path / "config.json").is_file() and not (path / "open_clip_config.json").is_file():
             raise UsageError(
                 f"--pretrained: {path} is a folder of Hugging Face transformers, whose names of "
-                "weights are not open_clip's (expected as --model hf:PATH)"
+                "weights are not open_clip's (load it with --model hf:PATH)"
             )
         return found[0]
     if path.suffix not in (".safetensors", *_TORCH):
@@ -83,7 +83,7 @@ def load(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"--pretrained: {path} is damaged: {_first_line(error)}") from error
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"--pretrained: {path} holds more than tensors, and what a pickle says is not run"
+            f"--pretrained: {path} holds more than tensors, and code in a pickle is not run"
         ) from error
     state = read.get("state_dict", read) if isinstance(read, dict) else None
     if not isinstance(state, dict) or not any(isinstance(v, Tensor) for v in state.values()):

@@ -113,8 +113,8 @@ class Operator:
         """Call once for each entry and stack the results."""
         if self.group_argument is not None and arguments[self.group_argument]:
             raise NotImplementedError(
-                f"megabatch {self.name}: torch.func.vmap does not take a call over several "
-                "processes, which would all have to make the same; loop over the batch instead"
+                f"megabatch {self.name}: torch.func.vmap does not support calls over several "
+                "processes; loop over the batch instead"
             )
         if info.batch_size == 0:
             raise ValueError(f"megabatch {self.name}: vmap: expected at least one entry, got 0")

@@ -237,7 +237,7 @@ def _check_targets(columns: _Columns) -> None:
 def _check_not_batched(call: str, *tensors: Tensor) -> None:
     if any(isinstance(t, Tensor) and is_batched(t) for t in tensors):
         raise NotImplementedError(
-            f"{call}: torch.func.vmap does not take it, as its control flow depends on values; "
+            f"{call}: torch.func.vmap does not support it, as its control flow depends on values; "
             "loop over the batch instead"
         )
 

@@ -77,8 +77,8 @@ class KeptActivations:
         mean = statistics.mean(graphs[-self.count :])  # of all if none is kept
         self.news.append(
             f"the activations of {self.count} of {self._micro_batches} micro-batches "
-            f"({mean / 2**20:,.1f} MiB each) wait for the backward pass; the others are encoded "
-            "twice"
+            f"({mean / 2**20:,.1f} MiB each) are kept for the backward pass; the others are "
+            "encoded twice"
         )
 
     def after_step(self, memory: StepMemory, longer_texts: float = 1.0) -> None:

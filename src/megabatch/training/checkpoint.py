@@ -154,7 +154,7 @@ def _read(place: Path) -> Checkpoint:
             raise _Damaged(f"format {state['format']}, expected {FORMAT}")
         for name, facts in state["files"].items():
             if _facts(place / name) != facts:
-                raise _Damaged(f"{name} is not what was written")
+                raise _Damaged(f"{name} differs from what was written")
         model, optimizer = (load_file(place / name) for name in _TENSOR_FILES)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise _Damaged(" ".join(str(error).split()) or type(error).__name__) from error

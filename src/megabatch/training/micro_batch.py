@@ -158,8 +158,8 @@ class MicroBatchSize:
         def restart() -> None:
             if not layout.abandon_step():
                 raise OutOfMemory(
-                    "out of memory while sizes of micro-batches were tried, after which FSDP2 of "
-                    "this torch cannot go on; give --micro-batch-size a number"
+                    "out of memory while micro-batch sizes were tried, after which FSDP2 of this "
+                    "torch cannot continue; set --micro-batch-size to a number"
                 )
             layout.gather_weights()
 

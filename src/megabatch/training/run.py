@@ -276,12 +276,12 @@ class Run:
         if state["step"] > self.trainer.total_steps:
             raise TrainingStopped(
                 f"--resume: the run has done {state['step']} steps already, more than the "
-                f"{self.trainer.total_steps} that are asked for"
+                f"{self.trainer.total_steps} that were requested"
             )
         if state["total_steps"] != self.trainer.total_steps:
             self.console.print(
                 f"the run's length changes from {state['total_steps']} to "
-                f"{self.trainer.total_steps} steps, the learning rate's schedule with it"
+                f"{self.trainer.total_steps} steps, and the learning rate schedule with it"
             )
         self.world.attempt(lambda: self.loader.load_state_dict(state["loader"]))
         self.trainer.restore(found or Checkpoint({}, {}, state))
@@ -296,7 +296,7 @@ class Run:
         if found is None:
             return None
         for reason in found[1]:
-            self.console.print(f"{reason}; taking the one before")
+            self.console.print(f"{reason}; using the previous one")
         return found[0]
 
     def _announce(self) -> None:
@@ -309,8 +309,8 @@ class Run:
         )
         if config.workers and not self.loader.processes:
             self.console.print(
-                f"  these images are only copied, which one thread does; of --workers "
-                f"{config.workers} none is started"
+                f"  these images are only copied, by one thread; none of the {config.workers} "
+                "workers is started"
             )
         for line in getattr(self.loader.dataset, "shares", []):
             self.console.print(f"  {line}")

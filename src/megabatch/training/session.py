@@ -156,7 +156,7 @@ def _plan(setup: Setup, console: Console) -> None:
     if plan.fits:
         return
     if (config.plan or ("refuse" if world.device.type == "cuda" else "warn")) == "refuse":
-        raise UsageError(f"{plan.problem} (--plan warn begins all the same)")
+        raise UsageError(f"{plan.problem} (--plan warn starts nevertheless)")
     console.print(plan.problem)
 
 

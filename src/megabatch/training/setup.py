@@ -119,9 +119,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         notes += pooling_notes(config) if towers.first == "text" else []
         notes += random_text_notes(config, towers.module)
         if config.decode == "late" and towers.first == "text":
-            reasons.append(
-                f"--decode late: {config.model} takes texts, of which nothing is decoded"
-            )
+            reasons.append(f"--decode late: {config.model} takes texts, which are not decoded")
         transform = _attempt(reasons, lambda: train_transform(config, towers))
     if reasons or dataset is None or towers is None or transform is None:
         raise UsageError(all_of(reasons))
@@ -208,7 +206,7 @@ def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torc
     except ValueError as error:
         raise UsageError(
             f"--image-resize torch: the transform of {config.model} is not OpenCLIP's (a random "
-            "crop alone); expected pillow"
+            "crop and nothing else); expected pillow"
         ) from error
 
 

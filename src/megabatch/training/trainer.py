@@ -298,7 +298,7 @@ class Trainer:
                 self.scaler.scale(loss).backward()
             except UnusedParameters as error:
                 raise UsageError(
-                    "--parallel ddp needs a gradient of every trainable parameter, and there is "
+                    "--parallel ddp needs a gradient of every trainable parameter, but there is "
                     f"none of {error.names}"
                 ) from error
             self.layout.end_step()
@@ -323,9 +323,9 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         again = f", not finite {row} times in a row" if row > 1 else ""
         raise TrainingStopped(
-            f"step {self.step + 1}: loss {loss:g}, gradient norm {norm:g}{again}; the step was not "
-            "taken (a lower --lr, a longer --warmup, --grad-clip-norm or --precision fp32 help; "
-            "--on-nonfinite skip goes on)"
+            f"step {self.step + 1}: loss {loss:g}, gradient norm {norm:g}{again}; the step was "
+            "not taken (a lower --lr, a longer --warmup, --grad-clip-norm or --precision fp32 "
+            "help; --on-nonfinite skip continues)"
         )
 
 

@@ -142,7 +142,9 @@ def record(
             console.print(f"  the best {metric} so far; weights: {config.output / 'best'}")
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        console.print(f"the evaluation of step {step} could not be written: {reason}; going on")
+        console.print(
+            f"the evaluation of step {step} could not be written: {reason}; training continues"
+        )
 
 
 def keep_best(

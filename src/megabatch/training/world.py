@@ -136,8 +136,8 @@ class World:
                 raise
             reason = " ".join(str(error).split())
             raise Gone(
-                f"rank {self.rank} of {self.size}, {stage}: another process is gone or did not "
-                f"come within --dist-timeout: {reason[:400]}"
+                f"rank {self.rank} of {self.size}, {stage}: another process is gone, or did not "
+                f"respond within --dist-timeout: {reason[:400]}"
             ) from error
 
 
@@ -230,8 +230,8 @@ def _check_rendezvous(environ: Mapping[str, str]) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise UsageError(
-            f"environment: {' and '.join(missing)} not set; torchrun sets them, before srun: "
-            f"{_MASTER}"
+            f"environment: {' and '.join(missing)} not set; torchrun sets them, for srun run "
+            f"first: {_MASTER}"
         )
 
 

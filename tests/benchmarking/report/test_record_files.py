@@ -61,8 +61,8 @@ def test_files_are_read_by_name(tmp_path: Path) -> None:
     [
         ("{", "cannot be read as JSON"),
         ("1", "has a int"),
-        ("[1]", "`records` is no list of objects"),
-        ('{"records": 1}', "`records` is no list of objects"),
+        ("[1]", "`records` is not a list of objects"),
+        ('{"records": 1}', "`records` is not a list of objects"),
     ],
 )
 def test_a_file_that_holds_no_records(tmp_path: Path, content: str, expected: str) -> None:

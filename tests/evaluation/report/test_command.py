@@ -27,11 +27,11 @@ def test_a_run_s_page_and_a_comparison_are_written(
     [
         ([], "RUN: needed, but not given"),
         (["a", "b"], "--output: needed to compare several runs"),
-        (["missing"], "missing is no folder"),
-        (["empty"], "empty is no run: it has neither config.toml nor evaluation.json"),
+        (["missing"], "missing is not a folder"),
+        (["empty"], "empty is not a run: it has neither config.toml nor evaluation.json"),
         (["a", "--output", "empty"], "--output empty: is a folder"),
         (["a", "--output", "a/config.toml/x.html"], "--output a/config.toml/x.html: "),
-        (["a", "empty", "--output", "x.html"], "empty is no run"),
+        (["a", "empty", "--output", "x.html"], "empty is not a run"),
     ],
 )
 def test_user_errors_are_one_line(

@@ -108,7 +108,7 @@ def test_the_page_of_an_evaluation_elsewhere_has_the_run_s_curves(
     ("content", "message"),
     [
         ("{", "cannot be read"),
-        ('{"run": {}, "retrieval": 3}', "retrieval is no table"),
+        ('{"run": {}, "retrieval": 3}', "retrieval is not a table"),
         ("{}", "cannot be read: 'run'"),
     ],
 )

@@ -124,7 +124,7 @@ def test_a_silent_rank_is_named(world: World) -> None:
     channel = control.sockets(new_store("silent"), world.rank, 2, timedelta(seconds=0.3))
     assert channel is not None
     if world.rank == 0:
-        with pytest.raises(RuntimeError, match=r"rank 1 of the group said nothing for 0\.3 s"):
+        with pytest.raises(RuntimeError, match=r"rank 1 of the group sent nothing for 0\.3 s"):
             channel.gather(b"x")
     dist.barrier()
 

@@ -97,5 +97,7 @@ def _content(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: has a {type(content).__name__}, expected an object or a list")
     records = content.get("records", [])
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        raise UsageError(f"{path}: `records` is no list of objects, expected a benchmark's records")
+        raise UsageError(
+            f"{path}: `records` is not a list of objects, expected a benchmark's records"
+        )
     return content

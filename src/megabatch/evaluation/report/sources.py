@@ -46,8 +46,8 @@ def read_source(folder: Path) -> Source:
     is_run = (run / "config.toml").is_file()
     if not is_run and not evaluation:
         if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder")
-        raise UsageError(f"{folder} is no run: it has neither config.toml nor evaluation.json")
+            raise UsageError(f"{folder} is not a folder")
+        raise UsageError(f"{folder} is not a run: it has neither config.toml nor evaluation.json")
     name = run.resolve().name
     if not is_run:
         name = str(evaluation["run"].get("model", folder.resolve().name))
@@ -85,7 +85,7 @@ def _read_evaluation(folder: Path) -> dict[str, Any]:
         evaluation = json.loads(path.read_text(encoding="utf-8"))
         for key in ("run", "retrieval", "zero_shot"):
             if not isinstance(evaluation[key], dict):
-                raise TypeError(f"{key} is no table")
+                raise TypeError(f"{key} is not a table")
         str(evaluation["date"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} cannot be read: {one_line(error, 200)}") from error

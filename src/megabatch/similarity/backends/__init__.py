@@ -70,8 +70,8 @@ def _warn_of_float32(device: torch.device) -> None:
     _warned = True
     warnings.warn(
         "megabatch: float32 features on a GPU, at torch's default float32 matmul precision "
-        "('highest'), never reach the fused kernels, which multiply float32 in TF32; torch "
-        "operations compute them block by block, which takes longer. For the kernels: bfloat16 "
-        "features (autocast), or torch.set_float32_matmul_precision('high')",
+        "('highest'), cannot use the fused kernels, which multiply float32 in TF32; torch "
+        "operations compute them block by block, which takes longer. To use the kernels: "
+        "bfloat16 features (autocast), or torch.set_float32_matmul_precision('high')",
         stacklevel=2,
     )

@@ -209,6 +209,6 @@ def _failures_of(rank: int, seconds: float) -> Any:
     try:
         yield
     except TimeoutError as error:
-        raise RuntimeError(f"rank {rank} of the group said nothing for {seconds:g} s") from error
+        raise RuntimeError(f"rank {rank} of the group sent nothing for {seconds:g} s") from error
     except OSError as error:
         raise RuntimeError(f"rank {rank} of the group is gone: {error}") from error
