@@ -154,9 +154,10 @@ class TrainConfig:
     """For the infonce loss: ignore negatives whose similarity exceeds the positive's by more than
     this."""
     hard_negatives: Annotated[int, AT_LEAST_0] = 0
-    """Hard negatives of each pair, from the table's columns (csv_negative_key): texts that are no
-    right answer for the pair's first input, nor for any other of the batch. Of a row that has more,
-    each epoch draws others; one that has fewer is left out and counted. For the infonce loss."""
+    """Hard negatives of each pair, from the table's columns (csv_negative_key): texts that are not
+    a right answer for the pair's first input, nor for any other in the batch. If a row has more,
+    each epoch draws a different selection; a row that has fewer is left out and counted. For the
+    infonce loss."""
     matryoshka_dims: Annotated[tuple[int, ...], AT_LEAST_1] = ()
     """Widths of prefixes of the features that are trained to be useful on their own; the loss is
     the sum over them."""
@@ -221,17 +222,17 @@ class TrainConfig:
     memory. A tower without repeated blocks (glyph-small) counts as one block, which saves little.
     """
     trim_texts: Annotated[bool, MAY_CHANGE] = True
-    """Compute little on the padding of texts, where features do not depend on it: a tower gets the
-    texts in order of their lengths, each micro-batch cut to its longest. Features change by
-    rounding. Towers that read their padding (SigLIP) get whole texts all the same."""
+    """Spend little computation on the padding of texts if features do not depend on it: a tower
+    gets the texts in order of length, each micro-batch cut to its longest. Features change only by
+    rounding. Towers that read their padding (SigLIP) get whole texts nevertheless."""
     activation_memory: Annotated[str, MAY_CHANGE] = "auto"
-    """Memory of each device, such as 20GiB, for activations that wait for the backward pass, so
-    that their micro-batches go through the towers once; 0: none; auto: on GPUs all that is free,
-    measured in the first two steps, on the CPU 0."""
+    """Memory on each device, such as 20GiB, in which to keep activations for the backward pass, so
+    that their micro-batches go through the towers only once; 0: none; auto: on GPUs all that is
+    free, measured in the first two steps, on the CPU 0."""
     torchcompile: Annotated[bool | None, MAY_CHANGE] = None
-    """Compile the towers' blocks with torch.compile: a minute at the start for faster steps. A
-    model that cannot be compiled runs as it is. Default: compile on GPUs if there are Triton and a
-    C compiler (gcc, clang, or the one that CC names), and not on the CPU."""
+    """Compile the towers' blocks with torch.compile, which takes a minute at the start and makes
+    steps faster. A model that cannot be compiled runs as it is. Default: compile on GPUs if Triton
+    and a C compiler (gcc, clang, or the one that CC names) are available, but not on the CPU."""
 
     plan: Annotated[Literal["refuse", "warn", "off"] | None, MAY_CHANGE] = None
     """Print the memory that a step needs before the first one and, if it cannot fit, refuse or
@@ -250,8 +251,8 @@ class TrainConfig:
     Images that only need copying (grey icons, glyphs) use one thread, whatever the number."""
     decode: Annotated[Literal["early", "late"], MAY_CHANGE] = "early"
     """early: a batch waits on the host as decoded images. late: it waits as image files, which
-    workers (as many again) decode two micro-batches ahead, in each of a step's two passes; for
-    batches that would not fit the host's memory otherwise."""
+    workers (a second set of as many) decode two micro-batches ahead, in each of a step's two
+    passes; for batches that would otherwise not fit the host's memory."""
     image_resize: Literal["pillow", "torch"] = "pillow"
     """Library that resizes the images of training. pillow: OpenCLIP's pixels, bit for bit. torch: a
     quarter of the time, with the same crops; few values differ, by at most 3 of 255. For OpenCLIP's
@@ -261,9 +262,9 @@ class TrainConfig:
     log_every: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 1
     """Steps between two records in metrics.jsonl and in what report_to names."""
     report_to: Annotated[str, MAY_CHANGE] = "tensorboard"
-    """Where to show curves, beside metrics.jsonl: tensorboard, wandb (Weights & Biases), mlflow, or
-    several joined by commas. wandb and mlflow also get the configuration, and are set up by their
-    own environment variables (docs/tracking.md)."""
+    """Where to show curves, in addition to metrics.jsonl: tensorboard, wandb (Weights & Biases),
+    mlflow, or several joined by commas. wandb and mlflow also get the configuration, and are set up
+    by their own environment variables (docs/tracking.md)."""
     checkpoint_every: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 100
     """Steps between two checkpoints; 0: only at the end and on a signal."""
     keep_checkpoints: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 2
@@ -276,8 +277,8 @@ class TrainConfig:
     train_data. Default, if the training data are the glyphs: glyphs that were held out."""
     val_frequency: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 0
     """Also evaluate every so many steps (OpenCLIP counts epochs), and keep the best weights in the
-    output folder, under best; 0: only at the end. Training waits meanwhile; its results stay the
-    same."""
+    output folder, under best; 0: only at the end. Training waits for it; its results do not
+    change."""
     best_metric: Annotated[str | None, MAY_CHANGE] = None
     """The figure of the best weights, such as pairs/image_to_text/recall@1 or digits/top1. Default:
     recall@1 from images (or first texts) to texts, of the first task."""
