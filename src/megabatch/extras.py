@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from megabatch.errors import UsageError
 
-#: The libraries of each extra beside torch, by the names they are imported by. A missing library is
-#: attributed to the running command's extra if that has it, else to the first extra that has it.
+#: The libraries of each extra besides torch, by the names they are imported by. A missing library
+#: is attributed to the running command's extra if that has it, else to the first extra that has it.
 EXTRAS = {
     "train": frozenset(
         {

@@ -104,7 +104,7 @@ class Setting:
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
     def expected(self, value: Any) -> str:
-        """The valid range in words if a value of the right type lies outside of it, else ""."""
+        """The valid range as a text if a value of the right type lies outside of it, else ""."""
         interval = self.mark(Interval)
         if interval is None or value is None or isinstance(value, str):  # a word, such as "auto"
             return ""
@@ -137,7 +137,7 @@ def with_value(name: str, value: Any) -> str:
 
 
 def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value has a field's type. An int is a valid float, a bool is no number."""
+    """Whether a value has a field's type. An int is a valid float, a bool is not a number."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if is_union(hint):
@@ -153,7 +153,7 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def describe_type(hint: Any) -> str:
-    """A field's type in words, for "expected ..."."""
+    """A description of a field's type, for "expected ..."."""
     if get_origin(hint) is Literal:
         return " or ".join(repr(choice) for choice in get_args(hint))
     if is_union(hint):

@@ -99,7 +99,7 @@ def all_gather_numbers(call: str, numbers: Sequence[int], group: object) -> list
     """Every rank's numbers, by rank, after checking that all ranks make the same call.
 
     Args:
-        call: the call, in words.
+        call: a description of the call.
         numbers: int64, as many on each rank.
 
     Raises:

@@ -100,8 +100,8 @@ def _member(parent: Any, name: str) -> Any:
 
 # --- transforms of torch.func ---------------------------------------------------------------------
 
-#: Whether a transform of torch.func is at work. Asked at each call of an operator: no function of
-#: its own.
+#: Whether a transform of torch.func is active. Used at each call of an operator, so it is not
+#: wrapped in a function.
 transforms_active: Callable[[], bool] = private("_C._are_functorch_transforms_active")
 
 
@@ -119,7 +119,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def constant_in_graphs(function: F) -> F:
     """Mark a function as `torch.compiler.assume_constant_result` does.
 
-    That one imports torch._dynamo: 1.3 s of every program that imports megabatch.
+    The latter imports torch._dynamo, which would cost 1.3 s in every program that imports
+        megabatch.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
@@ -287,7 +288,7 @@ def will_execute(node: Any) -> bool:
 
 
 def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:
-    """Those of `Tensor.register_hook` by id, in the very dictionary that autograd holds."""
+    """The hooks of `Tensor.register_hook` by id, in the dictionary that autograd itself holds."""
     hooks: dict[int, Any] | None = tensor._backward_hooks
     return hooks
 

@@ -56,7 +56,7 @@ class LossOptions:
     check_batch_size: Annotated[int | None, AT_LEAST_1] = None
     """Pairs in the comparison with float64. Default: at most 4,096 on the CPU, 65,536 on CUDA."""
     max_memory: Annotated[float | None, ABOVE_0] = None
-    """GiB that a contender may use beside its inputs (CPU only); more is out of memory. Default:
+    """GiB that a contender may use besides its inputs (CPU only); more is out of memory. Default:
     the machine's."""
     output: Path | None = None
     """JSON file for the records."""

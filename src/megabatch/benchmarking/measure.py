@@ -45,7 +45,7 @@ class Result:
     max_row_error: float | None = None
     loss_error: float | None = None
     scale_gradient_error: float | None = None
-    seconds: float | None = None  #: asked for, of each series
+    seconds: float | None = None  #: requested, of each series
     queued_ms: float | None = None  #: of a short call while the GPU has earlier work
 
     def set_errors(self, case: Case, found: step.Errors) -> None:

@@ -27,8 +27,9 @@ class Start:
     """A TOML file with settings: a packaged one by name, or your own, such as a run's config.toml.
     """
     trust: bool = False
-    """Let the configuration, also that of a resumed run, name code to run: a model or a loss of the
-    form module:name, or data that a command prints (pipe:). Otherwise only the command line may.
+    """Allow the configuration, even that of a resumed run, to name code to run: a model or a loss
+    of the form module:name, or data that a command prints (pipe:). Otherwise only the command line
+    may.
     """
 
 

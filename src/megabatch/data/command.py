@@ -37,7 +37,7 @@ class Icons:
     """Write the icons of the npm package @iconify/json, train/ and test/.
 
     As WebDataset shards, or as grey pixels. Each set belongs to one split as a whole. sets.json
-    beside them has each set's author and licence: there are many, and some require attribution.
+    next to them has each set's author and licence: there are many, and some require attribution.
     """
 
     output: Path

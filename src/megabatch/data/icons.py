@@ -54,7 +54,7 @@ def caption(icon: Icon, of: IconSet, *, set_title: bool = False) -> str:
     """Describe what an icon shows, in lower case, the most specific part first.
 
     The parts are its name with spaces for hyphens (so that words such as "outline" or "filled"
-    stay), the set's categories for it, the subject of the whole set, and, if asked for, the set's
+    stay), the set's categories for it, the subject of the whole set, and, if requested, the set's
     title.
     """
     parts = [icon.name.replace("-", " "), *icon.categories]

@@ -240,7 +240,7 @@ class PairLoader:
             raise
         except BaseException as error:
             # An interrupt may leave a message half read, or the thread at work: the next iteration
-            # would wait for ever. It gets new workers.
+            # would wait forever. It gets new workers.
             self._chunks = self._new_chunks()
             if self._timeout and "timed out" in str(error):
                 raise UsageError(

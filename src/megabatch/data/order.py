@@ -134,7 +134,7 @@ class Requests:
     """The rest of the epoch in pieces: the sampler of the loader's DataLoader.
 
     It refers to the order and not to the loader: in a reference cycle, the workers' queues would
-    be closed before the workers are told to end, which then takes 5 s each.
+    be closed before the workers are asked to end, which then takes 5 s each.
     """
 
     order: Order

@@ -207,7 +207,7 @@ def _matches(pattern: str, spec: str) -> list[Path]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    # Shards first: img2dataset leaves a table of metadata, without images, beside each.
+    # Shards first: img2dataset leaves a table of metadata, without images, next to each.
     for kinds in ((".tar",), ALL_TABLES):
         if found := sorted(p for p in folder.iterdir() if p.name.endswith(kinds) and p.is_file()):
             return found

@@ -19,7 +19,7 @@ from megabatch.errors import UsageError
 from megabatch.paths import default_cache_dir
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "svg", "bmp", "ppm")
-#: Members of a sample beside its image: a caption, a JSON document, a class index.
+#: Members of a sample besides its image: a caption, a JSON document, a class index.
 OTHERS = ("txt", "json", "cls")
 KINDS = ("image", *OTHERS)
 ABSENT = (0, 0)  # no member starts at byte 0: its header does
@@ -185,7 +185,7 @@ def _loss(path: str, offset: int, used: int, torn: bytes | None) -> str:
 
 
 def _count_in_stats(path: str) -> int | None:
-    """The number of samples in a shard, from the statistics that img2dataset writes beside it."""
+    """The number of samples in a shard, from the statistics that img2dataset writes next to it."""
     stats = Path(path).with_name(Path(path).stem + "_stats.json")
     try:
         count = json.loads(stats.read_text(encoding="utf-8"))["successes"]

@@ -98,7 +98,7 @@ def _leave_signals_to_the_parent() -> None:
 
     A signal that asks for an orderly end lets the parent finish its step and save, for which it
     still needs the workers. Terminals, `timeout` and schedulers send theirs to whole groups of
-    processes; the parent's own SIGTERM, at the end of its work, must be told from those.
+    processes; the parent's own SIGTERM, at the end of its work, must be distinguished from those.
     """
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

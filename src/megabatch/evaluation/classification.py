@@ -203,7 +203,7 @@ class ClassTask:
 
 @dataclass(frozen=True)
 class ClassScored:
-    """A task's entries in `evaluation.json`; None for methods that were not asked for.
+    """A task's entries in `evaluation.json`; None for methods that were not requested.
 
     matched: the images and the classes as texts, after zero-shot classification; confusions: by
     each method.
@@ -216,7 +216,7 @@ class ClassScored:
 
 
 def score_classes(encoder: Encoder, task: ClassTask) -> ClassScored:
-    """Embed the task's images once and classify them by each method asked for."""
+    """Embed the task's images once and classify them by each requested method."""
     images = encoder.embed(task.test, task.title)
     if not images.targets:
         raise UsageError(

@@ -43,7 +43,7 @@ class EvalConfig:
     weights: Literal["final", "ema"] = "final"
     """Weights of RUN: the trained ones, or their moving average (model-ema.safetensors)."""
     trust: bool = False
-    """Let the configuration of RUN name code to run: a model of the form module:function."""
+    """Allow the configuration of RUN to name code to run: a model of the form module:function."""
     output: Path | None = None
     """Folder for evaluation.json, report.json and report.html. Default: RUN."""
 

@@ -48,7 +48,7 @@ class Embedded:
         }
 
     def reasons(self) -> str:
-        """The bad samples in words."""
+        """A description of the bad samples."""
         return "; ".join(
             f"{count:,} × {reason} (first: {self.skipped_first[reason]})"
             for reason, count in self.skipped.most_common()
@@ -81,7 +81,7 @@ class Encoder:
     Each rank of `group` encodes a part of the batches, and gets all features.
 
     workers: worker processes that read and transform images; 0: this process does. report: called
-        with this rank's progress, in words, after each batch of images or texts.
+        with a message on this rank's progress after each batch of images or texts.
     """
 
     towers: Towers

@@ -318,7 +318,7 @@ def _class_task(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None) -> 
 
 
 def _prompts(config: EvalConfig, test: Labelled, built_in: Prompts | None = None) -> Prompts | None:
-    """The prompts asked for, else the data's own, which may be `built_in`."""
+    """The requested prompts, or else the data's own, which may be `built_in`."""
     if "zero-shot" not in config.methods:
         return None
     if built_in is not None and config.templates is None and config.class_names is None:

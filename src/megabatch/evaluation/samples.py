@@ -23,7 +23,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 Captions = list[str]
 
-# Files in CLIP benchmark's exports, beside the shards or in the folder above.
+# Files in CLIP benchmark's exports, next to the shards or in the folder above.
 CLASS_NAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 
 _SPLITS = {"train", "training", "val", "valid", "validation", "test"}

@@ -64,7 +64,7 @@ def classification_groups(evaluation: dict[str, Any]) -> list[Group]:
 
 
 def left_out(task: dict[str, Any]) -> list[str]:
-    """The parts of a task's data that could not be used, in words."""
+    """A description of the parts of a task's data that could not be used."""
     counts = []
     for key, where in (("skipped", ""), ("train_skipped", " in training")):
         first = task.get(f"{key}_first", {})
@@ -89,7 +89,7 @@ def _retrieval_group(task: dict[str, Any], way: str) -> Group:
 
 
 def direction(task: dict[str, Any], way: str, to: str) -> str:
-    """A direction of retrieval in words; for pairs of texts, between first and second ones."""
+    """The name of a direction of retrieval; for pairs of texts, between first and second ones."""
     image, text = ("first", "second") if task.get("first") == "text" else ("image", "text")
     return f"{image} {to} {text}" if way == "image_to_text" else f"{text} {to} {image}"
 

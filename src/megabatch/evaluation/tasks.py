@@ -29,7 +29,7 @@ class Task:
 
     candidates: the texts to choose from, each once; None: the captions of `samples`.
     baseline: computes image→text recalls that need no model; None if there are none.
-    picture_of: returns a picture to show beside a text, and whether the training set has that
+    picture_of: returns a picture to show next to a text, and whether the training set has that
         text; None: one of its evaluated images. pictures_are: the same, in the report's words.
     """
 

@@ -41,7 +41,7 @@ class Prompts:
         ]
 
     def shown(self) -> str:
-        """The templates and their origin, in words."""
+        """A description of the templates and their origin."""
         return shown_prompts(self.templates, self.source)
 
 

@@ -29,4 +29,4 @@ class Export:
     weights: Weights = "final"
     """The trained weights, or their moving average (model-ema.safetensors)."""
     trust: bool = False
-    """Let the configuration of RUN name code to run: a model of the form module:function."""
+    """Allow the configuration of RUN to name code to run: a model of the form module:function."""

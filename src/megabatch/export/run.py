@@ -77,7 +77,7 @@ def _writer(towers: Towers, to: Target) -> Writer:
 
 
 def _writers(towers: Towers) -> tuple[str, dict[Target, Writer]]:
-    """The model's kind in words, and its writers by library."""
+    """A description of the model's kind, and its writers by library."""
     module = towers.module
     if isinstance(module, TextPair) and module.share:
         return "a Hugging Face text encoder", {

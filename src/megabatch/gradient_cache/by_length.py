@@ -103,7 +103,7 @@ class SortedByLength:
     def longer(self, count: int) -> float:
         """How many times as many tokens a micro-batch may have in another batch, at least 1.
 
-        Its sequences are taken to be alike, but one of them to need all columns.
+        Its sequences are assumed to be similar, but one of them to need all columns.
         """
         return growth(self._runs, self._columns, count)
 

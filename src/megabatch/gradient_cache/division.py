@@ -75,7 +75,7 @@ def fewest_tokens(runs: Runs, count: int) -> int:
 def growth(runs: Runs, columns: int, count: int) -> float:
     """How many times as many tokens the largest micro-batch has if one row needs all `columns`.
 
-    For other batches of alike sequences, the longest of which may be longer. At least 1.
+    For other batches of similar sequences, the longest of which may be longer. At least 1.
     """
     if not runs:
         return 1.0

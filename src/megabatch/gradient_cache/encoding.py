@@ -108,7 +108,7 @@ class Encoding:
         return FrozenParts(self.modules, self.devices)
 
     def keep(self, most: int) -> None:
-        """Choose the graphs that wait for the second pass: those of the last `most` micro-batches.
+        """Choose the graphs to keep for the second pass: those of the last `most` micro-batches.
 
         DDP prepares its reduction in a forward pass, for the next gradients that come. So with
         wrappers the micro-batch that synchronises is always encoded again, after all other backward
@@ -265,8 +265,9 @@ class Encoding:
             outputs = self._encode(parts)
         self.activations[i] = allocated(self.devices) - before
         self._inspect_graph(outputs)
-        # Leaves out of sight are FSDP2's whole parameters. Else their wrapper may be out of sight,
-        # too, which would synchronise in the first of several backward passes only.
+        # Leaves that were not found are FSDP2's whole parameters. Otherwise their wrapper may not
+        # have been found either, and would synchronise only in the first of several backward
+        # passes.
         if self.requires_grad and (self.wrappers or not self._hidden_leaves):
             self.graphs.append(outputs)
         else:
@@ -298,7 +299,7 @@ class Encoding:
 
     @contextlib.contextmanager
     def _updates_of(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Note what buffers the micro-batch finds; keep an idle one out of them."""
+        """Note the values of buffers before a micro-batch; keep an idle one out of them."""
         with self._statistics_of(micro_batch), self.buffers.first_pass(idle=micro_batch.idle):
             yield
 

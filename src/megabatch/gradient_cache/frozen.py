@@ -34,7 +34,7 @@ class FrozenParts:
 
     A module is frozen if it has parameters and none requires a gradient. Only features, (rows,
     width), are recorded: a frozen stem's output for trained layers can be as large as their
-    activations. A part is run again if skipping it could be noticed: its output depends on
+    activations. A part is run again if skipping it could make a difference: its output depends on
     something trained before it, or was changed in place; its forward sets attributes, which the
     model may read; a module inside it has a hook; or the number of its calls differs between
     micro-batches.

@@ -46,8 +46,9 @@ class OffloadPolicy:
     """Decides from the memory that earlier second passes took.
 
     The gradients of features, O(b d), are needed one micro-batch at a time. On the host they leave
-    more memory for activations, at the price of two copies. They stay on the GPU if they fit beside
-    the activations; before the first second pass that is unknown, and they go to the host.
+    more memory for activations, at the price of two copies. They stay on the GPU if they fit in
+    addition to the activations; before the first second pass that is unknown, and they go to the
+    host.
     """
 
     def __init__(self) -> None:

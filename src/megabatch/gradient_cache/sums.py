@@ -18,8 +18,8 @@ class GradientSums:
     """For each of a node's inputs, the sum of its gradients so far; a context manager.
 
     A hook takes a leaf's gradient as soon as it is computed, one parameter at a time, as
-    `.backward()` would add it to `.grad`: a micro-batch's whole gradient is never in memory beside
-    the sum. The leaf's own hooks see only the sum, when it leaves the node.
+    `.backward()` would add it to `.grad`: a micro-batch's whole gradient is never in memory
+    together with the sum. The leaf's own hooks see only the sum, when it leaves the node.
 
     If `.grad` already has a gradient, as under gradient accumulation, a second tensor of that size
     would raise the peak. Gradients are then added to `.grad` (`in_place`), and the node returns a

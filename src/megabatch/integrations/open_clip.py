@@ -187,8 +187,8 @@ class JoinedBatches:
 
     With `ahead` a thread loads those of the next step as soon as batches of the current one have
     been encoded for the last time. So the host never holds more than `count`, apart from the
-    loader's own. The loader must have processes: without any it would draw random numbers, of
-    augmentation, beside those of the step, which sets the generator back for its second pass.
+    loader's own. The loader must have processes: without any, its augmentation would draw from the
+    same random generator as the step, which sets it back for the second pass.
     """
 
     def __init__(self, loader: Any, count: int, *, ahead: bool) -> None:

@@ -156,7 +156,7 @@ def _check_distance(distance: Any) -> None:
 
 
 def _reducer(loss: Any) -> Any:
-    """The reducer of the loss itself, beside those of regularizers."""
+    """The reducer of the loss itself, not those of regularizers."""
     reducer = loss.reducer
     if isinstance(reducer, reducers.MultipleReducers):
         return dict(reducer.reducers.items()).get("loss", reducer.default_reducer)

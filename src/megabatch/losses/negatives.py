@@ -195,7 +195,7 @@ class Candidates(NamedTuple):
     positive: Tensor  #: (b, d)
     shared: Tensor | None  #: (k, d)
     own: Tensor | None  #: (b, k, d)
-    queue: Tensor | None  #: (q, d), which all processes hold alike
+    queue: Tensor | None  #: (q, d), the same on all processes
 
     def number(self, group: object) -> Tensor:
         """The number of candidates of one query of this process, ()."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megabatch import references
 from megabatch.errors import UsageError
 
-#: Arguments that a call may take beside image and text features.
+#: Arguments that a call may take besides image and text features.
 _OTHERS = ("logit_scale", "temperature", "logit_bias", "ids")
 
 
@@ -28,7 +28,7 @@ def create(
         negatives: whether its call gets `negatives`, features of shape (b, k, d).
 
     Returns:
-        The loss, and the arguments that its call takes beside two matrices of features: those of
+        The loss, and the arguments that its call takes besides two matrices of features: those of
         "logit_scale", "temperature", "logit_bias" and "ids" that are among its parameters.
 
     Raises:

@@ -86,7 +86,7 @@ def _convolution(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
 
 
 class TextFeatureTower(nn.Module):
-    """The normalised sum of the features' embeddings, then an MLP beside a linear layer."""
+    """The normalised sum of the features' embeddings, then an MLP plus a linear layer."""
 
     def __init__(self, embed_dim: int, buckets: int = 16_384, width: int = 256) -> None:
         super().__init__()

@@ -153,7 +153,7 @@ class HuggingFaceTwoTowers(TwoTowers):
 
 
 def _initialise_scale(model: Any, options: ModelOptions, fresh: bool) -> None:
-    """Set scale and bias unless the folder's weights have them; add a bias if asked for."""
+    """Set scale and bias unless the folder's weights have them; add a bias if requested."""
     if fresh and options.init_logit_scale is not None:
         nn.init.constant_(model.logit_scale, options.init_logit_scale)
     if options.init_logit_bias is not None and (fresh or not hasattr(model, "logit_bias")):

@@ -209,7 +209,7 @@ def _own_tokenizer(
 def _without_questions(config: dict[str, Any]) -> Iterator[None]:
     """Keep transformers from asking the user whether to run the code of a text tower's folder.
 
-    It asks if it is not told `trust_remote_code`, and open_clip does not tell it.
+    transformers asks the user unless `trust_remote_code` is passed, and open_clip does not pass it.
     """
     if not config.get("text_cfg", {}).get("hf_model_name"):
         yield

@@ -31,7 +31,7 @@ class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of tensors that operations create, while they are alive.
 
     Args:
-        inside: returns an operation's workspace in bytes, beside its results, given the
+        inside: returns an operation's workspace in bytes, in addition to its results, given the
             overload that the dispatcher calls and its arguments.
 
     Attributes:

@@ -16,7 +16,7 @@ class Pass:
     """A forward or a backward pass of compiled code.
 
     Attributes:
-        extra: bytes at its peak beside those that are there when it begins.
+        extra: bytes at its peak in addition to those allocated when it begins.
         work: of its kernels.
     """
 
@@ -59,7 +59,7 @@ def _extra(
     given: dict[int, int],
     returned: set[int],
 ) -> int:
-    """Peak bytes beside those given; what is kept for a backward pass is freed after its use."""
+    """Peak bytes besides those given; what is kept for a backward pass is freed after its use."""
     # A fused operation runs when a tensor in memory is made of it.
     runs: dict[fx.Node, int] = {}
     last: dict[int, int] = {}

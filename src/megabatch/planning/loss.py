@@ -33,9 +33,9 @@ def loss_bytes(
     hosts: int = 1,
     columns: int | None = None,
 ) -> int:
-    """Peak memory of the loss in bytes, for `rows` pairs of this rank, beside the features (b, d).
+    """Peak memory of the loss in bytes, for `rows` pairs of this rank, besides the features (b, d).
 
-    With hard negatives, beside theirs (b, k, d), too. It includes the features' gradients.
+    With hard negatives, besides theirs (b, k, d), too. It includes the features' gradients.
     `locked`: towers whose features need none. `hosts`: on which the ranks are, as many on each.
     `columns`: of a grid of ranks, 0: none; None: that which the library chooses. For a loss of the
     user's own it is these gradients alone: the rest is unknown.
@@ -68,7 +68,7 @@ def planned_bytes(
     hosts: int = 1,
     columns: int | None = None,
 ) -> int:
-    """Peak memory of a loss and its backward pass in bytes, beside its inputs.
+    """Peak memory of a loss and its backward pass in bytes, besides its inputs.
 
     Args:
         prepare: makes the inputs, and returns the loss of them; called on fake tensors.

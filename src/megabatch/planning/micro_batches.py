@@ -80,7 +80,7 @@ class MicroBatches:
         return kept_count(graphs, kept_at_most(self.count, ranks), bound, room)
 
     def beside(self, count: int) -> dict[str, int]:
-        """Bytes of so many graphs that wait, by phase, beside those of `passes`."""
+        """Bytes of this many kept graphs, by phase, in addition to those of `passes`."""
         if not count:
             return {}
         _, waiting = self.split(count)

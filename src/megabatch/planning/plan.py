@@ -110,7 +110,7 @@ class Plan:
 
 
 def graph_bytes(config: TrainConfig, towers: Towers, device: str) -> int:
-    """Bytes of a micro-batch's graph beside another one, counted as for a plan.
+    """Bytes of a micro-batch's graph in addition to another one, counted as for a plan.
 
     Raises:
         NoPlan: the model's memory cannot be estimated.
@@ -161,7 +161,7 @@ class Planner:
     def micro_batches(
         self, config: TrainConfig, rows: int, size: int, between: tuple[int, int] | None = None
     ) -> MicroBatches:
-        """The micro-batches of a process with so many rows; see `Encoders.micro_batches`.
+        """The micro-batches of a process with this many rows; see `Encoders.micro_batches`.
 
         Raises:
             NoPlan: the model's memory cannot be estimated.
@@ -224,7 +224,7 @@ class Planner:
         return (SORTED.format(round(mean), longest),)
 
     def _with_kept(self, plan: Plan, micro: MicroBatches, rows: int) -> Plan:
-        """Add the activations that wait for the second pass."""
+        """Add the activations that are kept for the second pass."""
         machine, room = plan.machine, None
         if machine.device == "cuda":  # the second pass has one of the graphs already
             encode, loss, second = map(plan.total, PHASES[:3])

@@ -27,14 +27,14 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Bytes that one micro-batch takes beside weights, gradients of weights and inputs.
+    """Bytes that one micro-batch takes besides weights, gradients of weights and inputs.
 
     Attributes:
         forward: peak of a forward pass without a graph.
         kept: in the graph after the forward pass.
         peak: of forward and backward pass.
         feature_dtype: of the features.
-        further: in a further graph beside one, with which it shares autocast's casts of weights.
+        further: in a second graph, which shares autocast's casts of weights with the first.
         encode, record, backward: work of a forward pass without a graph, of one with, and of the
             backward pass.
     """

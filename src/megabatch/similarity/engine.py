@@ -36,7 +36,7 @@ Deferred = list[Callable[[], None]]
 
 
 class Part(NamedTuple):
-    """A part of the matrix that a sweep comes to."""
+    """A part of the matrix that a sweep visits."""
 
     tiles: Any
     rows: slice  #: among all rows that this rank computes
@@ -184,8 +184,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, y and scale for the results of `reduce`, empty if not needed.
 
-    In a group, scale's is the mean over ranks, as `means.replicated` would make it without
-    operators of its own.
+    In a group, the scale's gradient is the mean over ranks, which saves the operators of
+    `means.replicated`.
     """
     own, schedule = sweep.own, sweep.schedule
     need_x, need_y, need_scale = need
@@ -219,7 +219,7 @@ def gradients(
 
 
 def new_gradients(x: Tensor, y: Tensor | None, need_x: bool, need_y: bool) -> tuple[Tensor, Tensor]:
-    """Room for the gradients of x and y, empty if not needed."""
+    """Uninitialised gradients of x and y, empty if not needed."""
     dx = torch.empty_like(x) if need_x else x.new_empty(0)
     return dx, torch.empty_like(y) if need_y and y is not None else x.new_empty(0)
 

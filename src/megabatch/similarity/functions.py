@@ -199,9 +199,9 @@ def softplus_sum(
 ) -> Tensor:
     """Sum over all pairs (i, j) of weight_i * softplus(-z_ij * (scale * <x_i, y_j> + bias)).
 
-    z_ij is +1 if the ids of a pair are equal and -1 otherwise. One sweep gives the loss and its
-    gradients: if gradients are needed, the forward pass computes those of x and y and stores them
-    for the backward pass in the dtype of x, in as much memory as x and y take.
+    z_ij is +1 if the ids of a pair are equal and -1 otherwise. If gradients are needed, the forward
+    pass computes those of x and y in the same sweep and stores them for the backward pass in the
+    dtype of x, in as much memory as x and y take.
 
     Args:
         x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast

@@ -108,7 +108,7 @@ class SortedMatrix(NamedTuple):
                 pairs = replace(pairs, ceiling=pairs.ceiling.contiguous())
             return cls(x, y, pairs)
         rows = torch.argsort(pairs.row_ids, stable=True)
-        # Pairs (i, i) stay on the diagonal only if both sides are sorted alike.
+        # Pairs (i, i) stay on the diagonal only if both sides are sorted in the same way.
         alike = pairs.diagonal != PLAIN or pairs.col_ids is pairs.row_ids
         cols = rows if alike else torch.argsort(pairs.col_ids, stable=True)
         ceiling = None if pairs.ceiling is None else pairs.ceiling[rows]

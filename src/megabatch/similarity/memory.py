@@ -1,4 +1,4 @@
-"""Estimates of the memory that a reduction takes while it runs, beside its inputs and results.
+"""Estimates of the memory that a reduction takes while it runs, besides its inputs and results.
 
 The planner runs a loss on fake tensors and calls each operator's `workspace`. A test compares the
 estimates with records of real runs (tests/planning/test_loss.py).
@@ -31,7 +31,7 @@ class Run(NamedTuple):
     columns: int | None = None  #: of a grid, 0: none; None: as the setting and the hosts decide
 
     def block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
-        """(bytes of a block with what a backend holds beside it, its rows)."""
+        """(bytes of a block with what a backend holds in addition, its rows)."""
         n = len(x if y is None else y)
         if self.on_cpu:
             return self.eager_block(x, y)

@@ -38,7 +38,7 @@ class Operator:
         """`group_argument`: index of the group's name ("": this process alone) among arguments.
 
         workspace: returns, for a `memory.Run` and the operator's arguments, the bytes that it takes
-            beside these and its results; None: little.
+            besides these and its results; None: little.
         """
         self.name, self.function, self.group_argument = name, function, group_argument
         self.workspace = workspace

@@ -143,7 +143,7 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
 def room_for_graphs(memory: StepMemory, graph: int, usable: int, peak: int) -> int:
     """Bytes that waiting graphs can take, after a step without any.
 
-    They wait during the loss, beside all that the step had until its second pass. They go backward
-    before others are encoded, so the second pass's own graph is one of them.
+    They stay in memory during the loss, in addition to all that the step had until its second pass.
+    They go backward before others are encoded, so the second pass's own graph is one of them.
     """
     return usable - max(memory.peak_before_second_pass, peak - graph)

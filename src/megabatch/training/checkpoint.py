@@ -1,7 +1,7 @@
 """Atomic checkpoints: complete or absent, whenever the process dies.
 
 A checkpoint is a folder `step-00000123` with `model.safetensors`, `optimizer.safetensors` and
-`state.json`; nothing in it is a pickle. It is written to a temporary folder beside its place,
+`state.json`; nothing in it is a pickle. It is written to a temporary folder next to its place,
 flushed to the disk and renamed: a folder with the final name is complete. `state.json` also has the
 size and SHA-256 of the other two files, so that later damage is found before anything is loaded.
 

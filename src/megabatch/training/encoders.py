@@ -101,7 +101,8 @@ class CachedStep:
     def longer_texts(self, batch: Batch) -> float:
         """How many times as many tokens a micro-batch of another batch may have, at least 1.
 
-        Its texts are taken to be alike, but one of them to have all tokens that the model takes.
+        Its texts are assumed to be similar, but one of them to have all tokens that the model
+        takes.
         """
         count = -(-len(batch) // self.micro_batch_size)
         sorted_texts = self.sorted_towers(batch).values() if count else ()
@@ -172,7 +173,7 @@ class WithNegatives(nn.Module):
     """Towers whose texts come with hard negatives, which go through the text tower with them.
 
     `module(images, texts)` takes texts (m, context, 1 + k), each pair's own and then its negatives,
-    and returns `negative_features` (m, k, d) beside the others.
+    and also returns `negative_features` (m, k, d).
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -26,7 +26,7 @@ def problems(config: TrainConfig, first: str) -> list[str]:
     try:
         with named_extras():
             importlib.import_module("megabatch.evaluation.run")
-            if config.val_data is None:  # the glyphs, and digits beside them
+            if config.val_data is None:  # the glyphs, and digits too
                 importlib.import_module("sklearn.datasets")
     except MissingLibrary as missing:
         return [f"--evaluate: {missing}"]

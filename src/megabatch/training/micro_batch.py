@@ -38,7 +38,7 @@ from megabatch.training.world import World
 FIRST = UNMEASURED_MICRO_BATCH
 #: Sizes whose times differ by a smaller share are equally fast.
 GAIN = 0.02
-#: Sizes in a row without such a gain after which no larger one is tried.
+#: After this many sizes in a row without such a gain, no larger one is tried.
 WITHOUT_GAIN = 2
 #: Seconds that all trials may take together.
 SECONDS = 100.0
@@ -56,12 +56,12 @@ class Gauge:
         self.device = device
 
     def seconds(self) -> float:
-        """The time when all work so far is done."""
+        """The time when all work launched so far is done."""
         torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def usable(self) -> int:
-        """Bytes that tensors can have in addition to those that there are."""
+        """Bytes that are still available for tensors."""
         return gpu_memory(self.device)[0] - self.allocated()
 
     def allocated(self) -> int:
@@ -176,7 +176,7 @@ class MicroBatchSize:
         return True
 
     def _reserved(self, rows: int, features: Tensor, optimizer_state: bool) -> int:
-        """Bytes that a step takes in addition to a micro-batch, and that are not there yet."""
+        """Bytes that a step takes in addition to a micro-batch, and that are not allocated yet."""
         config, module = self._config, self._module
         width, dtype = features.shape[-1], features.dtype
         locked = locked_towers(module)
@@ -209,8 +209,8 @@ class Search:
 
     Sizes are doubled as long as that is expected to fit and is worth it; the size of a rank's whole
     share, which is encoded once, is tried in any case. Of sizes that are equally fast, within
-    `GAIN`, the largest one is taken: it has the fewest launches, and beside them a step's host has
-    more to do than a trial's.
+    `GAIN`, the largest one is taken: it has the fewest launches, and in a step the host has more to
+    do besides launching than in a trial.
 
     Args:
         trial: measures a size on this rank; None if it does not fit.
@@ -219,7 +219,7 @@ class Search:
         room: bytes that a trial's peak may take; called after the first trial.
         clock: seconds.
         restart: called on all ranks after a size did not fit on some of them.
-        bound: bytes for activations that wait, None: all that are left.
+        bound: bytes for kept activations; None: all that are left.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class Trials:
         self._graph(largest)
         inputs = sum(tensor.nbytes for tensor in largest.values())
         spread = min(count, _SPREAD) if self._sorted else 1
-        # All micro-batches of whole texts are alike, but for the last one, which may be smaller.
+        # All micro-batches of whole texts are the same, except the last one, which may be smaller.
         places = [int((i + 0.5) * count / spread) if self._sorted else 0 for i in range(spread)]
         micro_batches = self._orders.micro_batches(self._pairs, size)
         timed_ones = [micro_batches[i] for i in places]
@@ -448,7 +448,7 @@ def without_a_trace(layout: Layout, device: torch.device) -> Iterator[None]:
     stay compiled for the shapes that they had inside, as a step needs some of them.)
 
     FSDP2's whole weights are gathered beforehand. So ranks need not make the same passes inside,
-    such as if memory runs out on one of them.
+    for example if memory runs out on one of them.
     """
     module = layout.module
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}

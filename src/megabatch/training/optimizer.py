@@ -119,7 +119,7 @@ def load_state_tensors(
 ) -> None:
     """Restore from `state_tensors` of the same module and groups.
 
-    The state of a parameter that FSDP2 shards may be sharded alike, or full.
+    The state of a parameter that FSDP2 shards may be sharded in the same way, or full.
     """
     by_name: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():

@@ -198,7 +198,7 @@ def random_text_notes(config: TrainConfig, module: nn.Module) -> list[str]:
 
 
 def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torch.Tensor]:
-    """The transform of first inputs in training, with the resize that is asked for."""
+    """The transform of first inputs in training, with the requested resize."""
     if config.image_resize == "pillow":
         return towers.train_transform
     try:

@@ -120,7 +120,7 @@ def _span(record: Record) -> str:
 
 
 def trainings(files: Sequence[RecordFile]) -> Iterator[str]:
-    """`torchrun` over two hosts beside one."""
+    """`torchrun` over two hosts, compared with one."""
     rows = []
     for file in files:
         for r in file.records:

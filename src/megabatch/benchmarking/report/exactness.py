@@ -1,4 +1,4 @@
-"""Is it exact? Errors against float64, and trainings beside other libraries'."""
+"""Is it exact? Errors against float64, and trainings compared with other libraries'."""
 
 from __future__ import annotations
 

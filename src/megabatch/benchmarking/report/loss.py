@@ -60,7 +60,7 @@ def _ratios(found: Sequence[Record], sizes: Sequence[int], field: str) -> Iterat
 
 
 def memory(files: Sequence[RecordFile]) -> Iterator[str]:
-    """Memory beside inputs and gradients, by contender and size."""
+    """Memory besides inputs and gradients, by contender and size."""
     for file in files:
         yield from _by_size(file, lambda record: gib(record["extra_bytes"]), "extra_bytes")
 
@@ -90,7 +90,7 @@ def other_cases(files: Sequence[RecordFile]) -> Iterator[str]:
 
 
 def _case(record: Record) -> str:
-    """A record's case in words."""
+    """A description of a record's case."""
     name = TITLES.get(record["loss"], record["loss"])
     size = f"{record['b']:,}" + (f" x {record['n']:,}" if record.get("n") else "")
     dtype = record["dtype"] + (" (TF32)" if record.get("tf32") else "")
@@ -175,7 +175,7 @@ def _blocks(contender: str) -> str:
 
 
 def directions(files: Sequence[RecordFile]) -> Iterator[str]:
-    """CLIP's loss beside losses of one direction, of the same run."""
+    """CLIP's loss and losses of one direction, of the same run."""
     rows = []
     for file in files:
         usual_size = [r for r in file.measured if (r["b"], r["d"]) == (65_536, 768)]

@@ -28,7 +28,7 @@ class Part:
             least one exists; their commands follow at the section's end.
         show: from the files that exist, in this order, to lines of Markdown; no line: no part.
         text: what was measured and how.
-        figures: (file name or pattern, description) of pictures beside the records, if they exist.
+        figures: (file name or pattern, description) of pictures next to the records, if they exist.
     """
 
     title: str

@@ -81,7 +81,7 @@ def overlap(files: Sequence[RecordFile]) -> Iterator[str]:
 
 
 def grids(files: Sequence[RecordFile]) -> Iterator[str]:
-    """Grids of ranks, unequal shards and x against itself, beside the default of equal shards."""
+    """Grids of ranks, unequal shards and x against itself, with the default of equal shards."""
     rows = [
         (f"{record['contender']}, {record['b']:,}", milliseconds(record["ms"]))
         for file in files

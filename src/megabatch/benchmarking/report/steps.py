@@ -1,4 +1,4 @@
-"""Whole training steps: this trainer beside OpenCLIP's and sentence-transformers'."""
+"""Whole training steps: this trainer, OpenCLIP's and sentence-transformers'."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRAINERS = {
 
 
 def beside_openclip(files: Sequence[RecordFile]) -> Iterator[str]:
-    """The fastest record of this trainer beside the fastest ones of OpenCLIP's loop."""
+    """The fastest record of this trainer and the fastest ones of OpenCLIP's loop."""
     rows = []
     for file in files:
         for (model, b, n), group in grouped(file.measured, "model", "b", "n_devices"):

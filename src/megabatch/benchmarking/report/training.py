@@ -89,7 +89,7 @@ def _spread(figure: dict[str, float], factor: float = 1.0, unit: str = "") -> st
 
 
 def quickstart(files: Sequence[RecordFile]) -> Iterator[str]:
-    """The quickstart's retrieval beside its baseline and chance."""
+    """The quickstart's retrieval, with its baseline and chance."""
     for file in files:
         yield f"Training and evaluation take {seconds(file.content['seconds_in_all'])}."
         yield ""

@@ -54,7 +54,7 @@ _MOST_POINTS = 600  # about two for each pixel of a curve's width
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart as an `<svg>` element, with its content in words."""
+    """A chart as an `<svg>` element, with a description of its content."""
 
     svg: Markup
     alt: str

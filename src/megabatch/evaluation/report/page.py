@@ -106,7 +106,7 @@ def validation_keys(sources: Sequence[Source]) -> list[str]:
 
 
 def validation_title(key: str) -> str:
-    """A logged figure's name in words: "validation: faces, image to text, recall@1"."""
+    """A readable name of a logged figure: "validation: faces, image to text, recall@1"."""
     return "validation: " + key.replace("/", ", ").replace("_", " ")
 
 

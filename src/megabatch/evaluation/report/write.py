@@ -35,7 +35,7 @@ def write_report(
     shown: Sequence[Shown],
     confusions: dict[str, list[Confusion]],
 ) -> Path:
-    """Write `report.json` and `report.html` beside `folder/evaluation.json`.
+    """Write `report.json` and `report.html` next to `folder/evaluation.json`.
 
     `run`: the run's folder, None for a model without a run. `confusions`: by the title of the task.
     """

@@ -65,7 +65,7 @@ class Schedule(Protocol):
 
     @property
     def columns(self) -> int:
-        """Columns of a grid; 0: it is no grid."""
+        """Columns of a grid; 0: it is not a grid."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class Grid:
         shape: (R, C).
         gather: bytes of gathered columns of a rank's whole side up to which they are one round;
             more are gathered in rounds of a quarter. See `megabatch.similarity.set_gather`.
-        overlap: transfers run beside computations; see `megabatch.similarity.set_overlap`.
+        overlap: transfers overlap computations; see `megabatch.similarity.set_overlap`.
     """
 
     shape: tuple[int, int]

@@ -37,7 +37,7 @@ class Result:
         ideal: seconds of the operations alone, shared by GPUs of mean speed.
         exposed: seconds that the step would be shorter without transfers.
         received: bytes that a rank receives.
-        memory: peak bytes of the loss on a rank, beside features and their returned gradients.
+        memory: peak bytes of the loss on a rank, besides features and their returned gradients.
     """
 
     schedule: str
@@ -95,7 +95,7 @@ def simulate(
 
 
 def loss_memory(cluster: Cluster, work: Workload, schedule: Schedule) -> int:
-    """Peak bytes of a loss on a rank, beside features and their returned gradients.
+    """Peak bytes of a loss on a rank, besides features and their returned gradients.
 
     It is the planner's count: see `loss_bytes`.
     """

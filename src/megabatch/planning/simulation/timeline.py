@@ -36,7 +36,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Transfer(Event):
-    """`slowdown`: fraction of its speed that a computation beside it loses."""
+    """`slowdown`: fraction of its speed that a simultaneous computation loses."""
 
     slowdown: float
 
@@ -108,7 +108,7 @@ class Timeline:
         self.received = 0.0  #: bytes that a rank received
 
     def compute(self, name: str, seconds: float) -> None:
-        """A computation that takes so long at the mean speed, beside the transfers in flight."""
+        """A computation that takes this long at the mean speed, during the transfers in flight."""
         begin = np.maximum(self.now, self._host)
         self._in_flight = [t for t in self._in_flight if (t.end > begin).any()]
         self.now = self._end(begin, self.speeds.seconds(seconds))

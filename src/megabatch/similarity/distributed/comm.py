@@ -122,7 +122,7 @@ def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -
 
     Args:
         name: of the group.
-        terms: what the ranks must agree on, in words, beginning with the operation's name.
+        terms: a description of what the ranks must agree on, beginning with the operation's name.
         numbers: up to 8 to exchange, the same count on each rank.
         device: where the features are.
 

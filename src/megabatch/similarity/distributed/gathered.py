@@ -168,7 +168,7 @@ class GatheringRanks(NamedTuple):
     rows_end: int  #: an index behind those of all rows that this rank computes
     consecutive: bool  #: the columns of this group are those of all ranks, in their order
     operation: str  #: for errors
-    overlap: bool  #: transfers of a round run beside the computation of others
+    overlap: bool  #: transfers of a round overlap the computation of others
 
 
 class Round:

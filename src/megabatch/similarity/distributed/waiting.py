@@ -105,7 +105,7 @@ class _Entry:
 
 
 def ranges(ranks: Collection[int]) -> str:
-    """Ranks in words: 0, 2 to 5, 7."""
+    """Ranks as a text: 0, 2 to 5, 7."""
     parts: list[list[int]] = []
     for rank in sorted(ranks):
         if parts and parts[-1][-1] == rank - 1:

@@ -128,7 +128,7 @@ class Watch:
 
 
 def report(why: str) -> None:
-    """Write the reason to standard error; exit if `set_abort_on_lost_rank` asked for it.
+    """Write the reason to standard error; exit if `set_abort_on_lost_rank` is on.
 
     Exiting is the only way out of a transfer that cannot end: the host may be waiting for the GPU
     anywhere, and results computed after an aborted transfer must not be used. If torch's watchdog

@@ -1,4 +1,4 @@
-"""Operands of tiles beside features and pairs, on either backend."""
+"""Operands of tiles other than features and pairs, on either backend."""
 
 from __future__ import annotations
 

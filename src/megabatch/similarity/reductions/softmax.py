@@ -222,7 +222,7 @@ def _new_saved(x: Tensor, y: Tensor | None, n: int, save: bool, settings: Sequen
 
 
 def saved_logits(x: Tensor, y: Tensor, limit: int) -> int:
-    """Number of logits saved for the backward pass: as many as fit beside a block.
+    """Number of logits saved for the backward pass: as many as fit next to a block.
 
     Both passes must have this workspace, of `limit` bytes, as it decides the shape of blocks. Only
     the CPU saves logits, where blocks take little of the workspace.

@@ -66,7 +66,7 @@ def _sum_of_halves(v, BM: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _split_reciprocal(r, a, b, BM: tl.constexpr, B: tl.constexpr):
-    """1 / (1 + a) beside 1 / (1 + b), from r = 1 / ((1 + a)(1 + b)); no difference is taken."""
+    """1 / (1 + a) and 1 / (1 + b), from r = 1 / ((1 + a)(1 + b)); no difference is taken."""
     return _join_halves(tl.fma(r, b, r), tl.fma(r, a, r), BM, B)
 
 

@@ -20,8 +20,8 @@ def _load_upstream(upstream, stride, index, size, LSE: tl.constexpr, absent):
     """A tile's (log-sum-exp in base 2, gradient) of each row or column, as (B, 2).
 
     LSE: the number of an upstream that is the log-sum-exp; its gradient is the next. `absent`: the
-    log-sum-exp of rows past the end. One load of 256 numbers for both: of a smaller one Triton has
-    each thread load all that it needs, one after the other (140 loads a thread).
+    log-sum-exp of rows past the end. One load of 256 numbers for both: for a smaller load, Triton
+    has each thread load all that it needs, one after the other (140 loads per thread).
     """
     number = tl.arange(0, 2)[None, :]
     inside = (index < size)[:, None]
@@ -60,12 +60,12 @@ def unmasked_backward(
 ):  # fmt: skip
     """dS of all tiles, as if none needed a mask or two exponentials.
 
-    One product after the other, which leaves registers to what is made of the first.
+    One product after the other, which leaves registers for the results of the first.
     """
     ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
     i = ti * BM + tl.arange(0, BM)
     j = tj * BN + tl.arange(0, BN)
-    # Loaded before the products, which take longer than the numbers are on their way.
+    # Loaded before the products, which take longer than this load.
     rows = _load_upstream(row_upstream, row_stride, i, m, 0, float("-inf"))
     cols = _load_upstream(col_upstream, col_stride, j, n, 0, float("inf"))
     s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)

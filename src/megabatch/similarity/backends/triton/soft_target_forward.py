@@ -3,10 +3,10 @@
 Each program computes a tile of the student's logits and the same tile of the teacher's.
 `unmasked_forward` takes one exponential of each for both sides. A row's sums are relative to its
 largest logit in the tile, a column's to the tile's largest; tiles where that is too large for some
-column are flagged. `masked_forward` does flagged tiles anew, with references for each column, and
-the tiles that the diagonal crosses, whose pairs (i, i) it leaves to `combine_partials`. That merges
-all sums into the running states, relative to the largest logit of the student: a sum of terms of
-one sign.
+column are flagged. `masked_forward` recomputes flagged tiles, with a reference for each column, and
+computes the tiles that the diagonal crosses, whose pairs (i, i) it leaves to `combine_partials`.
+The latter merges all sums into the running states, relative to the largest logit of the student: a
+sum of terms of one sign.
 
 Exponents, references and states are in base 2. A tile's partial sums for a side are `[largest
 logit, sum of 2^(s - largest), the teacher's two, sum of 2^(t - largest) * (largest of s - s)]`.
@@ -42,8 +42,8 @@ def _both_logits(
 ):  # fmt: skip
     """The same tile of both matrices, in float32, without their scales.
 
-    One loop makes both products as far as both go: a loop of its own for each would wait twice for
-    its first features.
+    One loop computes both products as far as both widths go: separate loops would each wait for
+    their first features.
     """
     s = tl.zeros((BM, BN), tl.float32)
     t = tl.zeros((BM, BN), tl.float32)
@@ -112,7 +112,7 @@ def unmasked_forward(
     teacher_row_total = tl.sum(e, 1)
     below = e * -s
     row_below = tl.sum(below, 1)
-    # Columns' sums from the rows' terms: with logits kept beside them, registers would spill.
+    # Columns' sums from the rows' terms: if the logits were kept as well, registers would spill.
     weight = tl.exp2(teacher_largest - teacher_top)
     teacher_col_total = tl.sum(e * weight[:, None], 0)
     gap = weight * (top - largest)

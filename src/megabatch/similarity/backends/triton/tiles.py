@@ -38,7 +38,7 @@ def first_sums(
 ):  # fmt: skip
     """The sums that a tile's logits start from: 0, or -inf where a guide leaves the pair out.
 
-    An accumulator of -inf stays there, so that the guide's decision takes no registers beside the
+    An accumulator of -inf stays there, so that the guide's decision takes no registers besides the
     logits. `i`: rows of the ceiling.
     """
     if GUIDE:
