@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import os
 
 from megabatch.config.command_line import parse
 
@@ -11,6 +11,7 @@ def main(argv: list[str]) -> int:
     """Train as the options say; returns the exit code."""
     config, given = parse(argv)
     from megabatch.training.session import train  # imports torch, which --help does not need
+    from megabatch.training.world import command_again
 
     again = argv if config.resume else [*argv, "--resume"]
-    return train(config, resume_command=shlex.join(["megabatch", "train", *again]), given=given)
+    return train(config, resume_command=command_again(again, os.environ), given=given)

@@ -8,8 +8,9 @@ environment. Status (a signal, a failure, a loss) is a few bytes that go from ho
 from __future__ import annotations
 
 import os
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -224,6 +225,36 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int]:
     if not (0 <= rank < size and local_rank >= 0):
         raise UsageError(f"environment: {names[0]} is {rank}, {names[1]} {size}")
     return rank, size, local_rank
+
+
+def command_again(options: Sequence[str], environ: Mapping[str, str]) -> str:
+    """`megabatch train` with these options, by the launcher that started this process."""
+    words, size = ["megabatch", "train", *options], place(environ)[1]
+    if "TORCHELASTIC_RUN_ID" in environ:
+        command = shlex.join([*_torchrun(environ), "-m", *words])
+        machines = environ["GROUP_WORLD_SIZE"]
+        return command if machines == "1" else f"{command} (on each of {machines} machines)"
+    if size == 1:
+        return shlex.join(words)
+    if "WORLD_SIZE" in environ:  # of another launcher
+        return f"{shlex.join(words)} (in {size} processes, started as before)"
+    nodes = environ.get("SLURM_STEP_NUM_NODES", "1")
+    srun = ["srun", "--nodes", nodes, "--ntasks", str(size), "--kill-on-bad-exit=1"]
+    return shlex.join([*srun, "python", "-m", *words])
+
+
+def _torchrun(environ: Mapping[str, str]) -> list[str]:
+    """The torchrun command of this process, as far as the environment tells."""
+    words, machines = ["torchrun"], environ["GROUP_WORLD_SIZE"]
+    words += ["--standalone"] if machines == "1" else ["--nnodes", machines]
+    words += ["--nproc-per-node", environ["LOCAL_WORLD_SIZE"]]
+    if (restarts := environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) != "0":
+        words += ["--max-restarts", restarts]
+    if machines == "1":
+        return words
+    # Not MASTER_PORT, which may have been chosen for this start.
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{environ['MASTER_ADDR']}:29500"]
+    return [*words, "--rdzv-id", environ["TORCHELASTIC_RUN_ID"]]
 
 
 def _check_rendezvous(environ: Mapping[str, str]) -> None:
