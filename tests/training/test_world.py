@@ -69,7 +69,8 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         (
             TWO_NODES,
             "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "
-            "node-0:29500 --rdzv-id 'a 1' -m megabatch train --output 'a b' (on each of 2 machines)",
+            "node-0:29500 --rdzv-id 'a 1' -m megabatch train --output 'a b' "
+            "(on each of 2 machines)",
         ),
         (
             {**SLURM, "SLURM_STEP_NUM_NODES": "2"},

@@ -14,6 +14,7 @@ from enum import IntEnum
 from megabatch.config.problems import Conflict, conflicts
 from megabatch.config.settings import TrainConfig
 from megabatch.hints import option, with_value
+from megabatch.words import plural
 
 
 class Level(IntEnum):
@@ -85,13 +86,13 @@ def length_conflicts(config: TrainConfig, total_steps: int) -> list[Conflict]:
     if total_steps < 1:
         return []
     if cooldown > total_steps:
-        reason = f"--lr-cooldown {cooldown}: the run has only {_steps(total_steps)}"
+        reason = f"--lr-cooldown {cooldown}: the run has only {plural(total_steps, 'step')}"
         return [Conflict(reason, ("lr_cooldown", *_LENGTH), {"lr_cooldown": None})]
     room = total_steps - cooldown
     if config.warmup <= room:
         return []
     before = f" before its --lr-cooldown {cooldown}" if cooldown else ""
-    reason = f"--warmup {config.warmup}: the run has only {_steps(room)}{before}"
+    reason = f"--warmup {config.warmup}: the run has only {plural(room, 'step')}{before}"
     shorter: dict[str, object] = {"warmup": room // 5}
     if cooldown:
         shorter["lr_cooldown"] = None
@@ -103,7 +104,3 @@ def _yielding(conflict: Conflict, level: Callable[[str], Level]) -> str | None:
     highest = max(map(level, conflict.between))
     lower = [name for name in conflict.instead if level(name) < highest]
     return min(lower, key=level, default=None)
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"

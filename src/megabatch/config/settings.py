@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from megabatch.hints import Details, Interval, Reference, parse_bytes
 from megabatch.losses.registry import LossName, describe_duplicates, describe_losses
+from megabatch.words import plural
 
 if TYPE_CHECKING:
     import torch
@@ -332,5 +333,5 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError(f"{name}: expected auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(f"{name}: this machine has {count} CUDA devices")
+        raise ValueError(f"{name}: this machine has {plural(count, 'CUDA device')}")
     return device

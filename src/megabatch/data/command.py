@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from megabatch.errors import UsageError
 from megabatch.options import Positional, parse_one_of
+from megabatch.words import plural
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -102,7 +103,8 @@ def glyphs(options: Glyphs) -> int:
     pairs = load_glyphs().split(options.split)
     shards = write_glyphs(pairs, options.output, samples_per_shard=options.samples_per_shard)
     size = sum(path.stat().st_size for path in shards)
-    print(f"{len(pairs):,} pairs in {len(shards)} shards, {size / 1e6:.1f} MB: {options.output}")
+    written = f"{plural(len(pairs), 'pair')} in {plural(len(shards), 'shard')}"
+    print(f"{written}, {size / 1e6:.1f} MB: {options.output}")
     return 0
 
 
@@ -128,13 +130,14 @@ def icons(options: Icons) -> int:
             workers=options.workers,
         )
     print(f"@iconify/json {done.version}: {options.output}")
-    kind = "files" if options.format == "grey" else "shards"
+    kind = "file" if options.format == "grey" else "shard"
     for split, captions in done.captions.items():
         files = list((options.output / split).iterdir())
         size = sum(path.stat().st_size for path in files)
         print(
-            f"{split}: {done.icons[split]:,} icons of {done.sets[split]} sets, {len(captions):,} "
-            f"distinct captions; {len(files)} {kind}, {size / 1e6:.1f} MB"
+            f"{split}: {plural(done.icons[split], 'icon')} of {plural(done.sets[split], 'set')}, "
+            f"{plural(len(captions), 'distinct caption')}; {plural(len(files), kind)}, "
+            f"{size / 1e6:.1f} MB"
         )
     for reason, count in (+done.left_out).most_common():
         print(f"left out {count:,} x {reason}")
@@ -156,7 +159,9 @@ def inspect(options: Inspect) -> int:
         separator=options.csv_separator,
     )
     pairs, bad, first, read = _read_some(dataset, options.limit)
-    print(f"{len(dataset):,} samples, {read:,} of them read, {sum(bad.values()):,} unusable")
+    print(
+        f"{plural(len(dataset), 'sample')}, {read:,} of them read, {sum(bad.values()):,} unusable"
+    )
     for line in getattr(dataset, "notes", []):
         print(f"note: {line}")
     for line in getattr(dataset, "damage", []):

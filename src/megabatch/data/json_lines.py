@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from megabatch.errors import UsageError
+from megabatch.words import plural
 
 _LINES_FOR_NAMES = 1_000
 _PIECE = 100_000  # rows held as Python objects before they are converted to an array
@@ -109,7 +110,9 @@ class JsonLines:
         """A description of the lines that were not usable so far."""
         if not self._left_out:
             return [self._breaks_off] if self._breaks_off else []
-        left_out = f"{self.path}: {self._left_out} lines left out, the first is {self._first}"
+        left_out = (
+            f"{self.path}: {plural(self._left_out, 'line')} left out, the first is {self._first}"
+        )
         return [left_out, *([self._breaks_off] if self._breaks_off else [])]
 
 

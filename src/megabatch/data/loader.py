@@ -27,6 +27,7 @@ from megabatch.data.order import Order, Request, Requests, Share, parts_of
 from megabatch.data.pairs import PairDataset
 from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
+from megabatch.words import plural
 
 _PIECES = 64  # of a batch, over all workers (one each if there are more)
 
@@ -195,8 +196,8 @@ class PairLoader:
             self._move_to(order.pairs, [])
         if whole_epoch and batches == 0:
             raise UsageError(
-                f"a whole epoch of {order.pairs} pairs gives no batch of {self.batch_size}:"
-                f" {'; '.join(self.report())}"
+                f"a whole epoch of {plural(order.pairs, 'pair')} gives no batch of "
+                f"{self.batch_size}: {'; '.join(self.report())}"
             )
 
     def _whole_batches(self) -> Iterator[Batch]:
@@ -218,8 +219,8 @@ class PairLoader:
         for batch in self._collected(group, own.stop - own.start):
             if not len(batch.rows):
                 raise UsageError(
-                    f"a rank's whole part of a batch, {len(batch.bad)} samples, is unusable:"
-                    f" {'; '.join(f'{key}: {why}' for _, why, key in batch.bad[:3])}"
+                    f"a rank's whole part of a batch, {plural(len(batch.bad), 'sample')}, is "
+                    f"unusable: {'; '.join(f'{key}: {why}' for _, why, key in batch.bad[:3])}"
                 )
             self._move_to(self._order.position + self.batch_size, batch.bad)
             yield self._batch(batch.rows)

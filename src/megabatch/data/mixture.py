@@ -11,6 +11,7 @@ import numpy as np
 from megabatch.data.order import Part
 from megabatch.data.pairs import ArrayDataset, Pair, PairDataset
 from megabatch.errors import UsageError
+from megabatch.words import plural
 
 SEPARATOR = "::"
 
@@ -64,11 +65,11 @@ class MixedPairs:
         for name, part, factor in zip(names, self.parts, factors, strict=True):
             if part.drawn == 0:
                 raise UsageError(
-                    f"{_OPTION}: {factor:g} of the {part.size} pairs of {name} is less than one "
-                    "pair"
+                    f"{_OPTION}: {factor:g} of the {plural(part.size, 'pair')} of {name} is less "
+                    "than one pair"
                 )
             self.shares.append(
-                f"{name}: {part.size:,} pairs, of which an epoch draws {part.drawn:,}"
+                f"{name}: {plural(part.size, 'pair')}, of which an epoch draws {part.drawn:,}"
             )
 
     @property

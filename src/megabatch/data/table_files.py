@@ -15,6 +15,7 @@ import pyarrow.parquet
 
 from megabatch.data.json_lines import json_names, read_json
 from megabatch.errors import UsageError, one_line
+from megabatch.words import plural
 
 TEXT_TABLES = (".csv", ".tsv")
 #: Field separators of text tables, the most usual first.
@@ -162,13 +163,14 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
     if malformed:
         first = malformed[0]
         damage.append(
-            f"{path}: {len(malformed)} rows left out, the first (row {first.number - 1}) has "
-            f"{first.actual_columns} fields instead of {first.expected_columns}: {_start(first)}"
+            f"{path}: {plural(len(malformed), 'row')} left out, the first (row {first.number - 1}) "
+            f"has {first.actual_columns} fields instead of {first.expected_columns}: "
+            f"{_start(first)}"
         )
     if lost := _swallowed(path, table, separator):
         damage.append(
             f"{path}: a quote opens in row {table.num_rows + len(malformed)} and is never closed: "
-            f"that row and the {lost} lines after it are left out"
+            f"that row and {plural(lost, 'line')} after it are left out"
         )
         table = table.slice(0, table.num_rows - 1)
     left_out = np.array([row.number - 2 for row in malformed], dtype=np.int64)

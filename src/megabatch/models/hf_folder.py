@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megabatch.errors import UsageError, one_line
 from megabatch.extras import named_extras
+from megabatch.words import plural
 
 #: Default for tokens per text: a larger one costs time for every short text.
 CONTEXT_LENGTH = 128
@@ -93,7 +94,8 @@ def read_model(folder: Path, config: Any, unused: str = "") -> Any:
         raise UsageError(f"--model: {folder} cannot be read: {one_line(error, 240)}") from error
     if missing:  # transformers would use random ones
         raise UsageError(
-            f"--model: {folder} lacks {len(missing)} tensors of its model, such as {missing[0]}"
+            f"--model: {folder} lacks {plural(len(missing), 'tensor')} of its model, such as "
+            f"{missing[0]}"
         )
     in_float32: Any = model.float()
     return in_float32

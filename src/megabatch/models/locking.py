@@ -8,6 +8,7 @@ from torch import nn
 
 from megabatch.errors import UsageError
 from megabatch.models.layers import Tower, tower_of, tower_parameters
+from megabatch.words import plural
 
 
 def lock(
@@ -37,7 +38,8 @@ def lock(
         raise UsageError(f"{option}: {error or type(error).__name__}") from error
     if all(parameter.requires_grad for parameter in parameters):
         raise UsageError(
-            f"{option}: with {unlocked} groups unlocked nothing of the {tower} tower stays locked"
+            f"{option}: with {plural(unlocked, 'group')} unlocked nothing of the {tower} tower "
+            "stays locked"
         )
 
 

@@ -25,6 +25,7 @@ from megabatch.planning.seconds import StepSeconds, step_seconds
 from megabatch.planning.simulation.hardware import Cluster, Encoding
 from megabatch.planning.state import state_bytes
 from megabatch.planning.towers import AUTOCAST, Sample, sample_of
+from megabatch.words import plural
 
 #: Bytes of Python objects per image file.
 _FILE_OVERHEAD = 500
@@ -35,9 +36,9 @@ COMPILED = "activations are those of towers that are not compiled: at most what 
 #: The note of a plan with trimmed texts.
 TRIMMED = "texts count with all of their tokens: at most what trimmed ones take"
 #: The notes of a plan with a number of tokens.
-TOKENS, PADDED = "texts count with {} tokens", "texts count with all of their tokens: none is cut"
+TOKENS, PADDED = "texts count with {}", "texts count with all of their tokens: none is cut"
 #: The note of a plan with texts of various lengths.
-SORTED = "texts in order of length are cut to {} tokens on average, the longest to {}"
+SORTED = "texts in order of length are cut to {} on average, the longest to {}"
 #: The note of a plan with a loss of the user's own.
 OWN_LOSS = "the memory of {} is unknown and not counted, except for the features' gradients"
 #: Phases of a step, in order.
@@ -195,7 +196,7 @@ class Planner:
         on_gpu = machine.device == "cuda"
         parts = [*self._state(machine), *self._features(config, machine, rows)]
         micro = self.micro_batches(config, rows, size, between)
-        kept = f"{_mega(micro.largest.kept)} in the graph of {size:,} pairs"
+        kept = f"{_mega(micro.largest.kept)} in the graph of {plural(size, 'pair')}"
         parts.append(Part("activations", micro.passes(), kept))
         if on_gpu:
             parts.append(_inputs_on_gpu(size * self.sample.nbytes, micro.once))
@@ -219,9 +220,9 @@ class Planner:
         parts = [part for found in micro.texts.values() for part in found]
         shortest, longest = (most(width for _, width in parts) for most in (min, max))
         if shortest == longest:
-            return (TOKENS.format(longest),)
+            return (TOKENS.format(plural(longest, "token")),)
         mean = sum(n * width for n, width in parts) / sum(n for n, _ in parts)
-        return (SORTED.format(round(mean), longest),)
+        return (SORTED.format(plural(round(mean), "token"), longest),)
 
     def _with_kept(self, plan: Plan, micro: MicroBatches, rows: int) -> Plan:
         """Add the activations that are kept for the second pass."""
@@ -234,7 +235,7 @@ class Planner:
         count, of = micro.kept(machine.count, bound, room), micro.count
         if not count:
             return replace(plan, micro_batches=of)
-        note = f"{count} of {of} micro-batches are encoded once"
+        note = f"{count} of {of} micro-batches {'is' if count == 1 else 'are'} encoded once"
         part = Part("kept activations", micro.beside(count), note)
         return replace(plan, parts=(*plan.parts, part), kept=count, micro_batches=of)
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from megabatch.planning.plan import PHASES, Plan
 from megabatch.planning.seconds import StepSeconds
 from megabatch.planning.simulation.hardware import MEASURED
+from megabatch.words import plural
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -20,8 +21,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     device = (machine.name or "GPU") if machine.device == "cuda" else "process on the CPU"
     shares = f", {rows:,} on each of {machine.count}" if machine.count > 1 else ""
     title = (
-        f"plan: {config.model}, {config.global_batch_size:,} pairs a step{shares} ({device}), "
-        f"{config.micro_batch_size:,} at a time"
+        f"plan: {config.model}, {plural(config.global_batch_size, 'pair')} a step{shares} "
+        f"({device}), {config.micro_batch_size:,} at a time"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_edge=False)
     table.add_column("MiB", no_wrap=True)

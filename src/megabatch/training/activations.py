@@ -16,6 +16,7 @@ from megabatch.planning.kept import kept_at_most, kept_count
 from megabatch.planning.machine import FRAGMENTATION
 from megabatch.training.parallel import Layout
 from megabatch.training.world import World
+from megabatch.words import plural
 
 
 class OutOfMemory(UsageError):
@@ -76,7 +77,7 @@ class KeptActivations:
         self.count = min(self._world.gather(own))
         mean = statistics.mean(graphs[-self.count :])  # of all if none is kept
         self.news.append(
-            f"the activations of {self.count} of {self._micro_batches} micro-batches "
+            f"the activations of {self.count} of {plural(self._micro_batches, 'micro-batch')} "
             f"({mean / 2**20:,.1f} MiB each) are kept for the backward pass; the others are "
             "encoded twice"
         )
@@ -112,14 +113,14 @@ class KeptActivations:
         agreed = self._world.size == 1 or isinstance(error, OutOfMemoryOnAllRanks)
         if not (agreed and layout.abandon_step()):
             raise OutOfMemory(
-                f"rank {self._world.rank}: out of memory with the activations of {self.count} "
-                "micro-batches kept; continue with --resume and a smaller --activation-memory "
-                "(0 keeps none)"
+                f"rank {self._world.rank}: out of memory with the activations of "
+                f"{plural(self.count, 'micro-batch')} kept; continue with --resume and a smaller "
+                "--activation-memory (0 keeps none)"
             )
         before, self.count = self.count, self.count // 2
         self.news.append(
-            f"out of memory with the activations of {before} micro-batches: the step is repeated "
-            f"with those of {self.count}"
+            f"out of memory with the activations of {plural(before, 'micro-batch')}: the step is "
+            f"repeated with those of {self.count}"
         )
         return True
 

@@ -13,6 +13,7 @@ from torch import nn
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.torch_internals import is_batch_norm
 from megabatch.training.world import World
+from megabatch.words import plural
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
@@ -51,7 +52,7 @@ def explanation(module: nn.Module, config: TrainConfig, world: World) -> str:
     if not layers:
         return ""
     rows = min(unmeasured_micro_batch(config), -(-config.global_batch_size // world.size))
-    over = f"{rows:,} pairs at a time"
+    over = f"{plural(rows, 'pair')} at a time"
     hint = ""
     if world.size > 1 and config.use_bn_sync:
         over = f"{rows * world.size:,} pairs at a time, {rows:,} of each process"
@@ -59,6 +60,6 @@ def explanation(module: nn.Module, config: TrainConfig, world: World) -> str:
         over += " on each process alone, and keeps rank 0's running statistics"
         hint = " (--use-bn-sync takes those of all processes)"
     return (
-        f"warning: {config.model} has batch normalisation ({layers} layers). It normalises over "
-        f"{over}: --micro-batch-size changes what is learnt{hint}"
+        f"warning: {config.model} has batch normalisation ({plural(layers, 'layer')}). It "
+        f"normalises over {over}: --micro-batch-size changes what is learnt{hint}"
     )

@@ -33,6 +33,7 @@ from megabatch.training.batch_norm import batch_norms
 from megabatch.training.encoders import CachedStep
 from megabatch.training.parallel import Layout
 from megabatch.training.world import World
+from megabatch.words import plural
 
 #: The first size that is tried, and the smallest unless it does not fit.
 FIRST = UNMEASURED_MICRO_BATCH
@@ -281,8 +282,8 @@ class Search:
         """A line for the user, with the rates of one process."""
         rates = ", ".join(f"{s:,}: {1 / self.seconds(s):,.0f}" for s in sorted(self.tried))
         return (
-            f"micro-batches of {chosen:,} pairs, found in {self._elapsed:.0f} s (pairs/s through "
-            f"the towers with {rates})"
+            f"micro-batches of {plural(chosen, 'pair')}, found in {self._elapsed:.0f} s (pairs/s "
+            f"through the towers with {rates})"
         )
 
     def _fastest(self) -> float:

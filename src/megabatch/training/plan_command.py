@@ -14,6 +14,7 @@ from megabatch.config.resolve import resolve
 from megabatch.config.settings import TrainConfig, resolve_device, unmeasured_micro_batch
 from megabatch.errors import UsageError, all_of
 from megabatch.hints import Interval, is_reference, parse_bytes
+from megabatch.words import plural
 
 if TYPE_CHECKING:
     from megabatch.models import Towers
@@ -154,7 +155,7 @@ def _print_text(plan: Plan, most: int | None, tried: Sequence[Plan], advice: Adv
     console = plain_console()
     print_plan(plan, console)
     if most is not None:
-        console.print(f"the largest batch that fits has about {most:,} pairs")
+        console.print(f"the largest batch that fits has about {plural(most, 'pair')}")
     if tried:
         print_search(tried, console)
     if isinstance(advice, Advice):

@@ -35,6 +35,7 @@ from megabatch.training.setup import Setup
 from megabatch.training.trackers import Trackers
 from megabatch.training.trainer import Trainer, TrainingStopped
 from megabatch.training.validation import Validation, in_words, record
+from megabatch.words import plural
 
 
 class Run:
@@ -174,7 +175,7 @@ class Run:
             self.world.raise_if_any(failure)
         if sum(shares) > self.config.global_batch_size:
             raise TrainingStopped(
-                f"the ranks' parts of a batch have {sum(shares)} pairs, expected "
+                f"the ranks' parts of a batch have {plural(sum(shares), 'pair')}, expected "
                 f"{self.config.global_batch_size}"
             )
         # Of several kinds SIGTERM counts, whose number is the largest.
@@ -188,7 +189,7 @@ class Run:
         self._export(self.trainer.weights(), weights)
         pairs = self.trainer.step * self.config.global_batch_size
         self.console.print(
-            f"trained {self.trainer.step} steps, {pairs:,} pairs, in "
+            f"trained {plural(self.trainer.step, 'step')}, {plural(pairs, 'pair')}, in "
             f"{duration(self.meter.seconds)}, of which "
             f"{self.meter.waited / max(self.meter.seconds, 1e-9):.1%} waiting for data"
         )
@@ -196,7 +197,8 @@ class Run:
         if advice := waiting_advice(self.meter, self.config, self.loader.processes, images=images):
             self.console.print(f"  {advice}")
         if self.trainer.skipped:
-            self.console.print(f"  left out {self.trainer.skipped} steps that were not finite")
+            skipped, were = self.trainer.skipped, "was" if self.trainer.skipped == 1 else "were"
+            self.console.print(f"  left out {plural(skipped, 'step')} that {were} not finite")
         for line in self.loader.report():
             self.console.print(f"  {line}")
         self.console.print(f"weights: {weights}")
@@ -275,13 +277,14 @@ class Run:
             return
         if state["step"] > self.trainer.total_steps:
             raise TrainingStopped(
-                f"--resume: the run has done {state['step']} steps already, more than the "
-                f"{self.trainer.total_steps} that were requested"
+                f"--resume: the run has done {plural(state['step'], 'step')} already, more than "
+                f"the {self.trainer.total_steps} that were requested"
             )
         if state["total_steps"] != self.trainer.total_steps:
             self.console.print(
                 f"the run's length changes from {state['total_steps']} to "
-                f"{self.trainer.total_steps} steps, and the learning rate schedule with it"
+                f"{plural(self.trainer.total_steps, 'step')}, and the learning rate schedule with "
+                "it"
             )
         self.world.attempt(lambda: self.loader.load_state_dict(state["loader"]))
         self.trainer.restore(found or Checkpoint({}, {}, state))
@@ -303,9 +306,11 @@ class Run:
         config, trainer = self.config, self.trainer
         millions = sum(p.numel() for p in trainer.module.parameters()) / 1e6
         self.console.print(
-            f"{config.model} ({millions:.1f}M parameters) on {len(self.loader.dataset):,} pairs of "
-            f"{config.train_data}: {trainer.total_steps} steps of {config.global_batch_size:,} "
-            f"pairs, {self._at_a_time()}, {config.precision} on {self._where()}"
+            f"{config.model} ({millions:.1f}M parameters) on "
+            f"{plural(len(self.loader.dataset), 'pair')} of {config.train_data}: "
+            f"{plural(trainer.total_steps, 'step')} of "
+            f"{plural(config.global_batch_size, 'pair')}, {self._at_a_time()}, {config.precision} "
+            f"on {self._where()}"
         )
         if config.workers and not self.loader.processes:
             self.console.print(

@@ -35,6 +35,7 @@ from megabatch.models.weights import load_tower
 from megabatch.training import batch_norm, evaluating, trackers
 from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
+from megabatch.words import plural
 
 T = TypeVar("T")
 
@@ -165,7 +166,7 @@ def _check_ranks(setup: Setup) -> None:
             )
         if other_pairs != pairs:
             raise UsageError(
-                f"--train-data: {other_pairs:,} pairs on rank {rank}, {pairs:,} on rank 0; "
+                f"--train-data: {plural(other_pairs, 'pair')} on rank {rank}, {pairs:,} on rank 0; "
                 "expected the same files on all machines"
             )
 

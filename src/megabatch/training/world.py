@@ -24,6 +24,7 @@ from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import CommunicationError, UsageError
 from megabatch.ranks import all_gather_values
 from megabatch.similarity import set_abort_on_lost_rank
+from megabatch.words import plural
 
 T = TypeVar("T")
 
@@ -289,7 +290,9 @@ def _device_of(name: str, local_rank: int) -> torch.device:
     if count == 1:  # the launcher makes one device visible to each process
         return torch.device("cuda", 0)
     if local_rank >= count:
-        raise UsageError(f"--device: process {local_rank} of this machine, which has {count} GPUs")
+        raise UsageError(
+            f"--device: process {local_rank} of this machine, which has {plural(count, 'GPU')}"
+        )
     return torch.device("cuda", local_rank)
 
 
