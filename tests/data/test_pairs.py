@@ -18,6 +18,7 @@ from megabatch.data.pairs import (
     transformed,
 )
 
+from ..programs import run
 from .samples import jpeg, png
 
 
@@ -49,6 +50,18 @@ def test_an_image_above_pillow_s_limit_is_no_undecodable_one(monkeypatch: pytest
     with pytest.raises(BadSample) as caught:
         decode_image(png(0, (15, 15)), "k")
     assert caught.value.reason == "image of more than 200 pixels, Pillow's limit"
+
+
+def test_a_large_image_below_that_limit_is_used_without_pillow_s_warning():
+    code = """if True:
+        from PIL import Image
+        from megabatch.data.pairs import decode_image
+        from tests.data.samples import png
+        Image.MAX_IMAGE_PIXELS = 100
+        print(decode_image(png(0, (12, 12)), "k").size)
+    """
+    ended = run(["-c", code])
+    assert (ended.stdout, ended.stderr) == ("(12, 12)\n", "")
 
 
 @pytest.mark.parametrize("caption", ["", " \n\t", None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +17,10 @@ import torch
 from PIL import Image
 
 from megabatch.data.svg import SVG_SIZE, BadSvg, draw_svg, is_svg
+
+# Above a limit (89 million pixels) Pillow warns, in each worker anew, and decodes; above twice the
+# limit it refuses, and the sample is a bad one. Last, so that the user's own filters come before.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 
 
 @dataclass(frozen=True)
