@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -13,8 +13,7 @@ from megabatch.planning.plan import Plan, Planner
 
 #: The smallest size that is tried, unless a process has fewer pairs.
 SMALLEST = 128
-#: A larger size must be faster by this share. (The trainer's own search takes the largest of sizes
-#: that are equally fast: a plan does not count its host's time for launches.)
+#: Sizes whose times differ by a smaller share are equally fast.
 GAIN = 0.02
 
 
@@ -38,12 +37,20 @@ def search(planner: Planner) -> list[Plan]:
 
 
 def fastest(plans: Sequence[Plan]) -> Plan | None:
-    """Of those that fit, the smallest one that is as fast as the fastest; None if none fits."""
-    fitting = [(plan, plan.step.total) for plan in plans if plan.fits and plan.step is not None]
-    if not fitting:
-        return None
-    least = min(seconds for _, seconds in fitting)
-    return next(plan for plan, seconds in fitting if seconds <= (1 + GAIN) * least)
+    """Of those that fit, the one to take by `largest_of_fastest`; None if none fits."""
+    fitting = {unmeasured_micro_batch(plan.config): plan for plan in plans if plan.fits}
+    seconds = {size: plan.step.total for size, plan in fitting.items() if plan.step is not None}
+    return fitting[largest_of_fastest(seconds)] if seconds else None
+
+
+def largest_of_fastest(seconds: Mapping[int, float]) -> int:
+    """The largest of the sizes that are as fast as the fastest, within `GAIN`.
+
+    It has the fewest launches. Neither a plan nor a trial has all that a step's host has to do
+    beside them.
+    """
+    least = min(seconds.values())
+    return max(size for size, value in seconds.items() if value <= (1 + GAIN) * least)
 
 
 def print_search(plans: Sequence[Plan], console: Console) -> None:

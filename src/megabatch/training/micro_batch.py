@@ -27,6 +27,7 @@ from megabatch.gradient_cache.state import gradient_wrappers, no_sync, with_sync
 from megabatch.models.locking import locked_towers
 from megabatch.planning.kept import kept_at_most, kept_count
 from megabatch.planning.loss import loss_bytes
+from megabatch.planning.search import GAIN, largest_of_fastest
 from megabatch.planning.state import state_bytes
 from megabatch.training.activations import OutOfMemory, gpu_memory
 from megabatch.training.batch_norm import batch_norms
@@ -37,8 +38,6 @@ from megabatch.words import plural
 
 #: The first size that is tried, and the smallest unless it does not fit.
 FIRST = UNMEASURED_MICRO_BATCH
-#: Sizes whose times differ by a smaller share are equally fast.
-GAIN = 0.02
 #: After this many sizes in a row without such a gain, no larger one is tried.
 WITHOUT_GAIN = 2
 #: Seconds that all trials may take together.
@@ -209,9 +208,7 @@ class Search:
     """Finds the fastest size by trials, the same ones in the same order on all ranks.
 
     Sizes are doubled as long as that is expected to fit and is worth it; the size of a rank's whole
-    share, which is encoded once, is tried in any case. Of sizes that are equally fast, within
-    `GAIN`, the largest one is taken: it has the fewest launches, and in a step the host has more to
-    do besides launching than in a trial.
+    share, which is encoded once, is tried in any case. The size is that of `largest_of_fastest`.
 
     Args:
         trial: measures a size on this rank; None if it does not fit.
@@ -264,8 +261,7 @@ class Search:
             in_vain = 0 if self.seconds(size) * (1 + GAIN) < best else in_vain + 1
         if self._largest not in self.tried and self._promising(self._largest):
             self._fits(self._largest)
-        best = self._fastest()
-        return max(size for size in self.tried if self.seconds(size) <= best * (1 + GAIN))
+        return largest_of_fastest({size: self.seconds(size) for size in self.tried})
 
     def seconds(self, size: int) -> float:
         """Seconds per pair with a size that was tried, with the activations kept that fit."""
