@@ -85,6 +85,12 @@ def test_gpus_share_the_loss_and_average_gradients_beside_the_last_backward_pass
     assert seconds(config=replace(CONFIG, precision="fp32")) is None
 
 
+def test_hard_negatives_count_on_several_gpus_too():
+    negatives = replace(CONFIG, loss="infonce", hard_negatives=3, global_batch_size=1 << 18)
+    alone, two = seconds(config=negatives), seconds(config=negatives, cluster=Cluster(2))
+    assert alone.loss / 2.2 < two.loss < alone.loss / 1.8
+
+
 def test_gpus_by_name():
     assert gpu_named("NVIDIA H200") == Gpu()
     assert encoding_named("NVIDIA H200") == encoding_named("") == Encoding()

@@ -72,6 +72,9 @@ def test_search_compares_sizes(capsys):
     assert "the size to take: --micro-batch-size " in out
     assert cli.main([*SMALL, "--gpu-memory", "8GiB", "--search"]) == 2
     assert "--search: the time of a step is not known on " in capsys.readouterr().err
+    slow = ["--gpu-name", "H200", "--precision", "fp32", "--search"]
+    assert cli.main([*SMALL, *slow]) == 2
+    assert "the time of a step is not known with --precision fp32" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has the device that is to be missing")
@@ -139,8 +142,15 @@ def test_the_simulated_network_is_an_option(capsys):
 def test_what_cannot_be_simulated_is_planned_all_the_same(capsys):
     assert cli.main([*CLUSTER, "12"]) == 0
     assert "not simulated: gpus: expected whole nodes of 8" in capsys.readouterr().out
-    assert cli.main([*CLUSTER, "16", "--loss", "ntxent"]) == 0
-    assert "the simulation knows clip, siglip, infonce, not ntxent" in capsys.readouterr().out
+    h200 = ["--gpu-name", "H200", "--loss"]
+    for loss, why in (
+        (["ntxent"], "the simulation knows clip, siglip, infonce, not ntxent"),
+        (["infonce", "--hard-negatives", "2"], "the simulation knows no hard negatives"),
+    ):
+        assert cli.main([*CLUSTER, "16", *h200, *loss]) == 0
+        out = capsys.readouterr().out
+        assert f"the loss is not simulated: {why}" in out
+        assert f"the time leaves out the loss's transfers between GPUs: {why}" in out
     assert cli.main([*CLUSTER, "1"]) == 0
     assert "simulat" not in capsys.readouterr().out
 

@@ -23,6 +23,7 @@ from megabatch.planning.machine import Machine
 from megabatch.planning.micro_batches import Encoders, MicroBatches
 from megabatch.planning.seconds import StepSeconds, step_seconds
 from megabatch.planning.simulation.hardware import Cluster, Encoding
+from megabatch.planning.simulation.schedules import not_simulated
 from megabatch.planning.state import state_bytes
 from megabatch.planning.towers import AUTOCAST, Sample, sample_of
 from megabatch.words import plural
@@ -41,6 +42,8 @@ TOKENS, PADDED = "texts count with {}", "texts count with all of their tokens: n
 SORTED = "texts in order of length are cut to {} on average, the longest to {}"
 #: The note of a plan with a loss of the user's own.
 OWN_LOSS = "the memory of {} is unknown and not counted, except for the features' gradients"
+#: The note of a plan for several GPUs whose loss is not simulated.
+TRANSFERS = "the time leaves out the loss's transfers between GPUs: {}"
 #: Phases of a step, in order.
 PHASES = ("encode", "loss", "second pass", "update")
 
@@ -261,8 +264,11 @@ class Planner:
             pair_bytes=self.sample.nbytes,
             compiled=self.compiled,
         )
-        loss = loss_seconds(plan.config, width, cluster.gpu, cluster.gpus)
-        return replace(plan, seconds=loss, step=step)
+        loss, notes = loss_seconds(plan.config, width, cluster.gpu, cluster.gpus), plan.notes
+        why = not_simulated(plan.config.loss, plan.config.hard_negatives)
+        if why and step is not None and cluster.gpus > 1:
+            notes += (TRANSFERS.format(why),)
+        return replace(plan, seconds=loss, step=step, notes=notes)
 
     def _state(self, machine: Machine) -> list[Part]:
         config = self.config

@@ -13,7 +13,7 @@ from megabatch.config.settings import TrainConfig
 from megabatch.planning.loss import loss_seconds
 from megabatch.planning.micro_batches import MicroBatches, total
 from megabatch.planning.simulation.hardware import Cluster, Encoding, Gpu
-from megabatch.planning.simulation.schedules import SWEEPS, Workload, default
+from megabatch.planning.simulation.schedules import SWEEPS, Workload, default, not_simulated
 from megabatch.planning.simulation.step import simulate
 from megabatch.planning.state import State
 from megabatch.planning.work import Work
@@ -70,7 +70,7 @@ def step_seconds(
 ) -> StepSeconds | None:
     """The time of a step; None if the loss's is not known.
 
-    Reading and decoding data are not counted.
+    Reading and decoding data are not counted, nor transfers of a loss that is not simulated.
 
     Args:
         config: of the run.
@@ -127,7 +127,7 @@ def _loss_and_transfers(
     loss = loss_seconds(config, width, cluster.gpu, ranks)
     if loss is None:
         return None
-    if ranks == 1 or config.loss not in SWEEPS:
+    if ranks == 1 or not_simulated(config.loss, config.hard_negatives):
         return loss, 0.0
     rows = -(-config.global_batch_size // ranks)
     item = 4 if config.precision == "fp32" else 2

@@ -128,10 +128,18 @@ def main(argv: list[str]) -> int:
     most = largest_batch(planner, plan) if plan.fits and machine.device == "cuda" else None
     tried = search(planner) if options.search else []
     if options.search and not tried:
-        raise UsageError(f"--search: the time of a step is not known on {machine.name or 'it'}")
+        raise UsageError(f"--search: the time of a step is not known {_unknown(planner)}")
     show = _print_json if options.json else _print_text
     show(plan, most, tried, _advice(network, cluster, plan, towers))
     return 0 if plan.fits else 1
+
+
+def _unknown(planner: Planner) -> str:
+    """The reason why a plan has no time."""
+    config, machine = planner.config, planner.machine
+    if planner.cluster is None:
+        return f"on {machine.name or ('this GPU' if machine.device == 'cuda' else 'the CPU')}"
+    return f"with --loss {config.loss}" if is_reference(config.loss) else "with --precision fp32"
 
 
 def _print_json(plan: Plan, most: int | None, tried: Sequence[Plan], advice: Advice | str) -> None:
@@ -263,14 +271,14 @@ def _advice(
 ) -> Advice | str:
     """The simulation of a plan for several GPUs, or why there is none; "": no need to say so."""
     from megabatch.planning.simulation.advice import advise
-    from megabatch.planning.simulation.schedules import SWEEPS
+    from megabatch.planning.simulation.schedules import not_simulated
     from megabatch.planning.simulation.step import Towers as Speed
 
     machine, config = plan.machine, plan.config
     if machine.device != "cuda" or machine.count == 1:
         return ""
-    if config.loss not in SWEEPS:
-        return f"the simulation knows {', '.join(SWEEPS)}, not {config.loss}"
+    if why := not_simulated(config.loss, config.hard_negatives):
+        return why
     if isinstance(cluster, str):
         return cluster
     rate = options.pairs_per_second

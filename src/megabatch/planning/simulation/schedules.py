@@ -21,6 +21,13 @@ BLOCK = 16_384
 SWEEPS = {"clip": (2, 6), "siglip": (6,), "infonce": (6,)}
 
 
+def not_simulated(loss: str, hard_negatives: int) -> str:
+    """The reason why a loss is not simulated; "" if it is."""
+    if loss not in SWEEPS:
+        return f"the simulation knows {', '.join(SWEEPS)}, not {loss}"
+    return "the simulation knows no hard negatives" if hard_negatives else ""
+
+
 @dataclass(frozen=True)
 class Workload:
     """A loss over equal shards.
