@@ -208,10 +208,31 @@ def test_the_launchers_signal_does_not_cut_off_the_end_of_trackers(
     assert (slow.ended, received) == ("failed", [])
 
 
+def test_mlflow_gets_the_steps_that_a_killed_run_repeats_once(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    config = TrainConfig(output=tmp_path)
+    for steps in ([1, 2, 3], [2, 3, 4]):
+        tracker = trackers.Mlflow(config, steps[0] - 1)
+        for step in steps:
+            tracker.scalars({"train/loss": step / 8}, step)
+        tracker.scalars({"val/recall@1": 0.5}, 2)
+        tracker.close("failed")
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    run = json.loads((tmp_path / "trackers.json").read_text())["mlflow"]
+    history = {
+        name: [(point.step, point.value) for point in client.get_metric_history(run, name)]
+        for name in ("train/loss", "val/recall_at_1")
+    }
+    losses = [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)]
+    assert history == {"train/loss": losses, "val/recall_at_1": [(2, 0.5)]}
+
+
 def test_mlflow_reports_what_its_thread_could_not_send(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers go to a server that is set up by MLflow's own variables."""
+    from mlflow.entities import Run, RunData, RunInfo
 
     class Client:
         def __init__(self, tracking_uri: str) -> None:
@@ -225,6 +246,9 @@ def test_mlflow_reports_what_its_thread_could_not_send(
 
         def update_run(self, run: str, status: str) -> None:
             sent.append((run, status))
+
+        def get_run(self, run: str) -> Run:
+            return Run(RunInfo(run, "0", "me", "RUNNING", 0, None, "active"), RunData())
 
         def log_batch(self, run: str, metrics: Any = (), params: Any = ()) -> None:
             assert len(params) <= 100

@@ -110,7 +110,8 @@ class WeightsAndBiases:
 class Mlflow:
     """A run of MLflow, at MLFLOW_TRACKING_URI or else in RUN/mlflow.db.
 
-    A thread sends the numbers, so that no step waits for a server.
+    A thread sends the numbers, so that no step waits for a server. MLflow would show two points of
+    a step: steps that a resumed run repeats, with the same numbers, keep their first ones.
     """
 
     def __init__(self, config: TrainConfig, resumed_step: int) -> None:
@@ -120,6 +121,8 @@ class Mlflow:
         self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or own)
         self._id = _own_id(config.output, "mlflow", lambda: self._create(config))
         self._client.update_run(self._id, "RUNNING")
+        known = self._client.get_run(self._id).data.to_proto().metrics  # each one's latest
+        self._steps = {metric.key: metric.step for metric in known}
         self._sender = ThreadPoolExecutor(1, "megabatch-mlflow")
         self._sent: deque[Future[Any]] = deque()
 
@@ -142,10 +145,10 @@ class Mlflow:
         while self._sent and self._sent[0].done():
             self._sent.popleft().result()
         now = int(time.time() * 1000)
-        # MLflow allows few characters in a name; "@" of recall@1 is not among them.
         metrics = [
-            Metric(re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_")), value, now, step)
-            for name, value in values.items()
+            Metric(name, value, now, step)
+            for name, value in zip(map(_mlflow_name, values), values.values(), strict=True)
+            if step > self._steps.get(name, -1)
         ]
         self._sent.append(self._sender.submit(self._client.log_batch, self._id, metrics=metrics))
 
@@ -156,6 +159,11 @@ class Mlflow:
             sent.result()
         status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
         self._client.set_terminated(self._id, status[ended])
+
+
+def _mlflow_name(name: str) -> str:
+    """A name of the few characters that MLflow allows; "@" of recall@1 is not among them."""
+    return re.sub(r"[^\w./ -]", "_", name.replace("@", "_at_"))
 
 
 #: The trackers by their names in `--report-to`.
