@@ -87,9 +87,9 @@ def test_sizes_are_doubled_while_that_is_faster_and_fits(
     best = min(1 + overhead / 2**k for k in range(9, 20) if 2**k * MIB <= memory or k == 9)
     if found >= micro_batch.FIRST:
         assert (1 + overhead / found) < 1.05 * best
-    assert f"micro-batches of {found:,} pairs, found in {machine.now:.0f} s" in search.summary(
-        found
-    )
+    of = "1 pair" if found == 1 else f"{found:,} pairs"
+    told = f"micro-batches of {of}, found in {machine.now:.0f} s"
+    assert told in search.summary(found)
 
 
 def test_no_more_is_tried_than_there_is_time_for() -> None:
