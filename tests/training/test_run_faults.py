@@ -100,6 +100,9 @@ def test_a_disk_without_room_for_the_log_at_the_end_is_an_error_with_a_reason(
     monkeypatch.setattr(MetricsLog, "close", full)
     with pytest.raises(TrainingStopped, match=f"{tmp_path / 'run'}: No space left on device"):
         train(make_config(tmp_path / "run"))
+    full_disk(monkeypatch, 3)
+    with pytest.raises(UsageError, match="the checkpoint of step 3 could not be written"):
+        train(make_config(tmp_path / "other", steps=3))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

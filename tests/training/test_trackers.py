@@ -7,6 +7,7 @@ import os
 import signal
 import struct
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -182,6 +183,28 @@ def test_a_tracker_that_cannot_start_is_left_out(
         raise KeyError
     assert told == ["--report-to wandb failed, going on without it: no key"]
     assert (sound.steps, sound.ended) == ([1], "failed")
+
+
+def test_a_full_disk_is_told_without_a_traceback_of_tensorboard_s_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: object, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    tracebacks: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    told: list[str] = []
+    with Trackers() as started:
+        started.start(TrainConfig(output=tmp_path), 0, told.append)
+        monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
+        while not told:  # the thread fails at the first one, and then the next call does
+            started.scalars({"train/loss": 1.0}, 1)
+        failing = threading.Thread(target=full, args=(None, b""))
+        failing.start()
+        failing.join()
+    told_of = "--report-to tensorboard failed, going on without it: [Errno 28] No space left on"
+    assert told == [f"{told_of} device"]
+    assert [each.thread for each in tracebacks] == [failing]  # type: ignore[attr-defined]
 
 
 def test_the_launchers_signal_does_not_cut_off_the_end_of_trackers(

@@ -56,6 +56,21 @@ class MetricsLog:
         self._reported = False
         return ""
 
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except OSError:
+            if error is None:  # else it says more: the same disk's, at the last checkpoint
+                raise
+
     def close(self) -> None:
         """Flush and close the file.
 

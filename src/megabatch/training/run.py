@@ -93,8 +93,7 @@ class Run:
             log = None
             if self.world.main:
                 self.trackers.start(self.config, trainer.step, self.console.print)
-                log = MetricsLog(self.folder, trainer.step, self.trackers)
-                stack.callback(log.close)
+                log = stack.enter_context(MetricsLog(self.folder, trainer.step, self.trackers))
             interrupt = stack.enter_context(Interrupt())
             stack.enter_context(display)
             received = self._steps(interrupt, log, display)

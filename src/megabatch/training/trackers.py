@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -180,10 +181,14 @@ class Trackers:
     A context: at its end all are closed, after an error as failed, otherwise as `ended`. Meanwhile
     SIGTERM is ignored: `torchrun` sends it to this process as soon as another rank has ended, when
     trackers may still have to send numbers and the reason of the end is not printed yet.
+
+    Inside, no traceback is printed of TensorBoard's thread, as on a full disk: the next call raises
+    its error.
     """
 
     def __init__(self) -> None:
         self.ended: Ended = "finished"
+        self._excepthook = threading.excepthook
         self._open: dict[str, Tracker] = {}
         self._warn: Callable[[str], None] = print
 
@@ -202,6 +207,8 @@ class Trackers:
             self._attempt(name, partial(tracker.scalars, values, step))
 
     def __enter__(self) -> Trackers:
+        self._excepthook = threading.excepthook
+        threading.excepthook = partial(_report_of_thread, self._excepthook)
         return self
 
     def __exit__(
@@ -210,9 +217,13 @@ class Trackers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._open:
-            return
-        ended: Ended = self.ended if kind is None else "failed"
+        try:
+            if self._open:
+                self._close(self.ended if kind is None else "failed")
+        finally:
+            threading.excepthook = self._excepthook
+
+    def _close(self, ended: Ended) -> None:
         handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             for name, tracker in list(self._open.items()):
@@ -230,6 +241,14 @@ class Trackers:
         except Exception as error:  # of whatever kind: it is no reason to stop training
             self._open.pop(name, None)
             self._warn(f"--report-to {name} failed, going on without it: {one_line(error, 200)}")
+
+
+def _report_of_thread(
+    report: Callable[[threading.ExceptHookArgs], Any], failure: threading.ExceptHookArgs
+) -> None:
+    """Report an exception that ended a thread, unless the thread is of TensorBoard's writers."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        report(failure)
 
 
 def problems(config: TrainConfig) -> list[str]:
