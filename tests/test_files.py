@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megabatch.files import replacing, write_text
+from megabatch.files import folder_problem, replacing, write_text
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o077])
@@ -28,6 +28,12 @@ def test_a_file_has_the_mode_that_the_umask_leaves(umask: int, tmp_path: Path) -
         partial.write_text("new")
         partial.chmod(0o600)  # as safetensors does
     assert mode(tmp_path / "file") == 0o666 & ~umask
+
+
+def test_names_that_no_folder_can_have(tmp_path: Path) -> None:
+    assert "File name too long" in folder_problem(tmp_path / ("a" * 300))
+    assert folder_problem(tmp_path / "a\0b") == "no file can have such a name"
+    assert folder_problem(tmp_path / "a" / "b") == ""
 
 
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

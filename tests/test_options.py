@@ -105,6 +105,11 @@ def test_what_is_wrong_is_told(words: str, message: str) -> None:
     assert str(caught.value) == message
 
 
+def test_an_empty_path_is_none() -> None:
+    with pytest.raises(UsageError, match=r"^PLACE : expected a path$"):
+        PARSER.parse([""])
+
+
 def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     with pytest.raises(SystemExit) as left:

@@ -79,10 +79,13 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 def folder_problem(folder: Path) -> str:
     """The reason why files cannot be written to a folder, which may not exist yet; "" if none."""
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        return f"{existing} is not a folder"
+    if "\0" in str(folder):
+        return "no file can have such a name"
+    existing = folder
     try:
+        existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        if not existing.is_dir():
+            return f"{existing} is not a folder"
         # Permissions are not enough: root may do anything, and a disk may be read-only.
         with tempfile.TemporaryFile(dir=existing):
             return ""

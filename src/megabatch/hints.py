@@ -186,6 +186,8 @@ def parse_value(hint: Any, word: str) -> Any:
         if not is_reference(word):
             raise ValueError(word)
         return word
+    if hint is Path and not word:  # of an empty variable; Path("") is the working directory
+        raise ValueError(word)
     return hint(word)
 
 

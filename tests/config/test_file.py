@@ -72,7 +72,9 @@ def test_a_file_may_leave_fields_out_and_whole_numbers_serve_as_numbers(tmp_path
 
 def test_all_faults_of_a_file_come_at_once(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
-    path.write_text('learning_rate = 1.0\nglobal_batchsize = 4\nseed = "x"\nprecision = "int8"\n')
+    path.write_text(
+        'learning_rate = 1.0\nglobal_batchsize = 4\nseed = "x"\nprecision = "int8"\noutput = ""\n'
+    )
     with pytest.raises(UsageError) as caught:
         load_config(path)
     message = str(caught.value)
@@ -80,6 +82,7 @@ def test_all_faults_of_a_file_come_at_once(tmp_path: Path) -> None:
     assert "global_batchsize is not a setting; did you mean global_batch_size?" in message
     assert "seed = 'x': expected a whole number" in message
     assert "precision = 'int8': expected 'fp32' or 'bf16' or 'fp16'" in message
+    assert "output = '': expected a path" in message
 
 
 @pytest.mark.parametrize("content", [b"lr = = 1", b"\xff\xfe", b"[model]\nname = 1\n"])

@@ -146,6 +146,16 @@ def test_what_was_asked_for_alike_is_left_to_be_refused(
     assert resolve(config, dict.fromkeys(settings, level)) == (config, [])
 
 
+@pytest.mark.parametrize("low", [DEFAULT, FILE])
+def test_epochs_replace_the_steps_of_a_weaker_source(low: Level) -> None:
+    config = TrainConfig(steps=6, epochs=3)
+    resolved, (note,) = resolve(config, {"steps": low, "epochs": Level(low + 1)})
+    assert resolved == replace(config, steps=None)
+    assert note == "--steps 6: --epochs 3 is given instead; taking no --steps"
+    assert resolve(config, {"steps": OPTION, "epochs": FILE}) == (config, [])
+    assert resolve(config, {"steps": FILE, "epochs": FILE}) == (config, [])  # as a run's own file
+
+
 def test_a_configuration_in_python_asks_for_what_is_no_default() -> None:
     config = TrainConfig(steps=6, lr=0.5)
     assert given_in(config) == {"steps": OPTION, "lr": OPTION}

@@ -261,7 +261,7 @@ def test_siglip_starts_as_published_unless_told(model: str) -> None:
     assert module.logit_scale.item() == pytest.approx(math.log(10))
     assert module.logit_bias.item() == -10
     assert module.logit_bias.requires_grad
-    module = built(model=model, loss="siglip", init_logit_scale=1.0, init_logit_bias=-2.0)
+    module = built(model=model, loss="siglip", init_logit_scale=1, init_logit_bias=-2)
     assert (module.logit_scale.item(), module.logit_bias.item()) == (1, -2)
 
 

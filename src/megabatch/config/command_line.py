@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,7 +62,7 @@ def configure(chosen: dict[str, Any]) -> tuple[TrainConfig, Given]:
     name, trust = options.pop("config", None), options.pop("trust", False)
     config = TrainConfig(**options)
     own = config.output / "config.toml"
-    if name is None and config.resume and own.is_file():
+    if name is None and config.resume and os.path.isfile(own):
         name = own
     settings = {} if name is None else read_settings(name)
     if not trust:

@@ -113,7 +113,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
             reasons.append(f"{key} is not a setting{hint}")
             continue
         hint = settings[key].type
-        if isinstance(value, str) and Path in (hint, *get_args(hint)):
+        if value and isinstance(value, str) and Path in (hint, *get_args(hint)):
             values[key] = Path(value)
         elif not accepts(hint, value):
             reasons.append(f"{key} = {value!r}: expected {describe_type(hint)}")

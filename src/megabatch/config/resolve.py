@@ -64,6 +64,11 @@ def resolve(
     """
     notes: list[str] = []
     firm = given
+    if config.steps is not None and firm.get("epochs", 0) > firm.get("steps", 0):
+        notes.append(
+            f"--steps {config.steps}: --epochs {config.epochs} is given instead; taking no --steps"
+        )
+        config = replace(config, steps=None)
 
     def standing(name: str) -> Level:
         return firm.get(name, Level.DEFAULT)

@@ -215,7 +215,7 @@ class TrainConfig:
     weights, optimizer state and gradients."""
     use_bn_sync: bool = False
     """With several GPUs: synchronise batch normalisation over the micro-batches of all of them."""
-    dist_timeout: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 600
+    dist_timeout: Annotated[int, Interval(at_least=1, at_most=10**8), MAY_CHANGE] = 600
     """Seconds after which processes stop waiting for one another; must exceed the time that a
     checkpoint takes."""
     grad_checkpointing: Annotated[bool, MAY_CHANGE] = False

@@ -50,6 +50,8 @@ class ModelOptions:
         if loss := TRAINABLE.get(settings.get("loss", "")):
             starts = {"init_logit_scale": loss.initial_scale, "init_logit_bias": loss.initial_bias}
             chosen = {k: value for k, value in starts.items() if value is not None} | chosen
+        for name in chosen.keys() & {"init_logit_scale", "init_logit_bias"}:
+            chosen[name] = float(chosen[name])  # of a whole number torch makes no parameter
         return cls(**chosen)
 
     def given(self, *names: str) -> list[str]:

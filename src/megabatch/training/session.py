@@ -131,7 +131,7 @@ def _train(
             raise TrainingStopped(f"{config.output}: {error.strerror or error}") from error
     if received:
         console.print(
-            f"interrupted after step {run.trainer.step} of {run.trainer.total_steps}; "
+            f"interrupted after step {run.trainer.step:,} of {run.trainer.total_steps:,}; "
             f"continue with: {resume_command}"
         )
     return _Trained(config, run.trainer.step, received, world.main)
