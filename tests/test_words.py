@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabatch.words import plural
+from megabatch.words import are, plural
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,4 @@ from megabatch.words import plural
 )
 def test_a_number_has_its_noun(number: int, noun: str, text: str) -> None:
     assert plural(number, noun) == text
+    assert are(number) == ("is" if number == 1 else "are")

@@ -141,8 +141,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "@iconify/json 1.2.3" in out
-    assert "train: 8 icons of 2 sets, 8 distinct captions; 1 shards" in out
-    assert "test: 1 icons of 1 sets" in out
+    assert "train: 8 icons of 2 sets, 8 distinct captions; 1 shard, " in out
+    assert "test: 1 icon of 1 set, 1 distinct caption; 1 shard, " in out
     assert "left out 1 x moving" in out
     assert main(arguments) == 2
     assert "exists and is not an empty folder" in capsys.readouterr().err

@@ -135,7 +135,7 @@ LEFT_OUT = {
     ),
     "an open quote before": (
         b'title,filepath\na,0.png\n"b,1.png\nc,2.png\n',
-        "1 rows left out, the first (row 2) has 1 fields instead of 2: '\"b,1.png\\nc,2.png', "
+        "1 row left out, the first (row 2) has 1 field instead of 2: '\"b,1.png\\nc,2.png', "
         "over 2 lines",
         ["a"],
     ),

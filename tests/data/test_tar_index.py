@@ -97,7 +97,7 @@ def test_overwritten_header(shard: Path):
     # 000 is complete; 001 is torn, and 002 after it is not read.
     assert index.damage == (
         f"{shard}: no readable header at byte {offset - 512:,} of {shard.stat().st_size:,}; "
-        "the 1 samples before that are used, at least 2 are lost"
+        "the 1 sample before that is used, at least 2 are lost"
     )
 
 
@@ -107,11 +107,11 @@ def test_what_is_lost_is_counted_where_img2dataset_says_how_many_there_were(shar
     assert read_index(str(shard)).damage == ""
     os.truncate(shard, int(read_index(str(shard)).spans[1, 0, 0]))
     index = read_index(str(shard))
-    assert index.damage.endswith("the 1 samples before that are used, 9 of 10 are lost")
+    assert index.damage.endswith("the 1 sample before that is used, 9 of 10 are lost")
     for text in ("{", "[]", "{}", '{"successes": "10"}', '{"successes": 0}'):
         stats.write_text(text)
         damage = read_index(str(shard)).damage
-        assert damage.endswith("the 1 samples before that are used, at least 1 are lost")
+        assert damage.endswith("the 1 sample before that is used, at least 1 is lost")
 
 
 def test_an_image_that_holds_a_tar_is_not_taken_for_lost_samples(tmp_path: Path):
@@ -122,7 +122,7 @@ def test_an_image_that_holds_a_tar_is_not_taken_for_lost_samples(tmp_path: Path)
         file.seek(offset - 512)
         file.write(b"\1" * 512)
     assert read_index(str(shard)).damage.endswith(
-        "the 1 samples before that are used, what followed is lost"
+        "the 1 sample before that is used, what followed is lost"
     )
 
 

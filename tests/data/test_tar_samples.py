@@ -64,7 +64,7 @@ def test_damage_is_told_alike_by_all_that_read_shards(
     assert len(found) == 2
     (damage,) = found.damage
     assert damage.startswith(f"{path}: ")
-    assert damage.endswith("the 2 samples before that are used, at least 1 are lost")
+    assert damage.endswith("the 2 samples before that are used, at least 1 is lost")
 
 
 @pytest.mark.parametrize("opened", [open_pairs, open_captioned, open_labelled])

@@ -162,7 +162,7 @@ def test_several_sources_have_their_columns(tmp_path: Path) -> None:
     assert len(data) == N + 1
     assert [data[i].target for i in (0, N - 1, N)] == [*captions(N)[:: N - 1], ["another"]]
     assert data.damage == [
-        f"{other}: 1 lines left out, the first is line 2: a number, not an object"
+        f"{other}: 1 line left out, the first is line 2: a number, not an object"
     ]  # type: ignore[attr-defined]
     data = open_captioned(f"{shards}::{table}")
     assert [data[i].target for i in (0, 1)] == [["a", "b"], captions(N)[0]]
@@ -233,7 +233,7 @@ def test_bad_rows_are_told(tmp_path: Path) -> None:
     )
     data = open_captioned(str(path))
     assert data.damage == [  # type: ignore[attr-defined]
-        f"{path}: 1 rows left out, the first (row 2) has 3 fields instead of 2: '0.png,two,three'",
+        f"{path}: 1 row left out, the first (row 2) has 3 fields instead of 2: '0.png,two,three'",
         f"{path}: 1 rows left out, the first is pairs.csv:row 3: text is not UTF-8",
     ]
     assert data[0].target == ["one"]

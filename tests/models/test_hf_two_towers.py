@@ -184,7 +184,7 @@ def test_weights_that_are_missing_are_told(clip: Path) -> None:
     stored = load_file(clip / "model.safetensors")
     del stored["text_projection.weight"]
     save_file(stored, clip / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UsageError, match=r"lacks 1 tensors of its model, such as text_projection"):
+    with pytest.raises(UsageError, match=r"lacks 1 tensor of its model, such as text_projection"):
         made(clip)
 
 

@@ -33,7 +33,7 @@ def train(tmp_path, monkeypatch, capsys):
 def test_a_plan_is_printed_and_the_run_begins(train):
     code, out, _, begun = train(1 << 40)
     assert (code, begun) == (0, True)
-    assert out.index("second pass") < out.index("1 steps of 64 pairs")
+    assert out.index("second pass") < out.index("1 step of 64 pairs")
 
 
 def test_what_cannot_fit_is_refused_with_a_suggestion_before_anything_is_written(train):

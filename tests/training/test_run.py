@@ -183,7 +183,7 @@ def test_a_run_says_how_many_pairs_are_encoded_at_a_time(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(make_config(tmp_path / "run", steps=1, warmup=0, micro_batch_size=512)) == 0
-    assert "1 steps of 8 pairs, 8 at a time" in capsys.readouterr().out
+    assert "1 step of 8 pairs, 8 at a time" in capsys.readouterr().out
 
 
 def test_names_with_rich_s_markup_appear_as_they_are_and_commands_can_be_pasted(

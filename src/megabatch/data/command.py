@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from megabatch.errors import UsageError
+from megabatch.hints import Interval, settings_of, with_value
 from megabatch.options import Positional, parse_one_of
 from megabatch.words import plural
 
@@ -29,7 +30,7 @@ class Glyphs:
     """Folder to create; it appears when all shards are written."""
     split: Split = "train"
     """Part of the set: train, the held-out faces, the held-out characters, or all."""
-    samples_per_shard: int = 10_000
+    samples_per_shard: Annotated[int, Interval(at_least=1)] = 10_000
     """Pairs in each shard but the last."""
 
 
@@ -48,15 +49,15 @@ class Icons:
     format: Literal["svg", "png", "grey"] = "svg"
     """svg: small files, rasterised when they are read; png: rasterised now; grey: rasterised now,
     grey pixels in one file instead of shards, the fastest to read."""
-    size: int = 64
+    size: Annotated[int, Interval(at_least=1, at_most=8_192)] = 64
     """For png and grey: pixels per side."""
     set_title: bool = False
     """End each caption with its set's title. Captions are then almost unique."""
-    max_bytes: int | None = None
+    max_bytes: Annotated[int | None, Interval(at_least=1)] = None
     """Leave out icons whose SVG is longer."""
-    samples_per_shard: int = 10_000
-    """Pairs in each shard but the last."""
-    workers: int = 0
+    samples_per_shard: Annotated[int, Interval(at_least=1)] = 10_000
+    """For svg and png: pairs in each shard but the last."""
+    workers: Annotated[int, Interval(at_least=0)] = 0
     """For png and grey: worker processes that rasterise; 0: this process does."""
 
 
@@ -68,7 +69,7 @@ class Inspect:
     """"glyphs", shards, tables, a pattern, a folder, or several joined by '::', as for training."""
     split: Split | None = None
     """Part of the glyph set."""
-    limit: int = 1_000
+    limit: Annotated[int, Interval(at_least=0)] = 1_000
     """Read at most this many samples, spread evenly; 0: all."""
     csv_img_key: str | None = None
     """Column of image paths or bytes in a table; this and the options below as for training."""
@@ -98,8 +99,6 @@ def glyphs(options: Glyphs) -> int:
     from megabatch.data.export import write_glyphs
     from megabatch.data.glyphs import load_glyphs
 
-    if options.samples_per_shard < 1:
-        raise UsageError(f"--samples-per-shard {options.samples_per_shard}: expected at least 1")
     pairs = load_glyphs().split(options.split)
     shards = write_glyphs(pairs, options.output, samples_per_shard=options.samples_per_shard)
     size = sum(path.stat().st_size for path in shards)
@@ -113,11 +112,13 @@ def icons(options: Icons) -> int:
     from megabatch.data.iconify import open_package
     from megabatch.data.icons import write_icons
 
-    for name, least in (("samples_per_shard", 1), ("size", 1), ("max_bytes", 1), ("workers", 0)):
+    unused = {"svg": ("size", "workers"), "grey": ("samples_per_shard",)}
+    for name in unused.get(options.format, ()):
         value = getattr(options, name)
-        if value is not None and value < least:
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option} {value}: expected at least {least}")
+        if value != settings_of(Icons)[name].default:
+            raise UsageError(
+                f"{with_value(name, value)}: --format {options.format} does not use it"
+            )
     with open_package(options.package) as package:
         done = write_icons(
             package,
@@ -148,8 +149,6 @@ def inspect(options: Inspect) -> int:
     """Read samples of a data set and print a summary; exit code 1 if none is usable."""
     from megabatch.data.sources import open_pairs
 
-    if options.limit < 0:
-        raise UsageError(f"--limit {options.limit}: expected at least 0")
     dataset = open_pairs(
         options.data,
         split=options.split,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 
 NPM_NAME = "@iconify/json"
 
@@ -236,7 +236,7 @@ def _tar_reader(path: Path) -> Iterator[Callable[[str], Any]]:
         tar = tarfile.open(path)  # noqa: SIM115  # closed below
         names = set(tar.getnames())
     except (OSError, tarfile.TarError, EOFError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        raise UsageError(f"cannot read {path}: {one_line(error, 200)}") from error
 
     def read(name: str) -> Any:
         if f"package/{name}" not in names:

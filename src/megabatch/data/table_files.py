@@ -164,13 +164,13 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
         first = malformed[0]
         damage.append(
             f"{path}: {plural(len(malformed), 'row')} left out, the first (row {first.number - 1}) "
-            f"has {first.actual_columns} fields instead of {first.expected_columns}: "
+            f"has {plural(first.actual_columns, 'field')} instead of {first.expected_columns}: "
             f"{_start(first)}"
         )
     if lost := _swallowed(path, table, separator):
         damage.append(
             f"{path}: a quote opens in row {table.num_rows + len(malformed)} and is never closed: "
-            f"that row and {plural(lost, 'line')} after it are left out"
+            f"that row and the {plural(lost, 'line')} after it are left out"
         )
         table = table.slice(0, table.num_rows - 1)
     left_out = np.array([row.number - 2 for row in malformed], dtype=np.int64)

@@ -17,6 +17,7 @@ from webdataset.tariterators import base_plus_ext
 from megabatch.data.cache import read_arrays, write_arrays
 from megabatch.errors import UsageError
 from megabatch.paths import default_cache_dir
+from megabatch.words import are, plural
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "svg", "bmp", "ppm")
 #: Members of a sample besides its image: a caption, a JSON document, a class index.
@@ -174,13 +175,13 @@ def _loss(path: str, offset: int, used: int, torn: bytes | None) -> str:
 
     `torn`: the incomplete sample at the damage, if any.
     """
-    before = f"the {used:,} samples before that are used"
+    before = f"the {plural(used, 'sample')} before that {are(used)} used"
     if (total := _count_in_stats(path)) is not None and total >= used:
-        return f"{before}, {total - used:,} of {total:,} are lost"
+        return f"{before}, {total - used:,} of {total:,} {are(total - used)} lost"
     later = _keys_after(path, offset)
     if torn is not None:
         later.add(torn)
-    lost = f"at least {len(later):,} are" if later else "what followed is"
+    lost = f"at least {len(later):,} {are(len(later))}" if later else "what followed is"
     return f"{before}, {lost} lost"
 
 

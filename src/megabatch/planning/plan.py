@@ -26,7 +26,7 @@ from megabatch.planning.simulation.hardware import Cluster, Encoding
 from megabatch.planning.simulation.schedules import not_simulated
 from megabatch.planning.state import state_bytes
 from megabatch.planning.towers import AUTOCAST, Sample, sample_of
-from megabatch.words import plural
+from megabatch.words import are, plural
 
 #: Bytes of Python objects per image file.
 _FILE_OVERHEAD = 500
@@ -238,7 +238,7 @@ class Planner:
         count, of = micro.kept(machine.count, bound, room), micro.count
         if not count:
             return replace(plan, micro_batches=of)
-        note = f"{count} of {of} micro-batches {'is' if count == 1 else 'are'} encoded once"
+        note = f"{count} of {of} micro-batches {are(count)} encoded once"
         part = Part("kept activations", micro.beside(count), note)
         return replace(plan, parts=(*plan.parts, part), kept=count, micro_batches=of)
 
