@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megabatch.cli import main
-from megabatch.training import TrainConfig, save_config, train
+from megabatch.training import TrainConfig, evaluating, save_config, train
 from megabatch.training.trainer import Trainer
 from tests.similarity.distributed.processes import start as start_processes
 from tests.training.conftest import MakeConfig
@@ -55,6 +56,33 @@ def test_after_a_signal_it_saves_and_continues_bit_for_bit(
     assert [[r[k] for k in keys] for r in logged(config.output)] == [
         [r[k] for k in keys] for r in logged(straight.output)
     ]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_a_signal_after_the_last_step_says_how_to_continue(
+    make_config: MakeConfig,
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: int,
+) -> None:
+    config = make_config(tmp_path / "run", steps=3, evaluate=True, val_data=str(pictures))
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluating, "evaluate", lambda *_: os.kill(os.getpid(), number))
+        assert train(config, resume_command="THE COMMAND") == code
+    assert "interrupted after the last step; continue with: THE COMMAND" in capsys.readouterr().out
+    assert signal.getsignal(number) is handler
+    with monkeypatch.context() as patch:
+        signal_after(patch, 2, number)  # in the last one
+        again = make_config(tmp_path / "last", steps=3)
+        assert train(again, resume_command="THE COMMAND") == code
+    assert "after step 3 of 3; continue with: THE COMMAND" in capsys.readouterr().out
+    assert not (again.output / "model.safetensors").exists()
+    assert train(replace(again, resume=True)) == 0
+    assert weights(again.output) == weights(config.output)
 
 
 @pytest.mark.parametrize("decode", ["early", "late"])

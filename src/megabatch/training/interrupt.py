@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 #: EX_TEMPFAIL of sysexits.h: run the same command again. No process that a signal kills, and no
 #: shell that reports one, exits with it, so it implies that there is a checkpoint.
@@ -45,6 +47,25 @@ class Interrupt:
         self.received = self.received or number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+
+
+class Ended(SystemExit):
+    """A signal came after the last checkpoint; its code is that of an interrupted run."""
+
+
+@contextlib.contextmanager
+def signals_end() -> Iterator[None]:
+    """A context in which SIGINT, SIGTERM and SIGUSR1 raise `Ended`."""
+    before = {number: signal.signal(number, _end) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise Ended(exit_code(number))
 
 
 def exit_code(number: int) -> int:

@@ -98,7 +98,8 @@ class Run:
             stack.enter_context(display)
             received = self._steps(interrupt, log, display)
             self._save(last=True)
-        return received
+            # A signal during the last step or its checkpoint: there may be an evaluation to do.
+            return received or max(self.world.gather(interrupt.received))
 
     def _steps(self, interrupt: Interrupt, log: MetricsLog | None, display: Display) -> int:
         trainer, config = self.trainer, self.config

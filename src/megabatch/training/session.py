@@ -17,7 +17,7 @@ from megabatch.errors import UsageError
 from megabatch.terminal import plain_console
 from megabatch.training import evaluating, validation
 from megabatch.training.activations import OutOfMemory
-from megabatch.training.interrupt import exit_code
+from megabatch.training.interrupt import Ended, exit_code, signals_end
 from megabatch.training.run import Run
 from megabatch.training.run_folder import check_folder, locked
 from megabatch.training.setup import Setup, prepare
@@ -54,13 +54,16 @@ def train(
         SystemExit: on ranks other than 0, instead of an error that rank 0 raises.
     """
     with Trackers() as trackers:
-        trained, device, evaluated = _in_group(config, resume_command, given, trackers)
+        try:
+            trained, device, evaluated = _in_group(config, resume_command, given, trackers)
+            if trained.config.evaluate and not evaluated and trained.main and not trained.received:
+                _evaluate(trained, World(device), plain_console(), trackers)
+        except Ended as ended:
+            trackers.ended = "interrupted"
+            return int(str(ended.code))
         if trained.received:
             trackers.ended = "interrupted"
             return exit_code(trained.received)
-        if trained.config.evaluate and not evaluated and trained.main:
-            console = plain_console()
-            _evaluate(trained, World(device), console, trackers)
     return 0
 
 
@@ -71,6 +74,7 @@ class _Trained(NamedTuple):
     steps: int
     received: int
     main: bool
+    resume_command: str
 
 
 def _in_group(
@@ -95,14 +99,26 @@ def _in_group(
 
 def _evaluate(trained: _Trained, world: World, console: Console, trackers: Trackers) -> None:
     config = trained.config
-    evaluation = evaluating.evaluate(config, world, console)
-    if world.main:
-        weights, figures = config.output / "model.safetensors", validation.figures(evaluation)
-        validation.record(
-            *(config, trained.steps, figures),
-            lambda path: shutil.copyfile(weights, path),
-            *(trackers, console),
-        )
+    with _continued(console, trained.resume_command):
+        evaluation = evaluating.evaluate(config, world, console)
+        if world.main:
+            weights, figures = config.output / "model.safetensors", validation.figures(evaluation)
+            validation.record(
+                *(config, trained.steps, figures),
+                lambda path: shutil.copyfile(weights, path),
+                *(trackers, console),
+            )
+
+
+@contextlib.contextmanager
+def _continued(console: Console, resume_command: str) -> Iterator[None]:
+    """What follows the last step; a signal ends it, and a line says how to continue."""
+    try:
+        with signals_end():
+            yield
+    except Ended:
+        console.print(f"interrupted after the last step; continue with: {resume_command}")
+        raise
 
 
 def _train(
@@ -126,7 +142,8 @@ def _train(
             run = Run(setup, console, trackers)
             received = run.train()
             if not received:
-                run.finish()
+                with _continued(console, resume_command):
+                    run.finish()
         except OSError as error:  # a full disk, in the run's own folder
             raise TrainingStopped(f"{config.output}: {error.strerror or error}") from error
     if received:
@@ -134,7 +151,7 @@ def _train(
             f"interrupted after step {run.trainer.step:,} of {run.trainer.total_steps:,}; "
             f"continue with: {resume_command}"
         )
-    return _Trained(config, run.trainer.step, received, world.main)
+    return _Trained(config, run.trainer.step, received, world.main, resume_command)
 
 
 def _plan(setup: Setup, console: Console) -> None:
