@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,18 @@ def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_are_kept_in_order_of_steps_not_of_names(tmp_path: Path) -> None:
-    for step in (9, 10, 99_999_999):
+    for step in (9, 10, 99_999_999, 100_000_000):
         save(tmp_path, made(step), keep=2)
-    assert names(tmp_path) == ["step-00000010", "step-99999999"]
-    assert newest_step(tmp_path) == 99_999_999
+    assert names(tmp_path) == ["step-100000000", "step-99999999"]
+    assert newest_step(tmp_path) == 100_000_000
+
+
+def test_a_user_s_copy_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    copy = shutil.copytree(save(tmp_path, made(9), keep=2), tmp_path / "step-00000099.bak")
+    for step in (10, 11):
+        save(tmp_path, made(step), keep=1)
+    assert newest_step(tmp_path) == 11
+    assert names(tmp_path) == ["step-00000011", copy.name]
 
 
 def test_nothing_saved_is_a_pickle(tmp_path: Path) -> None:

@@ -157,6 +157,14 @@ def test_an_fp16_overflow_is_left_out_and_the_scale_lowered(
     assert not torch.equal(trainer.module.visual.proj, before)
 
 
+def test_a_checkpoint_of_another_model_is_told(config: TrainConfig) -> None:
+    trainer = trainer_of(config)
+    saved = trainer.checkpoint()
+    saved.model["extra"] = torch.ones(1)
+    with pytest.raises(TrainingStopped, match=r"^--resume: .* another model .*Unexpected key"):
+        trainer.restore(saved)
+
+
 def test_a_restored_trainer_goes_on_as_the_first_one(config: TrainConfig) -> None:
     first, second = trainer_of(config), trainer_of(config)
     for seed in range(3):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from megabatch.files import replacing
 
 FORMAT = 1
 _PARTIAL = ".partial-"
+_NAME = re.compile(r"step-(\d+)")
 _TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -170,7 +172,10 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), reverse=True)
+    """Checkpoints; a user's copy, such as step-00000100.bak, is neither read nor deleted."""
+    steps = {path: _NAME.fullmatch(path.name) for path in folder.glob("step-*")}
+    found = {path: int(match[1]) for path, match in steps.items() if match}
+    return sorted(found, key=found.__getitem__, reverse=True)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -193,8 +193,19 @@ class Trainer:
         return self.layout.gather(self.ema.model_state())
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore a checkpoint of any number of ranks; its tensors are needed on rank 0 only."""
-        self.module.load_state_dict(self.layout.scatter(checkpoint.model))
+        """Restore a checkpoint of any number of ranks; its tensors are needed on rank 0 only.
+
+        Raises:
+            TrainingStopped: it is of another model, whose code may have changed.
+        """
+        weights = self.layout.scatter(checkpoint.model)
+        try:
+            self.module.load_state_dict(weights)
+        except RuntimeError as error:
+            raise TrainingStopped(
+                f"--resume: the checkpoint is of another model than {self.config.model} is now: "
+                f"{one_line(error, 300)}"
+            ) from error
         tensors = self.layout.scatter(checkpoint.optimizer)
         if self.ema is not None:
             tensors = self.ema.load_state_tensors(tensors)
