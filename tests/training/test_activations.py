@@ -270,6 +270,12 @@ def test_a_run_keeps_what_is_planned_and_continues_with_it(
     assert line in capsys.readouterr().out
     train(replace(config, steps=3, resume=True))
     assert [record["kept_micro_batches"] for record in logged(tmp_path)] == [2, 2, 2]
+    capsys.readouterr()
+    roomy = replace(config, steps=4, resume=True, activation_memory="1GiB")
+    train(roomy)
+    assert "each) wait for the backward pass\n" in capsys.readouterr().out  # none is left
+    train(replace(roomy, steps=5, micro_batch_size=8))
+    assert "kept for the backward pass" not in capsys.readouterr().out
 
 
 def test_a_model_that_cannot_be_counted_keeps_none(

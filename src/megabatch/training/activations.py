@@ -75,11 +75,13 @@ class KeptActivations:
             graphs = [*graphs] * self._micro_batches
         own = kept_count([(graph, 1) for graph in graphs], self._possible, self._bound, room)
         self.count = min(self._world.gather(own))
+        if self._micro_batches == 1:  # encoded once, whatever the setting
+            return
         mean = statistics.mean(graphs[-self.count :])  # of all if none is kept
+        others = "" if self.count == self._micro_batches else "; the others are encoded twice"
         self.news.append(
-            f"the activations of {self.count} of {plural(self._micro_batches, 'micro-batch')} "
-            f"({mean / 2**20:,.1f} MiB each) are kept for the backward pass; the others are "
-            "encoded twice"
+            f"the activations of {self.count} of {self._micro_batches} micro-batches "
+            f"({mean / 2**20:,.1f} MiB each) are kept for the backward pass{others}"
         )
 
     def after_step(self, memory: StepMemory, longer_texts: float = 1.0) -> None:
