@@ -273,7 +273,7 @@ def test_a_run_keeps_what_is_planned_and_continues_with_it(
     capsys.readouterr()
     roomy = replace(config, steps=4, resume=True, activation_memory="1GiB")
     train(roomy)
-    assert "each) wait for the backward pass\n" in capsys.readouterr().out  # none is left
+    assert "each) are kept for the backward pass\n" in capsys.readouterr().out  # none is left
     train(replace(roomy, steps=5, micro_batch_size=8))
     assert "kept for the backward pass" not in capsys.readouterr().out
 
