@@ -316,6 +316,24 @@ def test_pairs_of_another_kind_are_refused(tmp_path: Path) -> None:
         open_val_data(str(texts), "glyph-small", "image", reading)
 
 
+def test_rows_of_one_first_text_are_joined(tmp_path: Path) -> None:
+    rows = [("a", "1"), ("b", "1"), (" a ", "2"), ("a", "1"), ("", "3"), ("b", ""), ("A", "4")]
+    parts = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    for part, path in enumerate(parts):
+        lines = [json.dumps({"query": q, "answer": a}) + "\n" for q, a in rows[part::2]]
+        path.write_text("".join(lines))
+    for spec in (str(tmp_path / "*.jsonl"), "::".join(map(str, parts))):
+        data = open_val_data(spec, "hf:bert", "text", reading_of({}, spec))
+        found, bad = [], []
+        for i in range(len(data)):
+            try:
+                found.append((data[i].image, data[i].target))
+            except BadSample as sample:
+                bad.append(sample.reason)
+        assert found == [("a", ["1", "2"]), ("A", ["4"]), ("b", ["1"])]
+        assert sorted(bad) == ["empty caption", "empty query"]
+
+
 def test_the_second_of_two_texts_is_whole_whatever_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text(json.dumps({"query": "a", "answer": "first line\n\nsecond line\n"}) + "\n")

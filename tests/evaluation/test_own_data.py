@@ -181,16 +181,21 @@ def test_a_model_by_name_is_evaluated_without_a_run(
     assert err.count("\n") == 1
 
 
+# Questions with one to three answers; an answer of one or two questions, which differ in others.
+ASKED = [(i % 12, (i + i // 12) % 15) for i in range(28)]
+
+
 class TextPairs:
     """Pairs of texts."""
 
     first = "text"
 
     def __len__(self) -> int:
-        return 12
+        return len(ASKED)
 
     def __getitem__(self, index: int) -> Pair:
-        return Pair(f"question {index}", f"answer {index}", str(index))  # type: ignore[arg-type]
+        question, answer = ASKED[index]
+        return Pair(f"question {question}", f"answer {answer}", str(index))
 
 
 def text_transform(text: str) -> Tensor:
@@ -233,14 +238,19 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
     evaluation = evaluate_run(run, val_data="some texts", csv_query_key="asked")
     assert given[0]["query_column"] == "asked"
     task = evaluation["retrieval"]["pairs"]
-    assert (task["images"], task["texts"], evaluation["zero_shot"]) == (12, 12, {})
-    encoder, pairs = Encoder(towers), [TextPairs()[i] for i in range(12)]
-    first = image_features(encoder, [pair.image for pair in pairs])
-    scores = first @ encoder.texts([pair.caption for pair in pairs]).T
-    for key, value in dense_recalls(scores, torch.eye(12, dtype=torch.bool)).items():
-        assert task["model"][f"image_to_text/{key}"] == pytest.approx(value)
+    assert (task["images"], task["texts"], evaluation["zero_shot"]) == (12, 15, {})
+    encoder = Encoder(towers)
+    first = image_features(encoder, [f"question {i}" for i in range(12)])
+    scores = first @ encoder.texts([f"answer {i}" for i in range(15)]).T
+    right = torch.tensor([[(i, j) in ASKED for j in range(15)] for i in range(12)])
+    for way, expected in (
+        ("image_to_text", dense_recalls(scores, right)),
+        ("text_to_image", dense_recalls(scores.T, right.T)),
+    ):
+        got = {key: task["model"][f"{way}/{key}"] for key in expected}
+        assert got == pytest.approx(expected)
     page = Page((run / "report.html").read_text())
-    assert "some texts, first → second: 12 among 12" in page.text
+    assert "some texts, first → second: 12 among 15" in page.text
     assert "Top five answers: some texts" in page.text
     assert "First → second" in page.text
     assert "Second → first" in page.text

@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 from megabatch import retrieval_metrics
 from megabatch.errors import UsageError
 from megabatch.evaluation import classification
+from megabatch.evaluation.answers import Answers
 from megabatch.evaluation.config import EvalConfig
 from megabatch.evaluation.report import similarities
+from megabatch.evaluation.retrieval import metrics_by_answers
 from megabatch.evaluation.run import evaluate
 from megabatch.evaluation.tasks import pixel_neighbour_recalls
 from megabatch.models import create
@@ -30,6 +32,10 @@ def test_retrieval_over_processes_equals_one_process(world: World) -> None:
     parts = [world.shard(t, s) for t, s in ((x, [900, 400]), (y, [0, 700]))]
     ids = [world.shard(t, s) for t, s in ((x_ids, [900, 400]), (y_ids, [0, 700]))]
     assert retrieval_metrics(*parts, x_ids=ids[0], y_ids=ids[1]) == expected
+    right = Answers.by_pairs(torch.arange(900) % 650, torch.arange(900) % 660, 1300, 700)
+    assert metrics_by_answers(x, y, right, ks=(1, 5), group=None) == metrics_by_answers(
+        x, y, right, ks=(1, 5)
+    )
     pairs = retrieval_metrics(world.shard(x[:700], [300, 400]), world.shard(y, [300, 400]))
     assert pairs == retrieval_metrics(x[:700], y, group="local")
     with pytest.raises(ValueError, match="expected the same call on all ranks"):

@@ -12,22 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import megabatch.evaluation.retrieval as retrieval
-from megabatch.evaluation import chance_metrics, retrieval_metrics
-from megabatch.evaluation.retrieval import expected_recalls
+from megabatch.evaluation import answers, chance_metrics, retrieval_metrics
+from megabatch.evaluation.answers import Answers, Right, place
+from megabatch.evaluation.retrieval import (
+    chance_by_answers,
+    expected_recalls,
+    metrics_by_answers,
+)
 
 
-def brute_force(x: Tensor, y: Tensor, x_ids: list[int], y_ids: list[int], ks: list[int]) -> dict:
+def brute_force(x: Tensor, y: Tensor, rights: list[list[int]], ks: list[int]) -> dict:
     """The same figures from the whole matrix in float64, query by query, by counting subsets."""
     scores = (x.double() @ y.double().T).tolist()
     recalls: dict[int, list[float]] = {k: [] for k in ks}
     expected_ranks = []
     for i, row in enumerate(scores):
-        right = [j for j, b in enumerate(y_ids) if x_ids[i] >= 0 and b == x_ids[i]]
+        right = rights[i]
         if not right:
             continue
         best = max(row[j] for j in right)
-        wrong = [row[j] for j in range(len(y_ids)) if j not in right]
+        wrong = [row[j] for j in range(len(row)) if j not in right]
         above = sum(s > best for s in wrong)
         equal = sum(s == best for s in wrong)
         tied = sum(row[j] == best for j in right)
@@ -45,7 +49,17 @@ def brute_force(x: Tensor, y: Tensor, x_ids: list[int], y_ids: list[int], ks: li
 
 
 def both_ways(x: Tensor, y: Tensor, x_ids: list[int], y_ids: list[int], ks: list[int]) -> dict:
-    there, back = brute_force(x, y, x_ids, y_ids, ks), brute_force(y, x, y_ids, x_ids, ks)
+    there, back = (
+        [[j for j, b in enumerate(columns) if a >= 0 and a == b] for a in rows]
+        for rows, columns in ((x_ids, y_ids), (y_ids, x_ids))
+    )
+    return by_rights(x, y, there, back, ks)
+
+
+def by_rights(
+    x: Tensor, y: Tensor, rights: list[list[int]], rights_back: list[list[int]], ks: list[int]
+) -> dict:
+    there, back = brute_force(x, y, rights, ks), brute_force(y, x, rights_back, ks)
     return {f"x_to_y/{k}": v for k, v in there.items()} | {
         f"y_to_x/{k}": v for k, v in back.items()
     }
@@ -172,8 +186,39 @@ def test_blocks_do_not_change_the_figures(monkeypatch: pytest.MonkeyPatch) -> No
     x_ids, y_ids = torch.randint(0, 9, (70,)), torch.randint(-1, 9, (50,))
     x_ids[:5] = -1
     whole = retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids)
-    monkeypatch.setattr(retrieval, "_CHUNK_ELEMENTS", 17)
+    monkeypatch.setattr(answers, "_CHUNK_ELEMENTS", 17)
     assert retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids) == whole
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_pairs_may_be_right(data: st.DataObject) -> None:
+    """One column may be right for rows that do not share their other columns."""
+    m, n = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
+    values = st.integers(-1, 1)  # few of them, so that many scores are equal
+    x, y = (data.draw(features(rows, 2, values)) for rows in (m, n))
+    places = st.tuples(st.integers(0, m - 1), st.integers(0, n - 1))
+    pairs = data.draw(st.lists(places, min_size=1, unique=True))
+    rows, columns = torch.tensor(pairs).unbind(1)
+    rights = [sorted(j for i, j in pairs if i == row) for row in range(m)]
+    back = [sorted(i for i, j in pairs if j == column) for column in range(n)]
+    right = Answers.by_pairs(rows, columns, m, n)
+    assert [right.there.of_row(i).tolist() for i in range(m)] == rights
+    ks = [1, 2, 3, 7]
+    got = metrics_by_answers(x, y, right, ks=ks)
+    assert got == pytest.approx(by_rights(x, y, rights, back, ks), abs=1e-12)
+    got = chance_by_answers(right, ks=ks)
+    assert got == pytest.approx(by_rights(0 * x, 0 * y, rights, back, ks), abs=1e-12)
+
+
+def test_the_best_right_column_is_the_same_by_ids_and_by_pairs() -> None:
+    torch.manual_seed(5)
+    x, y = torch.randn(40, 4), torch.randn(30, 4).repeat(2, 1)
+    ids = torch.randint(0, 6, (40,)), torch.arange(60) % 6
+    by_ids = Right.by_ids(*ids)
+    by_pairs = Right.by_pairs(*by_ids.pairs(), 40)
+    assert all(map(torch.equal, place(x, y, by_ids), place(x, y, by_pairs)))
+    assert all(map(torch.equal, by_ids.pairs(), by_pairs.pairs()))
 
 
 IDS = torch.arange(4)

@@ -104,6 +104,7 @@ def csv(tmp_path: Path) -> Path:
         lines.append(f"{i}.png,{['red & <i>bold</i>', 'green', 'blue'][i % 3]}")
     (tmp_path / "3.png").write_bytes(b"no image")
     lines[5] = "4.png,"
+    lines.append(lines[6])  # a row twice is one caption
     (tmp_path / "pairs.csv").write_text("\n".join(lines) + "\n")
     return tmp_path / "pairs.csv"
 

@@ -1,26 +1,21 @@
-"""Images with captions, and pairs of texts: shards, tables, COCO's and Karpathy's JSON."""
+"""Opening held-out pairs: images with captions, and pairs of texts."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megabatch.data import open_pairs
-from megabatch.data.image_files import ImageFiles
 from megabatch.data.mixture import SEPARATOR
-from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image
+from megabatch.data.pairs import BadSample, PairDataset
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
 from megabatch.data.svg import SVG_SIZE
-from megabatch.data.table_files import Column, MappedColumn
-from megabatch.data.tables import Table, Wanted, is_text, look_at_images, no_rows, open_table
-from megabatch.errors import UsageError, one_line
-from megabatch.evaluation.samples import Captions, ConcatSamples, Sample, Samples, first_of
+from megabatch.errors import UsageError
+from megabatch.evaluation.caption_texts import captions_in, clean_captions
+from megabatch.evaluation.listed import open_json, open_tables
+from megabatch.evaluation.samples import Captions, ConcatSamples, Sample, Samples
 
 _COLUMNS = {
     "image_column": "csv_img_key",
@@ -74,14 +69,12 @@ def open_val_data(
     """
     unused = "query_column" if first == "image" else "image_column"
     options = {option: value for option, value in reading.items() if option != unused}
-    samples: Samples[Captions]
-    if first == "text":
-        samples = CaptionedPairs(open_pairs(val_data, **options))
-    else:
-        samples = open_captioned(val_data, image_folder=image_folder, split=split, **options)
-    if (given := first_of(samples)) != first:
+    if first == "image":
+        return open_captioned(val_data, image_folder=image_folder, split=split, **options)
+    pairs = open_pairs(val_data, **options)
+    if (given := getattr(pairs, "first", "image")) != first:
         raise UsageError(f"{model} takes {first}s with texts, but {val_data} has {given}s")
-    return samples
+    return JoinedTexts(pairs)
 
 
 def open_captioned(
@@ -132,7 +125,7 @@ def _open_one(
     columns_and_separator: tuple[str | None, str | None, str | None],
 ) -> Samples[Captions]:
     if spec.endswith(".json"):
-        return _open_json(Path(spec), image_folder, split)
+        return open_json(Path(spec), image_folder, split)
     if split is not None:
         raise UsageError(f"--split {split!r}: only Karpathy's JSON files have splits, not {spec}")
     try:
@@ -140,12 +133,12 @@ def _open_one(
     except UsageError:  # open_pairs knows more kinds of sources, and has the better message
         paths = []
     if paths and paths[0].name.endswith(ALL_TABLES):
-        return _open_tables(paths, image_folder, *columns_and_separator)
+        return open_tables(paths, image_folder, *columns_and_separator)
     if image_folder is not None:
         raise UsageError(f"--image-folder: only a table or a .json file has one, not {spec}")
     if paths and paths[0].suffix == ".tar":
         shards = ShardCaptions(paths, svg_size=svg_size)
-        if shards.has(0, "json") and isinstance(_captions_in(shards.read(0, "json")), list):
+        if shards.has(0, "json") and isinstance(captions_in(shards.read(0, "json")), list):
             return shards
     return CaptionedPairs(open_pairs(spec, svg_size=svg_size))
 
@@ -153,28 +146,11 @@ def _open_one(
 # Sources of samples.
 
 
-@dataclass(frozen=True)
-class CaptionedPairs:
-    """A data set of pairs as samples.
+class _OfPairs:
+    """Samples made of a data set of pairs."""
 
-    Each line of an image's caption is a caption of its own; the second of two texts is one text,
-    as in training.
-    """
-
-    pairs: PairDataset
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> Sample[Captions]:
-        pair = self.pairs[index]
-        caption: Any = [pair.caption] if self.first == "text" else pair.caption
-        return Sample(pair.image, _clean_captions(caption, pair.key), pair.key)
-
-    @property
-    def first(self) -> str:
-        """Kind of the first element of a pair, "image" or "text"."""
-        return str(getattr(self.pairs, "first", "image"))
+    def __init__(self, pairs: PairDataset) -> None:
+        self.pairs = pairs
 
     @property
     def damage(self) -> list[str]:
@@ -187,231 +163,51 @@ class CaptionedPairs:
         return list(getattr(self.pairs, "notes", []))
 
 
+class CaptionedPairs(_OfPairs):
+    """Images with captions: each line of an image's caption is a caption of its own."""
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Sample[Captions]:
+        pair = self.pairs[index]
+        return Sample(pair.image, clean_captions(pair.caption, pair.key), pair.key)
+
+
+class JoinedTexts(_OfPairs):
+    """Pairs of texts: each first text once, with the different second texts that it is paired with.
+
+    A pair that cannot be used stays a sample of its own, so that it is counted.
+    """
+
+    first = "text"
+
+    def __init__(self, pairs: PairDataset) -> None:
+        super().__init__(pairs)
+        of_first: dict[Any, list[int]] = {}
+        for index in range(len(pairs)):
+            try:
+                same: Any = pairs[index].image
+            except BadSample:
+                same = index
+            of_first.setdefault(same, []).append(index)
+        self._pairs_of = list(of_first.values())
+
+    def __len__(self) -> int:
+        return len(self._pairs_of)
+
+    def __getitem__(self, index: int) -> Sample[Captions]:
+        pairs = [self.pairs[i] for i in self._pairs_of[index]]
+        seconds = dict.fromkeys(pair.caption for pair in pairs)
+        return Sample(pairs[0].image, list(seconds), pairs[0].key)
+
+
 class ShardCaptions(TarSamples):
     """Shards whose `json` has a list of captions, as "caption" or "captions"."""
 
     def __getitem__(self, index: int) -> Sample[Captions]:
         key = self.key(index)
-        captions = _captions_in(self.read(index, "json"))
+        captions = captions_in(self.read(index, "json"))
         if captions is None:
             raise BadSample("no caption", key)
-        return Sample(self.image(index), _clean_captions(captions, key), key)
-
-
-@dataclass(frozen=True)
-class ListedImage:
-    """An image with all captions that a table or JSON file has for it.
-
-    image: a path, a file's bytes, or the cell of an Arrow file that has either; files: reads it.
-    """
-
-    image: Any
-    captions: list[Any]
-    key: str
-    files: ImageFiles
-
-
-@dataclass(frozen=True)
-class ListedImages:
-    """Images named by tables or a JSON file.
-
-    damage: a line for each part of the list that cannot be used; notes: other remarks on it.
-    """
-
-    images: Sequence[ListedImage]
-    damage: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Sample[Captions]:
-        listed = self.images[index]
-        captions = _clean_captions(listed.captions, listed.key)
-        image = listed.image.read() if isinstance(listed.image, _ArrowCell) else listed.image
-        data = listed.files.read(image, listed.key)
-        return Sample(decode_image(data, listed.key), captions, listed.key)
-
-
-@dataclass(frozen=True, eq=False)
-class _ArrowCell:
-    """An image in a memory-mapped Arrow file, read on access."""
-
-    column: Column
-    row: int
-
-    def read(self) -> Any:
-        """Return the bytes, or the struct that holds them."""
-        return self.column[self.row].as_py()
-
-
-# Tables.
-
-
-def _open_tables(
-    paths: list[Path],
-    image_folder: Path | None,
-    image: str | None,
-    caption: str | None,
-    separator: str | None,
-) -> ListedImages:
-    """Open tables with a row for each caption, or with a list of captions in each row.
-
-    Args:
-        paths: .csv, .tsv, .parquet, .jsonl, .jsonl.gz and .arrow files.
-        image_folder: as for `open_captioned`.
-        image, caption, separator: as for `megabatch.data.TablePairs`.
-
-    Raises:
-        UsageError: as for `megabatch.data.TablePairs`.
-    """
-    wanted = Wanted(image, None, caption, separator, lists=True)
-    found: dict[Any, ListedImage] = {}
-    damage: list[str] = []
-    notes: list[str] = []
-    for path in paths:
-        table = open_table(path, wanted)
-        if table.first == "text":
-            raise UsageError(f"{path} has pairs of texts; expected images (--csv-img-key)")
-        files = ImageFiles((image_folder,)) if image_folder else ImageFiles.beside(path)
-        left_out = _join_rows(table, files, found)
-        damage += table.columns.damage + left_out
-        notes += table.notes + (look_at_images(table, files) if len(table) else [])
-    images = list(found.values())
-    if not images:
-        raise no_rows(paths, damage)
-    if short := [listed for listed in images if _some_are_empty(listed.captions)]:
-        damage.append(
-            f"{', '.join(map(str, paths[:3]))}: of {len(short)} images with several captions one "
-            f"or more are empty and left out, the first is {short[0].key}"
-        )
-    return ListedImages(images, damage, notes)
-
-
-def _join_rows(table: Table, files: ImageFiles, found: dict[Any, ListedImage]) -> list[str]:
-    """Add a table's images, with the captions of all their rows, to `found`; returns the damage.
-
-    `found`: the images of the tables so far, in order of first use. The same name is the same image
-    if it is searched for in the same folders.
-    """
-    column = table.firsts
-    is_mapped = isinstance(column, MappedColumn) and not is_text(column.type)
-    bad: list[BadSample] = []
-    for row in range(len(table)):
-        key = table.columns.key(row)
-        try:
-            image = _path_or_bytes(table.first_of(row))
-            value = table.caption_of(row)
-        except BadSample as sample:
-            bad.append(sample)
-            continue
-        if isinstance(image, str) and image:
-            same: Any = (files, str(Path(image)))
-        elif image:
-            same = sha256(image).digest()
-        else:  # stays a sample of its own, to be counted as one that is missing
-            same = (table.columns.path, row)
-        own = _ArrowCell(column, row) if is_mapped else image
-        listed = found.setdefault(same, ListedImage(own, [], key, files))
-        listed.captions.extend(value if isinstance(value, list) else [value])
-    if not bad:
-        return []
-    return [
-        f"{table.columns.path}: {len(bad)} rows left out, the first is {bad[0].key}: "
-        f"{bad[0].reason}"
-    ]
-
-
-def _path_or_bytes(image: Any) -> Any:
-    if isinstance(image, dict):  # Hugging Face's struct: the bytes, or else the path
-        return image.get("bytes") or image.get("path")
-    return image
-
-
-# JSON.
-
-
-def _open_json(path: Path, image_folder: Path | None, split: str | None) -> ListedImages:
-    files = ImageFiles((image_folder,)) if image_folder else ImageFiles.beside(path)
-    try:
-        document = json.loads(path.read_text(encoding="utf-8-sig"))
-        images = document["images"]
-        if "annotations" in document:
-            if split is not None:
-                raise UsageError(f"--split {split!r}: COCO's JSON is one split, not {path}")
-            listed = _coco(images, document["annotations"], files)
-        else:
-            listed = _karpathy(images, split or "test", files)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read: {one_line(error)}") from error
-    except (KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path}: expected COCO's captions (images with id and file_name, annotations with "
-            f"image_id and caption) or Karpathy's (images with sentences); wrong at {error}"
-        ) from error
-    if not listed:
-        raise UsageError(f"{path} has no image with a caption")
-    notes = files.look(len(listed), lambda i: listed[i].image, lambda i: listed[i].key, path)
-    return ListedImages(listed, notes=notes)
-
-
-def _coco(
-    images: list[dict[str, Any]], annotations: list[dict[str, Any]], files: ImageFiles
-) -> list[ListedImage]:
-    by_id = {i["id"]: ListedImage(i["file_name"], [], i["file_name"], files) for i in images}
-    for annotation in annotations:
-        by_id[annotation["image_id"]].captions.append(annotation["caption"])
-    return [listed for listed in by_id.values() if listed.captions]
-
-
-def _karpathy(images: list[dict[str, Any]], split: str, files: ImageFiles) -> list[ListedImage]:
-    present = sorted({image["split"] for image in images})
-    if split not in present:
-        raise UsageError(f"--split {split!r}: the file has {', '.join(present)}")
-    return [
-        ListedImage(
-            str(Path(image.get("filepath", "")) / image["filename"]),
-            [sentence["raw"] for sentence in image["sentences"]],
-            image["filename"],
-            files,
-        )
-        for image in images
-        if image["split"] == split
-    ]
-
-
-# Captions.
-
-
-def _captions_in(data: bytes) -> Any:
-    """The captions of a json member, one or several; None if it has none."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(document, dict):
-        return None
-    return document.get("captions", document.get("caption"))
-
-
-def _is_empty(caption: Any) -> bool:
-    return caption is None or (isinstance(caption, str) and not caption.strip())
-
-
-def _some_are_empty(captions: Sequence[Any]) -> bool:
-    """Whether some captions are empty, but not all: `_clean_captions` then gives the others."""
-    empty = [_is_empty(caption) for caption in captions]
-    return any(empty) and not all(empty)
-
-
-def _clean_captions(value: Any, key: str) -> Captions:
-    """The lines of a text, or the texts of a list, stripped, without the empty ones.
-
-    Raises:
-        BadSample: nothing is left, or an element is not a text.
-    """
-    if not isinstance(value, (list, tuple)):
-        # Not str.splitlines: captions from the web have U+2028 and other separators within a line.
-        value = re.split(r"[\r\n]+", clean_caption(value, key))
-    kept = [clean_caption(v, key) for v in value if not _is_empty(v)]
-    return kept or [clean_caption("", key)]
+        return Sample(self.image(index), clean_captions(captions, key), key)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import UsageError
+from megabatch.evaluation.answers import Answers
 from megabatch.evaluation.embed import Embedded, Encoder
 from megabatch.evaluation.probe import choose_and_fit, neighbour_votes
 from megabatch.evaluation.report.content import Confused, Confusion
@@ -225,10 +226,9 @@ def score_classes(encoder: Encoder, task: ClassTask) -> ClassScored:
     zero_shot, matched = None, None
     confusions: list[Confusion] = []
     if task.prompts is not None:
-        matched = _match_with_classes(encoder, task, images, task.prompts)
-        ranked = rank_by_similarity(
-            images.features, matched.image_ids, matched.text_features, encoder.group
-        )
+        labels = torch.tensor(images.targets, device=encoder.device)
+        matched = _match_with_classes(encoder, task, images, labels, task.prompts)
+        ranked = rank_by_similarity(images.features, labels, matched.text_features, encoder.group)
         zero_shot = _zero_shot_record(task, images, matched.texts, ranked)
         confusions.append(ranked.confusion("zero-shot", matched.texts))
     trained = None
@@ -263,13 +263,12 @@ def train_labels(test: Labelled, train: Labelled) -> Tensor:
 
 
 def _match_with_classes(
-    encoder: Encoder, task: ClassTask, images: Embedded, prompts: Prompts
+    encoder: Encoder, task: ClassTask, images: Embedded, labels: Tensor, prompts: Prompts
 ) -> Matched:
     features = class_features(encoder.texts, prompts)
-    labels = torch.tensor(images.targets, device=encoder.device)
     names = _distinct(prompts, task.test.classes)
-    ids = torch.arange(len(names), device=encoder.device)
-    return Matched(task.test, images.indices, images.features, labels, names, features, ids)
+    answers = Answers.by_ids(labels, torch.arange(len(names), device=encoder.device))
+    return Matched(task.test, images.indices, images.features, names, features, answers)
 
 
 def _distinct(prompts: Prompts, classes: list[str] | None) -> list[str]:

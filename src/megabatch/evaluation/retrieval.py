@@ -19,18 +19,14 @@ A collapsed model, all of whose features are equal, therefore scores exactly wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from megabatch.ranks import all_gather_rows, local_range
-from megabatch.similarity import ranks
-from megabatch.similarity.backends.eager import block_shape
+from megabatch.evaluation.answers import Answers, Right, place
+from megabatch.ranks import all_gather_rows
 from megabatch.similarity.distributed.comm import agree, group_name
-
-# Elements of one gathered block of features: 64 MiB in fp32.
-_CHUNK_ELEMENTS = 2**24
 
 
 @torch.no_grad()
@@ -73,38 +69,21 @@ def retrieval_metrics(
         agree(name, terms, [], x.device)
         x, y = all_gather_rows(x, group), all_gather_rows(y, group)
         x_ids, y_ids = (i if i is None else all_gather_rows(i, group) for i in (x_ids, y_ids))
-    return metrics_of_all(x, y, x_ids=x_ids, y_ids=y_ids, ks=ks, group=group)
+    answers = _answers_by_ids(x, y, x_ids, y_ids)
+    return metrics_by_answers(x, y, answers, ks=ks, group=group)
 
 
 @torch.no_grad()
-def metrics_of_all(
-    x: Tensor,
-    y: Tensor,
-    *,
-    x_ids: Tensor | None = None,
-    y_ids: Tensor | None = None,
-    ks: Sequence[int] = (1, 5, 10),
-    group: object = "local",
+def metrics_by_answers(
+    x: Tensor, y: Tensor, answers: Answers, *, ks: Sequence[int], group: object = "local"
 ) -> dict[str, float]:
-    """`retrieval_metrics` if every rank of the group holds all rows already."""
-    _check_ks(ks)
-    _check_features(x, y)
-    if (x_ids is None) != (y_ids is None):
-        missing = "x_ids" if x_ids is None else "y_ids"
-        raise ValueError(f"x_ids and y_ids go together, but {missing} is None")
-    if x_ids is None or y_ids is None:
-        if len(x) != len(y):
-            raise ValueError(
-                f"without ids row i of x belongs to row i of y, so both need the same number of "
-                f"rows; got {len(x)} and {len(y)}"
-            )
-        x_ids = y_ids = torch.arange(len(x), device=x.device)
-    else:
-        _check_ids_of("x_ids", x_ids, x)
-        _check_ids_of("y_ids", y_ids, y)
+    """`retrieval_metrics` of finite features, with right answers of any kind.
+
+    Every rank of the group holds all rows already.
+    """
     return {
-        **_one_way("x_to_y", x, y, x_ids, y_ids, ks, group),
-        **_one_way("y_to_x", y, x, y_ids, x_ids, ks, group),
+        **_one_way("x_to_y", x, y, answers.there, ks, group),
+        **_one_way("y_to_x", y, x, answers.back, ks, group),
     }
 
 
@@ -119,13 +98,16 @@ def chance_metrics(
     _check_ks(ks)
     for name, ids in (("x_ids", x_ids), ("y_ids", y_ids)):
         _check_ids(name, ids)
+    return chance_by_answers(Answers.by_ids(x_ids, y_ids), ks=ks)
+
+
+def chance_by_answers(answers: Answers, *, ks: Sequence[int]) -> dict[str, float]:
+    """`chance_metrics` with right answers of any kind."""
     metrics: dict[str, float] = {}
-    for name, rows, columns in (("x_to_y", x_ids, y_ids), ("y_to_x", y_ids, x_ids)):
-        _, counts = right_columns(rows, columns)[1:]
-        right = counts[counts > 0]
-        if not len(right):
-            raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
-        metrics |= summarise(name, torch.zeros_like(right), len(columns) - right, right, ks)
+    m, n = len(answers.there.counts), len(answers.back.counts)
+    for name, right, among in (("x_to_y", answers.there, n), ("y_to_x", answers.back, m)):
+        counts = right.counts[_answerable(name, right)]
+        metrics |= summarise(name, torch.zeros_like(counts), among - counts, counts, ks)
     return metrics
 
 
@@ -168,80 +150,39 @@ def answered_within(
     return {k: chances[k] for k in ks}
 
 
+def _answers_by_ids(x: Tensor, y: Tensor, x_ids: Tensor | None, y_ids: Tensor | None) -> Answers:
+    """The right answers that `retrieval_metrics` is given, with all its arguments checked."""
+    _check_features(x, y)
+    if (x_ids is None) != (y_ids is None):
+        missing = "x_ids" if x_ids is None else "y_ids"
+        raise ValueError(f"x_ids and y_ids go together, but {missing} is None")
+    if x_ids is None or y_ids is None:
+        if len(x) != len(y):
+            raise ValueError(
+                f"without ids row i of x belongs to row i of y, so both need the same number of "
+                f"rows; got {len(x)} and {len(y)}"
+            )
+        x_ids = y_ids = torch.arange(len(x), device=x.device)
+    else:
+        _check_ids_of("x_ids", x_ids, x)
+        _check_ids_of("y_ids", y_ids, y)
+    return Answers.by_ids(x_ids, y_ids)
+
+
 def _one_way(
-    name: str,
-    x: Tensor,
-    y: Tensor,
-    x_ids: Tensor,
-    y_ids: Tensor,
-    ks: Sequence[int],
-    group: object | None,
+    name: str, x: Tensor, y: Tensor, right: Right, ks: Sequence[int], group: object | None
 ) -> dict[str, float]:
-    answerable = right_columns(x_ids, y_ids)[2] > 0
+    answerable = _answerable(name, right)
+    placed = place(x[answerable], y, right.of(answerable), group)
+    return summarise(name, placed.above, placed.equal, placed.tied, ks)
+
+
+def _answerable(name: str, right: Right) -> Tensor:
+    """A mask (m,) of the rows that have a right answer."""
+    answerable = right.counts > 0
     if not bool(answerable.any()):
         raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
-    x, x_ids = x[answerable], x_ids[answerable]
-    part = local_range(len(x), group, block=block_shape(x)[0])
-    x, x_ids = x[part.start : part.stop], x_ids[part.start : part.stop]
-    target, tied = best_right_columns(x, y, x_ids, y_ids)
-    above, equal = ranks(x, y, target, ids=(x_ids, y_ids), group="local")
-    counts = all_gather_rows(torch.stack([above, equal, tied], dim=1), group)
-    above, equal, tied = counts.unbind(1)
-    return summarise(name, above, equal, tied, ks)
-
-
-def right_columns(x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns sorted by id (n,), and per row the start and number of its right columns there."""
-    sorted_ids, order = y_ids.sort(stable=True)
-    start = torch.searchsorted(sorted_ids, x_ids)
-    counts = torch.searchsorted(sorted_ids, x_ids, right=True) - start
-    return order, start, torch.where(x_ids >= 0, counts, 0)
-
-
-def best_right_columns(x: Tensor, y: Tensor, x_ids: Tensor, y_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row, its best-scoring column of the same id, and how many such columns share that score.
-
-    Only pairs of equal ids are scored, a bounded number at a time. (0, 0) for a row without any.
-    """
-    order, start, counts = right_columns(x_ids, y_ids)
-    target = torch.zeros_like(x_ids)
-    tied = torch.zeros_like(x_ids)
-    for rows in _chunks(counts, max(1, _CHUNK_ELEMENTS // max(1, x.shape[1]))):
-        count = counts[rows]
-        pair_row = torch.repeat_interleave(count)
-        first = count.cumsum(0) - count
-        within = torch.arange(len(pair_row), device=x.device) - first[pair_row]
-        pair_column = order[start[rows][pair_row] + within]
-        score = _scores(x[rows], y, pair_row, pair_column)
-        lowest = score.new_full((len(count),), -torch.inf)
-        best = lowest.scatter_reduce(0, pair_row, score, "amax")
-        is_best = score == best[pair_row]
-        tied[rows] = torch.zeros_like(count).scatter_add(0, pair_row, is_best.long())
-        target[rows] = torch.zeros_like(count).scatter_reduce(
-            0, pair_row[is_best], pair_column[is_best], "amax"
-        )
-    return target, tied
-
-
-def _scores(x: Tensor, y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Inner products of the given pairs (p,), 2^24 products at a time, at least in fp32."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    step = max(1, _CHUNK_ELEMENTS // max(1, x.shape[1]))
-    parts = [
-        (x[r].to(dtype) * y[c].to(dtype)).sum(1)
-        for r, c in zip(rows.split(step), columns.split(step), strict=True)
-    ]
-    return torch.cat(parts) if parts else x.new_zeros(0, dtype=dtype)
-
-
-def _chunks(counts: Tensor, most: int) -> Iterator[slice]:
-    """Runs of rows with about `most` pairs in total; a single row may have more."""
-    part = counts.cumsum(0) // most
-    sizes = torch.unique_consecutive(part, return_counts=True)[1].tolist()
-    end = 0
-    for size in sizes:
-        yield slice(end, end + size)
-        end += size
+    return answerable
 
 
 def _median(values: Tensor) -> float:

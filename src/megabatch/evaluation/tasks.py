@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megabatch.data.glyphs import GlyphSet
 from megabatch.errors import UsageError
+from megabatch.evaluation.answers import Answers
 from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Encoder
-from megabatch.evaluation.retrieval import chance_metrics, expected_recalls, metrics_of_all
+from megabatch.evaluation.retrieval import chance_by_answers, expected_recalls, metrics_by_answers
 from megabatch.evaluation.samples import Captions, Samples, first_of
 from megabatch.similarity import topk
 
@@ -45,19 +46,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Matched:
-    """Images and texts with their features; those of equal ids (int64) belong together.
+    """Images and texts with their features, and which belong together.
 
     features: (n, d) of the images, which are `samples[i]` for i in `indices`; text_features: (t, d)
-    of `texts`; image_ids: (n,); text_ids: (t,), which contain every id.
+    of `texts`; answers: each image's right texts, at least one, and each text's right images.
     """
 
     samples: Samples[Any]
     indices: list[int]
     features: Tensor
-    image_ids: Tensor
     texts: list[str]
     text_features: Tensor
-    text_ids: Tensor
+    answers: Answers
 
 
 @dataclass(frozen=True)
@@ -81,42 +81,46 @@ def score(encoder: Encoder, task: Task) -> Scored:
         raise UsageError(
             f"{task.title}: none of {len(task.samples)} samples is usable: {images.reasons()}"
         )
-    texts, image_ids, text_ids = _match(images.targets, task.candidates)
-    image_ids, text_ids = image_ids.to(encoder.device), text_ids.to(encoder.device)
+    texts, answers = _match(images.targets, task)
+    answers = answers.to(encoder.device)
     text_features = encoder.texts(texts)
-    ids = {"x_ids": image_ids, "y_ids": text_ids}
-    figures = {
-        "model": _named(
-            metrics_of_all(images.features, text_features, ks=KS, group=encoder.group, **ids)
-        ),
-        "chance": _named(chance_metrics(ks=KS, **ids)),
-    }
+    found = metrics_by_answers(images.features, text_features, answers, ks=KS, group=encoder.group)
+    figures = {"model": _named(found), "chance": _named(chance_by_answers(answers, ks=KS))}
     if task.baseline is not None:
         figures["baseline"] = {f"image_to_text/{k}": v for k, v in task.baseline().items()}
-    matched = Matched(
-        task.samples, images.indices, images.features, image_ids, texts, text_features, text_ids
-    )
+    matched = Matched(task.samples, images.indices, images.features, texts, text_features, answers)
     return Scored(task, matched, images.left_out(), figures)
 
 
-def _match(
-    captions: list[Captions], candidates: list[str] | None
-) -> tuple[list[str], Tensor, Tensor]:
-    """The candidate texts, and the ids of images and texts that define the right answers.
+def _match(captions: list[Captions], task: Task) -> tuple[list[str], Answers]:
+    """The candidate texts, and the right answers of the task's images or first texts.
+
+    Of two texts each second one is a candidate once, and right for all first texts that have it.
 
     If an image has several captions, each caption belongs to its own image alone, as is standard on
     COCO and Flickr30k. If each image has one, all images with the same caption belong to it.
     """
-    if candidates is None and any(len(of_image) > 1 for of_image in captions):
+    if first_of(task.samples) == "text":
+        return _match_texts(captions)
+    candidates = task.candidates
+    if candidates is None and any(len(set(of_image)) > 1 for of_image in captions):
         counts = torch.tensor([len(of_image) for of_image in captions])
         texts = [caption for of_image in captions for caption in of_image]
-        return texts, torch.arange(len(captions)), torch.repeat_interleave(counts)
+        return texts, Answers.by_ids(torch.arange(len(captions)), torch.repeat_interleave(counts))
     first = [of_image[0] for of_image in captions]
     if candidates is None:
         candidates = list(dict.fromkeys(first))
     index = {text: i for i, text in enumerate(candidates)}
     image_ids = torch.tensor([index[caption] for caption in first], dtype=torch.int64)
-    return candidates, image_ids, torch.arange(len(candidates))
+    return candidates, Answers.by_ids(image_ids, torch.arange(len(candidates)))
+
+
+def _match_texts(seconds: list[Captions]) -> tuple[list[str], Answers]:
+    texts = list(dict.fromkeys(text for of_first in seconds for text in of_first))
+    index = {text: i for i, text in enumerate(texts)}
+    columns = torch.tensor([index[text] for of_first in seconds for text in of_first])
+    rows = torch.repeat_interleave(torch.tensor([len(of_first) for of_first in seconds]))
+    return texts, Answers.by_pairs(rows, columns, len(seconds), len(texts))
 
 
 def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
@@ -163,7 +167,10 @@ def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
 def pairs_task(title: str, samples: Samples[Captions]) -> Task:
     """Match images with their captions, or first texts with second ones."""
     if first_of(samples) == "text":
-        note = f"The first texts of the pairs in {title} among all second ones, and back."
+        note = (
+            f"The first texts of the pairs in {title} among all second ones, and back, each text "
+            "once. All second texts that a first text is paired with are right for it."
+        )
         return Task("pairs", title, note, samples)
     note = (
         f"The images of {title} among all their captions. Where images have several captions, each "

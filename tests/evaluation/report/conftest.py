@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megabatch.data.glyphs import GlyphSet
+from megabatch.evaluation.answers import Answers
 from megabatch.evaluation.report import similarities
 from megabatch.evaluation.report.content import Confused, Confusion
 from megabatch.evaluation.report.write import Shown, write_report
@@ -38,9 +39,14 @@ def matched_of(task: Task) -> Matched:
     text_features = F.normalize(torch.randn(len(texts), 16), dim=1)
     features = F.normalize(text_features[ids] + 0.35 * torch.randn(len(captions), 16), dim=1)
     indices = list(range(len(captions)))
-    return Matched(
-        task.samples, indices, features, ids, texts, text_features, torch.arange(len(texts))
-    )
+    answers = Answers.by_ids(ids, torch.arange(len(texts)))
+    return Matched(task.samples, indices, features, texts, text_features, answers)
+
+
+def image_ids(matched: Matched) -> torch.Tensor:
+    """The right text of each image, int64 (n,)."""
+    assert set(matched.answers.there.counts.tolist()) == {1}
+    return matched.answers.there.pairs()[1]
 
 
 def accuracy(top1: float) -> dict[str, float]:
@@ -122,10 +128,9 @@ def evaluated_once(tmp_path_factory: pytest.TempPathFactory, small_glyphs: Glyph
         matched.samples,
         matched.indices[:n],
         matched.features[:n],
-        matched.image_ids[:n],
         [f"{text} {HOSTILE}" for text in matched.texts],
         matched.text_features,
-        matched.text_ids,
+        Answers.by_ids(image_ids(matched)[:n], torch.arange(len(matched.texts))),
     )
     confusion = Confusion(
         HOSTILE, [Confused(HOSTILE, HOSTILE, 1, 2)], [HOSTILE, "b"], [[1, 1], [0, 2]]

@@ -12,9 +12,11 @@ from PIL import Image
 
 from megabatch.data import Pair
 from megabatch.data.glyphs import GlyphSet
-from megabatch.evaluation.captions import CaptionedPairs
+from megabatch.evaluation.answers import Answers
+from megabatch.evaluation.captions import JoinedTexts
 from megabatch.evaluation.report.examples import encode, galleries
 from megabatch.evaluation.tasks import Matched, Task, glyph_tasks
+from tests.evaluation.report.conftest import image_ids
 
 
 def test_queries_show_the_five_best_answers_and_the_rank_of_the_right_one(
@@ -22,7 +24,7 @@ def test_queries_show_the_five_best_answers_and_the_rank_of_the_right_one(
 ) -> None:
     there, back = galleries(matched, task.picture_of, examples=6, failures=3)
     scores = matched.features @ matched.text_features.T
-    names = [matched.texts[i] for i in matched.image_ids]
+    names = [matched.texts[i] for i in image_ids(matched)]
     for gallery in (there, back):
         assert (len(gallery.examples), len(gallery.failures)) == (6, 3)
         assert all(q.rank > 1 for q in gallery.failures)
@@ -35,7 +37,7 @@ def test_queries_show_the_five_best_answers_and_the_rank_of_the_right_one(
         ranked = best.indices[place].tolist()
         assert [a.text for a in query.answers] == [matched.texts[i] for i in ranked[:5]]
         assert query.text == names[place]
-        assert query.rank == 1 + ranked.index(int(matched.image_ids[place]))
+        assert query.rank == 1 + ranked.index(int(image_ids(matched)[place]))
         assert all(a.known and a.picture for a in query.answers)
     for query in back.examples + back.failures:
         assert query.picture is None
@@ -71,7 +73,9 @@ def test_of_several_right_texts_the_best_is_ranked_and_each_is_marked(matched: M
             + 0.05 * torch.randn(2 * len(matched.texts), 16),
             dim=1,
         ),
-        text_ids=matched.text_ids.repeat_interleave(2),
+        answers=Answers.by_ids(
+            image_ids(matched), torch.arange(len(matched.texts)).repeat_interleave(2)
+        ),
     )
     there, _ = galleries(two, examples=8, failures=0)
     for query in there.examples:
@@ -100,7 +104,8 @@ def test_pairs_of_texts_have_texts_on_both_sides_and_no_picture() -> None:
     ids = torch.arange(30)
     answers = [f"answer {i}" for i in ids.tolist()]
     matched = Matched(
-        CaptionedPairs(Texts()), ids.tolist(), features[0], ids, answers, features[1], ids
+        *(JoinedTexts(Texts()), ids.tolist(), features[0], answers, features[1]),  # type: ignore[arg-type]
+        Answers.by_pairs(ids, ids, 30, 30),
     )
     there, back = galleries(matched)
     for gallery, asked, found in ((there, "query", "answer"), (back, "answer", "query")):
@@ -137,7 +142,7 @@ def test_only_texts_that_have_an_image_are_queries(matched: Matched) -> None:
         matched,
         texts=[*matched.texts, *(f"without {i}" for i in range(500))],
         text_features=torch.cat([matched.text_features, torch.randn(500, 16)]),
-        text_ids=torch.arange(len(matched.texts) + 500),
+        answers=Answers.by_ids(image_ids(matched), torch.arange(len(matched.texts) + 500)),
     )
     _, back = galleries(more)
     assert not any(q.text.startswith("without") for q in back.examples + back.failures)

@@ -7,15 +7,17 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
+from megabatch.evaluation.answers import Answers
 from megabatch.evaluation.report import similarities
 from megabatch.evaluation.report.similarities import embedding_map, heat_map, histogram
 from megabatch.evaluation.tasks import Matched
+from tests.evaluation.report.conftest import image_ids
 
 
 def test_the_histogram_counts_positives_and_negatives(matched: Matched) -> None:
     got = histogram(matched)  # of all pairs: there are few
     scores = matched.features @ matched.text_features.T
-    right = matched.image_ids[:, None] == matched.text_ids[None]
+    right = image_ids(matched)[:, None] == torch.arange(len(matched.texts))
     positives, negatives = scores[right], scores[~right]
     assert sum(got.positives) == len(positives)
     assert sum(got.negatives) == len(negatives)
@@ -50,12 +52,12 @@ def test_equal_features_have_a_histogram_and_no_map(matched: Matched) -> None:
 
 def test_one_text_for_all_has_no_negatives(matched: Matched) -> None:
     n = len(matched.indices)
+    ids = torch.zeros(n, dtype=torch.int64)
     one = replace(
         matched,
-        image_ids=torch.zeros(n, dtype=torch.int64),
         texts=["a"],
         text_features=matched.text_features[:1],
-        text_ids=torch.zeros(1, dtype=torch.int64),
+        answers=Answers.by_ids(ids, ids[:1]),
     )
     got = histogram(one)
     assert sum(got.negatives) == 0
@@ -69,11 +71,11 @@ def test_the_heat_map_s_diagonal_has_the_positives(matched: Matched) -> None:
     assert got.texts == sorted(set(got.texts))
     for i, (text, row) in enumerate(zip(got.texts, got.cosines, strict=True)):
         column = matched.texts.index(text)
-        images = (matched.image_ids == column).nonzero().flatten()
+        images = (image_ids(matched) == column).nonzero().flatten()
         positives = matched.features[images] @ matched.text_features[column]
         assert float((positives - row[i]).abs().min()) < 1e-3
     other = matched.text_features[matched.texts.index(got.texts[1])]
-    own = matched.features[matched.image_ids == matched.texts.index(got.texts[0])]
+    own = matched.features[image_ids(matched) == matched.texts.index(got.texts[0])]
     assert float((own @ other - got.cosines[0][1]).abs().min()) < 1e-3
 
 
@@ -112,7 +114,7 @@ def test_few_images_have_no_map(matched: Matched) -> None:
         matched,
         indices=matched.indices[:4],
         features=matched.features[:4],
-        image_ids=matched.image_ids[:4],
+        answers=Answers.by_ids(image_ids(matched)[:4], torch.arange(len(matched.texts))),
     )
     assert embedding_map(few) == []
-    assert len(heat_map(few).texts) == len(set(few.image_ids.tolist()))
+    assert len(heat_map(few).texts) == len(set(image_ids(few).tolist()))

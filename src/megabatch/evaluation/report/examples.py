@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from megabatch.evaluation.answers import Right, place
 from megabatch.evaluation.report.content import Answer, Gallery, Picture, Query
-from megabatch.evaluation.retrieval import best_right_columns
 from megabatch.evaluation.samples import first_of
 from megabatch.evaluation.table import WAYS
 from megabatch.evaluation.tasks import Matched
-from megabatch.similarity import ranks, topk
+from megabatch.similarity import topk
 
 _SHOWN = 5  # answers for each query
 _SEARCHED = 500  # queries among which failures are sought
@@ -37,10 +37,9 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Side:
-    """Features (n, d) with ids (n,), and a function from a position to its entry."""
+    """Features (n, d), and a function from a position to its entry."""
 
     features: Tensor
-    ids: Tensor
     entry: Callable[[int], _Entry]
 
 
@@ -51,12 +50,13 @@ def galleries(
 
     Queries are drawn at random, and as failures further ones whose first answer is wrong.
     """
-    firsts = _Side(matched.features, matched.image_ids, _first_entry(matched))
-    seconds = _Side(matched.text_features, matched.text_ids, _second_entry(matched, picture_of))
-    texts = _Side(matched.text_features, matched.text_ids, lambda i: _Entry(cut(matched.texts[i])))
+    firsts = _Side(matched.features, _first_entry(matched))
+    seconds = _Side(matched.text_features, _second_entry(matched, picture_of))
+    texts = _Side(matched.text_features, lambda i: _Entry(cut(matched.texts[i])))
+    there, back = matched.answers.there, matched.answers.back
     return [
-        _gallery(WAYS[0], firsts, seconds, examples, failures),
-        _gallery(WAYS[1], texts, firsts, examples, failures),
+        _gallery(WAYS[0], firsts, seconds, there, examples, failures),
+        _gallery(WAYS[1], texts, firsts, back, examples, failures),
     ]
 
 
@@ -69,8 +69,7 @@ def first_text(matched: Matched, position: int) -> str:
     """The text that names a first element: itself, or the first right text of an image."""
     if first_of(matched.samples) == "text":
         return cut(matched.samples[matched.indices[position]].image)
-    right = (matched.text_ids == matched.image_ids[position]).nonzero()[0]
-    return cut(matched.texts[int(right)])
+    return cut(matched.texts[int(matched.answers.there.of_row(position)[0])])
 
 
 def _first_entry(matched: Matched) -> Callable[[int], _Entry]:
@@ -88,9 +87,6 @@ def _first_entry(matched: Matched) -> Callable[[int], _Entry]:
 def _second_entry(matched: Matched, picture_of: PictureOf | None) -> Callable[[int], _Entry]:
     """A text with a picture of it: its own, else its first evaluated image."""
     of_texts = first_of(matched.samples) == "text"
-    first_image: dict[int, int] = {}
-    for index, image_id in zip(matched.indices, matched.image_ids.tolist(), strict=True):
-        first_image.setdefault(image_id, index)
 
     def entry(position: int) -> _Entry:
         text = matched.texts[position]
@@ -99,43 +95,46 @@ def _second_entry(matched: Matched, picture_of: PictureOf | None) -> Callable[[i
         if picture_of is not None:
             drawn = picture_of(text)
             return _Entry(cut(text), encode(drawn[0]), drawn[1]) if drawn else _Entry(cut(text))
-        index = first_image.get(int(matched.text_ids[position]))
-        picture = None if index is None else encode(matched.samples[index].image)
-        return _Entry(cut(text), picture)
+        images = matched.answers.back.of_row(position)
+        if not len(images):
+            return _Entry(cut(text))
+        return _Entry(cut(text), encode(matched.samples[matched.indices[int(images[0])]].image))
 
     return entry
 
 
-def _gallery(way: str, queries: _Side, answers: _Side, examples: int, failures: int) -> Gallery:
-    ranked = list(_draw(queries, answers, examples + _SEARCHED))
+def _gallery(
+    way: str, queries: _Side, answers: _Side, right: Right, examples: int, failures: int
+) -> Gallery:
+    ranked = list(_draw(queries, answers, right, examples + _SEARCHED))
     missed = [query for query in ranked[examples:] if query[2] > 1][:failures]
     return Gallery(
         way,
-        [_show(queries, answers, *query) for query in ranked[:examples]],
-        [_show(queries, answers, *query) for query in missed],
+        [_show(queries, answers, right, *query) for query in ranked[:examples]],
+        [_show(queries, answers, right, *query) for query in missed],
     )
 
 
-def _draw(queries: _Side, answers: _Side, n: int) -> Iterator[tuple[int, int, int]]:
+def _draw(queries: _Side, answers: _Side, right: Right, n: int) -> Iterator[tuple[int, int, int]]:
     """Random queries that have a right answer: position, best right answer, its expected rank."""
-    answerable = torch.isin(queries.ids, answers.ids).nonzero().squeeze(1)
+    answerable = right.counts.nonzero().squeeze(1)
     order = torch.randperm(len(answerable), generator=torch.Generator().manual_seed(0))[:n]
     drawn = answerable[order.to(answerable.device)]
-    features, ids = queries.features[drawn], queries.ids[drawn]
-    target, tied = best_right_columns(features, answers.features, ids, answers.ids)
-    above, equal = ranks(features, answers.features, target, ids=(ids, answers.ids), group="local")
-    expected = 1 + above + (equal / (tied + 1)).ceil().long()
-    return zip(drawn.tolist(), target.tolist(), expected.tolist(), strict=True)
+    found = place(queries.features[drawn], answers.features, right.of(drawn))
+    expected = 1 + found.above + (found.equal / (found.tied + 1)).ceil().long()
+    return zip(drawn.tolist(), found.best.tolist(), expected.tolist(), strict=True)
 
 
-def _show(queries: _Side, answers: _Side, position: int, right: int, rank: int) -> Query:
-    feature, wanted = queries.features[position : position + 1], queries.ids[position]
+def _show(
+    queries: _Side, answers: _Side, right: Right, position: int, best: int, rank: int
+) -> Query:
+    feature, wanted = queries.features[position : position + 1], right.of_row(position)
     k = min(_SHOWN, len(answers.features))
     cosines, found = topk(feature, answers.features, k, group="local")
 
     def answer(at: int, place: int, cosine: float) -> Answer:
         entry = answers.entry(at)
-        is_right = bool(answers.ids[at] == wanted)
+        is_right = bool((wanted == at).any())
         return Answer(entry.text, entry.picture, place, is_right, round(cosine, 4), entry.known)
 
     shown = [
@@ -146,7 +145,7 @@ def _show(queries: _Side, answers: _Side, position: int, right: int, rank: int) 
     ]
     missed = None
     if not any(one.right for one in shown):
-        missed = answer(right, rank, float(feature[0] @ answers.features[right]))
+        missed = answer(best, rank, float(feature[0] @ answers.features[best]))
     asked = queries.entry(position)
     return Query(asked.text, asked.picture, rank, shown, missed)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megabatch.evaluation.answers import Right
 from megabatch.evaluation.report.content import HeatMap, Histogram, Point
 from megabatch.evaluation.report.examples import cut, first_text
-from megabatch.evaluation.retrieval import right_columns
 from megabatch.evaluation.tasks import Matched
 
 _SAMPLED = 2000  # images and texts whose cosines are counted
@@ -21,12 +21,12 @@ _FEWEST = 5  # images that make a map
 def histogram(matched: Matched) -> Histogram:
     """Cosines of sampled images with a right text each (positives) and with others (negatives)."""
     images, rights = _sample(matched, _SAMPLED)
-    texts = _drawn(len(matched.texts), _SAMPLED, seed=1)
+    texts = _drawn(len(matched.texts), _SAMPLED, seed=1).to(images.device)
     features = matched.features[images]
     positives = (features * matched.text_features[rights]).sum(1)
     scores = features @ matched.text_features[texts].T
-    others = matched.image_ids[images][:, None] != matched.text_ids[texts][None]
-    negatives = scores[others].sort().values.cpu()
+    wrong = _wrong(matched.answers.there.of(images), texts, len(matched.texts))
+    negatives = scores[wrong].sort().values.cpu()
     positives = positives.cpu()
     both = torch.cat([positives, negatives])
     low, high = float(both.min()), float(both.max())
@@ -77,10 +77,10 @@ def embedding_map(matched: Matched, *, of_classes: bool = False) -> list[Point]:
     places = _tsne(centred)
     points = []
     for i, image in enumerate(images.tolist()):
-        group = int(matched.image_ids[image]) if of_classes else None
+        group = int(matched.answers.there.of_row(image)[0]) if of_classes else None
         points.append(_point(places[i], first_text(matched, image), False, group))
     for i, text in enumerate(texts.tolist(), start=len(images)):
-        group = int(matched.text_ids[text]) if of_classes else None
+        group = text if of_classes else None
         points.append(_point(places[i], cut(matched.texts[text]), True, group))
     return points
 
@@ -103,11 +103,22 @@ def _tsne(features: Tensor) -> Tensor:
 
 def _sample(matched: Matched, n: int) -> tuple[Tensor, Tensor]:
     """Up to n random images, and for each a random one of its right texts."""
-    images = _drawn(len(matched.indices), n, seed=0).to(matched.image_ids.device)
-    order, start, counts = right_columns(matched.image_ids[images], matched.text_ids)
+    images = _drawn(len(matched.indices), n, seed=0).to(matched.features.device)
+    right = matched.answers.there.of(images)
     chance = torch.rand(len(images), generator=torch.Generator().manual_seed(2))
-    within = (chance.to(counts.device) * counts).long().clamp(max=counts - 1)
-    return images, order[start + within]
+    within = (chance.to(right.counts.device) * right.counts).long().clamp(max=right.counts - 1)
+    return images, right.columns[right.start + within]
+
+
+def _wrong(right: Right, texts: Tensor, n: int) -> Tensor:
+    """A mask (rows, texts) of the pairs that are no right ones; `texts`: some of n columns."""
+    rows, columns = right.pairs()
+    place = torch.full((n,), -1, device=columns.device)
+    place[texts] = torch.arange(len(texts), device=columns.device)
+    at = place[columns]
+    wrong = torch.ones(len(right.counts), len(texts), dtype=torch.bool, device=columns.device)
+    wrong[rows[at >= 0], at[at >= 0]] = False
+    return wrong
 
 
 def _drawn(among: int, n: int, seed: int) -> Tensor:
