@@ -221,8 +221,10 @@ def test_what_is_evaluated_is_announced_before_it_begins(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("megabatch.evaluation.run.score", begun)
+    (run / "checkpoints" / "step-00001200").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt):
         evaluate_run(run, val_data=str(csv), class_data="digits", announce=told.append)
+    assert told[0].endswith("model.safetensors, step 1,200) on cpu, fp32:")
     assert told[1] == f"  retrieval: {csv}, 12 images"
     assert told[2] == "  classification: handwritten digits, 1,797 images (zero-shot)"
     assert told[3].startswith("  prompts: “digit {}”, ")

@@ -21,7 +21,11 @@ def checkpoint(run: Path, step: int, state: dict[str, torch.Tensor]) -> Path:
 
 def test_the_final_weights_are_loaded(run: Path) -> None:
     opened = open_run(run)
-    assert opened.weights == run / "model.safetensors"
+    assert (opened.weights, opened.step) == (run / "model.safetensors", None)
+    (run / "checkpoints" / "step-00000012").mkdir(parents=True)
+    assert open_run(run).step == 12
+    (run / "best.json").write_text('{"step": 7}')
+    assert open_run(run).step == 7
     assert opened.config["train_data"] == "glyphs"
     saved = load_file(run / "model.safetensors")
     for name, value in opened.towers.module.state_dict().items():
@@ -37,7 +41,7 @@ def test_without_final_weights_the_newest_whole_checkpoint_is_loaded(run: Path) 
     os.truncate(cut, 1000)
     (run / "checkpoints" / "step-00000300").mkdir()  # empty: nothing was written into it
     opened = open_run(run)
-    assert opened.weights == good
+    assert (opened.weights, opened.step) == (good, 100)
     assert float(opened.towers.module.state_dict()["logit_scale"]) == 1.5
 
 

@@ -69,13 +69,15 @@ def test_the_figures_are_those_of_an_evaluation_of_the_same_weights(
     records = validated(run.output)
     assert [record["step"] for record in records] == [4, 8, 12]
     last = json.loads((run.output / "evaluation.json").read_text())
-    assert {"step": 12, **figures(last)} == records[-1]
+    assert {"step": 12, "val_data": str(pictures), **figures(last)} == records[-1]
+    assert last["run"]["step"] == 12
     best = json.loads((run.output / "best/best.json").read_text())
     top = max(records, key=lambda record: record[METRIC])  # the first of equal ones
     of = {"metric": METRIC, "val_data": str(pictures)}
     assert best == {**of, "value": top[METRIC], "step": top["step"]}
     again = evaluate_run(run.output / "best", val_data=str(pictures))
-    assert {"step": top["step"], **figures(again)} == top
+    assert {"step": top["step"], "val_data": str(pictures), **figures(again)} == top
+    assert again["run"]["step"] == top["step"]
 
 
 def test_the_figures_are_curves(run: TrainConfig) -> None:

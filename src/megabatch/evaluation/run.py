@@ -162,7 +162,9 @@ class _Plan:
 def _announcement(plan: _Plan, config: EvalConfig) -> list[str]:
     """A description of the evaluation, with the files' notes and damage."""
     towers, classes = plan.opened.towers, plan.classes
-    weights = plan.opened.weights or "random weights"
+    weights = str(plan.opened.weights or "random weights")
+    if plan.opened.step is not None:
+        weights += f", step {plan.opened.step:,}"
     lines = [f"{towers.name} ({weights}) on {plan.device}, {config.precision}:"]
     for task in plan.tasks:
         lines.append(f"  retrieval: {task.title}, {len(task.samples):,} {first_of(task.samples)}s")
@@ -345,6 +347,7 @@ def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
         "model": opened.towers.name,
         "parameters": sum(p.numel() for p in opened.towers.module.parameters()),
         "weights": "random" if weights is None else weights.as_posix(),
+        "step": opened.step,
         "train_data": opened.config.get("train_data"),
         "device": encoder.device,
         "precision": encoder.precision,

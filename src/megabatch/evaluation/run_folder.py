@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import dataclass, field
@@ -30,13 +31,15 @@ class Opened:
     """A model to evaluate: a run's, or one by name.
 
     weights: the file of the towers' weights, None if they are random; folder: the run's, config:
-    the content of its config.toml; None and empty without a run.
+    the content of its config.toml; None and empty without a run. step: of the run, None if its
+    folder does not tell it.
     """
 
     towers: Towers
     weights: Path | None
     folder: Path | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
 
 
 def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
@@ -63,7 +66,7 @@ def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
     except (UsageError, ValueError, TypeError, RuntimeError) as error:
         raise UsageError(f"{folder / 'config.toml'}: {error}") from error
     weights = _load_first_good(towers, candidates)
-    return Opened(towers, weights, folder, config)
+    return Opened(towers, weights, folder, config, _step_of(weights, folder))
 
 
 def open_model(name: str, pretrained: Path | None) -> Opened:
@@ -105,12 +108,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the logged steps in order, one record each; none if the file is missing.
 
-    A run that was killed and resumed logs some steps twice: the later record is of the run that led
-    to the weights. Lines that are not a record are skipped: a killed run may leave half a line.
+    Of evaluations during the training, one for each step and `val_data`. A run that was killed and
+    resumed logs some steps twice: the later record is of the run that led to the weights. Lines
+    that are not a record are skipped: a killed run may leave half a line.
     """
     if not path.is_file():
         return []
-    by_step: dict[int, dict[str, Any]] = {}
+    by_step: dict[tuple[int, str | None], dict[str, Any]] = {}
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
@@ -118,8 +122,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
-                by_step[record["step"]] = record
-    return [by_step[step] for step in sorted(by_step)]
+                by_step[record["step"], validated_on(record)] = record
+    return sorted(by_step.values(), key=lambda record: record["step"])
+
+
+def validated_on(record: dict[str, Any]) -> str | None:
+    """The data of an evaluation during the training; None for the default data."""
+    data = record.get("val_data")
+    return data if isinstance(data, str) else None
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -145,6 +155,21 @@ def _weight_files(folder: Path) -> list[Path]:
     if final.is_file():
         return [final]
     return sorted(folder.glob("checkpoints/step-*/model.safetensors"), reverse=True)
+
+
+def _step_of(weights: Path, folder: Path) -> int | None:
+    """The step of a run's weights: a checkpoint's, that of RUN/best, or else the run's last one.
+
+    Final weights are removed before the first step of a run that goes on, so they are those of the
+    newest checkpoint.
+    """
+    checkpoints = [weights.parent]
+    if weights.parent == folder:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # if it is RUN/best
+            return int(json.loads((folder / "best.json").read_text(encoding="utf-8"))["step"])
+        checkpoints = list(folder.glob("checkpoints/step-*"))
+    numbers = [checkpoint.name.removeprefix("step-") for checkpoint in checkpoints]
+    return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
 
 def _load_first_good(towers: Towers, candidates: list[Path]) -> Path:

@@ -80,15 +80,19 @@ class MetricsLog:
         self._file.close()
 
 
-def log_validation(run: Path, trackers: Trackers, step: int, figures: dict[str, float]) -> None:
+def log_validation(
+    run: Path, trackers: Trackers, step: int, val_data: str | None, figures: dict[str, float]
+) -> None:
     """Append a record to RUN/validation.jsonl, and give the figures to the trackers.
+
+    The record names the data, since `val_data` may change when a run is resumed.
 
     Raises:
         OSError: the file cannot be written.
     """
     trackers.scalars({f"val/{name}": value for name, value in figures.items()}, step)
     with (run / _VALIDATION).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, **figures}) + "\n")
+        file.write(json.dumps({"step": step, "val_data": val_data, **figures}) + "\n")
 
 
 class Meter:

@@ -135,7 +135,7 @@ def record(
         trackers, console: get the figures, and messages.
     """
     try:
-        log_validation(config.output, trackers, step, found)
+        log_validation(config.output, trackers, step, config.val_data, found)
         metric = config.best_metric or next(iter(found), "")
         of = metric, config.val_data
         if config.val_frequency and keep_best(config.output, of, found[metric], step, write):

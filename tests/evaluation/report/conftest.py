@@ -65,10 +65,13 @@ def retrieval(recall: float, rank: float) -> dict[str, float]:
     }
 
 
-def write_evaluation(folder: Path, *, recall: float = 0.5, title: str = HOSTILE) -> None:
+def write_evaluation(
+    folder: Path, *, recall: float = 0.5, title: str = HOSTILE, step: int | None = None
+) -> None:
     figures = {"title": title, "note": title, "images": 8, "damage": [title]}
     evaluation = {
-        "run": {"model": title, "parameters": 10, "weights": title, "train_data": title},
+        "run": {"model": title, "parameters": 10, "weights": title, "train_data": title}
+        | ({} if step is None else {"step": step}),
         "retrieval": {
             "pairs": {
                 **figures,

@@ -27,7 +27,7 @@ def test_curves_figures_and_settings_are_compared(tmp_path: Path) -> None:
     settings = 'model = "m"\noutput = "{}"\nlr = {}\nlock_image = {}\nglobal_batch_size = 64\n'
     a = write_run(tmp_path / "a", settings=settings.format("a", 0.1, "true"), **LOGGED)
     b = write_run(tmp_path / "b", settings=settings.format("b", 0.2, "false"), **LOGGED)
-    write_evaluation(a, recall=0.25, title="held-out")
+    write_evaluation(a, recall=0.25, title="held-out", step=2)
     write_evaluation(b, recall=0.75, title="held-out")
     html, page = compared(a, b)
     assert page.open == []
@@ -41,7 +41,7 @@ def test_curves_figures_and_settings_are_compared(tmp_path: Path) -> None:
     assert "lock_image true false" in got
     assert not any(row.startswith(("output", "model", "global_batch_size")) for row in got)
     assert "held-out, image → text: 8 among 8" in got
-    assert "a 25.00% 25.00% 25.00% 3.8" in got
+    assert "a (evaluated at step 2, trained to step 3) 25.00% 25.00% 25.00% 3.8" in got
     assert "b 75.00% 75.00% 75.00% 3.2" in got
     best = [part.split("<")[0] for part in html.split('<td class="best">')[1:]]
     # Both directions, then the accuracies, whose top-5 does not differ.

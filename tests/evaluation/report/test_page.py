@@ -79,6 +79,28 @@ def test_evaluations_during_the_training_have_curves(tmp_path: Path) -> None:
     assert sum(label.startswith("validation") for label in labels) == 2
 
 
+def test_evaluations_on_other_data_have_curves_of_their_own(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", loss=3)
+    values = [(2, None, 0.1), (4, "a.csv", 0.9), (6, "a.csv", 0.8), (6, "b.csv", 0.3)]
+    lines = [{"step": s, "val_data": data, "pairs/x/recall@1": v} for s, data, v in values]
+    (run / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    labels = [label or "" for label in written(run)[1].attributes["aria-label"]]
+    for data, ends in (("the default data", "0.1 to 0.1"), ("a.csv", "0.9 to 0.8"),
+                       ("b.csv", "0.3 to 0.3")):  # fmt: skip
+        assert f"validation: pairs, x, recall@1, on {data}, from {ends}" in labels
+    assert sum(label.startswith("validation") for label in labels) == 3
+
+
+def test_figures_of_a_step_before_the_last_one_are_said_to_be(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", loss=3)  # three steps
+    for step, told in ((2, "evaluated at step 2, trained to step 3"), (3, ""), (None, "")):
+        write_evaluation(run, step=step)
+        _, page = written(run)
+        assert ("Of earlier weights" in page.text) == bool(told)
+        assert told in page.text
+        assert ("evaluated step" in page.text) == (step is not None)
+
+
 def test_an_evaluation_of_an_older_version_lacks_examples(tmp_path: Path) -> None:
     run = write_run(tmp_path / "old", loss=3)
     write_evaluation(run)

@@ -16,7 +16,7 @@ from megabatch.evaluation.report.charts import (
     is_number,
     series,
 )
-from megabatch.evaluation.report.page import CURVES, templates, validation_keys, validation_title
+from megabatch.evaluation.report.page import CURVES, templates, validation_figures
 from megabatch.evaluation.report.sources import Source, distinct_names, read_source
 from megabatch.evaluation.table import (
     ACCURACY,
@@ -95,6 +95,7 @@ def render(sources: Sequence[Source], names: Sequence[str]) -> str:
                 for name, evaluation in zip(names, evaluations, strict=True)
                 if not evaluation
             ],
+            outdated=[source.outdated for source in sources],
             settings=_differing(sources),
         )
     )
@@ -114,7 +115,7 @@ def _curves(
     x, label = ("samples", "pairs seen") if by_pairs else ("step", "step")
     charts, missing = [], []
     for key, title in CURVES.items():
-        drawn = _series([source.records for source in sources], key, x)
+        drawn = _present([series(source.records, key, x) for source in sources])
         if drawn:
             charts.append((title, curves_chart(title, drawn, label)))
         absent = [
@@ -124,20 +125,18 @@ def _curves(
         ]
         if absent:
             missing.append(f"Without {title} in the log: {', '.join(absent)}.")
-    for key in validation_keys(sources):
-        title = validation_title(key)
-        if drawn := _series([source.validation for source in sources], key, "step"):
-            charts.append((title, curves_chart(title, drawn)))
+    for figure in validation_figures(sources):
+        if drawn := _present([figure.series(source) for source in sources]):
+            charts.append((figure.title, curves_chart(figure.title, drawn)))
     silent = [name for name, source in zip(names, sources, strict=True) if not source.records]
     if silent:
         missing.append(f"Without a log of training (metrics.jsonl): {', '.join(silent)}.")
     return charts, missing
 
 
-def _series(logs: Sequence[list[dict[str, Any]]], key: str, x: str) -> dict[int, Series]:
+def _present(curves: Sequence[Series | None]) -> dict[int, Series]:
     """The curves of the runs that logged a quantity, by the number of the run."""
-    found = {i: series(records, key, x) for i, records in enumerate(logs)}
-    return {i: curve for i, curve in found.items() if curve is not None}
+    return {i: curve for i, curve in enumerate(curves) if curve is not None}
 
 
 def _facts(source: Source) -> list[str]:

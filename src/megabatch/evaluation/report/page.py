@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from megabatch.evaluation.report.charts import (
     RUN_COLOURS,
     Bars,
+    Series,
     bars_chart,
     curves_chart,
     heat_map_chart,
@@ -20,6 +22,7 @@ from megabatch.evaluation.report.charts import (
 )
 from megabatch.evaluation.report.content import Point, TaskContent
 from megabatch.evaluation.report.sources import Source, read_source
+from megabatch.evaluation.run_folder import validated_on
 from megabatch.evaluation.table import (
     ACCURACY,
     CONTENDERS,
@@ -61,9 +64,9 @@ def render(source: Source) -> str:
         for key, title in CURVES.items()
         if (curve := series(source.records, key)) is not None
     }
-    for key in validation_keys([source]):
-        if (curve := series(source.validation, key)) is not None:
-            curves[validation_title(key)] = curve
+    for figure in validation_figures([source]):
+        if (curve := figure.series(source)) is not None:
+            curves[figure.title] = curve
     recall = _recall_panels(evaluation) if evaluation else []
     shown = {name for _, panel in recall for name in panel.values}
     return (
@@ -72,6 +75,7 @@ def render(source: Source) -> str:
         .render(
             name=source.name,
             evaluation=evaluation,
+            outdated=source.outdated,
             facts=_facts(source),
             recall=[(title, bars_chart(panel)) for title, panel in recall],
             contenders=[(key, label) for key, label in CONTENDERS.items() if key in shown],
@@ -99,15 +103,40 @@ def render(source: Source) -> str:
     )
 
 
-def validation_keys(sources: Sequence[Source]) -> list[str]:
-    """The figures of evaluations during the training that are drawn, of any of the runs."""
-    keys = [key for source in sources for record in source.validation for key in record]
-    return [key for key in dict.fromkeys(keys) if key.endswith(_VALIDATION)]
+@dataclass(frozen=True)
+class ValidationFigure:
+    """A figure of evaluations during the training, on one set of data, and its curve's title."""
+
+    key: str
+    data: str | None
+    title: str
+
+    def series(self, source: Source) -> Series | None:
+        """The run's curve; None if the run has no such figure."""
+        on_data = [record for record in source.validation if validated_on(record) == self.data]
+        return series(on_data, self.key)
 
 
-def validation_title(key: str) -> str:
-    """A readable name of a logged figure: "validation: faces, image to text, recall@1"."""
-    return "validation: " + key.replace("/", ", ").replace("_", " ")
+def validation_figures(sources: Sequence[Source]) -> list[ValidationFigure]:
+    """The figures of evaluations during the training that are drawn, of any of the runs.
+
+    Figures on different data have curves of their own, whose titles then name the data.
+    """
+    found = dict.fromkeys(
+        (key, validated_on(record))
+        for source in sources
+        for record in source.validation
+        for key in record
+        if key.endswith(_VALIDATION)
+    )
+    several = len({data for _, data in found}) > 1
+    figures = []
+    for key, data in found:
+        title = "validation: " + key.replace("/", ", ").replace("_", " ")
+        if several:
+            title += f", on {data or 'the default data'}"
+        figures.append(ValidationFigure(key, data, title))
+    return figures
 
 
 def templates() -> Environment:
@@ -158,6 +187,8 @@ def _facts(source: Source) -> list[tuple[str, str]]:
                 facts.append((term, form.format(last[key])))
     if evaluation:
         facts.append(("weights", run.get("weights")))
+        if source.evaluated_step is not None:
+            facts.append(("evaluated step", f"{source.evaluated_step:,}"))
         how = f"{run.get('device')}, {run.get('precision')}"
         facts.append(("evaluation", f"{evaluation.get('seconds', 0):.0f} s on {how}"))
     return [(term, str(value)) for term, value in facts if value]

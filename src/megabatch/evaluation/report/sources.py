@@ -30,6 +30,25 @@ class Source:
     evaluation: dict[str, Any]
     content: Content | None
 
+    @property
+    def evaluated_step(self) -> int | None:
+        """The step whose weights were evaluated; None if that is not known."""
+        step = self.evaluation.get("run", {}).get("step")
+        return step if isinstance(step, int) else None
+
+    @property
+    def last_step(self) -> int:
+        """The last logged step, 0 without a log."""
+        return self.records[-1]["step"] if self.records else 0
+
+    @property
+    def outdated(self) -> str:
+        """The steps of the evaluation and of the log, in words, if the run went on since; or ""."""
+        step = self.evaluated_step
+        if step is None or step >= self.last_step:
+            return ""
+        return f"evaluated at step {step:,}, trained to step {self.last_step:,}"
+
 
 def read_source(folder: Path) -> Source:
     """Read a run's folder, or the folder that an evaluation was written to.
