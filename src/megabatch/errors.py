@@ -10,6 +10,12 @@ class UsageError(Exception):
     """A command cannot run as requested: printed as one line, exit code 2, before it starts."""
 
 
+class OutOfMemory(UsageError):
+    """Memory ran out on this rank; the others do not know of it."""
+
+    exit_code = 1  # not a mistake in the command
+
+
 class CommunicationError(RuntimeError):
     """Another process of the group is gone, or did not make its call in time; names the
     operation."""

@@ -7,7 +7,8 @@ engine's handshakes use, and wait for no device. Only `all_gather_rows` moves te
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import torch_internals
-from megabatch.errors import CommunicationError, UsageError
+from megabatch.errors import CommunicationError, UsageError, one_line
 from megabatch.similarity.distributed import comm, control
 from megabatch.similarity.distributed.comm import group_name, rank_and_size
 
@@ -25,6 +26,37 @@ _NUMBERS = 8  # that one handshake carries
 # Bytes per exchange. The buffer of a local socket holds several of them (208 KiB on Linux), so no
 # rank waits in `send` for one that is itself sending.
 _CHUNK = 1 << 15
+
+
+class Gone(UsageError):
+    """Another process died, left or did not come in time."""
+
+    exit_code = 1  # not a mistake in the command
+
+
+@contextmanager
+def lost_rank_told(stage: str, rank: int, size: int, within: str) -> Iterator[None]:
+    """Turn a failed communication into `Gone`, one line that names this rank and the stage.
+
+    `within`: the time that other ranks have, in words.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if size == 1 or not _is_communication(error):
+            raise
+        raise Gone(
+            f"rank {rank} of {size}, {stage}: another process is gone or did not come within "
+            f"{within}: {one_line(error, 400)}"
+        ) from error
+
+
+def _is_communication(error: RuntimeError) -> bool:
+    if isinstance(error, (CommunicationError, dist.DistError)):
+        return True
+    # Gloo raises plain RuntimeErrors.
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection closed", "timed out waiting"))
 
 
 def is_first(group: object = None) -> bool:

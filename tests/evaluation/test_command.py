@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from PIL import Image
 
 from megabatch.cli import main
-from megabatch.errors import UsageError
+from megabatch.errors import CommunicationError, OutOfMemory, UsageError
 from megabatch.evaluation.command import process_group
+from megabatch.similarity import set_abort_on_lost_rank
 
 
 def test_eval_prints_each_figure_with_baseline_and_chance(
@@ -115,3 +118,44 @@ def test_a_group_that_cannot_be_formed_is_told(monkeypatch: pytest.MonkeyPatch) 
         process_group(),
     ):
         pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "told", "left"),
+    [
+        (
+            CommunicationError("gathering: rank 2 of the group is gone"),
+            "rank {} of 3, evaluating: another process is gone or did not come within two hours: "
+            "gathering: rank 2 of the group is gone",
+            False,
+        ),
+        (OutOfMemory("out of memory"), "out of memory", False),
+        (None, "", True),
+    ],
+)
+def test_a_rank_that_dies_is_told_in_one_line_by_the_others(
+    rank: int,
+    error: Exception | None,
+    told: str,
+    left: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def evaluated(*_: object, **__: object) -> dict[str, Any]:
+        if error is not None:
+            raise error
+        return {"retrieval": {}, "zero_shot": {}, "seconds": 1, "images_per_second": 1}
+
+    destroyed = []
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(rank))
+    monkeypatch.setattr("megabatch.ranks.is_first", lambda: rank == 0)
+    monkeypatch.setattr("megabatch.evaluation.run.evaluate", evaluated)
+    assert main(["eval", "runs/mine"]) == (0 if error is None else 1)
+    assert capsys.readouterr().err == (f"megabatch eval: {told.format(rank)}\n" if told else "")
+    assert bool(destroyed) == left  # it would wait for a rank that is gone
+    assert set_abort_on_lost_rank(False) is False

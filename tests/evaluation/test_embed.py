@@ -9,6 +9,7 @@ from PIL import Image
 
 from megabatch.data.glyphs import GlyphSet
 from megabatch.data.pairs import BadSample
+from megabatch.errors import OutOfMemory
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.samples import Sample
 from megabatch.models import Towers, create
@@ -96,3 +97,13 @@ def test_how_far_it_is_is_told_and_timed(towers: Towers) -> None:
     assert told == ["4 of 10 images", "8 of 10 images", "10 of 10 images"]
     assert encoder.pace.images == 6
     assert encoder.pace.images_per_second > 0
+
+
+def test_batches_that_are_too_large_are_told_in_a_sentence(towers: Towers) -> None:
+    def full(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB ...")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(towers.module, "encode_text", full)
+        with pytest.raises(OutOfMemory, match=r"^out of memory on cpu with --batch-size 8; expect"):
+            Encoder(towers, batch_size=8).texts(["one"])

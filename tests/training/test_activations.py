@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.problems import problems
 from megabatch.data import Batch
+from megabatch.errors import OutOfMemory
 from megabatch.gradient_cache.offload import StepMemory
 from megabatch.models import create
 from megabatch.models.layers import Tower
@@ -22,7 +23,7 @@ from megabatch.planning import micro_batches
 from megabatch.planning.kept import kept_count
 from megabatch.planning.plan import graph_bytes
 from megabatch.training import activations, train
-from megabatch.training.activations import KeptActivations, OutOfMemory, room_for_graphs
+from megabatch.training.activations import KeptActivations, room_for_graphs
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
 from tests.models.tiny import TINY

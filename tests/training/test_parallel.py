@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from megabatch.errors import UsageError
 from megabatch.models.blocks import CompiledBlocks
 from megabatch.models.glyph import LENGTHS, TextFeatureTower
+from megabatch.ranks import Gone
 from megabatch.training.parallel import Layout, ReplicasDiffer, check_replicas
 from megabatch.training.trainer import Trainer, TrainingStopped
-from megabatch.training.world import Gone, World
+from megabatch.training.world import World
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
 from tests.training.toy import (

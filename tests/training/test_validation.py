@@ -19,10 +19,11 @@ from megabatch.errors import CommunicationError, UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.evaluation.classification import Ranked
 from megabatch.evaluation.table import ACCURACY
+from megabatch.ranks import Gone
 from megabatch.training import TrainConfig, checkpoint, evaluating, train
 from megabatch.training.setup import prepare
 from megabatch.training.validation import Validation, figures, keep_best
-from megabatch.training.world import Gone, World
+from megabatch.training.world import World
 from tests.training.conftest import MakeConfig
 from tests.training.runs import logged, signal_after, weights
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megabatch.errors import CommunicationError, UsageError
+from megabatch.ranks import Gone
 from megabatch.similarity import set_abort_on_lost_rank
 from megabatch.training import TrainConfig, world
-from megabatch.training.world import Gone, World, command_again, joined, place
+from megabatch.training.world import World, command_again, joined, place
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megabatch.errors import UsageError, one_line
+from megabatch.errors import OutOfMemory, UsageError, one_line
 from megabatch.evaluation.config import EvalConfig
 from megabatch.options import parse
 
@@ -49,9 +49,13 @@ def process_group() -> Iterator[None]:
 
     Raises:
         UsageError: the environment describes a group, but it cannot be formed.
+        Gone: another process died, left or did not come in time.
     """
     import torch
     import torch.distributed as dist
+
+    from megabatch.ranks import lost_rank_told
+    from megabatch.similarity import set_abort_on_lost_rank
 
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
         yield
@@ -63,10 +67,13 @@ def process_group() -> Iterator[None]:
         dist.init_process_group(timeout=_TIMEOUT)  # Gloo, and NCCL where there is CUDA
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"the processes cannot be joined: {one_line(error)}") from error
+    before = set_abort_on_lost_rank(True)  # as the trainer: the launcher stops the others
     try:
-        yield
+        with lost_rank_told("evaluating", dist.get_rank(), dist.get_world_size(), "two hours"):
+            yield
+        dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
     finally:
-        dist.destroy_process_group()
+        set_abort_on_lost_rank(before)
 
 
 def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
@@ -84,11 +91,13 @@ def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
 
 
 def _evaluate_silently(config: EvalConfig) -> int:
-    """Evaluate on a rank other than 0, which prints the errors of all; returns the exit code."""
+    """Evaluate on a rank other than 0, which prints errors of all ranks; returns the exit code."""
     from megabatch.evaluation.run import evaluate
 
     try:
         evaluate(config)
+    except OutOfMemory:  # no other rank knows of it
+        raise
     except UsageError as error:
         return int(getattr(error, "exit_code", 2))
     return 0

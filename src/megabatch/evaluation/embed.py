@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megabatch.data.pairs import BadSample
-from megabatch.errors import UsageError
+from megabatch.errors import OutOfMemory, UsageError
 from megabatch.evaluation.samples import Samples
 from megabatch.models import Towers
 from megabatch.models.layers import Tower
@@ -77,7 +77,8 @@ class Pace:
 class Encoder:
     """Towers with the device, precision and batch size of their evaluation.
 
-    Features are returned in float32 on that device, normalised; UsageError if they are not finite.
+    Features are returned in float32 on that device, normalised; UsageError if they are not finite,
+    OutOfMemory if the batches are too large.
     Each rank of `group` encodes a part of the batches, and gets all features.
 
     workers: worker processes that read and transform images; 0: this process does. report: called
@@ -161,7 +162,7 @@ class Encoder:
             if lengths is not None:
                 batch = trimmed(batch, lengths)
             with torch.inference_mode(), self._autocast():
-                part = encode(batch.to(self.device, non_blocking=True))
+                part = self._encoded(encode, batch)
                 # Not by the encoder: a norm in bf16 has 3 digits, and lengths differed by 0.3%.
                 parts.append(F.normalize(part.float(), dim=-1))
         features = all_gather_rows(torch.cat(parts), self.group)
@@ -169,6 +170,14 @@ class Encoder:
             why = "fp16 overflows" if self.precision == "fp16" else "its weights have diverged"
             raise UsageError(f"the model's features are not finite: {why}")
         return features
+
+    def _encoded(self, encode: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+        try:
+            return encode(batch.to(self.device, non_blocking=True))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"out of memory on {self.device} with --batch-size {self.batch_size}; expected less"
+            ) from error
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _DTYPES[self.precision]

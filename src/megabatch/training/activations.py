@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megabatch.config.settings import TrainConfig, activation_bytes
-from megabatch.errors import UsageError
+from megabatch.errors import OutOfMemory
 from megabatch.gradient_cache.checks import OutOfMemoryOnAllRanks
 from megabatch.gradient_cache.offload import StepMemory, free
 from megabatch.planning.kept import kept_at_most, kept_count
@@ -17,12 +17,6 @@ from megabatch.planning.machine import FRAGMENTATION
 from megabatch.training.parallel import Layout
 from megabatch.training.world import World
 from megabatch.words import plural
-
-
-class OutOfMemory(UsageError):
-    """Memory ran out on this rank; earlier checkpoints remain valid."""
-
-    exit_code = 1  # not a mistake in the command
 
 
 class KeptActivations:

@@ -20,6 +20,7 @@ from megabatch.config.settings import (
     unmeasured_micro_batch,
 )
 from megabatch.data import Batch
+from megabatch.errors import OutOfMemory
 from megabatch.gradient_cache.by_length import Orders
 from megabatch.gradient_cache.division import MicroBatch
 from megabatch.gradient_cache.feed import to_device
@@ -29,7 +30,7 @@ from megabatch.planning.kept import kept_at_most, kept_count
 from megabatch.planning.loss import loss_bytes
 from megabatch.planning.search import GAIN, largest_of_fastest
 from megabatch.planning.state import state_bytes
-from megabatch.training.activations import OutOfMemory, gpu_memory
+from megabatch.training.activations import gpu_memory
 from megabatch.training.batch_norm import batch_norms
 from megabatch.training.encoders import CachedStep
 from megabatch.training.parallel import Layout

@@ -13,17 +13,17 @@ from rich.console import Console
 from megabatch.config.resolve import Given
 from megabatch.config.settings import TrainConfig
 from megabatch.data.late import DecodingStopped, mean_bytes
-from megabatch.errors import UsageError
+from megabatch.errors import OutOfMemory, UsageError
+from megabatch.ranks import Gone
 from megabatch.terminal import plain_console
 from megabatch.training import evaluating, validation
-from megabatch.training.activations import OutOfMemory
 from megabatch.training.interrupt import Ended, exit_code, signals_end
 from megabatch.training.run import Run
 from megabatch.training.run_folder import check_folder, locked
 from megabatch.training.setup import Setup, prepare
 from megabatch.training.trackers import Trackers
 from megabatch.training.trainer import TrainingStopped
-from megabatch.training.world import Gone, World, joined
+from megabatch.training.world import World, joined
 
 
 def train(

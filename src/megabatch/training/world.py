@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.config.settings import TrainConfig, resolve_device
-from megabatch.errors import CommunicationError, UsageError
-from megabatch.ranks import all_gather_values
+from megabatch.errors import UsageError
+from megabatch.ranks import Gone, all_gather_values, lost_rank_told
 from megabatch.similarity import set_abort_on_lost_rank
 from megabatch.words import plural
 
@@ -32,12 +32,6 @@ _MASTER = (
     "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) "
     "MASTER_PORT=29500"
 )
-
-
-class Gone(UsageError):
-    """Another process died, left or did not come in time."""
-
-    exit_code = 1  # not a mistake in the command
 
 
 @dataclass(frozen=True)
@@ -131,16 +125,8 @@ class World:
     @contextmanager
     def failures(self, stage: str) -> Iterator[None]:
         """Turn a failed communication into `Gone`, one line that names the stage."""
-        try:
+        with lost_rank_told(stage, self.rank, self.size, "--dist-timeout"):
             yield
-        except RuntimeError as error:
-            if self.size == 1 or not _is_communication(error):
-                raise
-            reason = " ".join(str(error).split())
-            raise Gone(
-                f"rank {self.rank} of {self.size}, {stage}: another process is gone, or did not "
-                f"respond within --dist-timeout: {reason[:400]}"
-            ) from error
 
 
 class _ErrorOfRanks(UsageError):
@@ -294,14 +280,6 @@ def _device_of(name: str, local_rank: int) -> torch.device:
             f"--device: process {local_rank} of this machine, which has {plural(count, 'GPU')}"
         )
     return torch.device("cuda", local_rank)
-
-
-def _is_communication(error: RuntimeError) -> bool:
-    if isinstance(error, (CommunicationError, dist.DistError)):
-        return True
-    # Gloo raises plain RuntimeErrors.
-    text = str(error).lower()
-    return any(word in text for word in ("gloo", "nccl", "connection closed", "timed out waiting"))
 
 
 def _by_rank(texts: list[str]) -> str:
