@@ -247,6 +247,10 @@ def test_what_is_no_captioned_data_is_refused_in_one_line(tmp_path: Path) -> Non
     (tmp_path / "other.json").write_text('{"images": [{"id": 1}], "annotations": []}')
     (tmp_path / "empty.json").write_text('{"images": [], "annotations": []}')
     (tmp_path / "list.json").write_text("[1]")
+    images = '{"id": 1, "file_name": "0.png"}'
+    one = '[{"image_id": 2, "caption": "x"}]'
+    (tmp_path / "twice.json").write_text(f'{{"images": [{images}, {images}], "annotations": []}}')
+    (tmp_path / "other id.json").write_text(f'{{"images": [{images}], "annotations": {one}}}')
     (tmp_path / "columns.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty.csv").write_text("image,caption\n")
     for name, message in (
@@ -255,6 +259,8 @@ def test_what_is_no_captioned_data_is_refused_in_one_line(tmp_path: Path) -> Non
         ("other.json", "expected COCO's captions .* wrong at 'file_name'"),
         ("empty.json", "no image with a caption"),
         ("list.json", "expected COCO's captions"),
+        ("twice.json", r"twice\.json: of 2 images some have the same id"),
+        ("other id.json", r"id\.json: a caption is of image_id 2, which no image has"),
         ("columns.csv", "no image column .* its columns are 'a', 'b'"),
         ("empty.csv", "no rows"),
         ("missing.csv", "nothing matches"),
@@ -262,6 +268,8 @@ def test_what_is_no_captioned_data_is_refused_in_one_line(tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=message) as caught:
             open_captioned(str(tmp_path / name))
         assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"^glyphs: evaluated alone"):
+        open_captioned(f"glyphs::{caption_table(tmp_path / 'pairs', 3)}")
     with pytest.raises(UsageError, match="only Karpathy's JSON files have splits"):
         open_captioned(str(tmp_path / "empty.csv"), split="test")
 

@@ -17,6 +17,8 @@ from megabatch.evaluation.caption_texts import captions_in, clean_captions
 from megabatch.evaluation.listed import open_json, open_tables
 from megabatch.evaluation.samples import Captions, ConcatSamples, Sample, Samples
 
+GLYPHS = "glyphs"  # as `val_data`: their held-out parts
+
 _COLUMNS = {
     "image_column": "csv_img_key",
     "query_column": "csv_query_key",
@@ -124,6 +126,8 @@ def _open_one(
     svg_size: int,
     columns_and_separator: tuple[str | None, str | None, str | None],
 ) -> Samples[Captions]:
+    if spec == GLYPHS:  # open_pairs would take those for training
+        raise UsageError(f"{GLYPHS}: evaluated alone, as --val-data {GLYPHS}, with no other source")
     if spec.endswith(".json"):
         return open_json(Path(spec), image_folder, split)
     if split is not None:

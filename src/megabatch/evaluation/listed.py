@@ -13,7 +13,7 @@ from megabatch.data.image_files import ImageFiles
 from megabatch.data.pairs import BadSample, decode_image
 from megabatch.data.table_files import Column, MappedColumn
 from megabatch.data.tables import Table, Wanted, is_text, look_at_images, no_rows, open_table
-from megabatch.errors import UsageError, one_line
+from megabatch.errors import UsageError, naming, one_line
 from megabatch.evaluation.caption_texts import clean_captions, some_are_empty
 from megabatch.evaluation.samples import Captions, Sample
 
@@ -168,7 +168,8 @@ def open_json(path: Path, image_folder: Path | None, split: str | None) -> Liste
         if "annotations" in document:
             if split is not None:
                 raise UsageError(f"--split {split!r}: COCO's JSON is one split, not {path}")
-            listed = _coco(images, document["annotations"], files)
+            with naming(str(path)):
+                listed = _coco(images, document["annotations"], files)
         else:
             listed = _karpathy(images, split or "test", files)
     except (OSError, ValueError, RecursionError) as error:
@@ -188,8 +189,13 @@ def _coco(
     images: list[dict[str, Any]], annotations: list[dict[str, Any]], files: ImageFiles
 ) -> list[ListedImage]:
     by_id = {i["id"]: ListedImage(i["file_name"], [], i["file_name"], files) for i in images}
+    if len(by_id) < len(images):
+        raise UsageError(f"of {len(images)} images some have the same id")
     for annotation in annotations:
-        by_id[annotation["image_id"]].captions.append(annotation["caption"])
+        image_id = annotation["image_id"]
+        if image_id not in by_id:
+            raise UsageError(f"a caption is of image_id {image_id}, which no image has")
+        by_id[image_id].captions.append(annotation["caption"])
     return [listed for listed in by_id.values() if listed.captions]
 
 

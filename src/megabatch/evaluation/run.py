@@ -17,7 +17,7 @@ from megabatch import files
 from megabatch.data.glyphs import GlyphSet, load_glyphs
 from megabatch.data.mixture import SEPARATOR
 from megabatch.errors import UsageError, naming
-from megabatch.evaluation.captions import open_val_data, reading_of
+from megabatch.evaluation.captions import GLYPHS, open_val_data, reading_of
 from megabatch.evaluation.classification import ClassTask, Neighbours, score_classes
 from megabatch.evaluation.config import DIGITS, METHODS, EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
@@ -39,8 +39,6 @@ from megabatch.extras import named_extras
 from megabatch.models import glyph
 from megabatch.ranks import is_first, on_all_ranks
 from megabatch.similarity.distributed.comm import rank_and_size
-
-GLYPHS = "glyphs"
 
 
 def _silent(words: str) -> None:
