@@ -212,6 +212,20 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
         open_pairs(str(csv))
 
 
+def test_figures_are_never_beside_the_examples_of_an_earlier_evaluation(
+    run: Path, csv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (run / "report.json").write_text("of an earlier one")
+    monkeypatch.setattr("megabatch.evaluation.run.write_report", killed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_run(run, val_data=str(csv))
+    assert (run / "evaluation.json").exists()
+    assert not (run / "report.json").exists()
+
+
 def test_what_is_evaluated_is_announced_before_it_begins(
     run: Path, csv: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

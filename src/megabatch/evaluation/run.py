@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from megabatch.evaluation.captions import GLYPHS, open_val_data, reading_of
 from megabatch.evaluation.classification import ClassTask, Neighbours, score_classes
 from megabatch.evaluation.config import DIGITS, METHODS, EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
+from megabatch.evaluation.report.content import NAME as REPORT
 from megabatch.evaluation.report.content import Confusion
 from megabatch.evaluation.report.write import Shown, write_report
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
@@ -365,5 +367,7 @@ def _write(
     except OSError as error:
         raise UsageError(f"--output {folder}: cannot be made: {error.strerror or error}") from error
     text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
+    with contextlib.suppress(OSError):  # of an earlier evaluation, if this process is killed now
+        (folder / REPORT).unlink()
     write_atomically(folder / "evaluation.json", text + "\n")
     write_report(folder, run, shown, confusions)
