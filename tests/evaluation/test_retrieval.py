@@ -185,9 +185,14 @@ def test_blocks_do_not_change_the_figures(monkeypatch: pytest.MonkeyPatch) -> No
     x, y = torch.randn(70, 6), torch.randn(50, 6)
     x_ids, y_ids = torch.randint(0, 9, (70,)), torch.randint(-1, 9, (50,))
     x_ids[:5] = -1
+    pairs = torch.arange(90) % 70, torch.arange(90) % 50
+    right = Answers.by_pairs(*pairs, 70, 50)
     whole = retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids)
+    whole_by_pairs = metrics_by_answers(x, y, right, ks=(1, 5))
     monkeypatch.setattr(answers, "_CHUNK_ELEMENTS", 17)
+    monkeypatch.setattr(answers, "block_shape", lambda _: (16, 16))
     assert retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids) == whole
+    assert metrics_by_answers(x, y, right, ks=(1, 5)) == whole_by_pairs
 
 
 @settings(max_examples=40, deadline=None)

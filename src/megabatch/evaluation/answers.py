@@ -137,10 +137,14 @@ def _place_by_pairs(x: Tensor, y: Tensor, right: Right, group: object) -> Placed
     and those equal to it have the same number of columns above.
     """
     rows, columns = right.pairs()
-    part = local_range(len(rows), group, block=block_shape(x)[0])
-    mine = slice(part.start, part.stop)
-    counted = torch.stack(ranks(x[rows[mine]], y, columns[mine], group="local"), dim=1)
-    above_each, equal_each = all_gather_rows(counted, group).unbind(1)
+    block = block_shape(x)[0]
+    part = local_range(len(rows), group, block=block)
+    step = block * max(1, _CHUNK_ELEMENTS // (block * max(1, x.shape[1])))  # bounds x[rows]
+    counted = [rows.new_zeros(0, 2)]
+    for start in range(part.start, part.stop, step):
+        some = slice(start, min(part.stop, start + step))
+        counted.append(torch.stack(ranks(x[rows[some]], y, columns[some], group="local"), dim=1))
+    above_each, equal_each = all_gather_rows(torch.cat(counted), group).unbind(1)
     most = torch.full_like(right.counts, len(y))
     above = most.scatter_reduce(0, rows, above_each, "amin")
     is_best = above_each == above[rows]
