@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,3 +104,22 @@ def test_a_mistake_on_one_process_is_told_on_all(world: World) -> None:
         (data / "classnames.txt").unlink()
     with pytest.raises(UsageError, match=r"give names by --class-names \(rank 1\)"):
         evaluate(EvalConfig(run=run, class_data=str(data)))
+
+
+@on_processes(2)
+def test_other_files_or_settings_on_one_process_are_refused(world: World) -> None:
+    tables = [caption_table(world.folder / f"{world.rank}-{n}" / "pairs", n) for n in (3, 4)]
+    settings: dict[str, Any] = {"output": world.folder / "out", "val_data": "pairs/pairs.csv"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tables[world.rank].parents[1])
+        with pytest.raises(UsageError, match=r"^samples of .* task 1: 4 on rank 1, 3 on rank 0;"):
+            evaluate(EvalConfig(model="glyph-small", **settings))
+        patch.chdir(tables[0].parents[1])
+        with pytest.raises(UsageError, match=r"^--batch-size: 8 on rank 1, 7 on rank 0; expected"):
+            evaluate(EvalConfig(model="glyph-small", batch_size=7 + world.rank, **settings))
+        state = create("glyph-small").module.state_dict()
+        state["logit_scale"] += world.rank
+        save_file(state, "some.safetensors")
+        pretrained = Path("some.safetensors")
+        with pytest.raises(UsageError, match=r"^checksum of the weights: \d+ on rank 1, "):
+            evaluate(EvalConfig(model="glyph-small", pretrained=pretrained, **settings))

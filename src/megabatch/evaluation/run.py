@@ -26,6 +26,7 @@ from megabatch.evaluation.report.content import NAME as REPORT
 from megabatch.evaluation.report.content import Confusion
 from megabatch.evaluation.report.write import Shown, write_report
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
+from megabatch.evaluation.same_on_ranks import check_ranks
 from megabatch.evaluation.samples import Labelled, first_of, open_labelled
 from megabatch.evaluation.tasks import Task, digit_baseline, glyph_tasks, pairs_task, record, score
 from megabatch.evaluation.zeroshot import (
@@ -110,6 +111,7 @@ def evaluate(
     several = rank_and_size(group)[1] > 1
     plan = on_all_ranks(lambda: _prepare(config, several, writes=is_first(group)), group)
     opened, tasks, classes = plan.opened, plan.tasks, plan.classes
+    check_ranks(config, opened, tasks, classes, group)
     for line in _announcement(plan, config):
         announce(line)
     opened.towers.module.to(plan.device)

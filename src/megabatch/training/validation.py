@@ -19,6 +19,7 @@ from megabatch.config.settings import TrainConfig
 from megabatch.data.fetch import random_state_kept
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, create
+from megabatch.ranks import on_all_ranks
 from megabatch.training.log import log_validation
 from megabatch.training.trackers import Trackers
 from megabatch.training.world import World
@@ -43,13 +44,17 @@ class Validation:
         from megabatch.evaluation.config import EvalConfig
         from megabatch.evaluation.run import open_tasks
         from megabatch.evaluation.run_folder import Opened
+        from megabatch.evaluation.same_on_ranks import check_ranks
 
         self._world = world
         settings = to_dict(config)
         with random_state_kept():
             self._towers = create(config.model, options=ModelOptions.of(settings))
         opened = Opened(self._towers, None, config.output, settings)
-        tasks, classes = open_tasks(EvalConfig(run=config.output, val_data=config.val_data), opened)
+        evaluation = EvalConfig(run=config.output, val_data=config.val_data)
+        group = None if world.size > 1 else "local"
+        tasks, classes = on_all_ranks(lambda: open_tasks(evaluation, opened), group)
+        check_ranks(evaluation, opened, tasks, classes, group)
         # Baselines do not depend on the weights.
         self._tasks = [replace(task, baseline=None) for task in tasks]
         self._classes = None if classes is None else replace(classes, baseline=None)
