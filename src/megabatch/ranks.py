@@ -46,7 +46,7 @@ def lost_rank_told(stage: str, rank: int, size: int, within: str) -> Iterator[No
         if size == 1 or not _is_communication(error):
             raise
         raise Gone(
-            f"rank {rank} of {size}, {stage}: another process is gone or did not come within "
+            f"rank {rank} of {size}, {stage}: another process is gone, or did not respond within "
             f"{within}: {one_line(error, 400)}"
         ) from error
 
