@@ -38,7 +38,7 @@ class Gone(UsageError):
 def lost_rank_told(stage: str, rank: int, size: int, within: str) -> Iterator[None]:
     """Turn a failed communication into `Gone`, one line that names this rank and the stage.
 
-    `within`: the time that other ranks have, in words.
+    `within`: a description of the time that other ranks have.
     """
     try:
         yield

@@ -126,8 +126,8 @@ def test_a_group_that_cannot_be_formed_is_told(monkeypatch: pytest.MonkeyPatch) 
     [
         (
             CommunicationError("gathering: rank 2 of the group is gone"),
-            "rank {} of 3, evaluating: another process is gone, or did not respond within two hours: "
-            "gathering: rank 2 of the group is gone",
+            "rank {} of 3, evaluating: another process is gone, or did not respond within two "
+            "hours: gathering: rank 2 of the group is gone",
             False,
         ),
         (OutOfMemory("out of memory"), "out of memory", False),

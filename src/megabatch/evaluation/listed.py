@@ -109,7 +109,7 @@ def open_tables(
 
 
 def _join_rows(table: Table, files: ImageFiles, found: dict[Any, ListedImage]) -> list[str]:
-    """Add a table's images, with the captions of all their rows, to `found`; damage, in words.
+    """Add a table's images, with the captions of all their rows, to `found`; returns the damage.
 
     `found`: the images of the tables so far, in order of first use. The same name is the same image
     if it is searched for in the same folders.

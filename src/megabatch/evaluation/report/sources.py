@@ -43,7 +43,7 @@ class Source:
 
     @property
     def outdated(self) -> str:
-        """The steps of the evaluation and of the log, in words, if the run went on since; or ""."""
+        """A remark on the steps of the evaluation and of the log; "" if the run did not go on."""
         step = self.evaluated_step
         if step is None or step >= self.last_step:
             return ""
