@@ -292,6 +292,18 @@ def fsdp() -> None:
         assert torch_internals.fsdp_groups(fully_shard(torch.nn.ReLU())) == []
 
 
+def delayed() -> None:
+    with group_of_one():
+        module = torch.nn.Linear(2, 2)
+        assert not torch_internals.delays_all_reduce(DistributedDataParallel(module))
+        wrapped = DistributedDataParallel(
+            module,
+            delay_all_reduce_named_params=[("weight", module.weight)],
+            param_to_hook_all_reduce=module.bias,
+        )
+        assert torch_internals.delays_all_reduce(wrapped)
+
+
 def retained() -> None:
     seen = []
     x = torch.ones(2, requires_grad=True)
@@ -325,6 +337,18 @@ def tensor_hooks() -> None:
     assert calls == []
 
 
+def accumulation_hooks() -> None:
+    calls = []
+    x = torch.ones(2, requires_grad=True)
+    assert not torch_internals.accumulation_hooks(x)
+    handle = x.register_post_accumulate_grad_hook(lambda p: calls.append("hook"))
+    hooks = torch_internals.accumulation_hooks(x)
+    assert hooks is not None
+    hooks[handle.id] = lambda p: calls.append("other")  # autograd holds this very dictionary
+    x.sum().backward()
+    assert calls == ["other"]
+
+
 def parametrizations() -> None:
     layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
     with torch.nn.utils.parametrize.cached():
@@ -355,9 +379,11 @@ CHECKS: dict[str, Callable[[], None]] = {
     "nn.Module._forward_hooks": hooks,
     "_dynamo.OptimizedModule._orig_mod": compiled_as_a_whole,
     "distributed.fsdp.FSDPModule._get_fsdp_state": fsdp,
+    "nn.parallel.DistributedDataParallel._delay_all_reduce_params": delayed,
     "_C._autograd._get_current_graph_task_keep_graph": retained,
     "_C._will_engine_execute_node": executed,
     "Tensor._backward_hooks": tensor_hooks,
+    "Tensor._post_accumulate_grad_hooks": accumulation_hooks,
     "Tensor._version": version,
     "nn.utils.parametrize._cache_enabled": parametrizations,
     "nn.utils.parametrize._cache": parametrizations,

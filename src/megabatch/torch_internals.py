@@ -44,10 +44,12 @@ PURPOSES = {
     "_dynamo.OptimizedModule._orig_mod": "to know whether a module was compiled as a whole",
     "distributed.fsdp.FSDPModule._get_fsdp_state": "to ask FSDP2 what it synchronises, so that it "
     "can be put back",
+    "nn.parallel.DistributedDataParallel._delay_all_reduce_params": "to refuse this kind of DDP",
     "_C._autograd._get_current_graph_task_keep_graph": "to know whether a backward pass is run "
     "with retain_graph=True",
     "_C._will_engine_execute_node": "to know which gradients a backward pass accumulates",
     "Tensor._backward_hooks": "to call a tensor's hooks once, with its whole gradient",
+    "Tensor._post_accumulate_grad_hooks": "to call these hooks only if there is a gradient",
     "Tensor._version": "to know whether a tensor was changed in place since",
     "nn.utils.parametrize._cache_enabled": "to compute parametrized weights in each forward pass "
     "of gradient caching",
@@ -270,6 +272,11 @@ def fsdp_groups(module: Any) -> list[Any]:
     return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)
 
 
+def delays_all_reduce(module: Any) -> bool:
+    """Whether DDP reduces gradients in a hook of its own (`delay_all_reduce_named_params`)."""
+    return bool(module._delay_all_reduce_params)
+
+
 # --- backward passes ------------------------------------------------------------------------------
 
 
@@ -290,6 +297,12 @@ def will_execute(node: Any) -> bool:
 def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:
     """The hooks of `Tensor.register_hook` by id, in the dictionary that autograd itself holds."""
     hooks: dict[int, Any] | None = tensor._backward_hooks
+    return hooks
+
+
+def accumulation_hooks(leaf: Tensor) -> dict[int, Any] | None:
+    """Those of `register_post_accumulate_grad_hook`, likewise."""
+    hooks: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
     return hooks
 
 

@@ -228,6 +228,18 @@ def test_a_static_graph_is_refused():
 
 
 @pytest.mark.usefixtures("_one_process")
+def test_delayed_reductions_are_refused():
+    tower = Tower()
+    encoder = DistributedDataParallel(
+        tower,
+        delay_all_reduce_named_params=[*tower.second.named_parameters("second")],
+        param_to_hook_all_reduce=tower.first.weight,
+    )
+    with pytest.raises(ValueError, match="delay_all_reduce_named_params"):
+        GradientCache((encoder, encoder), clip_loss, 2)(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+
+
+@pytest.mark.usefixtures("_one_process")
 def test_an_encoder_that_the_loss_does_not_use_stops_no_later_step():
     encoders = tuple(DistributedDataParallel(Tower()) for _ in range(2))
     x, unused = torch.randn(4, WIDTH), encoders[1].module

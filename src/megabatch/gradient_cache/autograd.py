@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from megabatch.torch_internals import tensor_hooks, will_execute
+from megabatch.torch_internals import (
+    accumulation_hooks,
+    tensor_hooks,
+    version_of,
+    will_execute,
+)
 
 
 class Backward(Protocol):
@@ -143,3 +148,45 @@ def put_hooks_back(tensor: Tensor, aside: dict[int, Any]) -> None:
         everything = dict(sorted({**hooks, **aside}.items()))
         hooks.clear()
         hooks.update(everything)
+
+
+def spare_hooks(leaf: Tensor) -> None:
+    """Let a leaf's hooks be called only if it gets a gradient.
+
+    Autograd calls those of all inputs of a node, also where the node gives no gradient. Hooks keep
+    their handles, and do the same as before otherwise.
+    """
+    for hooks, kind in ((tensor_hooks(leaf), _IfDefined), (accumulation_hooks(leaf), _IfAdded)):
+        if hooks:  # autograd holds this very dictionary
+            spared = {
+                key: hook.hook if isinstance(hook, kind) else hook for key, hook in hooks.items()
+            }
+            hooks.update({key: kind(hook, leaf) for key, hook in spared.items()})
+
+
+class _IfDefined:
+    """A hook of `Tensor.register_hook`, called with a gradient only."""
+
+    def __init__(self, hook: Any, leaf: Tensor) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else self.hook(gradient)
+
+
+class _IfAdded:
+    """A hook after accumulation, called only if `.grad` has changed since this object was made."""
+
+    def __init__(self, hook: Any, leaf: Tensor) -> None:
+        self.hook = hook
+        self.before: tuple[Tensor | None, int] | None = _with_version(leaf.grad)
+
+    def __call__(self, leaf: Tensor) -> None:
+        before, self.before = self.before, None
+        gradient, version = _with_version(leaf.grad)
+        if before is None or gradient is not before[0] or version != before[1]:
+            self.hook(leaf)
+
+
+def _with_version(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    return tensor, 0 if tensor is None else version_of(tensor)

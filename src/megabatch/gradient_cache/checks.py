@@ -149,8 +149,26 @@ def _number(bits: int) -> float:
     return float(number)
 
 
+class _Watched:
+    """A tensor with its version, and its memory unless its owner moves it.
+
+    `parameter.data = ...` changes the memory alone. As the old memory is held, the new one cannot
+    have its address.
+    """
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        self.memory = tensor.detach() if _stays_in_place(tensor) else None
+
+    def changed(self) -> bool:
+        moved = self.memory is not None and self.memory.data_ptr() != self.tensor.data_ptr()
+        return moved or version_of(self.tensor) != self.version
+
+
 class Versions:
-    """Saved versions of an encoder's parameters and batches, to find changes in place."""
+    """Saved versions of an encoder's parameters and batches, to find changes of them."""
 
     def __init__(
         self,
@@ -160,26 +178,42 @@ class Versions:
     ) -> None:
         """Save them; names are for messages. Rows that are made on access have no version."""
         # FSDP2 replaces shards by whole parameters while it needs them.
-        sharded = any(not isinstance(wrapper, DistributedDataParallel) for wrapper in wrappers)
-        named = {
-            f"parameter {name}": parameter
-            for name, parameter in parameters.items()
-            if not sharded or hasattr(parameter, "device_mesh")
-        }
-        for name, batch in batches.items():
-            named |= named_tensors(batch, name)
-        self._versions = {
-            name: (tensor, version_of(tensor))
-            for name, tensor in named.items()
+        self._sharded = any(not isinstance(w, DistributedDataParallel) for w in wrappers)
+        self._parameters: list[_Watched] = []
+        self.watch((f"parameter {name}", parameter) for name, parameter in parameters.items())
+        self._batches = [
+            _Watched(inner, tensor)
+            for name, batch in batches.items()
+            for inner, tensor in named_tensors(batch, name).items()
             if not tensor.is_inference()
-        }
+        ]
+
+    def watch(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Save versions of further parameters, with their names."""
+        known = {id(watched.tensor) for watched in self._parameters}
+        for name, parameter in parameters:
+            whole = self._sharded and not hasattr(parameter, "device_mesh")
+            if not whole and id(parameter) not in known and not parameter.is_inference():
+                self._parameters.append(_Watched(name, parameter))
 
     def changed(self) -> str:
         """The name of a tensor that was changed since; "" if none was."""
-        for name, (tensor, version) in self._versions.items():
-            if version_of(tensor) != version:
-                return name
-        return ""
+        return self.changed_parameter() or _first_changed(self._batches)
+
+    def changed_parameter(self) -> str:
+        """The same, of parameters alone."""
+        return _first_changed(self._parameters)
+
+
+def _first_changed(watched: Iterable[_Watched]) -> str:
+    return next((tensor.name for tensor in watched if tensor.changed()), "")
+
+
+def _stays_in_place(tensor: Tensor) -> bool:
+    """Whether only a new value moves it: not FSDP1, DeepSpeed, or DDP's own mixed precision."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    moved = any(hasattr(tensor, name) for name in ("_fsdp_flattened", "ds_id", "_mp_param"))
+    return plain and not tensor.is_meta and not moved
 
 
 class PassesCheck:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -351,12 +351,29 @@ class Encoding:
         graph_inputs = self._graph_inputs()
         reached = reached_from(outputs, graph_inputs)
         known = all(leaf in sums for leaf in reached.leaves.values())
+        self._check_hooks([] if known and not self._hidden_leaves else reached.leaves.values())
         if self.direct or reached.reentrant or not known:
             if last and not reached.reentrant:
                 check_all_used(self.name, self.wrappers, reached.leaves)
             torch.autograd.backward(outputs, upstream)
         else:
             sums.add_from(outputs, upstream, [*reached.leaves.values(), *graph_inputs])
+
+    def _check_hooks(self, hidden: Iterable[Tensor]) -> None:
+        """Check that no earlier micro-batch's backward pass has changed weights.
+
+        An optimizer in a hook of a gradient does, where hooks see each micro-batch's gradient.
+        """
+        self.versions.watch((f"a parameter {(*p.shape,)}, out of sight,", p) for p in hidden)
+        changed = self.versions.changed_parameter()
+        if changed:
+            raise RuntimeError(
+                f"GradientCache: {changed} of {self.name} was changed during the backward pass, "
+                "before its last micro-batch: a hook on gradients steps an optimizer. Here hooks "
+                "are called for each micro-batch (with DistributedDataParallel, a reentrant "
+                "checkpoint, or a parameter that is out of sight, inside an encoder): call "
+                "optimizer.step() after loss.backward() instead. Weights have changed: start anew"
+            )
 
     def _encode(self, parts: Parts) -> Outputs:
         *positional, named = parts

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.gradient_cache.autograd import is_accumulated, reached_from
+from megabatch.gradient_cache.autograd import is_accumulated, reached_from, spare_hooks
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.forward_context import ForwardContext
 from megabatch.gradient_cache.offload import OffloadPolicy, to_host
@@ -123,10 +123,32 @@ class SecondPass:
                 torch.clear_autocast_cache()  # casts from the first pass have no graph
                 self._backward_of_loss(upstream, sums)
                 self._second_pass(sums)
-            return sums.results() or [None]
+            results = sums.results()
+            for tensor, gradient in zip(self.inputs, results, strict=True):
+                if gradient is None and tensor.is_leaf:
+                    spare_hooks(tensor)
+            return results or [None]
         finally:
             set_random_state(random_state)
             self._release()
+
+    def check_forward_passes(self) -> None:
+        """Check, after the first pass, that forward passes have changed no tensor.
+
+        Raises:
+            RuntimeError: one has, as a model does that updates a moving average of its weights.
+        """
+        for encoding in self.encodings:
+            versions = encoding.versions
+            # What happens to the rows of an encoder that is not run again does not matter.
+            changed = versions.changed() if encoding.requires_grad else versions.changed_parameter()
+            if changed:
+                raise RuntimeError(
+                    f"GradientCache: a forward pass changed {changed} of {encoding.name}. There "
+                    "are several forward passes for a batch, so it would change several times: "
+                    "leave that out of the encoders' forward, and do it once for each step (the "
+                    "update of a moving average of weights: after optimizer.step())"
+                )
 
     def _check(self, all_accumulated: bool) -> None:
         if self.begun:

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.torch_internals import fsdp_groups, is_batch_norm, is_instance_norm
+from megabatch.torch_internals import (
+    delays_all_reduce,
+    fsdp_groups,
+    is_batch_norm,
+    is_instance_norm,
+)
 
 #: Items of a list up to which it may be one of models; datasets are longer.
 SHORT = 64
@@ -126,6 +131,11 @@ def gradient_wrappers(modules: list[nn.Module]) -> list[nn.Module]:
                 raise ValueError(
                     "encoders: DistributedDataParallel(static_graph=True) cannot hold back its "
                     "synchronisation; expected static_graph=False"
+                )
+            if delays_all_reduce(module):  # by a hook, which no_sync does not hold back
+                raise ValueError(
+                    "encoders: DistributedDataParallel(delay_all_reduce_named_params=...) cannot "
+                    "hold back the reduction of these parameters; expected None"
                 )
             wrappers.append(module)
         elif hasattr(module, "set_requires_gradient_sync"):

@@ -225,9 +225,10 @@ class GradientCache:
             TypeError: a batch, an encoder's output or the loss has a wrong type.
             ValueError: no rank has a row, or batches differ in size; an output is neither per
                 sample nor shared; the loss is not one number or needs no gradient;
-                DistributedDataParallel has `static_graph=True`, which does not support `no_sync`;
-                ranks make different calls.
-            RuntimeError: an optimizer stepped, but the last step's loss was not backpropagated.
+                DistributedDataParallel has `static_graph=True` or `delay_all_reduce_named_params`,
+                which do not support `no_sync`; ranks make different calls.
+            RuntimeError: an optimizer stepped, but the last step's loss was not backpropagated;
+                a forward pass changed a parameter or a batch in place.
                 From `backward()`: it was called a second time, or with `retain_graph` or
                 `create_graph`; a parameter or a batch was changed in place since the step;
                 `torch.autograd.grad` or `inputs=` is used with a wrapper inside the encoders. These
@@ -272,6 +273,7 @@ class GradientCache:
                         encoding.forward_once()
                     else:
                         encoding.forward(second_pass=True, check=check)
+            second_pass.check_forward_passes()
             # Autocast caches casts of weights; those made without a graph pass no gradient on.
             torch.clear_autocast_cache()
             args, kwargs = self._loss_arguments(encodings)
