@@ -268,6 +268,10 @@ def test_a_group_trains_as_the_distributed_wrapper(world: World) -> None:
         for other in found[1:]:
             torch.testing.assert_close(found[0][1], other[1])
         torch.testing.assert_close(found[1][0], found[2][0])
+        with pytest.raises(
+            ValueError, match='group: expected "local" inside DistributedLossWrapper'
+        ):
+            DistributedLossWrapper(grouped)(world.shard(rows(12), [6, 6]), labels[:6])
 
 
 @on_processes(2)

@@ -8,12 +8,14 @@ only `compute_loss` is replaced. docs/integrations/pytorch_metric_learning.md li
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning import distances, losses, reducers
 from pytorch_metric_learning.utils import common_functions as c_f
 from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
+from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +49,7 @@ class SupConLoss(losses.SupConLoss):
     Args:
         temperature: a positive number, or a tensor of shape () or (1,) that may be learnt.
         group: processes that share one batch: "local", None for the default group, or a process
-            group. This replaces `DistributedLossWrapper`.
+            group. This replaces `DistributedLossWrapper`, inside which it must be "local".
         **kwargs: distance, reducer, embedding_regularizer, embedding_reg_weight, collect_stats.
 
     Raises:
@@ -191,6 +193,12 @@ def _operands(
     y = x if ref_emb is embeddings else _features(loss.distance, ref_emb)
     loss.distance.reset_stats()
     loss.distance.set_default_stats(embeddings, ref_emb, x, y)
+    if group_name(loss.group) and _is_called_by(DistributedLossWrapper.forward):
+        raise ValueError(
+            'group: expected "local" inside DistributedLossWrapper, which gathers the embeddings '
+            "of all processes itself, so that each would count once for every process; use the "
+            "loss without the wrapper"
+        )
     if indices_tuple is not None:
         if group_name(loss.group):
             raise ValueError(
@@ -206,6 +214,14 @@ def _operands(
             )
         return x, None, _ids("labels", labels, x)
     return x, y, (_ids("labels", labels, x), _ids("ref_labels", ref_labels, y))
+
+
+def _is_called_by(function: Any) -> bool:
+    """Whether this call comes from inside a function; in compiled code nobody knows."""
+    frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _features(distance: Any, embeddings: Tensor) -> Tensor:
