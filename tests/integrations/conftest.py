@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
+
+from tests.models.tiny_bert import save_tiny_bert
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +20,11 @@ def _new_accelerator() -> Iterator[None]:
         yield
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sentence encoder's weights and tokenizer in `bert`."""
+    folder = tmp_path_factory.mktemp("sentence-transformers")
+    save_tiny_bert(folder / "bert")
+    return folder

@@ -1,35 +1,32 @@
-"""The ranking losses train as those of sentence-transformers that they replace."""
+"""The ranking losses have the values and gradients of sentence-transformers' that they replace."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import json
-import multiprocessing
-import os
-import traceback
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch.training.world import leave
-from tests.gradient_cache.test_trainers import options, pretend_torchrun, weights_of
-from tests.models.tiny_bert import save_tiny_bert
-from tests.similarity.distributed.processes import forked, new_store
+from tests.integrations.sentence_encoders import (
+    OTHER_DIRECTIONS,
+    SYMMETRIC,
+    WIDTH,
+    bert,
+    embeddings,
+    library,
+    loss_and_gradients,
+    modules,
+    static,
+    without_dropout,
+)
 
-library: Any = pytest.importorskip("sentence_transformers", minversion="5.4")
-datasets: Any = pytest.importorskip("datasets")
-transformers: Any = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 util: Any = library.util
+transformers: Any = pytest.importorskip("transformers")
 losses: Any = importlib.import_module("sentence_transformers.sentence_transformer.losses")
-modules: Any = importlib.import_module("sentence_transformers.sentence_transformer.modules")
 
 from megabatch.integrations.sentence_transformers import (  # noqa: E402
     MegabatchGISTEmbedLoss,
@@ -38,30 +35,20 @@ from megabatch.integrations.sentence_transformers import (  # noqa: E402
     _sorted_by_length,
 )
 
-OTHER_DIRECTIONS = ["query_to_query", "doc_to_query", "doc_to_doc"]
-SYMMETRIC = ("query_to_doc", "doc_to_query")
-EVERY_DIRECTION = ("query_to_doc", *OTHER_DIRECTIONS)
 TERMS = [
     (("query_to_doc", *others), "joint")
     for count in range(4)
     for others in combinations(OTHER_DIRECTIONS, count)
 ] + [(("query_to_doc",), "per_direction"), (SYMMETRIC, "per_direction")]
 HARDNESS = [None, "in_batch_negatives", "hard_negatives", "all_negatives"]
-SAMPLES, BATCH, WIDTH = 16, 4, 16
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    return bert(folder)
 
 
 # --- the loss of embeddings -----------------------------------------------------------------------
-
-
-def loss_and_gradients(loss: Any, columns: list[Tensor]) -> list[Tensor]:
-    embeddings = [column.clone().requires_grad_() for column in columns]
-    value = loss.compute_loss_from_embeddings(embeddings, None)
-    return [value.detach(), *torch.autograd.grad(value, embeddings)]
-
-
-def embeddings(rows: int, columns: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(rows)
-    return list(torch.randn(columns, rows, 6, generator=generator, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("hardness_mode", HARDNESS)
@@ -136,170 +123,6 @@ def test_wrong_settings_and_columns_are_refused_as_by_the_library(model: Any) ->
             kind(model)([model.preprocess(["a b"])], None)
 
 
-# --- training -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sentence-transformers")
-    save_tiny_bert(folder / "bert")
-    return folder
-
-
-@pytest.fixture
-def model(folder: Path) -> Any:
-    return bert(folder)
-
-
-def bert(folder: Path) -> Any:
-    """A sentence encoder with dropout."""
-    torch.manual_seed(0)
-    parts = [modules.Transformer(str(folder / "bert")), modules.Pooling(WIDTH)]
-    return library.SentenceTransformer(modules=parts, device="cpu")
-
-
-def static(folder: Path) -> Any:
-    """A sentence encoder of word embeddings alone."""
-    torch.manual_seed(0)
-    tokenizer = bert(folder).tokenizer.backend_tokenizer
-    words = modules.StaticEmbedding(tokenizer, embedding_dim=WIDTH)
-    return library.SentenceTransformer(modules=[words], device="cpu")
-
-
-def texts(columns: int) -> Any:
-    """Samples of an anchor, a positive and any negatives."""
-    letters = "abcdefgh"
-    names = ["anchor", "positive", "negative_1", "negative_2"][:columns]
-    words = [f"{letters[i % 8]} {letters[i // 8]}" for i in range(SAMPLES)]
-    endings = ["", " h h", " a", " c d e"]
-    return datasets.Dataset.from_dict(
-        {
-            name: [words[i - shift] + ending for i in range(SAMPLES)]
-            for name, ending, shift in zip(names, endings, (0, 0, 3, 5), strict=False)
-        }
-    )
-
-
-def train(
-    folder: Path, model: Any, make_loss: Callable[[Any], Any], data: Any, **arguments: Any
-) -> Any:
-    # Without clipping, SGD's steps are proportional to the gradients and show a wrong factor.
-    plain = {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 1000.0}
-    settings = options(folder / "run") | plain | arguments
-    trainer = library.SentenceTransformerTrainer(
-        model,
-        library.SentenceTransformerTrainingArguments(**settings),
-        train_dataset=data,
-        eval_dataset=data,
-        loss=make_loss(model),
-    )
-    trainer.train()
-    return trainer
-
-
-def train_both(
-    folder: Path,
-    make_loss: Callable[[Any, Any], Any],
-    data: Any,
-    *,
-    loss_classes: tuple[Any, Any] = (
-        MegabatchRankingLoss,
-        losses.CachedMultipleNegativesRankingLoss,
-    ),
-    make_model: Callable[[Path], Any] = bert,
-    tolerance: float = 1e-5,
-    **arguments: Any,
-) -> None:
-    """Train with each loss; assert equal weights and evaluations, and that weights have moved.
-
-    tolerance: of weights, relative to the largest of a tensor, which may be much larger than 1.
-    """
-    before = weights_of(make_model(folder))
-    weights, evaluations = [], []
-    for loss_class in loss_classes:
-        make = functools.partial(make_loss, loss_class)
-        trainer = train(folder, make_model(folder), make, data, **arguments)
-        weights.append(weights_of(trainer.model))
-        evaluations.append({k: v for k, v in trainer.evaluate().items() if k.endswith("_loss")})
-    found, expected = weights
-    assert max((found[name] - before[name]).abs().max().item() for name in before) > 1e-3
-    for name, value in found.items():
-        atol = tolerance * max(1.0, expected[name].abs().max().item())
-        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=atol, msg=name)
-    assert evaluations[0] == pytest.approx(evaluations[1], rel=10 * tolerance)
-
-
-def ranking_loss(settings: dict[str, Any], kind: Any, model: Any) -> Any:
-    return kind(model, **settings)
-
-
-def test_trains_as_the_library_does(folder: Path) -> None:
-    settings = {
-        "mini_batch_size": 3,
-        "directions": EVERY_DIRECTION,
-        "hardness_mode": "in_batch_negatives",
-        "hardness_strength": 5.0,
-    }
-    train_both(folder, functools.partial(ranking_loss, settings), texts(4))
-
-
-def test_trains_as_the_library_does_inside_matryoshka_loss(folder: Path) -> None:
-    def matryoshka(kind: Any, model: Any) -> Any:
-        loss = kind(model, mini_batch_size=3)
-        return losses.MatryoshkaLoss(model, loss, [WIDTH, 6], [1, 0.5])
-
-    train_both(folder, matryoshka, texts(2))
-
-
-def test_trains_as_the_library_does_on_several_datasets(folder: Path) -> None:
-    def each(kind: Any, model: Any) -> Any:
-        symmetric = {"directions": SYMMETRIC, "partition_mode": "per_direction"}
-        return {"a": kind(model, mini_batch_size=2, **symmetric), "b": kind(model, scale=50)}
-
-    train_both(folder, each, datasets.DatasetDict({"a": texts(2), "b": texts(3)}))
-
-
-def test_trains_as_the_library_does_in_bfloat16_with_checkpointing(folder: Path) -> None:
-    def checkpointed(folder: Path) -> Any:
-        model = bert(folder)
-        model[0].auto_model.gradient_checkpointing_enable()
-        return model
-
-    cached = functools.partial(ranking_loss, {"mini_batch_size": 3})
-    # Older trainers compute the loss under autocast, where the library rounds scores to bfloat16.
-    tolerance = 1e-5 if int(transformers.__version__.partition(".")[0]) >= 5 else 0.03
-    train_both(folder, cached, texts(2), make_model=checkpointed, bf16=True, tolerance=tolerance)
-
-
-def guided(guide: Any, kind: Any, model: Any) -> Any:
-    return kind(model, guide, mini_batch_size=3, margin=0.05, gather_across_devices=True)
-
-
-def test_trains_as_the_library_does_with_a_guide(folder: Path) -> None:
-    loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
-
-    def matryoshka(kind: Any, model: Any) -> Any:
-        return losses.MatryoshkaLoss(model, guided(bert(folder), kind, model), [WIDTH, 6])
-
-    train_both(folder, matryoshka, texts(3), loss_classes=loss_classes)
-
-
-def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
-    loss_classes = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
-
-    def matryoshka(kind: Any, model: Any) -> Any:
-        return losses.MatryoshkaLoss(model, kind(model), [WIDTH, 6])
-
-    train_both(
-        folder,
-        functools.partial(ranking_loss, {}),
-        texts(3),
-        loss_classes=loss_classes,
-        make_model=static,
-    )
-    train_both(folder, matryoshka, texts(2), loss_classes=loss_classes)
-
-
 def test_static_embeddings_are_refused_with_caching(folder: Path) -> None:
     with pytest.raises(ValueError, match="StaticEmbedding"):
         MegabatchRankingLoss(static(folder))
@@ -316,23 +139,54 @@ def test_model_cards_cite_the_papers(folder: Path, model: Any) -> None:
         assert "cheng2024breaking" in loss.citation
 
 
-def test_model_cards_show_the_loss(folder: Path, model: Any) -> None:
-    loss = MegabatchRankingLoss(model, scale=30, directions=SYMMETRIC, mini_batch_size=3)
-    theirs = losses.CachedMultipleNegativesRankingLoss(
-        model, scale=30, directions=SYMMETRIC, mini_batch_size=3
-    )
-    assert loss.get_config_dict() == theirs.get_config_dict()
-    trainer = train(folder, model, lambda _: loss, texts(2))
-    trainer.create_model_card()
-    card = (folder / "run" / "README.md").read_text()
-    for part in (
-        "megabatch.integrations.sentence_transformers.MegabatchRankingLoss",
-        '"scale": 30',
-        '"mini_batch_size": 3',
-        "@misc{gao2021scaling",
-        "@misc{cheng2024breaking",
+# --- sparse encoders ------------------------------------------------------------------------------
+
+
+def splade(folder: Path) -> Any:
+    """A sparse encoder, in training mode and without dropout, as its pooling works in place."""
+    sparse = importlib.import_module("sentence_transformers.sparse_encoder")
+    parts = importlib.import_module("sentence_transformers.sparse_encoder.modules")
+    config = transformers.AutoConfig.from_pretrained(folder / "bert")
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(config).save_pretrained(folder / "masked")
+    bert(folder).tokenizer.save_pretrained(folder / "masked")
+    words = parts.MLMTransformer(str(folder / "masked"))
+    model = sparse.SparseEncoder(modules=[words, parts.SpladePooling("max")], device="cpu")
+    return without_dropout(model.double())
+
+
+def autoencoder(folder: Path) -> Any:
+    """Sparse features of dense ones, as `CSRLoss` trains them."""
+    sparse = importlib.import_module("sentence_transformers.sparse_encoder")
+    parts = importlib.import_module("sentence_transformers.sparse_encoder.modules")
+    torch.manual_seed(0)
+    sparsify = parts.SparseAutoEncoder(input_dim=WIDTH, hidden_dim=32, k=8, k_aux=16)
+    model = sparse.SparseEncoder(modules=[*bert(folder), sparsify], device="cpu")
+    return without_dropout(model.double())
+
+
+@pytest.mark.parametrize("wrapper", ["SpladeLoss", "CachedSpladeLoss", "CSRLoss"])
+def test_losses_of_sparse_encoders_take_it(wrapper: str, folder: Path) -> None:
+    sparse = importlib.import_module("sentence_transformers.sparse_encoder.losses")
+    if not hasattr(sparse, wrapper):
+        pytest.skip(f"this release has no {wrapper}")
+    options: dict[str, Any] = {"document_regularizer_weight": 0.1, "query_regularizer_weight": 0.2}
+    options |= {"mini_batch_size": 2} if wrapper == "CachedSpladeLoss" else {}
+    results = []
+    for kind, settings in (
+        (UncachedMegabatchRankingLoss, {"scale": 1.0, "similarity_fct": util.dot_score}),
+        (sparse.SparseMultipleNegativesRankingLoss, {}),
     ):
-        assert part in card
+        model = (autoencoder if wrapper == "CSRLoss" else splade)(folder)
+        loss = getattr(sparse, wrapper)(
+            model, kind(model, **settings), **({} if wrapper == "CSRLoss" else options)
+        )
+        value = sum(loss(different_lengths(model), None).values())
+        value.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([value.detach(), *gradients])
+    assert max(gradient.abs().max() for gradient in results[0][1:]) > 1e-3
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 # --- texts in order of their lengths --------------------------------------------------------------
@@ -388,28 +242,6 @@ def test_sorted_texts_give_the_librarys_loss_and_gradients(
             assert sum(mask.numel() for mask in encoded) < 0.9 * tokens
 
 
-def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -> None:
-    words = ["a b c d e f g", "b", "c d", "a c e g b d f h", "f", "e f g", "g h", "h"]
-    data = datasets.Dataset.from_dict(
-        {"anchor": words * 2, "positive": words[3:] + words + ["a"] * 3}
-    )
-
-    def without_dropout(folder: Path) -> Any:
-        model = bert(folder)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if hasattr(module, "attention_probs_dropout_prob"):
-                module.attention_probs_dropout_prob = 0.0
-        return model
-
-    def matryoshka(kind: Any, model: Any) -> Any:
-        loss = kind(model, mini_batch_size=3)
-        return losses.MatryoshkaLoss(model, loss, [WIDTH, 6], [1, 0.5])
-
-    train_both(folder, matryoshka, data, make_model=without_dropout)
-
-
 def test_texts_are_sorted_where_padding_is_masked(model: Any, folder: Path) -> None:
     assert MegabatchRankingLoss(model).sort_by_length
     assert MegabatchGISTEmbedLoss(model, bert(folder)).sort_by_length
@@ -430,81 +262,3 @@ def test_other_inputs_than_rows_of_tokens_are_not_sorted(model: Any) -> None:
     pictures = {**texts, "pixel_values": torch.zeros(2, 3, 4, 4)}
     for features in (flat, pictures):
         assert _sorted_by_length(features) == (features, None)
-
-
-# --- two ranks ------------------------------------------------------------------------------------
-
-
-def train_on_ranks(folder: Path) -> None:
-    """Both losses on the ranks of one DistributedDataParallel model, gathering and not."""
-    for gather_across_devices in (True, False):
-        settings = {
-            "mini_batch_size": 3,
-            "gather_across_devices": gather_across_devices,
-            "directions": EVERY_DIRECTION,
-            "hardness_mode": "in_batch_negatives",
-            "hardness_strength": 5.0,
-        }
-        make = functools.partial(ranking_loss, settings)
-        train_both(folder, make, texts(3))
-    if library.__version__ < "6":
-        return  # the library compared the guide with the first rank's positives alone
-    loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
-    with_guide = functools.partial(guided, bert(folder))
-    train_both(folder, with_guide, texts(3), loss_classes=loss_classes)
-
-
-def compare_shards_of_different_sizes(rank: int) -> None:
-    """The mean over ranks is the library's loss of the whole batch; all queries count alike."""
-    settings: dict[str, Any] = {
-        "directions": EVERY_DIRECTION,
-        "hardness_mode": "hard_negatives",
-        "hardness_strength": 3.0,
-    }
-    batch = embeddings(8, 4)
-    expected, *gradients = loss_and_gradients(
-        losses.MultipleNegativesRankingLoss(nn.Module(), **settings), batch
-    )
-    own = slice(0, 3) if rank == 0 else slice(3, 8)
-    loss = UncachedMegabatchRankingLoss(nn.Module(), gather_across_devices=True, **settings)
-    found, *own_gradients = loss_and_gradients(loss, [column[own] for column in batch])
-    dist.all_reduce(found)
-    torch.testing.assert_close(found / 2, expected)
-    for column, gradient in zip(own_gradients, gradients, strict=True):
-        torch.testing.assert_close(column / 2, gradient[own])
-
-
-def fork_ranks(folder: Path, port: int) -> None:
-    """Import the library, which takes seconds, and fork two ranks."""
-    context: Any = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(rank, folder, port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-
-
-def run_rank(rank: int, folder: Path, port: int) -> None:
-    torch.set_num_threads(1)
-    pretend_torchrun(rank, 2)
-    os.environ["MASTER_PORT"] = str(port)
-    failure = ""
-    try:
-        train_on_ranks(folder)
-        compare_shards_of_different_sizes(rank)
-    except Exception:
-        failure = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(failure))
-    leave()
-
-
-def test_two_ranks_train_as_the_librarys_do(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "bert").symlink_to(folder / "bert")
-    store = new_store()
-    process = forked(fork_ranks, tmp_path, store.port)
-    process.join(240)
-    process.kill()
-    for rank in range(2):
-        outcome = tmp_path / f"{rank}.json"
-        failure = json.loads(outcome.read_text()) if outcome.exists() else "it did not end"
-        assert not failure, f"rank {rank}: {failure}"

@@ -1,0 +1,290 @@
+"""Training with the ranking losses gives the weights of sentence-transformers' own."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megabatch.training.world import leave
+from tests.gradient_cache.test_trainers import options, pretend_torchrun, weights_of
+from tests.integrations.sentence_encoders import (
+    EVERY_DIRECTION,
+    SYMMETRIC,
+    WIDTH,
+    bert,
+    embeddings,
+    library,
+    loss_and_gradients,
+    static,
+    without_dropout,
+)
+from tests.similarity.distributed.processes import forked, new_store
+
+datasets: Any = pytest.importorskip("datasets")
+transformers: Any = pytest.importorskip("transformers")
+losses: Any = importlib.import_module("sentence_transformers.sentence_transformer.losses")
+
+from megabatch.integrations.sentence_transformers import (  # noqa: E402
+    MegabatchGISTEmbedLoss,
+    MegabatchRankingLoss,
+    UncachedMegabatchRankingLoss,
+)
+
+SAMPLES = 16
+
+
+def texts(columns: int) -> Any:
+    """Samples of an anchor, a positive and any negatives."""
+    letters = "abcdefgh"
+    names = ["anchor", "positive", "negative_1", "negative_2"][:columns]
+    words = [f"{letters[i % 8]} {letters[i // 8]}" for i in range(SAMPLES)]
+    endings = ["", " h h", " a", " c d e"]
+    return datasets.Dataset.from_dict(
+        {
+            name: [words[i - shift] + ending for i in range(SAMPLES)]
+            for name, ending, shift in zip(names, endings, (0, 0, 3, 5), strict=False)
+        }
+    )
+
+
+def train(
+    folder: Path, model: Any, make_loss: Callable[[Any], Any], data: Any, **arguments: Any
+) -> Any:
+    # Without clipping, SGD's steps are proportional to the gradients and show a wrong factor.
+    plain = {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 1000.0}
+    settings = options(folder / "run") | plain | arguments
+    trainer = library.SentenceTransformerTrainer(
+        model,
+        library.SentenceTransformerTrainingArguments(**settings),
+        train_dataset=data,
+        eval_dataset=data,
+        loss=make_loss(model),
+    )
+    trainer.train()
+    return trainer
+
+
+def train_both(
+    folder: Path,
+    make_loss: Callable[[Any, Any], Any],
+    data: Any,
+    *,
+    loss_classes: tuple[Any, Any] = (
+        MegabatchRankingLoss,
+        losses.CachedMultipleNegativesRankingLoss,
+    ),
+    make_model: Callable[[Path], Any] = bert,
+    tolerance: float = 1e-5,
+    **arguments: Any,
+) -> None:
+    """Train with each loss; assert equal weights and evaluations, and that weights have moved.
+
+    tolerance: of weights, relative to the largest of a tensor, which may be much larger than 1.
+    """
+    before = weights_of(make_model(folder))
+    weights, evaluations = [], []
+    for loss_class in loss_classes:
+        make = functools.partial(make_loss, loss_class)
+        trainer = train(folder, make_model(folder), make, data, **arguments)
+        weights.append(weights_of(trainer.model))
+        evaluations.append({k: v for k, v in trainer.evaluate().items() if k.endswith("_loss")})
+    found, expected = weights
+    assert max((found[name] - before[name]).abs().max().item() for name in before) > 1e-3
+    for name, value in found.items():
+        atol = tolerance * max(1.0, expected[name].abs().max().item())
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=atol, msg=name)
+    assert evaluations[0] == pytest.approx(evaluations[1], rel=10 * tolerance)
+
+
+def ranking_loss(settings: dict[str, Any], kind: Any, model: Any) -> Any:
+    return kind(model, **settings)
+
+
+def test_trains_as_the_library_does(folder: Path) -> None:
+    settings = {
+        "mini_batch_size": 3,
+        "directions": EVERY_DIRECTION,
+        "hardness_mode": "in_batch_negatives",
+        "hardness_strength": 5.0,
+    }
+    train_both(folder, functools.partial(ranking_loss, settings), texts(4))
+
+
+def test_trains_as_the_library_does_inside_matryoshka_loss(folder: Path) -> None:
+    def matryoshka(kind: Any, model: Any) -> Any:
+        loss = kind(model, mini_batch_size=3)
+        return losses.MatryoshkaLoss(model, loss, [WIDTH, 6], [1, 0.5])
+
+    train_both(folder, matryoshka, texts(2))
+
+
+def test_trains_as_the_library_does_on_several_datasets(folder: Path) -> None:
+    def each(kind: Any, model: Any) -> Any:
+        symmetric = {"directions": SYMMETRIC, "partition_mode": "per_direction"}
+        return {"a": kind(model, mini_batch_size=2, **symmetric), "b": kind(model, scale=50)}
+
+    train_both(folder, each, datasets.DatasetDict({"a": texts(2), "b": texts(3)}))
+
+
+def test_trains_as_the_library_does_in_bfloat16_with_checkpointing(folder: Path) -> None:
+    def checkpointed(folder: Path) -> Any:
+        model = bert(folder)
+        model[0].auto_model.gradient_checkpointing_enable()
+        return model
+
+    cached = functools.partial(ranking_loss, {"mini_batch_size": 3})
+    # Older trainers compute the loss under autocast, where the library rounds scores to bfloat16.
+    tolerance = 1e-5 if int(transformers.__version__.partition(".")[0]) >= 5 else 0.03
+    train_both(folder, cached, texts(2), make_model=checkpointed, bf16=True, tolerance=tolerance)
+
+
+def guided(guide: Any, kind: Any, model: Any) -> Any:
+    return kind(model, guide, mini_batch_size=3, margin=0.05, gather_across_devices=True)
+
+
+def test_trains_as_the_library_does_with_a_guide(folder: Path) -> None:
+    loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+
+    def matryoshka(kind: Any, model: Any) -> Any:
+        return losses.MatryoshkaLoss(model, guided(bert(folder), kind, model), [WIDTH, 6])
+
+    train_both(folder, matryoshka, texts(3), loss_classes=loss_classes)
+
+
+def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
+    loss_classes = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
+
+    def matryoshka(kind: Any, model: Any) -> Any:
+        return losses.MatryoshkaLoss(model, kind(model), [WIDTH, 6])
+
+    train_both(
+        folder,
+        functools.partial(ranking_loss, {}),
+        texts(3),
+        loss_classes=loss_classes,
+        make_model=static,
+    )
+    train_both(folder, matryoshka, texts(2), loss_classes=loss_classes)
+
+
+def test_model_cards_show_the_loss(folder: Path) -> None:
+    model = bert(folder)
+    loss = MegabatchRankingLoss(model, scale=30, directions=SYMMETRIC, mini_batch_size=3)
+    theirs = losses.CachedMultipleNegativesRankingLoss(
+        model, scale=30, directions=SYMMETRIC, mini_batch_size=3
+    )
+    assert loss.get_config_dict() == theirs.get_config_dict()
+    trainer = train(folder, model, lambda _: loss, texts(2))
+    trainer.create_model_card()
+    card = (folder / "run" / "README.md").read_text()
+    for part in (
+        "megabatch.integrations.sentence_transformers.MegabatchRankingLoss",
+        '"scale": 30',
+        '"mini_batch_size": 3',
+        "@misc{gao2021scaling",
+        "@misc{cheng2024breaking",
+    ):
+        assert part in card
+
+
+def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -> None:
+    words = ["a b c d e f g", "b", "c d", "a c e g b d f h", "f", "e f g", "g h", "h"]
+    data = datasets.Dataset.from_dict(
+        {"anchor": words * 2, "positive": words[3:] + words + ["a"] * 3}
+    )
+
+    def matryoshka(kind: Any, model: Any) -> Any:
+        loss = kind(model, mini_batch_size=3)
+        return losses.MatryoshkaLoss(model, loss, [WIDTH, 6], [1, 0.5])
+
+    train_both(folder, matryoshka, data, make_model=lambda folder: without_dropout(bert(folder)))
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+def train_on_ranks(folder: Path) -> None:
+    """Both losses on the ranks of one DistributedDataParallel model, gathering and not."""
+    for gather_across_devices in (True, False):
+        settings = {
+            "mini_batch_size": 3,
+            "gather_across_devices": gather_across_devices,
+            "directions": EVERY_DIRECTION,
+            "hardness_mode": "in_batch_negatives",
+            "hardness_strength": 5.0,
+        }
+        make = functools.partial(ranking_loss, settings)
+        train_both(folder, make, texts(3))
+    if library.__version__ < "6":
+        return  # the library compared the guide with the first rank's positives alone
+    loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+    with_guide = functools.partial(guided, bert(folder))
+    train_both(folder, with_guide, texts(3), loss_classes=loss_classes)
+
+
+def compare_shards_of_different_sizes(rank: int) -> None:
+    """The mean over ranks is the library's loss of the whole batch; all queries count alike."""
+    settings: dict[str, Any] = {
+        "directions": EVERY_DIRECTION,
+        "hardness_mode": "hard_negatives",
+        "hardness_strength": 3.0,
+    }
+    batch = embeddings(8, 4)
+    expected, *gradients = loss_and_gradients(
+        losses.MultipleNegativesRankingLoss(nn.Module(), **settings), batch
+    )
+    own = slice(0, 3) if rank == 0 else slice(3, 8)
+    loss = UncachedMegabatchRankingLoss(nn.Module(), gather_across_devices=True, **settings)
+    found, *own_gradients = loss_and_gradients(loss, [column[own] for column in batch])
+    dist.all_reduce(found)
+    torch.testing.assert_close(found / 2, expected)
+    for column, gradient in zip(own_gradients, gradients, strict=True):
+        torch.testing.assert_close(column / 2, gradient[own])
+
+
+def fork_ranks(folder: Path, port: int) -> None:
+    """Import the library, which takes seconds, and fork two ranks."""
+    context: Any = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run_rank, args=(rank, folder, port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+def run_rank(rank: int, folder: Path, port: int) -> None:
+    torch.set_num_threads(1)
+    pretend_torchrun(rank, 2)
+    os.environ["MASTER_PORT"] = str(port)
+    failure = ""
+    try:
+        train_on_ranks(folder)
+        compare_shards_of_different_sizes(rank)
+    except Exception:
+        failure = traceback.format_exc()
+    (folder / f"{rank}.json").write_text(json.dumps(failure))
+    leave()
+
+
+def test_two_ranks_train_as_the_librarys_do(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "bert").symlink_to(folder / "bert")
+    store = new_store()
+    process = forked(fork_ranks, tmp_path, store.port)
+    process.join(240)
+    process.kill()
+    for rank in range(2):
+        outcome = tmp_path / f"{rank}.json"
+        failure = json.loads(outcome.read_text()) if outcome.exists() else "it did not end"
+        assert not failure, f"rank {rank}: {failure}"
