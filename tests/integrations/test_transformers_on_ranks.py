@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
+from tests.docs.pages import ROOT
 from tests.integrations.two_processes import failures
 
 transformers = pytest.importorskip("transformers")
@@ -43,6 +45,7 @@ from tests.integrations.hf import (  # noqa: E402
     with_adapters,
 )
 
+EXAMPLE = str(ROOT / "examples" / "digit_halves" / "hf_trainer.py")
 #: Trainers make their output folder, in which nothing is written here.
 NOWHERE = Path(tempfile.gettempdir()) / "megabatch-tests"
 
@@ -82,6 +85,8 @@ def on_two_the_models_own_loss_under_ddp() -> None:
         with torch.no_grad():
             loss = expected(**slices(batch, 0), return_loss=True).loss
         assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    trainer.compute_metrics = runpy.run_path(EXAMPLE)["recall"]  # gets the features of both
+    assert trainer.evaluate()["eval_x_to_y/queries"] == 2 * BATCH
 
 
 def on_two_a_local_loss_is_as_the_models_own_under_ddp() -> None:
