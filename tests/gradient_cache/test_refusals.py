@@ -158,6 +158,17 @@ def test_a_parameter_that_forward_passes_change(make, name, size):
         made((make(), Tower()), clip_loss, size)(*pairs())
 
 
+def test_a_batch_that_forward_passes_change():
+    class Centred(Tower):
+        def forward(self, x):
+            return super().forward(x.sub_(0.5))
+
+    with pytest.raises(RuntimeError, match=r"changed batch 0 of encoder 0 in place, .* a copy"):
+        GradientCache((Centred(), Tower()), clip_loss, 3)(*pairs())
+    frozen = Centred().requires_grad_(False), Tower()  # runs once
+    GradientCache(frozen, clip_loss, 3)(*pairs()).backward()
+
+
 def test_a_parameters_data_replaced_in_between():
     model = with_gradients(TwoTowers())
     loss = made(model, biased_loss, (3, 0))(*pairs())

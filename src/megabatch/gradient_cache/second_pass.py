@@ -139,15 +139,19 @@ class SecondPass:
             RuntimeError: one has, as a model does that updates a moving average of its weights.
         """
         for encoding in self.encodings:
-            versions = encoding.versions
-            # What happens to the rows of an encoder that is not run again does not matter.
-            changed = versions.changed() if encoding.requires_grad else versions.changed_parameter()
+            changed = encoding.versions.changed_parameter()
             if changed:
                 raise RuntimeError(
                     f"GradientCache: a forward pass changed {changed} of {encoding.name}. There "
                     "are several forward passes for a batch, so it would change several times: "
-                    "leave that out of the encoders' forward, and do it once for each step (the "
-                    "update of a moving average of weights: after optimizer.step())"
+                    "leave that out of the encoders' forward, and do it once for each step, such "
+                    "as the update of a moving average of weights before the step is called"
+                )
+            changed = encoding.versions.changed()
+            if changed and encoding.requires_grad:  # else its rows are not used again
+                raise RuntimeError(
+                    f"GradientCache: a forward pass changed {changed} of {encoding.name} in place, "
+                    "which the second pass needs as it was: let the encoder work on a copy"
                 )
 
     def _check(self, all_accumulated: bool) -> None:
