@@ -150,10 +150,9 @@ def _number(bits: int) -> float:
 
 
 class _Watched:
-    """A tensor with its version, and its memory unless its owner moves it.
+    """A tensor with its version, and with its memory, which `parameter.data = ...` replaces.
 
-    `parameter.data = ...` changes the memory alone. As the old memory is held, the new one cannot
-    have its address.
+    As the old memory is held, the new one cannot have its address.
     """
 
     def __init__(self, name: str, tensor: Tensor) -> None:
@@ -163,8 +162,14 @@ class _Watched:
         self.memory = tensor.detach() if _stays_in_place(tensor) else None
 
     def changed(self) -> bool:
-        moved = self.memory is not None and self.memory.data_ptr() != self.tensor.data_ptr()
-        return moved or version_of(self.tensor) != self.version
+        return version_of(self.tensor) != self.version or self._has_other_values()
+
+    def _has_other_values(self) -> bool:
+        """Whether other memory has other values; those of a cast or a copy are the same."""
+        before, now = self.memory, self.tensor.detach()
+        if before is None or before.data_ptr() == now.data_ptr() or before.shape != now.shape:
+            return False
+        return not torch.equal(before.to(now), now)
 
 
 class Versions:
@@ -210,7 +215,7 @@ def _first_changed(watched: Iterable[_Watched]) -> str:
 
 
 def _stays_in_place(tensor: Tensor) -> bool:
-    """Whether only a new value moves it: not FSDP1, DeepSpeed, or DDP's own mixed precision."""
+    """Whether nobody moves it: not FSDP1, DeepSpeed, or DistributedDataParallel's own precision."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     moved = any(hasattr(tensor, name) for name in ("_fsdp_flattened", "ds_id", "_mp_param"))
     return plain and not tensor.is_meta and not moved
