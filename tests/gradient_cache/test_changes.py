@@ -169,3 +169,13 @@ def test_hooks_that_change_no_weight():
         assert gradients(tower.unused) == [None, None]
         for handle in handles:
             handle.remove()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_hook_on_several_parameters_is_called_once(size):
+    tower, calls = Tower(), []
+    tower.unused = nn.Linear(2, 2)
+    torch.autograd.graph.register_multi_grad_hook(tuple(tower.parameters()), calls.append)
+    made((tower, tower), size)(*pairs()).backward()
+    (found,) = calls
+    assert_same_gradients([*found], gradients(tower))

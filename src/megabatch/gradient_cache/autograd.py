@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -150,18 +150,23 @@ def put_hooks_back(tensor: Tensor, aside: dict[int, Any]) -> None:
         hooks.update(everything)
 
 
+def is_from_torch(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is PyTorch's own."""
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.split(".")[0] == "torch"
+
+
 def spare_hooks(leaf: Tensor) -> None:
     """Let a leaf's hooks be called only if it gets a gradient.
 
     Autograd calls those of all inputs of a node, also where the node gives no gradient. Hooks keep
-    their handles, and do the same as before otherwise.
+    their handles, and do the same as before otherwise. PyTorch's own may count such calls.
     """
     for hooks, kind in ((tensor_hooks(leaf), _IfDefined), (accumulation_hooks(leaf), _IfAdded)):
-        if hooks:  # autograd holds this very dictionary
-            spared = {
-                key: hook.hook if isinstance(hook, kind) else hook for key, hook in hooks.items()
-            }
-            hooks.update({key: kind(hook, leaf) for key, hook in spared.items()})
+        for key, hook in [*(hooks or {}).items()]:
+            inner = hook.hook if isinstance(hook, kind) else hook
+            if hooks and not is_from_torch(inner):  # autograd holds this very dictionary
+                hooks[key] = kind(inner, leaf)
 
 
 class _IfDefined:

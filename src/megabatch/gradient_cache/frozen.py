@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch.gradient_cache.autograd import is_from_torch
 from megabatch.gradient_cache.state import RandomState, get_random_state, set_random_state
 from megabatch.torch_internals import (
     COMPILED_CALL,
@@ -199,16 +200,11 @@ def _has_hooks_inside(part: nn.Module) -> bool:
     """
     compiled = is_compiled_in_place(part)
     return any(
-        not _from_torch(hook)
+        not is_from_torch(hook)
         for module in part.modules()
         if module is not part or compiled
         for hook in forward_hooks(module)
     )
-
-
-def _from_torch(hook: Callable[..., Any]) -> bool:
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.split(".")[0] == "torch"
 
 
 def _attributes(part: nn.Module) -> list[dict[str, Any]]:
