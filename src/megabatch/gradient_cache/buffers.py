@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,10 @@ from megabatch.torch_internals import is_batch_norm, is_instance_norm, version_o
 
 #: Elements up to which integers may be state. Larger ones are tables, or quantised weights.
 INTEGERS = 1 << 16
+
+
+#: Names of buffers that forward passes change by `buffer.data`, which has a version of its own.
+_uncounted: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class _Saved(NamedTuple):
@@ -31,7 +36,13 @@ class _Saved(NamedTuple):
     def changed(self) -> bool:
         """Whether another tensor is in its place, or it was changed in place since."""
         now = getattr(self.module, self.name)
-        return now is not self.buffer or version_of(now) != self.version
+        counted = now is not self.buffer or version_of(now) != self.version
+        return counted or self.name in _uncounted.get(self.module, ())
+
+    def compare(self) -> None:
+        """Find a change that the version does not count, and remember it for later steps."""
+        if not self.changed() and not torch.equal(self.buffer, self.value):
+            _uncounted.setdefault(self.module, set()).add(self.name)
 
     def restore(self) -> None:
         if getattr(self.module, self.name) is not self.buffer:
@@ -60,14 +71,17 @@ class UpdatedBuffers:
         self._saved: list[list[_Saved]] = []
 
     @contextlib.contextmanager
-    def first_pass(self, *, idle: bool) -> Iterator[None]:
+    def first_pass(self, *, idle: bool, compare: bool = False) -> Iterator[None]:
         """Save the buffers for a micro-batch that is encoded inside.
 
-        An idle one's rows are no data, and leave no trace.
+        An idle one's rows are no data, and leave no trace. `compare`: their values as well as their
+        versions, for which a GPU must be waited for.
         """
         saved = self._save()
         yield
         if not self._known:
+            for buffer in saved if compare else ():
+                buffer.compare()
             saved = [buffer for buffer in saved if buffer.changed()]
             self._candidates = [(buffer.module, buffer.name) for buffer in saved]
             self._known = True

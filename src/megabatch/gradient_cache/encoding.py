@@ -300,7 +300,9 @@ class Encoding:
     @contextlib.contextmanager
     def _updates_of(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Note the values of buffers before a micro-batch; keep an idle one out of them."""
-        with self._statistics_of(micro_batch), self.buffers.first_pass(idle=micro_batch.idle):
+        compare = self._check is not None
+        buffers = self.buffers.first_pass(idle=micro_batch.idle, compare=compare)
+        with self._statistics_of(micro_batch), buffers:
             yield
 
     def _statistics_of(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
