@@ -304,6 +304,21 @@ def delayed() -> None:
         assert torch_internals.delays_all_reduce(wrapped)
 
 
+def around() -> None:
+    seen = []
+
+    class Inside(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch_internals.ddp_around())
+            return super().forward(x)
+
+    with group_of_one():
+        wrapped = DistributedDataParallel(Inside(2, 2))
+        wrapped(torch.ones(1, 2))
+    assert seen == [wrapped]
+    assert torch_internals.ddp_around() is None
+
+
 def retained() -> None:
     seen = []
     x = torch.ones(2, requires_grad=True)
@@ -380,6 +395,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "_dynamo.OptimizedModule._orig_mod": compiled_as_a_whole,
     "distributed.fsdp.FSDPModule._get_fsdp_state": fsdp,
     "nn.parallel.DistributedDataParallel._delay_all_reduce_params": delayed,
+    "nn.parallel.DistributedDataParallel._get_active_ddp_module": around,
     "_C._autograd._get_current_graph_task_keep_graph": retained,
     "_C._will_engine_execute_node": executed,
     "Tensor._backward_hooks": tensor_hooks,

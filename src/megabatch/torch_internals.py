@@ -20,6 +20,7 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 from torch import Tensor, nn
 
+_DDP = "nn.parallel.DistributedDataParallel"
 #: Name -> its purpose, for errors.
 PURPOSES = {
     "_C._are_functorch_transforms_active": "to know that torch.func is at work, as it takes "
@@ -44,7 +45,8 @@ PURPOSES = {
     "_dynamo.OptimizedModule._orig_mod": "to know whether a module was compiled as a whole",
     "distributed.fsdp.FSDPModule._get_fsdp_state": "to ask FSDP2 what it synchronises, so that it "
     "can be put back",
-    "nn.parallel.DistributedDataParallel._delay_all_reduce_params": "to refuse this kind of DDP",
+    f"{_DDP}._delay_all_reduce_params": "to refuse this kind of DDP",
+    f"{_DDP}._get_active_ddp_module": "to know that gradients will be reduced around a step",
     "_C._autograd._get_current_graph_task_keep_graph": "to know whether a backward pass is run "
     "with retain_graph=True",
     "_C._will_engine_execute_node": "to know which gradients a backward pass accumulates",
@@ -136,10 +138,9 @@ def allow_recompiles(count: int) -> None:
 
 
 def compile_for_ddp_in_one_piece() -> None:
-    """Compile what runs inside DistributedDataParallel as elsewhere.
+    """Compile what runs inside DistributedDataParallel as elsewhere, not split at DDP's buckets.
 
-    torch would split it at the limits of DDP's buckets, so that a whole model's gradients leave in
-    several transfers. Blocks that are compiled one by one give their gradients one by one.
+    Blocks that are compiled one by one give their gradients one by one.
     """
     private("_dynamo.config.optimize_ddp")
     torch._dynamo.config.optimize_ddp = False
@@ -233,10 +234,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def mark_compiled_in_place(module: nn.Module) -> None:
-    """Make `is_compiled_in_place` true of a module whose `forward` is compiled, without its hooks.
-
-    The module is called as before.
-    """
+    """Make `is_compiled_in_place` true of a module whose `forward` alone is compiled."""
     vars(module)[COMPILED_CALL] = private("nn.Module._call_impl").__get__(module)
 
 
@@ -262,11 +260,14 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def fsdp_groups(module: Any) -> list[Any]:
-    """FSDP2's parameter groups of one module, which it offers no way to read.
+def ddp_around() -> nn.Module | None:
+    """The DistributedDataParallel whose forward is running, if any."""
+    found: nn.Module | None = private(f"{_DDP}._get_active_ddp_module")()
+    return found
 
-    A module without parameters of its own has none; newer PyTorch may have several.
-    """
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """FSDP2's parameter groups of one module: none without parameters, in newer torch several."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)

@@ -10,6 +10,7 @@ from megabatch.gradient_cache import GradientCache
 from tests.gradient_cache.towers import (
     BATCH,
     DIMS,
+    WIDTH,
     HiddenTower,
     SavedTensor,
     Tower,
@@ -214,3 +215,13 @@ def test_a_scale_that_is_nan_gives_a_nan_loss():
 def test_bad_outputs_of_several_encoders(output, message):
     with pytest.raises(TypeError, match=message):
         GradientCache((Tower(), output), clip_loss, 3)(*pairs()).backward()
+
+
+def test_tensors_that_are_no_parameters_get_their_gradients():
+    weight = torch.randn(WIDTH, 4, requires_grad=True)
+    expected = weight.detach().clone().requires_grad_()
+    batches = pairs()
+    for _ in range(2):
+        GradientCache((lambda x: x @ weight,) * 2, clip_loss, 3)(*batches).backward()
+        clip_loss(*(batch @ expected for batch in batches)).backward()
+    assert_same_gradients([weight.grad], [expected.grad])

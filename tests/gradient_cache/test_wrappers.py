@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from megabatch.gradient_cache import GradientCache, UnusedParameters
 from megabatch.losses import ClipLoss
@@ -51,6 +52,36 @@ def test_ddp_around_the_whole_step_reduces_once(world: World) -> None:
                 mean = loss.detach().clone()
                 dist.all_reduce(mean)
                 torch.testing.assert_close(mean / world.size, expected_loss)
+
+
+def leaves_inside(model):
+    """Freeze the first layer and let its output require a gradient, as PEFT does."""
+    model.image.first.requires_grad_(False)
+    model.image.first.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    return model
+
+
+def with_reentrant_checkpoint(model):
+    forward = model.image.forward
+    model.image.forward = lambda x: checkpoint(
+        forward, x.clone().requires_grad_(), use_reentrant=True
+    )
+    return model
+
+
+@on_processes(2)
+def test_ddp_around_a_step_with_leaves_that_are_no_parameters(world: World) -> None:
+    mine, whole = batches_of(world.rank, [4, 5])
+    plain = leaves_inside(new_model())
+    ClipLoss(group="local")(*plain(*whole)).backward()
+    for size in MICRO_BATCH_SIZES:
+        wrapped = DistributedDataParallel(TrainingStep(leaves_inside(new_model()), size))
+        wrapped(*mine).backward()
+        assert_same(wrapped, gradients(plain))
+    step = TrainingStep(with_reentrant_checkpoint(new_model()), 2)
+    loss = DistributedDataParallel(step)(*mine)
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel around the .* use_reentrant"):
+        loss.backward()
 
 
 @on_processes(2, 3)

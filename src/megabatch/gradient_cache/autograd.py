@@ -128,6 +128,16 @@ def is_accumulated(node: Any) -> bool:
         return False
 
 
+def add_to_grad(leaf: Tensor, gradient: Tensor | None) -> None:
+    """Add to `.grad` without calling hooks: DDP's would reduce it now."""
+    if gradient is None:
+        return
+    if leaf.grad is None:
+        leaf.grad = gradient
+    else:
+        leaf.grad.add_(gradient)
+
+
 def set_hooks_aside(tensor: Tensor, *, but: int) -> dict[int, Any]:
     """Remove a tensor's hooks (`Tensor.register_hook`), except the one with id `but`.
 

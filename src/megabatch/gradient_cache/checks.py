@@ -221,6 +221,45 @@ def _stays_in_place(tensor: Tensor) -> bool:
     return plain and not tensor.is_meta and not moved
 
 
+def check_hooks(encoder: str, versions: Versions, leaves: Iterable[Tensor]) -> None:
+    """Check that no earlier micro-batch's backward pass has changed weights.
+
+    An optimizer in a hook on gradients does, where hooks see each micro-batch's gradient.
+
+    Args:
+        encoder: its name, for messages.
+        versions: of its parameters.
+        leaves: parameters of the graph that may be out of sight, to be watched as well.
+    """
+    hidden = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+    versions.watch((f"a parameter {(*p.shape,)}, out of sight,", p) for p in hidden)
+    changed = versions.changed_parameter()
+    if changed:
+        raise RuntimeError(
+            f"GradientCache: {changed} of {encoder} was changed during the backward pass, before "
+            "its last micro-batch: a hook on gradients steps an optimizer. Here hooks are called "
+            "for each micro-batch (with DistributedDataParallel, a reentrant checkpoint, or a "
+            "parameter that is out of sight, inside an encoder): call optimizer.step() after "
+            "loss.backward() instead. Weights have changed: start anew"
+        )
+
+
+def check_ddp_around(encoder: str, wrapper: nn.Module | None) -> None:
+    """Check, where several micro-batches add to `.grad`, that no DDP around the step reduces it.
+
+    Args:
+        encoder: its name, for messages.
+        wrapper: the DistributedDataParallel in whose forward the step was called, if any.
+    """
+    if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
+        raise RuntimeError(
+            f"GradientCache: {encoder} has gradients that go to .grad in each micro-batch (of a "
+            "reentrant checkpoint, or a parameter that is out of sight), and "
+            "DistributedDataParallel around the step would reduce those of the first one alone: "
+            "use checkpoints with use_reentrant=False, or wrap the encoders instead of the step"
+        )
+
+
 class PassesCheck:
     """Compares features of both passes in a few steps, and warns once if they differ.
 

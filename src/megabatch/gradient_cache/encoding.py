@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.autograd import reached_from
+from megabatch.gradient_cache.autograd import add_to_grad, reached_from
 from megabatch.gradient_cache.batches import tensors_in
 from megabatch.gradient_cache.buffers import UpdatedBuffers
 from megabatch.gradient_cache.by_length import Orders
-from megabatch.gradient_cache.checks import PassesCheck, Versions
+from megabatch.gradient_cache.checks import PassesCheck, Versions, check_ddp_around, check_hooks
 from megabatch.gradient_cache.division import MicroBatch
 from megabatch.gradient_cache.feed import Feed, Parts
 from megabatch.gradient_cache.frozen import FrozenParts
@@ -39,6 +39,7 @@ from megabatch.gradient_cache.state import (
     with_sync,
 )
 from megabatch.gradient_cache.sums import GradientSums
+from megabatch.torch_internals import ddp_around
 
 
 class Encoding:
@@ -99,6 +100,7 @@ class Encoding:
         self.kept = 0
         self.graphs: list[Outputs] = []
         self._preparation = object()
+        self._ddp_around = ddp_around()
         self._hidden_leaves = False
         self.per_sample: set[Any] = set()
 
@@ -288,7 +290,9 @@ class Encoding:
         self.requires_grad = True
         known = {id(tensor) for tensor in self.inputs}
         reached = reached_from(tensors, self._graph_inputs())
-        hidden = [leaf for key, leaf in reached.leaves.items() if key not in known]
+        # Other leaves are of one micro-batch: PEFT lets embeddings' outputs require a gradient.
+        leaves = [leaf for leaf in reached.leaves.values() if isinstance(leaf, nn.Parameter)]
+        hidden = [leaf for leaf in leaves if id(leaf) not in known]
         self.inputs += hidden
         self._hidden_leaves |= bool(hidden)
         self.direct |= bool(hidden) or reached.reentrant
@@ -352,30 +356,20 @@ class Encoding:
             return
         graph_inputs = self._graph_inputs()
         reached = reached_from(outputs, graph_inputs)
-        known = all(leaf in sums for leaf in reached.leaves.values())
-        self._check_hooks([] if known and not self._hidden_leaves else reached.leaves.values())
-        if self.direct or reached.reentrant or not known:
+        known = [leaf for leaf in reached.leaves.values() if leaf in sums]
+        others = [leaf for leaf in reached.leaves.values() if leaf not in sums]
+        hidden = [leaf for leaf in others if isinstance(leaf, nn.Parameter)]
+        check_hooks(self.name, self.versions, reached.leaves.values() if self.direct else hidden)
+        if self.direct or reached.reentrant or hidden:
+            if len(self.micro_batches) > 1 and not self.wrappers:
+                check_ddp_around(self.name, self._ddp_around)
             if last and not reached.reentrant:
                 check_all_used(self.name, self.wrappers, reached.leaves)
             torch.autograd.backward(outputs, upstream)
-        else:
-            sums.add_from(outputs, upstream, [*reached.leaves.values(), *graph_inputs])
-
-    def _check_hooks(self, hidden: Iterable[Tensor]) -> None:
-        """Check that no earlier micro-batch's backward pass has changed weights.
-
-        An optimizer in a hook of a gradient does, where hooks see each micro-batch's gradient.
-        """
-        self.versions.watch((f"a parameter {(*p.shape,)}, out of sight,", p) for p in hidden)
-        changed = self.versions.changed_parameter()
-        if changed:
-            raise RuntimeError(
-                f"GradientCache: {changed} of {self.name} was changed during the backward pass, "
-                "before its last micro-batch: a hook on gradients steps an optimizer. Here hooks "
-                "are called for each micro-batch (with DistributedDataParallel, a reentrant "
-                "checkpoint, or a parameter that is out of sight, inside an encoder): call "
-                "optimizer.step() after loss.backward() instead. Weights have changed: start anew"
-            )
+            return
+        gradients = sums.add_from(outputs, upstream, [*known, *graph_inputs], others)
+        for leaf, gradient in zip(others, gradients, strict=True):
+            add_to_grad(leaf, gradient)
 
     def _encode(self, parts: Parts) -> Outputs:
         *positional, named = parts

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.gradient_cache.autograd import is_accumulated, reached_from, spare_hooks
+from megabatch.gradient_cache.autograd import add_to_grad, is_accumulated, reached_from, spare_hooks
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.forward_context import ForwardContext
 from megabatch.gradient_cache.offload import OffloadPolicy, to_host
@@ -200,7 +200,7 @@ class SecondPass:
             for e in self.encodings
         ]
         for leaf in reduced:
-            _add_to_grad(leaf, next(found))
+            add_to_grad(leaf, next(found))
         for tensor in self._aliases:
             gradient = next(found)
             if gradient is not None:
@@ -282,16 +282,6 @@ def _trained(cached: Mapping[Any, Tensor | None]) -> list[Tensor]:
 
 def _is_trained(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
-
-
-def _add_to_grad(leaf: Tensor, gradient: Tensor | None) -> None:
-    """Add to `.grad` without calling hooks: DDP's would reduce it now."""
-    if gradient is None:
-        return
-    if leaf.grad is None:
-        leaf.grad = gradient
-    else:
-        leaf.grad.add_(gradient)
 
 
 def _refuse_gradient(features: Tensor) -> None:
