@@ -53,10 +53,8 @@ PURPOSES = {
     "Tensor._backward_hooks": "to call a tensor's hooks once, with its whole gradient",
     "Tensor._post_accumulate_grad_hooks": "to call these hooks only if there is a gradient",
     "Tensor._version": "to know whether a tensor was changed in place since",
-    "nn.utils.parametrize._cache_enabled": "to compute parametrized weights in each forward pass "
-    "of gradient caching",
-    "nn.utils.parametrize._cache": "to compute parametrized weights in each forward pass of "
-    "gradient caching",
+    "nn.utils.parametrize._cache_enabled": "to compute parametrized weights in each forward pass",
+    "nn.utils.parametrize._cache": "to compute parametrized weights in each forward pass",
     "nn.modules.batchnorm._BatchNorm": "to find layers that normalise over a batch",
     "nn.modules.instancenorm._InstanceNorm": "to leave running statistics alone in a second pass",
     "ops.aten._scaled_dot_product_flash_attention": "to plan attention's memory as a GPU has it",
@@ -123,8 +121,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def constant_in_graphs(function: F) -> F:
     """Mark a function as `torch.compiler.assume_constant_result` does.
 
-    The latter imports torch._dynamo, which would cost 1.3 s in every program that imports
-        megabatch.
+    The latter imports torch._dynamo: 1.3 s in every program that imports megabatch.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
