@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,10 @@ def test_runs_are_counted_and_recorded_and_a_failure_is_told_and_kept(
     assert repeat(output, tests, "--plain=1") == 1
     assert "test_made_up::test_fails_by_chance" in capsys.readouterr().out
     monkeypatch.delenv("CHANCE")
+    loads: list[str] = []
+    monkeypatch.setattr(load("repeat_tests"), "load", lambda: nullcontext(loads.append("begun")))
     assert repeat(output, tests, "--loaded=1", "--volatile=1", "--seed=5") == 0
+    assert loads == ["begun"]  # the loops themselves are tested below
     content = json.loads(output.read_text())
     assert content["command"].startswith("python tools/repeat_tests.py --plain=1 --output")
     assert {key: content[key] for key in ABOUT} == ABOUT
