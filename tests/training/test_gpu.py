@@ -62,9 +62,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return choose
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2), ("fp16", 3e-2)]
+    ("device", "precision", "tolerance"),
+    [  # float16 on the CPU: test_run.py
+        ("cpu", "fp32", 1e-4),
+        ("cpu", "bf16", 3e-2),
+        *(_gpu("fp32", 1e-4), _gpu("bf16", 3e-2), _gpu("fp16", 3e-2)),
+    ],
 )
 def test_each_precision_learns_as_float32_does(
     device: str, precision: str, tolerance: float, reference: list[float]
@@ -224,7 +228,7 @@ def test_a_checkpoint_continues_the_run(device: str, precision: str) -> None:
         torch.testing.assert_close(second.weights()[name], value, atol=exact, rtol=exact)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", GPU)  # the CPU: test_run_signals.py
 def test_a_whole_run_stopped_by_sigterm_continues(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

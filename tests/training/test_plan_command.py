@@ -23,8 +23,6 @@ SMALL = [
     "64",
     "--no-torchcompile",
 ]
-#: With fewer micro-batches, all of which are gone through to find the largest batch that fits.
-LARGER = ["--global-batch-size", "8192", "--micro-batch-size", "1024"]
 
 
 def test_a_table_of_what_fits_here(capsys):
@@ -93,7 +91,7 @@ def test_a_probe_measures_the_gpu_at_hand(capsys):
 
 def test_texts_of_the_training_data_count_with_their_lengths(tmp_path, capsys):
     write_shard(tmp_path / "pairs.tar", 8)
-    here = [*LARGER, "--gpu-name", "H200", "--train-data"]
+    here = ["--gpu-name", "H200", "--train-data"]
     assert cli.main([*SMALL, *here, str(tmp_path / "pairs.tar")]) == 0
     words = r"texts (count with|in order of length are cut to) \d+ tokens"
     assert re.search(words, capsys.readouterr().out)
@@ -103,7 +101,7 @@ def test_texts_of_the_training_data_count_with_their_lengths(tmp_path, capsys):
     assert "texts count with all of their tokens: at most" in captured.out
 
 
-CLUSTER = [*SMALL, *LARGER, "--global-batch-size", "65536", "--gpu-memory", "80GiB", "--gpus"]
+CLUSTER = [*SMALL, "--global-batch-size", "65536", "--gpu-memory", "80GiB", "--gpus"]
 
 
 def test_the_loss_on_many_gpus_is_simulated(capsys):
@@ -164,7 +162,7 @@ def test_what_does_not_fit_ends_with_1_and_a_suggestion(capsys):
 
 def test_late_decoding_is_planned_by_the_images_that_there_are(tmp_path, capsys):
     data = write_shard(tmp_path / "pairs.tar", 20)
-    options = [*LARGER, "--train-data", str(data), "--decode", "late", "--workers", "2"]
+    options = ["--train-data", str(data), "--decode", "late", "--workers", "2"]
     assert cli.main([*SMALL, "--gpu-memory", "80GiB", *options]) == 0
     out = capsys.readouterr().out
     assert "on the host: image files and texts" in out
