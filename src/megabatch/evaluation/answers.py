@@ -133,7 +133,7 @@ def _place(x: Tensor, y: Tensor, right: Right, group: object) -> Placed:
 def _place_by_pairs(x: Tensor, y: Tensor, right: Right, group: object) -> Placed:
     """Count the columns above and equal to each right one, and keep the best one's counts.
 
-    No wrong column need be told from a right one: none of a row's right columns is above its best,
+    Wrong and right columns need not be distinguished: no right column of a row is above its best,
     and those equal to it have the same number of columns above.
     """
     rows, columns = right.pairs()

@@ -205,7 +205,7 @@ def _columns(batch: Any, lengths: Tensor) -> int:
 def _check_padding(name: str, mask: Tensor, lengths: Tensor) -> None:
     """Check that no row begins with padding and has tokens where it is cut.
 
-    Where reading the mask makes the host wait no more than reading the lengths does.
+    A mask on another device than the lengths is not read, as the host would wait for that device.
     """
     if mask.ndim != 2 or not mask.numel() or mask.device.type not in ("cpu", lengths.device.type):
         return
