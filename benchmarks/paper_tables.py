@@ -71,6 +71,7 @@ class Record:
     note: str = ""
     extrapolated: bool = False  #: the time; memory never is
     real_micro_batches: int | None = None  #: that the towers ran on, in each pass
+    parts: dict[str, float] | None = None  #: seconds of this trainer's step, before extrapolation
     seconds: float | None = None
     pairs_a_second: float | None = None
     peak_bytes: int | None = None  #: of the step, on the first device; of the loss: beside inputs
@@ -171,7 +172,12 @@ def megabatch_step(one: Record, options: argparse.Namespace, world: World) -> di
     taken.pop(SKIPPED, None)
     passes = sum(took for name, took in taken.items() if "pass" in name)
     seconds = sum(taken.values()) + (total / real - 1) * passes
-    return {"seconds": seconds, "extrapolated": real < total, "real_micro_batches": real}
+    return {
+        "seconds": seconds,
+        "extrapolated": real < total,
+        "real_micro_batches": real,
+        "parts": taken,
+    }
 
 
 def openclip_step(one: Record, options: argparse.Namespace, world: World) -> dict[str, Any]:

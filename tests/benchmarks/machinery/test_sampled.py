@@ -52,6 +52,14 @@ def test_every_parameter_gets_a_gradient_of_zero_from_others() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
 
+def test_others_may_have_more_rows() -> None:
+    module, x = Towers(), torch.randn(7, 3)
+    with Sampled(module, total=4, real=2):
+        for rows in (2, 1, 3, 7):  # the first and the last one are encoded
+            assert len(module.encode_text(x[:rows])) == rows
+    assert module.calls == ["text"] * 2
+
+
 def test_another_wrapper_is_as_it_was() -> None:
     module = Towers()
     module.encode_image = lambda inputs: inputs + 1  # type: ignore[method-assign]
