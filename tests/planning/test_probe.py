@@ -21,6 +21,14 @@ def test_a_device_is_measured_with_blocks_of_both_towers():
     assert not any(block._forward_pre_hooks for block, *_ in found)
 
 
+def test_a_model_without_blocks_is_measured_with_its_towers():
+    towers = create("glyph-small")  # which take bytes, and tokens
+    probe = Probe(torch.device("cpu"), seconds=0.01, side=64, nbytes=1 << 16)
+    _, encoding = probe.figures(towers, sample_of(towers), 2, "fp32", compiled=False)
+    assert 0 < encoding.products <= 1
+    assert len(probe._inputs(towers.module, sample_of(towers), 2)) == 2
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_work_of_both_passes_of_a_linear_layer(compiled):
     layer = torch.nn.Linear(32, 64, bias=False)

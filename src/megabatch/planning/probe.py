@@ -166,8 +166,12 @@ def counted_passes(
 
 
 def _with_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments, the first tensor of which gets a gradient, as inside a tower."""
-    first = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point())
+    """The arguments, the first features among which get a gradient, as inside a tower.
+
+    A whole tower, of a model without blocks, takes pixels or tokens, which have none.
+    """
+    floats = (i for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point())
+    first = next(floats, None)
     return tuple(a.detach().requires_grad_() if i == first else a for i, a in enumerate(args))
 
 
