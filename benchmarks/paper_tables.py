@@ -42,6 +42,7 @@ from megabatch.benchmarking import records
 from megabatch.benchmarking.inputs import Case
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
+from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined
 
 CONTENDERS = ("megabatch", "openclip")
@@ -96,6 +97,7 @@ def main() -> None:
     began, longest = time.perf_counter(), 0.0
     with joined(TrainConfig(device=options.device)) as world:
         found = world.from_main(earlier(options.output) if world.main else None)
+        last = Last(options, world)
         for one in missing(options, world.size, found):
             spent = world.from_main(time.perf_counter() - began)
             if options.budget_seconds and spent + longest > options.budget_seconds:
@@ -105,7 +107,7 @@ def main() -> None:
             if options.list:
                 print(one.key()) if world.main else None
                 continue
-            found.append(run(one, options, world))
+            found.append(run(one, options, last))
             longest = max(longest, world.from_main(time.perf_counter() - began) - spent)
             if world.main:
                 print(shown(found[-1]), flush=True)
@@ -124,52 +126,90 @@ def missing(options: argparse.Namespace, n: int, found: list[Record]) -> Iterato
             yield one
 
 
-def run(one: Record, options: argparse.Namespace, world: World) -> Record:
+class Last:
+    """The contender of the last measurement: another size of the batch takes it once more."""
+
+    def __init__(self, options: argparse.Namespace, world: World) -> None:
+        self.world = world
+        self._options = options
+        self._key: tuple[Any, ...] = ()
+        self._made: tuple[Megabatch | OpenClip, Pairs] | None = None
+
+    def forget(self) -> None:
+        """Free its memory."""
+        self._key, self._made = (), None
+        torch._dynamo.reset()
+        free()
+
+    def contender(self, one: Record) -> tuple[Megabatch | OpenClip, Pairs, bool]:
+        """A measurement's contender, a rank's different pairs, and whether both are new."""
+        pairs = min(one.b, DIFFERENT * self.world.size)
+        key = (one.contender, one.model, one.micro_batch_size, pairs)
+        if new := key != self._key:
+            self.forget()
+            contender: Megabatch | OpenClip
+            if one.contender == "megabatch":
+                settings = {"torchcompile": self._options.compile, "activation_memory": "0"}
+                size = one.micro_batch_size
+                contender = Megabatch(one.model, one.b, size, self.world, settings)
+            else:
+                contender = OpenClip(one.model, one.micro_batch_size, self.world, compiled=False)
+            self._key = key
+            self._made = contender, make_pairs(contender.towers, pairs, self.world)
+        assert self._made is not None
+        return *self._made, new
+
+
+def free() -> None:
+    """Return what nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run(one: Record, options: argparse.Namespace, last: Last) -> Record:
     """The measurement with its figures; at most `out of memory`."""
-    on_gpu = world.device.type == "cuda"
+    on_gpu = last.world.device.type == "cuda"
     one = replace(
         one,
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
         command=records.command_line(options.output),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    torch._dynamo.reset()
     try:
         if one.measured == "loss":
+            last.forget()
             return loss_alone(one, options)
         figures = (megabatch_step if one.contender == "megabatch" else openclip_step)(
-            one, options, world
+            one, options, last
         )
         rate = one.b / figures["seconds"]
         peak = torch.cuda.max_memory_allocated() if on_gpu else None
         return replace(one, **figures, pairs_a_second=rate, peak_bytes=peak)
     except torch.OutOfMemoryError as error:
+        last.forget()
         return replace(one, status="out of memory", note=str(error).split(".")[0])
     finally:
-        gc.collect()
-        if on_gpu:
-            torch.cuda.empty_cache()
+        free()
 
 
-def megabatch_step(one: Record, options: argparse.Namespace, world: World) -> dict[str, Any]:
+def megabatch_step(one: Record, options: argparse.Namespace, last: Last) -> dict[str, Any]:
     """Time and micro-batches of a step of this trainer."""
-    settings = {"torchcompile": options.compile, "activation_memory": "0"}
-    contender = Megabatch(one.model, one.b, one.micro_batch_size, world, settings)
-    trainer, pairs = contender.trainer, few_pairs(contender, one, world)
-    few = min(one.b, REAL * one.micro_batch_size * world.size)
-    for _ in range(2):  # compilation, the optimizer's state
-        trainer.train_step(whole_batch(pairs, replace(one, b=few), world))
+    contender, pairs, new = last.contender(one)
+    assert isinstance(contender, Megabatch)
+    trainer, world = contender.trainer, last.world
+    if new:  # compilation, the optimizer's state
+        few = min(one.b, REAL * one.micro_batch_size * world.size)
+        for _ in range(2):
+            trainer.train_step(whole_batch(pairs, replace(one, b=few), world))
     batch = whole_batch(pairs, one, world)
     total = -(-len(batch) // one.micro_batch_size)
     real = total if one.b <= options.whole else min(total, REAL)
+    if new:  # texts of other lengths: in ViT-B/16 they compiled for 15 s of the first whole step
+        parts_of_step(trainer, batch, total, real)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    parts = Parts(trainer)
-    skips = Sampled(trainer.module, total, real, on_skip=lambda: parts.mark(SKIPPED))
-    with parts, skips:  # in this order: skipped calls are no part of a tower's
-        trainer.train_step(batch)
-    taken = parts.seconds()
-    taken.pop(SKIPPED, None)
+    taken = parts_of_step(trainer, batch, total, real)
     passes = sum(took for name, took in taken.items() if "pass" in name)
     seconds = sum(taken.values()) + (total / real - 1) * passes
     return {
@@ -180,13 +220,32 @@ def megabatch_step(one: Record, options: argparse.Namespace, world: World) -> di
     }
 
 
-def openclip_step(one: Record, options: argparse.Namespace, world: World) -> dict[str, Any]:
+def parts_of_step(trainer: Trainer, batch: Batch, total: int, real: int) -> dict[str, float]:
+    """Seconds of a step by part, its towers on `real` of `total` micro-batches."""
+    parts = Parts(trainer)
+    skips = Sampled(
+        trainer.module,
+        total,
+        real,
+        on_skip=lambda: parts.mark(SKIPPED),
+        ddp=trainer.world.size > 1,
+    )
+    with parts, skips:  # in this order: skipped calls are no part of a tower's
+        trainer.train_step(batch)
+    taken = parts.seconds()
+    taken.pop(SKIPPED, None)
+    return taken
+
+
+def openclip_step(one: Record, options: argparse.Namespace, last: Last) -> dict[str, Any]:
     """The same of OpenCLIP's loop."""
-    contender = OpenClip(one.model, one.micro_batch_size, world, compiled=False)
-    pairs = few_pairs(contender, one, world)
+    contender, pairs, new = last.contender(one)
+    assert isinstance(contender, OpenClip)
+    world = last.world
     share = one.b // world.size
     tokens = pairs.tokens[torch.arange(share) % len(pairs.tokens)]
-    contender.prepare(pairs.first(min(len(pairs.tokens), 2 * one.micro_batch_size)))()
+    if new:
+        contender.prepare(pairs.first(min(len(pairs.tokens), 2 * one.micro_batch_size)))()
     step = contender.prepare(Pairs(pairs.images, tokens))
     total = share // one.micro_batch_size
     if world.device.type == "cuda":
@@ -195,7 +254,7 @@ def openclip_step(one: Record, options: argparse.Namespace, world: World) -> dic
         return {"seconds": timed(step, world), "real_micro_batches": total}
     taken = []
     for real in (FEW, REAL):
-        with Sampled(contender.module, total, real):
+        with Sampled(contender.module, total, real, ddp=world.size > 1):
             taken.append(timed(step, world))
     each = max(0.0, taken[1] - taken[0]) / (REAL - FEW)
     seconds = taken[1] + (total - REAL) * each
@@ -209,11 +268,6 @@ def timed(step: Any, world: World) -> float:
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def few_pairs(contender: Megabatch | OpenClip, one: Record, world: World) -> Pairs:
-    """The different pairs of a rank's share."""
-    return make_pairs(contender.towers, min(one.b, DIFFERENT * world.size), world)
 
 
 class Repeated:

@@ -43,13 +43,15 @@ def test_towers_run_on_some_micro_batches_of_each_pass() -> None:
     assert module.calls == ["image"]
 
 
-def test_every_parameter_gets_a_gradient_of_zero_from_others() -> None:
+def test_others_give_a_gradient_of_zero_with_ddp_to_every_parameter() -> None:
     module, x = Towers(), torch.randn(4, 3)
-    with Sampled(module, total=3, real=2):
-        module.encode_image(x).sum().backward()
-        module.zero_grad()
-        module.encode_image(x[:2]).sum().backward()  # skipped
-    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
+    for ddp, some in ((True, all), (False, any)):
+        with Sampled(module, total=3, real=2, ddp=ddp):
+            module.encode_image(x).sum().backward()
+            module.zero_grad()
+            module.encode_image(x[:2]).sum().backward()  # skipped
+        assert some(p.grad is not None for p in module.parameters())
+        assert not any(p.grad.any() for p in module.parameters() if p.grad is not None)
 
 
 def test_others_may_have_more_rows() -> None:
