@@ -24,7 +24,7 @@ class Sampled:
     Args:
         module: has `encode_image` and `encode_text`.
         total, real: numbers of micro-batches.
-        on_skip: called instead of a tower.
+        on_skip: called instead of a tower. before: called before one.
         ddp: all parameters get this gradient, for which DDP waits, rather than one (in ViT-B/16
             that takes 25 ms a micro-batch and tower).
     """
@@ -35,13 +35,14 @@ class Sampled:
         total: int,
         real: int,
         on_skip: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = lambda: None,
         *,
         ddp: bool = False,
     ) -> None:
         if not min(2, total) <= real <= total:
             raise ValueError(f"real: expected 2 to {total} micro-batches, got {real}")
         self._module = module
-        self._on_skip = on_skip
+        self._on_skip, self._before = on_skip, before
         trained = [p for p in module.parameters() if p.requires_grad]
         self._parameters = trained if ddp else [min(trained, key=torch.numel)]
         self._total = total
@@ -78,6 +79,7 @@ class Sampled:
             nonlocal calls, last
             position, calls = calls % self._total, calls + 1
             if last is None or position in self._real:
+                self._before()
                 features = encode(inputs, *args, **kwargs)
                 last = features.detach()
                 return features

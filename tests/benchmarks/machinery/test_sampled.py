@@ -28,8 +28,9 @@ def test_towers_run_on_some_micro_batches_of_each_pass() -> None:
     module, x = Towers(), torch.randn(4, 3)
     expected = module.image(x)
     skipped: list[int] = []
+    begun: list[int] = []
     ran = []
-    with Sampled(module, total=7, real=3, on_skip=lambda: skipped.append(1)):
+    with Sampled(module, 7, 3, lambda: skipped.append(1), lambda: begun.append(1)):
         for _ in range(2):  # passes
             for position in range(7):
                 before = len(module.calls)
@@ -37,7 +38,7 @@ def test_towers_run_on_some_micro_batches_of_each_pass() -> None:
                 module.encode_text(x)
                 ran.append((position, len(module.calls) - before))
     assert [position for position, calls in ran if calls == 2] == [0, 3, 6] * 2
-    assert len(skipped) == 2 * 2 * 4
+    assert (len(skipped), len(begun)) == (2 * 2 * 4, 2 * 2 * 3)
     module.calls.clear()
     module.encode_image(x)
     assert module.calls == ["image"]
