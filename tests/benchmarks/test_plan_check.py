@@ -38,6 +38,19 @@ def test_all_committed_steps_on_gpus_are_read():
     assert all(one.calibrates for one in names["icons-rates.json"])
 
 
+def test_a_step_without_a_whole_time_is_judged_by_its_memory():
+    record = {"model": "icon-small", "b": 256, "n_devices": 1, "micro_batch_size": 64}
+    record |= {"device": "NVIDIA H200", "peak_bytes": 1 << 30}
+    times = [(1.0, False), (1.0, True), (None, False)]
+    whole, extrapolated, without = (
+        plan_check.paper({**record, "seconds": seconds, "extrapolated": extrapolated})
+        for seconds, extrapolated in times
+    )
+    assert (whole.judged, extrapolated.judged, without.judged) == (True, False, False)
+    assert "no time" in plan_check.compared(without)[0]
+    assert "1.000 s" in plan_check.compared(extrapolated)[0]
+
+
 def test_texts_are_divided_as_in_the_run():
     samples = {"text": [3, 30, 9, 20]}
     rows, tokens = (

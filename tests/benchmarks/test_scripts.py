@@ -268,7 +268,7 @@ def test_the_papers_tables(tmp_path: Path) -> None:
         "('loss', 'openclip', 'device', 'tiny-clip', 1, 64)",
     ]
     shown = page(output)
-    assert "| tiny-clip, one GPU | 8 pairs | 32 pairs |" in shown
+    assert "| tiny-clip, one GPU, micro-batches of 2 | 8 pairs | 32 pairs |" in shown
     assert shown.count("(extrapolated)") == 3
     for record in found:
         record["peak_bytes"] = record["peak_bytes"] or 2**30  # no allocator counts on the CPU

@@ -54,7 +54,9 @@ def _by_size(files: Sequence[RecordFile], cell: Callable[[Record], str]) -> Iter
             if any(cells):
                 rows.append((name, *(NONE if one is None else _cell(one, cell) for one in cells)))
         gpus = "one GPU" if n == 1 else f"{n} GPUs"
-        yield from markdown((f"{model}, {gpus}", *(f"{b:,} pairs" for b in sizes)), rows)
+        micro = ", ".join(f"{m:,}" for m in sorted({r["micro_batch_size"] for r in group}))
+        head = f"{model}, {gpus}, micro-batches of {micro}"
+        yield from markdown((head, *(f"{b:,} pairs" for b in sizes)), rows)
 
 
 def _cell(record: Record, cell: Callable[[Record], str]) -> str:
@@ -92,7 +94,8 @@ SECTION = Section(
             time,
             """If a time is extrapolated, the towers ran on 6 micro-batches of each pass, and the
             time of the others was added; the loss and everything else was computed for the whole
-            batch.""",
+            batch. Such times are somewhat short: a GPU that rests between the micro-batches that
+            run is at higher clocks.""",
         ),
     ),
     (Answer("The largest measured step", ("paper-tables",), largest),),
