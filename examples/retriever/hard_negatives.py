@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/wordnet"))
     parser.add_argument("--count", type=int, default=8000, help="synsets for training")
     options = parser.parse_args()
+    if options.count <= NEGATIVES:
+        parser.error(f"--count: expected more than {NEGATIVES}, got {options.count}")
 
     torch.manual_seed(0)
     names, definitions = (texts[: HELD_OUT + options.count] for texts in glosses())

@@ -58,6 +58,8 @@ def main() -> None:
     parser.add_argument("--characters", type=int, default=400)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
+    if options.characters < 2:
+        parser.error(f"--characters: expected at least 2, got {options.characters}")
 
     torch.manual_seed(0)
     images, unseen, names, codes = characters(options.characters)

@@ -234,7 +234,7 @@ def test_bad_rows_are_told(tmp_path: Path) -> None:
     data = open_captioned(str(path))
     assert data.damage == [  # type: ignore[attr-defined]
         f"{path}: 1 row left out, the first (row 2) has 3 fields instead of 2: '0.png,two,three'",
-        f"{path}: 1 rows left out, the first is pairs.csv:row 3: text is not UTF-8",
+        f"{path}: 1 row left out, the first is pairs.csv:row 3: text is not UTF-8",
     ]
     assert data[0].target == ["one"]
     for index, reason in ((1, "empty caption"), (2, "no image"), (3, "missing image file")):

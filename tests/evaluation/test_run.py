@@ -276,7 +276,7 @@ def test_other_training_data_needs_pairs_to_evaluate(run: Path) -> None:
 def test_data_without_a_usable_sample_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "0.png").write_bytes(b"no image")
     (tmp_path / "bad.csv").write_text("filepath,title\n0.png,a caption\n")
-    with pytest.raises(UsageError, match="none of 1 samples is usable"):
+    with pytest.raises(UsageError, match="none of 1 sample is usable"):
         evaluate_run(run, val_data=str(tmp_path / "bad.csv"))
 
 

@@ -26,6 +26,7 @@ from megabatch.evaluation.zeroshot import Prompts, class_features
 from megabatch.ranks import all_gather_rows, local_range
 from megabatch.similarity import ranks, topk
 from megabatch.similarity.backends.eager import block_shape
+from megabatch.words import plural
 
 KS = (1, 5)
 _ROWS = 4096  # images per block of scores
@@ -221,7 +222,7 @@ def score_classes(encoder: Encoder, task: ClassTask) -> ClassScored:
     images = encoder.embed(task.test, task.title)
     if not images.targets:
         raise UsageError(
-            f"{task.title}: none of {len(task.test)} images is usable: {images.reasons()}"
+            f"{task.title}: none of {plural(len(task.test), 'image')} is usable: {images.reasons()}"
         )
     zero_shot, matched = None, None
     confusions: list[Confusion] = []

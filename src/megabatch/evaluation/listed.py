@@ -16,6 +16,7 @@ from megabatch.data.tables import Table, Wanted, is_text, look_at_images, no_row
 from megabatch.errors import UsageError, naming, one_line
 from megabatch.evaluation.caption_texts import clean_captions, some_are_empty
 from megabatch.evaluation.samples import Captions, Sample
+from megabatch.words import plural
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def open_tables(
         raise no_rows(paths, damage)
     if short := [listed for listed in images if some_are_empty(listed.captions)]:
         damage.append(
-            f"{', '.join(map(str, paths[:3]))}: of {len(short)} images with several captions one "
-            f"or more are empty and left out, the first is {short[0].key}"
+            f"{', '.join(map(str, paths[:3]))}: of {plural(len(short), 'image')} with several "
+            f"captions one or more are empty and left out, the first is {short[0].key}"
         )
     return ListedImages(images, damage, notes)
 
@@ -137,7 +138,7 @@ def _join_rows(table: Table, files: ImageFiles, found: dict[Any, ListedImage]) -
     if not bad:
         return []
     return [
-        f"{table.columns.path}: {len(bad)} rows left out, the first is {bad[0].key}: "
+        f"{table.columns.path}: {plural(len(bad), 'row')} left out, the first is {bad[0].key}: "
         f"{bad[0].reason}"
     ]
 

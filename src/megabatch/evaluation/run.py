@@ -42,6 +42,7 @@ from megabatch.extras import named_extras
 from megabatch.models import glyph
 from megabatch.ranks import is_first, on_all_ranks
 from megabatch.similarity.distributed.comm import rank_and_size
+from megabatch.words import plural
 
 
 def _silent(words: str) -> None:
@@ -169,11 +170,15 @@ def _announcement(plan: _Plan, config: EvalConfig) -> list[str]:
         weights += f", step {plan.opened.step:,}"
     lines = [f"{towers.name} ({weights}) on {plan.device}, {config.precision}:"]
     for task in plan.tasks:
-        lines.append(f"  retrieval: {task.title}, {len(task.samples):,} {first_of(task.samples)}s")
+        lines.append(
+            f"  retrieval: {task.title}, {plural(len(task.samples), first_of(task.samples))}"
+        )
     if classes is not None:
         wanted = (classes.prompts is not None, classes.neighbours is not None, classes.probe)
         how = ", ".join(compress(METHODS, wanted))
-        lines.append(f"  classification: {classes.title}, {len(classes.test):,} images ({how})")
+        lines.append(
+            f"  classification: {classes.title}, {plural(len(classes.test), 'image')} ({how})"
+        )
         if classes.prompts is not None:
             lines.append(f"  prompts: {classes.prompts.shown()}")
     sources = [*(task.samples for task in plan.tasks), classes and classes.test]

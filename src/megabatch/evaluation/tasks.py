@@ -19,6 +19,7 @@ from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.retrieval import chance_by_answers, expected_recalls, metrics_by_answers
 from megabatch.evaluation.samples import Captions, Samples, first_of
 from megabatch.similarity import topk
+from megabatch.words import plural
 
 KS = (1, 5, 10)
 _QUERIES_PER_BLOCK = 2048  # of the pixel baseline
@@ -79,7 +80,8 @@ def score(encoder: Encoder, task: Task) -> Scored:
     images = encoder.embed(task.samples, task.title)
     if not images.targets:
         raise UsageError(
-            f"{task.title}: none of {len(task.samples)} samples is usable: {images.reasons()}"
+            f"{task.title}: none of {plural(len(task.samples), 'sample')} is usable: "
+            f"{images.reasons()}"
         )
     texts, answers = _match(images.targets, task)
     answers = answers.to(encoder.device)
