@@ -1,4 +1,4 @@
-"""CLIP's loss with distillation from a teacher: time, memory and error beside the dense expression.
+"""CLIP's loss with distillation from a teacher: time, memory and error, and the dense expression's.
 
     python benchmarks/distillation.py --output benchmarks/results/distillation.json
 

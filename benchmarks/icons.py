@@ -198,7 +198,7 @@ def evaluate(run: Path, test: Path, device: str) -> dict[str, Any]:
 def choose_steps(
     options: argparse.Namespace, config: TrainConfig, folder: Path, began: float
 ) -> Plan:
-    """How long the runs may be, as a short one shows; what is beside its steps counts too."""
+    """How long the runs may be, as a short one shows; what is not part of its steps counts too."""
     wanted = len(options.duplicates)
     if options.steps:
         return Plan(wanted, options.steps)

@@ -1,4 +1,4 @@
-"""The paper's tables: memory and time of a step by batch size, beside OpenCLIP's loop.
+"""The paper's tables: memory and time of a step by batch size, compared with OpenCLIP's loop.
 
     python benchmarks/paper_tables.py --budget-seconds 540   # again until nothing is left; --list
     torchrun --nproc-per-node 4 benchmarks/paper_tables.py --models ViT-L-14
@@ -77,7 +77,7 @@ class Record:
     parts: dict[str, float] | None = None  #: seconds of this trainer's step, before extrapolation
     seconds: float | None = None
     pairs_a_second: float | None = None
-    peak_bytes: int | None = None  #: of the step, on the first device; of the loss: beside inputs
+    peak_bytes: int | None = None  #: of the step, on the first device; of the loss: besides inputs
     command: str = ""
     date: str = ""
 

@@ -1,4 +1,4 @@
-"""Plans beside measured training steps: memory within 7%, time within 12%.
+"""Plans compared with measured training steps: memory within 7%, time within 12%.
 
     python benchmarks/plan_check.py                       # all committed records, a minute or two
     python benchmarks/plan_check.py throughput.json       # those of one file
@@ -225,7 +225,7 @@ def million(content: dict[str, Any]) -> Measured:
 
 
 def retriever(record: dict[str, Any]) -> Measured:
-    """A record of benchmarks/retriever.py, whose peak is that beside the weights."""
+    """A record of benchmarks/retriever.py, whose peak is that besides the weights."""
     from retriever import HELD_OUT, random_bert
 
     pairs = words_and_definitions()
@@ -261,7 +261,7 @@ def retriever(record: dict[str, Any]) -> Measured:
 
 
 def compared(one: Measured) -> tuple[str, bool]:
-    """A line with the plan beside the measurement, and whether both deviations are allowed."""
+    """A line with the plan next to the measurement, and whether both deviations are allowed."""
     plan = one.plan()
     assert plan.step is not None
     memory = (plan.peak - one.before) / one.peak - 1

@@ -90,7 +90,7 @@ def figure(records: list[dict[str, Any]], field: str, unit: float, label: str) -
             entries.setdefault(name, draw(axes, name, sorted(lines[name])))
         finish(axes, loss, field, sorted({b for points in lines.values() for b, _ in points}))
     panels[0].set_ylabel(label)
-    # The legend is beside the panels, as inside it would cover points.
+    # The legend is next to the panels, as inside it would cover points.
     made.legend(entries.values(), entries.keys(), loc="outside right center", fontsize=9)
     return made
 

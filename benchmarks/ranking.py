@@ -37,7 +37,7 @@ class Row:
     d: int
     ms: float
     blocks_ms: float | None  #: by blocks; None: not measured, as it would take long
-    extra_mib: int  #: memory beside features and results
+    extra_mib: int  #: memory besides features and results
     different: int | None  #: entries in which both ways differ
     largest_difference: float | None  #: of a score
 

@@ -1,4 +1,4 @@
-"""The same training with the dense loss, with the tiled one, and with gradient caching beside it.
+"""The same training with the dense loss, with the tiled one, and with gradient caching.
 
     python benchmarks/same_accuracy.py
     torchrun --nproc-per-node 2 benchmarks/same_accuracy.py
@@ -17,7 +17,7 @@ in micro-batches has others than a whole one.
 
 The output is written after each run and read at the beginning, so each call adds what is missing,
 on as many ranks as torchrun starts. It has each step's loss, retrieval on held-out pairs after the
-last one, and for each contender and number of ranks, beside dense on one rank: the largest
+last one, and for each contender and number of ranks, compared with dense on one rank: the largest
 difference of losses at the same step of the same seed, and means and deviations over seeds.
 """
 
@@ -189,7 +189,7 @@ def key(record: Record) -> tuple[str, ...]:
 
 
 def compare(records: list[Record]) -> list[Record]:
-    """Each contender on each number of ranks beside dense on one rank, over all seeds."""
+    """Each contender on each number of ranks compared with dense on one rank, over all seeds."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         groups.setdefault(key(record)[:-1], []).append(record)

@@ -4,8 +4,8 @@
     python benchmarks/simulation.py --output benchmarks/results/simulation.json    # minutes
     python benchmarks/plots.py benchmarks/results/simulation.json
 
-Without --output it prints the parameters that the records give beside those that the package has,
-and each record of CLIP's and the sigmoid loss on one, two and four GPUs beside its simulation; the
+Without --output it prints the parameters that the records give next to those that the package has,
+and each record of CLIP's and the sigmoid loss on one, two and four GPUs next to its simulation; the
 exit code is 1 if one that is compared deviates by more than 5%. With it, it writes both, and
 simulates 8 to 4,096 GPUs in nodes of 8 with 128 to 131,072 rows each, by each schedule: a step of
 the loss, and a training step of ViT-B/32 around it. Needs no GPU.

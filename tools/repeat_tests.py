@@ -3,8 +3,8 @@
     python tools/repeat_tests.py --plain 5 --loaded 5 --volatile 50 \\
         --output benchmarks/results/test-runs.json
 
-Plain runs are those of `make test`. Loaded ones have a busy loop on each core beside them, take
-the tests in random order, and let Hypothesis draw other examples each time. Volatile ones take, in
+Plain runs are those of `make test`. Loaded ones have a busy loop on each core, take the
+tests in random order, and let Hypothesis draw other examples each time. Volatile ones take, in
 random order as well, only the tests with threads, processes, clocks or memory in them (the marker
 `concurrency`). Each run is added to the record when it ends: an interruption loses that run alone.
 Exit code 1 if any test failed.

@@ -37,7 +37,7 @@ class Side:
     def __init__(self, case: Case, ranks: list[int], dtype: torch.dtype, device: str) -> None:
         self.case, self.ranks, self.dtype, self.device = case, ranks, dtype, device
         self.leaves: Gradients = {}  #: what the features are views of
-        #: of numbers beside the features
+        #: of numbers besides the features
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def given(self, *, to_library: bool) -> Given:

@@ -1,4 +1,4 @@
-"""The losses beside CLIP's and SigLIP's: with masks, self-similar, supervised.
+"""The losses other than CLIP's and SigLIP's: with masks, self-similar, supervised.
 
 Ids and labels are random, the same every time. NT-Xent and the supervised loss take x and y as the
 two views of 2 b rows.

@@ -95,10 +95,10 @@ def _variation(results: Path, files: tuple[str, ...], n: int, b: int) -> float:
 
 
 def slowdown(results: Path) -> float:
-    """The part of a transfer that a computation beside it does not hide, as a fraction of its time.
+    """The share of a transfer's time that a simultaneous computation does not hide.
 
-    At 65,536 rows: the gathering of features beside own columns on four GPUs, and the gradients'
-    transfer beside the completion of x's gradient on two.
+    At 65,536 rows: the gathering of features during own columns on four GPUs, and the gradients'
+    transfer during the completion of x's gradient on two.
     """
     four, two = read(results, "hiding-4gpu"), read(results, "hiding-2gpu")
     ways = four["runs"][2]["65536"]

@@ -30,7 +30,7 @@ FIRST_RATES = (1e-3, 2e-3, 4e-3)
 LOWEST_RATE, HIGHEST_RATE = 1e-3 / 2**5, 1e-3 * 2**6
 #: Seed of the runs that choose learning rates; the study's own seeds are 0, 1, ...
 TUNING_SEED = 100
-#: A guess of what a run takes beside its steps: a new model, the evaluation.
+#: A guess of what a run takes in addition to its steps: a new model, the evaluation.
 OVERHEAD_SECONDS = 3.0
 
 Record = dict[str, Any]

@@ -2,7 +2,7 @@
 
 Real data (scikit-learn's handwritten digits, 1,797 images of 8 x 8), a batch of all training pairs,
 gradients by GradientCache in micro-batches of 128, recall on pairs that were never seen. Needs
-scikit-learn beside megabatch; takes seconds on a CPU.
+scikit-learn besides megabatch; takes seconds on a CPU.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Real data (the halves of scikit-learn's handwritten digits, 1,797 images of 8 x 8): which right half
 belongs to this left half? The student is trained twice, with CLIP's loss alone and with the
-teacher's similarities as soft targets beside it. Recall is among 300 pairs that neither saw. Needs
-scikit-learn beside megabatch; takes seconds on a CPU.
+teacher's similarities as soft targets in addition. Recall is among 300 pairs that neither saw.
+Needs scikit-learn besides megabatch; takes seconds on a CPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Digits by class with pytorch-metric-learning's loss, replaced: supcon.py with one other import.
 
-Needs pytorch-metric-learning and scikit-learn beside megabatch; takes seconds on a CPU.
+Needs pytorch-metric-learning and scikit-learn besides megabatch; takes seconds on a CPU.
 """
 
 from supcon import main

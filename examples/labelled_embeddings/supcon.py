@@ -2,7 +2,7 @@
 
 Real data (scikit-learn's handwritten digits, 1,797 images of 8 x 8), a batch of all training
 images, gradients by GradientCache in micro-batches of 256. recall@1 is the share of held-out images
-whose most similar training image shows the same digit. Needs scikit-learn beside megabatch; takes
+whose most similar training image shows the same digit. Needs scikit-learn besides megabatch; takes
 seconds on a CPU.
 """
 

@@ -3,7 +3,7 @@
 Real data: names and definitions of the 21,844 WordNet synsets that come with timm. A tiny BERT from
 scratch, batches of 512 pairs in mini-batches of 128; recall before and after 100 steps, which
 take minutes on a CPU, by the library's evaluator on pairs that were never seen. Needs
-sentence-transformers, accelerate, datasets and timm beside megabatch.
+sentence-transformers, accelerate, datasets and timm in addition to megabatch.
 """
 
 from __future__ import annotations

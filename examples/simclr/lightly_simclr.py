@@ -1,6 +1,6 @@
 """SimCLR with lightly's loss, replaced: simclr.py with one import of another library.
 
-Needs lightly and scikit-learn beside megabatch; takes seconds on a CPU.
+Needs lightly and scikit-learn besides megabatch; takes seconds on a CPU.
 """
 
 from megabatch.integrations.lightly import NTXentLoss  # before: from lightly.loss import NTXentLoss

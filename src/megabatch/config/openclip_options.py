@@ -53,7 +53,7 @@ INSTEAD = {
     "--image-std": _MODEL_CONFIG,
     "--image-interpolation": _MODEL_CONFIG,
     "--image-resize-mode": _MODEL_CONFIG,
-    "--aug-cfg": "there is no augmentation beside the model's own transform; leave it out",
+    "--aug-cfg": "there is no augmentation other than the model's own transform; leave it out",
     "--local-loss": _RANKS,
     "--gather-with-grad": _RANKS,
     "--force-quick-gelu": "name the architecture that has it, such as --model ViT-B-32-quickgelu",

@@ -24,7 +24,7 @@ ALL_TABLES = (*TABLES, ".jsonl", ".jsonl.gz", ".arrow")
 
 # Files of a folder that `save_to_disk` of Hugging Face's datasets writes, of one data set, and of
 # several splits, each in a folder of its own. Read without that library, which would bring pandas
-# and a dozen more packages along for two small JSON files beside Arrow streams.
+# and a dozen more packages along for two small JSON files next to Arrow streams.
 _STATE, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 

@@ -23,9 +23,9 @@ def with_bytes(
 ) -> tuple[Transform, Transform]:
     """Move the normalisation from two transforms into an image tower.
 
-    The transforms returned end at uint8 images (c, h, w), which the tower takes from now on, beside
-    normalised ones. Transforms that do not end in `ToTensor` and the same `Normalize` stay as they
-    are, and so does the tower.
+    The transforms returned end at uint8 images (c, h, w), which the tower takes from now on, and
+    normalised ones too. Transforms that do not end in `ToTensor` and the same `Normalize` stay as
+    they are, and so does the tower.
     """
     train, norm = _split(train_transform)
     evaluation, eval_norm = _split(eval_transform)

@@ -47,7 +47,7 @@ def largest_of_fastest(seconds: Mapping[int, float]) -> int:
     """The largest of the sizes that are as fast as the fastest, within `GAIN`.
 
     It has the fewest launches. Neither a plan nor a trial has all that a step's host has to do
-    beside them.
+    besides them.
     """
     least = min(seconds.values())
     return max(size for size, value in seconds.items() if value <= (1 + GAIN) * least)
