@@ -24,10 +24,10 @@ from megabatch.similarity.functions import (
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
 from megabatch.similarity.settings import (
+    set_chunk,
     set_gather,
     set_grid,
     set_overlap,
-    set_piece,
     set_workspace,
 )
 
@@ -42,10 +42,10 @@ __all__ = [
     "ranks",
     "replicated",
     "set_abort_on_lost_rank",
+    "set_chunk",
     "set_gather",
     "set_grid",
     "set_overlap",
-    "set_piece",
     "set_workspace",
     "share_of_mean",
     "soft_targets",

@@ -13,7 +13,7 @@ from megabatch.similarity import backends
 from megabatch.similarity.distributed import gathered
 from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.test_statistics_ring import leaf
-from tests.similarity.distributed.transfers import grid_of, ring_in_pieces_of
+from tests.similarity.distributed.transfers import grid_of, ring_in_chunks_of
 
 pytest.importorskip("triton")
 
@@ -56,7 +56,7 @@ def test_fused_kernels(world: World) -> None:
             own = shard if self_similar else (shard, shard)
         with (
             pytest.MonkeyPatch.context() as patch,
-            ring_in_pieces_of(piece),
+            ring_in_chunks_of(piece),
             grid_of(columns),
         ):
             patch.setattr(backends, "uses_kernels", lambda x: True)
@@ -105,7 +105,7 @@ def test_the_sigmoid_loss(world: World) -> None:
         own_weight = None if weight is None else world.shard(weight, sizes)
         with (
             pytest.MonkeyPatch.context() as patch,
-            ring_in_pieces_of(piece),
+            ring_in_chunks_of(piece),
             grid_of(columns),
         ):
             patch.setattr(backends, "uses_kernels", lambda x: True)

@@ -18,7 +18,7 @@ from tests.similarity.distributed import test_gradients
 from tests.similarity.distributed.processes import World, on_devices, on_processes
 from tests.similarity.distributed.test_grid import received_bytes
 from tests.similarity.distributed.test_statistics_ring import D, compare, some_ids
-from tests.similarity.distributed.transfers import grid_of, recorded, ring_in_pieces_of
+from tests.similarity.distributed.transfers import grid_of, recorded, ring_in_chunks_of
 
 GRIDS = [(rows, columns) for rows, columns in product(range(1, 7), range(1, 7))]
 
@@ -85,7 +85,7 @@ def test_results_and_gradients(world: World) -> None:
                 compare(world, sizes)
                 compare(world, sizes, ids=ids, needs=(True, False, False))
                 compare(world, sizes, needs=(False, False, True))
-                with ring_in_pieces_of(1 << 20):
+                with ring_in_chunks_of(1 << 20):
                     compare(world, sizes, ids=ids)
 
 
@@ -99,7 +99,7 @@ def test_saved_features(world: World) -> None:
         total = rows.negative + rows.positive_sum
         return total.detach(), torch.autograd.grad(total.square().sum(), x)[0]
 
-    with ring_in_pieces_of(1 << 20):
+    with ring_in_chunks_of(1 << 20):
         wanted = found()
     for columns in (n for n in range(world.size + 1) if n == 0 or world.size % n == 0):
         with grid_of(columns):
@@ -109,7 +109,7 @@ def test_saved_features(world: World) -> None:
 
 @on_processes(4)
 def test_chunks_of_several_rounds(world: World) -> None:
-    before = settings.set_piece(2 * D * 8)
+    before = settings.set_chunk(2 * D * 8)
     try:
         for sizes in ([5] * 4, [6, 1, 5, 3]):
             for columns in (0, 2):
@@ -117,7 +117,7 @@ def test_chunks_of_several_rounds(world: World) -> None:
                     compare(world, sizes)
                     compare(world, sizes, ids=(some_ids(sum(sizes)),) * 2)
     finally:
-        settings.set_piece(before)
+        settings.set_chunk(before)
 
 
 @on_processes(4)

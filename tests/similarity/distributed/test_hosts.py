@@ -23,7 +23,7 @@ from tests.similarity.distributed.transfers import (
     bytes_sent,
     gathered_in_rounds,
     grid_of,
-    ring_in_pieces_of,
+    ring_in_chunks_of,
 )
 
 
@@ -157,7 +157,7 @@ def test_no_ring_between_hosts(world: World) -> None:
 
 @on_processes(3)
 def test_a_bound_of_zero_uses_the_ring_between_hosts_too(world: World) -> None:
-    with on_hosts(*"abc") as patch, ring_in_pieces_of(1 << 20):
+    with on_hosts(*"abc") as patch, ring_in_chunks_of(1 << 20):
         sent = bytes_sent(patch)
         similarity.logsumexp(torch.randn(3, D), torch.randn(3, D))
     assert sent

@@ -10,7 +10,7 @@ from megabatch.similarity.backends import eager
 from megabatch.similarity.distributed import gathered
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.test_statistics_ring import PIECES
-from tests.similarity.distributed.transfers import ring_in_pieces_of
+from tests.similarity.distributed.transfers import ring_in_chunks_of
 
 D = 5
 
@@ -26,7 +26,7 @@ def test_ranks_and_topk_equal_those_of_one_process(world: World) -> None:
             for i in (None, ids):
                 own = None if i is None else tuple(world.shard(t, sizes) for t in i)
                 local = [world.shard(t, sizes) for t in (x, y)]
-                with ring_in_pieces_of(piece), pytest.MonkeyPatch.context() as patch:
+                with ring_in_chunks_of(piece), pytest.MonkeyPatch.context() as patch:
                     patch.setattr(eager, "block_shape", lambda like, *_: (3, 2))
                     patch.setattr(gathered, "LARGE", 1 if i is None else n)
                     mine = similarity.ranks(*local, world.shard(target, sizes), ids=own)

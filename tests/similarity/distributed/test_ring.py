@@ -12,7 +12,7 @@ from megabatch.similarity.distributed.comm import P2PExchange
 from megabatch.similarity.distributed.ranks import Ranks
 from megabatch.similarity.reductions.softmax_tiles import SoftmaxTiles
 from tests.similarity.distributed.processes import World, on_processes
-from tests.similarity.distributed.transfers import bytes_sent, recorded, ring_in_pieces_of
+from tests.similarity.distributed.transfers import bytes_sent, recorded, ring_in_chunks_of
 
 
 @pytest.mark.parametrize("n", range(1, 10))
@@ -28,22 +28,22 @@ def test_each_pair_of_ranks_is_computed_once(n: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_a_piece_of_no_bytes(size: int) -> None:
+def test_a_chunk_of_no_bytes(size: int) -> None:
     with pytest.raises(ValueError, match=f"size: expected at least 1 byte, got {size}"):
-        settings.set_piece(size)
+        settings.set_chunk(size)
 
 
 @pytest.mark.parametrize("size", ["big", 1.5, True])
-def test_a_piece_of_a_wrong_type(size: object) -> None:
+def test_a_chunk_of_a_wrong_type(size: object) -> None:
     with pytest.raises(TypeError, match="size: expected a number of bytes"):
-        settings.set_piece(size)  # type: ignore[arg-type]
+        settings.set_chunk(size)  # type: ignore[arg-type]
 
 
-def test_rows_of_a_piece() -> None:
+def test_rows_of_a_chunk() -> None:
     assert ring.chunk_rows(torch.empty(0, 768, dtype=torch.bfloat16)) == 32768
     assert ring.chunk_rows(torch.empty(0, 1024, dtype=torch.bfloat16)) == 16384
     assert ring.chunk_rows(torch.empty(0, 1024, dtype=torch.float64)) == 6144
-    with ring_in_pieces_of(1):
+    with ring_in_chunks_of(1):
         assert ring.chunk_rows(torch.empty(0, 768)) == 1
 
 
@@ -53,7 +53,7 @@ def test_bytes_sent(world: World) -> None:
     rows, d = 7, 10
     features, gradient, ids = rows * d * 2, rows * d * 4, rows * 8
     x, y = (torch.randn(rows, d).bfloat16().requires_grad_() for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(1 << 20):
+    with pytest.MonkeyPatch.context() as patch, ring_in_chunks_of(1 << 20):
         sent = bytes_sent(patch)
         a, b = similarity.logsumexp(x, y)
         state = rows * 8
@@ -85,7 +85,7 @@ def test_transfers_overlap_the_computation(world: World) -> None:
     x = torch.randn(3, 4)
     for overlap in (True, False):
         events: list[str] = []
-        with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(1 << 20):
+        with pytest.MonkeyPatch.context() as patch, ring_in_chunks_of(1 << 20):
             for owner, name in (
                 (P2PExchange, "start"),
                 (P2PExchange, "wait"),

@@ -11,7 +11,7 @@ from megabatch import losses
 from megabatch.similarity import backends, softplus_sum
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 from tests.similarity.distributed.test_statistics_ring import PIECES, leaf, some_ids
-from tests.similarity.distributed.transfers import bytes_sent, gathered_in_rounds, ring_in_pieces_of
+from tests.similarity.distributed.transfers import bytes_sent, gathered_in_rounds, ring_in_chunks_of
 
 D = 5
 ALL = (True, True, True, True)
@@ -65,7 +65,7 @@ def test_sums_and_gradients(world: World) -> None:
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
         weight = torch.rand(sum(sizes), dtype=torch.float64)
         for piece in PIECES:
-            with ring_in_pieces_of(piece):
+            with ring_in_chunks_of(piece):
                 compare(world, sizes, sizes)
                 compare(world, sizes, sizes, ids, weight)
 
@@ -111,7 +111,7 @@ def test_bytes_sent(world: World) -> None:
     for fused, width in ((False, d), (True, 16)):
         features, gradient = rows * width * 2, rows * width * 4
         x, y = (torch.randn(rows, d).bfloat16().requires_grad_() for _ in range(2))
-        with pytest.MonkeyPatch.context() as patch, ring_in_pieces_of(1 << 20):
+        with pytest.MonkeyPatch.context() as patch, ring_in_chunks_of(1 << 20):
             patch.setattr(backends, "uses_kernels", lambda x, fused=fused: fused)
             sent = bytes_sent(patch)
             value = softplus_sum(x, y, 1.0, 0.0)

@@ -16,7 +16,7 @@ from megabatch.similarity import dense, settings
 from megabatch.similarity.distributed import gathered
 from megabatch.similarity.functions import split_and_count
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
-from tests.similarity.distributed.transfers import gathered_in_rounds, ring_in_pieces_of
+from tests.similarity.distributed.transfers import gathered_in_rounds, ring_in_chunks_of
 
 D = 5
 #: bytes of a ring's piece; None: gather if shards have one size; then whole shards, and two rows
@@ -117,7 +117,7 @@ def some_ids(n: int) -> Tensor:
 def test_paired(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for piece in PIECES:
-            with ring_in_pieces_of(piece):
+            with ring_in_chunks_of(piece):
                 compare(world, sizes, sizes)
 
 
@@ -126,7 +126,7 @@ def test_ids_across_processes(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for piece in PIECES:
             ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-            with ring_in_pieces_of(piece):
+            with ring_in_chunks_of(piece):
                 compare(world, sizes, sizes, ids=ids)
                 compare(world, sizes, sizes, ids=ids, sides="rows")
 
@@ -136,7 +136,7 @@ def test_x_against_itself(world: World) -> None:
     for sizes in shard_sizes(world.size):
         for piece in PIECES:
             ids = some_ids(sum(sizes))
-            with ring_in_pieces_of(piece):
+            with ring_in_chunks_of(piece):
                 compare(world, sizes)
                 compare(world, sizes, ids=(ids, ids))
 
@@ -162,7 +162,7 @@ def test_a_guide(world: World) -> None:
         ceiling = torch.randn(sum(sizes), dtype=torch.float64)
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
         for piece in PIECES:
-            with ring_in_pieces_of(piece):
+            with ring_in_chunks_of(piece):
                 compare(world, sizes, sizes, ids=ids, ceiling=ceiling, guided=True)
         compare(world, sizes, sizes, ceiling=ceiling, guided=True, sides="rows")
         compare(world, sizes, ceiling=ceiling, guided=True)

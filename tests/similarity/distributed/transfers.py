@@ -19,11 +19,11 @@ from tests.gathering import gathering_up_to
 
 
 @contextmanager
-def ring_in_pieces_of(size: int | None) -> Iterator[None]:
-    """Use the ring, with pieces of that many bytes; None: the usual way."""
-    before = settings.set_piece(size), settings.set_gather(0 if size else None)
+def ring_in_chunks_of(size: int | None) -> Iterator[None]:
+    """Use the ring, with chunks of that many bytes; None: the usual way."""
+    before = settings.set_chunk(size), settings.set_gather(0 if size else None)
     yield
-    settings.set_piece(before[0])
+    settings.set_chunk(before[0])
     settings.set_gather(before[1])
 
 

@@ -77,7 +77,7 @@ class Schedule(Protocol):
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Bytes for `megabatch.similarity.set_gather` and `set_piece`."""
+        """Bytes for `megabatch.similarity.set_gather` and `set_chunk`."""
         ...
 
 
@@ -110,7 +110,7 @@ class Grid:
     @property
     def limits(self) -> tuple[int, int]:
         """See `Schedule`."""
-        return self.gather, settings.DEFAULT_PIECE
+        return self.gather, settings.DEFAULT_CHUNK
 
     def sides(self, cluster: Cluster) -> tuple[Side, Side]:
         """The groups that share rows, and the groups that share columns."""
@@ -242,11 +242,11 @@ class Ring:
     """Chunks pass from rank to rank in single transfers; their gradients follow one step behind.
 
     Attributes:
-        piece: bytes of a chunk. See `megabatch.similarity.set_piece`.
+        chunk: bytes of a chunk. See `megabatch.similarity.set_chunk`.
         overlap: as in `Grid`.
     """
 
-    piece: int = settings.DEFAULT_PIECE
+    chunk: int = settings.DEFAULT_CHUNK
     overlap: bool = True
 
     @property
@@ -262,11 +262,11 @@ class Ring:
     @property
     def limits(self) -> tuple[int, int]:
         """See `Schedule`."""
-        return 0, self.piece
+        return 0, self.chunk
 
     def chunk_rows(self, work: Workload) -> int:
         """Rows of a chunk, as `ring.chunk_rows`."""
-        rows = max(1, self.piece // work.row_bytes)
+        rows = max(1, self.chunk // work.row_bytes)
         return min(work.rows, rows if rows < ring.UNIT else rows // ring.UNIT * ring.UNIT)
 
     def run(self, work: Workload, timeline: Timeline) -> None:
@@ -329,7 +329,7 @@ def default(cluster: Cluster, work: Workload) -> Schedule:
             return Grid((rows, cols), settings.gather())
     row = cluster.gpus * work.row_bytes
     gathers = gathered.round_rows(work.rows, row, cluster.nodes > 1) > 0
-    return Grid((cluster.gpus, 1), settings.gather()) if gathers else Ring(settings.piece())
+    return Grid((cluster.gpus, 1), settings.gather()) if gathers else Ring(settings.chunk())
 
 
 def reduce_scale(timeline: Timeline) -> None:

@@ -101,14 +101,14 @@ def loss_memory(cluster: Cluster, work: Workload, schedule: Schedule) -> int:
     """
     config = TrainConfig(loss=work.loss, precision="fp32")  # which leaves features as they are
     dtype = torch.float32 if work.item == 4 else torch.bfloat16
-    gather, piece = schedule.limits
-    before = settings.set_gather(gather), settings.set_piece(piece)
+    gather, chunk = schedule.limits
+    before = settings.set_gather(gather), settings.set_chunk(chunk)
     try:
         shape = work.rows, work.width, dtype, "cuda", cluster.gpus
         counted = loss_bytes(config, *shape, hosts=cluster.nodes, columns=schedule.columns)
     finally:
         settings.set_gather(before[0])
-        settings.set_piece(before[1])
+        settings.set_chunk(before[1])
     return counted - 2 * work.rows * work.row_bytes
 
 

@@ -24,7 +24,7 @@ def plan(features: Tensor) -> str:
     """Description of how features like these (n, d) are sent, on which all ranks must agree."""
     grid = settings.grid()
     return (
-        f"pieces of {ring.chunk_rows(features)} rows, gathered up to {settings.gather()} bytes, "
+        f"chunks of {ring.chunk_rows(features)} rows, gathered up to {settings.gather()} bytes, "
         f"transfers {'overlap' if settings.overlap() else 'one by one'}, "
         f"grid: {'by hosts' if grid < 0 else f'{grid} columns' if grid else 'never'}"
     )

@@ -30,7 +30,7 @@ UNIT = 16384
 
 def chunk_rows(features: Tensor) -> int:
     """Rows of a chunk of features like these (n, d)."""
-    rows = max(1, settings.piece() // (features.shape[1] * features.element_size()))
+    rows = max(1, settings.chunk() // (features.shape[1] * features.element_size()))
     return rows if rows < UNIT else rows // UNIT * UNIT
 
 
