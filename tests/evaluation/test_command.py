@@ -14,10 +14,9 @@ from megabatch.similarity import set_abort_on_lost_rank
 
 
 def test_eval_prints_each_figure_with_baseline_and_chance(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    glyphs_evaluated_once: tuple[Path, str],
 ) -> None:
-    assert main(["eval", str(run), "--batch-size", "256"]) == 0
-    out = capsys.readouterr().out
+    run, out = glyphs_evaluated_once
     lines = [line.strip() for line in out.splitlines()]
     told = out[: out.index("held-out faces, image → text")].splitlines()
     assert told[0].endswith("model.safetensors) on cpu, fp32:")

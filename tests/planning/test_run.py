@@ -8,6 +8,8 @@ import torch
 from megabatch import cli
 from megabatch.planning import Machine, micro_batches
 
+pytestmark = pytest.mark.usefixtures("counted_once")
+
 SHORT = (
     "train --model glyph-small --train-data glyphs --device cpu "
     "--global-batch-size 64 --micro-batch-size 32 --steps 1"

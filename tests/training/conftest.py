@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 
 from megabatch.training import TrainConfig, train
+from tests.evaluation.conftest import no_report
 from tests.planning.conftest import counted_once
 
-__all__ = ["counted_once"]
+__all__ = ["counted_once", "no_report"]
 
 
 class MakeConfig(Protocol):

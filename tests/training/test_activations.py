@@ -260,6 +260,7 @@ def test_all_ranks_repeat_a_step_in_which_one_runs_out_of_memory(ranks: Ranks) -
             assert "repeated with those of 1" in trainer.kept.news[-1]
 
 
+@pytest.mark.usefixtures("counted_once")
 def test_a_run_keeps_what_is_planned_and_continues_with_it(
     make_config: MakeConfig, tmp_path: Path, capsys: Any
 ) -> None:

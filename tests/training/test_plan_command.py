@@ -13,6 +13,13 @@ from tests.training.synthetic import write_shard
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory):
+    """One for all tests: texts of the same lengths make micro-batches that are counted once."""
+    return str(write_shard(tmp_path_factory.mktemp("shards") / "pairs.tar", 20))
+
+
 SMALL = [
     "plan",
     "--model",
@@ -23,6 +30,9 @@ SMALL = [
     "64",
     "--no-torchcompile",
 ]
+
+#: The largest batch that fits has few enough micro-batches to count the texts of each in no time.
+LITTLE = ["--gpu-memory", "2GiB"]
 
 
 def test_a_table_of_what_fits_here(capsys):
@@ -89,10 +99,9 @@ def test_a_probe_measures_the_gpu_at_hand(capsys):
     assert json.loads(captured.out)["step"]["seconds"] > 0
 
 
-def test_texts_of_the_training_data_count_with_their_lengths(tmp_path, capsys):
-    write_shard(tmp_path / "pairs.tar", 8)
-    here = ["--gpu-name", "H200", "--train-data"]
-    assert cli.main([*SMALL, *here, str(tmp_path / "pairs.tar")]) == 0
+def test_texts_of_the_training_data_count_with_their_lengths(shard, tmp_path, capsys):
+    here = ["--gpu-name", "H200", *LITTLE, "--train-data"]
+    assert cli.main([*SMALL, *here, shard]) == 0
     words = r"texts (count with|in order of length are cut to) \d+ tokens"
     assert re.search(words, capsys.readouterr().out)
     assert cli.main([*SMALL, *here, str(tmp_path / "absent.tar")]) == 0
@@ -160,10 +169,9 @@ def test_what_does_not_fit_ends_with_1_and_a_suggestion(capsys):
     assert "--micro-batch-size" in out
 
 
-def test_late_decoding_is_planned_by_the_images_that_there_are(tmp_path, capsys):
-    data = write_shard(tmp_path / "pairs.tar", 20)
-    options = ["--train-data", str(data), "--decode", "late", "--workers", "2"]
-    assert cli.main([*SMALL, "--gpu-memory", "80GiB", *options]) == 0
+def test_late_decoding_is_planned_by_the_images_that_there_are(shard, capsys):
+    options = ["--train-data", shard, "--decode", "late", "--workers", "2"]
+    assert cli.main([*SMALL, *LITTLE, *options]) == 0
     out = capsys.readouterr().out
     assert "on the host: image files and texts" in out
     assert "on the host: decoded images" in out

@@ -140,6 +140,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("no_report")
 def test_runs_of_two_processes_are_that_of_one(
     launch: Launch, config: TrainConfig, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,53 +82,54 @@ def test_event_files_are_in_the_order_of_their_runs(
     assert min(folder.iterdir()) == earlier
 
 
-def test_weights_and_biases_gets_the_curves_and_the_settings_offline(
-    make_config: MakeConfig, pictures: Path, tmp_path: Path, straight: TrainConfig
-) -> None:
-    config = make_config(tmp_path / "run", report_to="wandb", val_data=str(pictures))
-    assert train(config) == 0
-    assert weights(config.output) == weights(straight.output)
-    records = offline_records(config.output)
-    (run,) = [record.run for record in records if record.HasField("run")]
-    ids = json.loads((config.output / "trackers.json").read_text())
-    assert (run.run_id, run.project, run.display_name) == (ids["wandb"], "megabatch", "run")
-    updates = [u for record in records for u in (*record.config.update, *record.run.config.update)]
-    told = {update.key: update.value_json for update in updates}
-    assert (told["global_batch_size"], told["loss"]) == ("8", '"clip"')
-    curves = points(records)
-    for name in ("loss", "grad_norm", "logit_scale"):
-        assert curves[f"train/{name}"] == [(r["step"], r[name]) for r in logged(config.output)]
-    evaluation = json.loads((config.output / "evaluation.json").read_text())
-    recall = evaluation["retrieval"]["pairs"]["model"]["image_to_text/recall@1"]
-    assert curves["val/pairs/image_to_text/recall@1"] == [(12, recall)]
-    assert not (config.output / "tensorboard").exists()
-
-
-def test_a_resumed_run_keeps_its_id_in_each_tracker(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("no_report")
+def test_a_resumed_run_gives_each_tracker_its_curves_and_settings_under_one_id(
+    make_config: MakeConfig,
+    pictures: Path,
+    straight: TrainConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    config = make_config(tmp_path / "run", report_to="tensorboard,wandb,mlflow")
+    config = make_config(tmp_path / "run", report_to="wandb,mlflow", val_data=str(pictures))
     with monkeypatch.context() as patch:
         signal_after(patch, 7, signal.SIGINT)
         assert train(config) == 130
     client = MlflowClient(tracking_uri=f"sqlite:///{config.output}/mlflow.db")
     ids = json.loads((config.output / "trackers.json").read_text())
     assert client.get_run(ids["mlflow"]).info.status == "KILLED"
-    again = make_config(tmp_path / "run", report_to="tensorboard,wandb,mlflow", resume=True)
-    assert train(again) == 0
+    assert train(replace(config, resume=True)) == 0
+    assert weights(config.output) == weights(straight.output)
     assert json.loads((config.output / "trackers.json").read_text()) == ids
-    runs = [r.run.run_id for r in offline_records(config.output) if r.HasField("run")]
-    assert runs == [ids["wandb"]] * 2
-    losses = [(record["step"], record["loss"]) for record in logged(config.output)]
-    assert points(offline_records(config.output))["train/loss"] == losses
-    of_mlflow = client.get_run(ids["mlflow"])
-    assert of_mlflow.info.status == "FINISHED"
-    assert of_mlflow.data.params["steps"] == "12"
-    history = client.get_metric_history(ids["mlflow"], "train/loss")
-    assert sorted((metric.step, metric.value) for metric in history) == losses
     assert load_config(config.output / "config.toml").report_to == config.report_to
+    assert not (config.output / "tensorboard").exists()
+    check_weights_and_biases(config.output, ids["wandb"])
+    check_mlflow(config.output, client.get_run(ids["mlflow"]), client)
+
+
+def check_weights_and_biases(folder: Path, run_id: str) -> None:
+    records = offline_records(folder)
+    runs = [record.run for record in records if record.HasField("run")]
+    assert [(run.run_id, run.project) for run in runs] == [(run_id, "megabatch")] * 2
+    assert [run.display_name for run in runs] == [folder.name] * 2
+    updates = [u for record in records for u in (*record.config.update, *record.run.config.update)]
+    told = {update.key: update.value_json for update in updates}
+    assert (told["global_batch_size"], told["loss"]) == ("8", '"clip"')
+    curves = points(records)
+    for name in ("loss", "grad_norm", "logit_scale"):
+        assert curves[f"train/{name}"] == [(r["step"], r[name]) for r in logged(folder)]
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    recall = evaluation["retrieval"]["pairs"]["model"]["image_to_text/recall@1"]
+    assert curves["val/pairs/image_to_text/recall@1"] == [(12, recall)]
+
+
+def check_mlflow(folder: Path, run: Any, client: Any) -> None:
+    assert run.info.status == "FINISHED"
+    assert run.data.params["steps"] == "12"
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    losses = [(record["step"], record["loss"]) for record in logged(folder)]
+    assert sorted((metric.step, metric.value) for metric in history) == losses
 
 
 class Recorder:

@@ -64,6 +64,7 @@ def test_training_takes_no_notice(run: TrainConfig, straight: TrainConfig) -> No
     assert losses[0] == losses[1]
 
 
+@pytest.mark.usefixtures("no_report")
 def test_the_figures_are_those_of_an_evaluation_of_the_same_weights(
     run: TrainConfig, pictures: Path
 ) -> None:
@@ -173,6 +174,7 @@ def test_figures_of_other_data_are_not_compared(tmp_path: Path) -> None:
     assert not keep_best(tmp_path, (METRIC, "hard"), 0.4, 4, Path.touch)
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_best_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(
     make_config: MakeConfig,
     straight: TrainConfig,

@@ -117,7 +117,7 @@ def test_the_page_of_an_evaluation_elsewhere_has_the_run_s_curves(
     for name in ("evaluation.json", "report.json"):
         shutil.move(evaluated / name, elsewhere / name)
     content = json.loads((elsewhere / "report.json").read_text())
-    content["run"] = f"../../{evaluated.name}"
+    content |= {"run": f"../../{evaluated.name}", "tasks": []}  # whose charts take seconds
     (elsewhere / "report.json").write_text(json.dumps(content))
     _, page = written(elsewhere)
     assert evaluated.name in page.text
