@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,8 +22,10 @@ pytest.importorskip("triton")
 ROWS = 120  # of all ranks, in one tile, since the interpreter is slow
 D = 20  # no multiple of 8, so that features are padded before transfers
 
+Sides: TypeAlias = "tuple[similarity.Split, similarity.Split | None]"
 
-def value(sides: tuple[similarity.Split, similarity.Split | None], weights: Tensor) -> Tensor:
+
+def value(sides: Sides, weights: Tensor) -> Tensor:
     """A number that depends on every part of every row differently; `weights` (6, rows)."""
     parts = [part for side in sides if side is not None for part in side[:3]]
     total = torch.zeros(())
@@ -38,6 +42,7 @@ def test_fused_kernels(world: World) -> None:
     ids = torch.randint(-1, 20, (ROWS,))
     weights = torch.rand(6, ROWS) * 1e-3
     weights[:, 40:] /= 100
+    wholes: dict[tuple[bool, bool], tuple[list[Tensor], Sides]] = {}
     for sizes, self_similar, numbers, piece, own_first, columns in (
         ([60, 60], False, None, None, 61, 0),  # gathered
         ([60, 60], False, ids, None, 60, 0),
@@ -47,13 +52,6 @@ def test_fused_kernels(world: World) -> None:
         ([40, 80], False, ids, None, 1, 2),  # a grid whose ranks share rows
         ([60, 60], False, None, None, 1, 1),  # and columns
     ):
-        whole, local = [leaf(x), leaf(y)], [leaf(world.shard(t, sizes)) for t in (x, y)]
-        scales = [leaf(torch.tensor(10.0)) for _ in range(2)]
-        pairs, own = "paired", "paired"
-        if numbers is not None:
-            shard = world.shard(numbers, sizes)
-            pairs = numbers if self_similar else (numbers, numbers)
-            own = shard if self_similar else (shard, shard)
         with (
             pytest.MonkeyPatch.context() as patch,
             ring_in_chunks_of(piece),
@@ -61,24 +59,45 @@ def test_fused_kernels(world: World) -> None:
         ):
             patch.setattr(backends, "uses_kernels", lambda x: True)
             patch.setattr(gathered, "LARGE", own_first)
-            truth = similarity.split_logsumexp(
-                whole[0], None if self_similar else whole[1], scales[0], ids=pairs, group="local"
-            )
-            mine = similarity.split_logsumexp(
-                local[0], None if self_similar else local[1], scales[1], ids=own
-            )
-            value(truth, weights).backward()
-            value(mine, weights.split(sizes, dim=1)[world.rank]).backward()
+            case = self_similar, numbers is not None
+            if case not in wholes:  # one for all ways of transfer: the interpreter is slow
+                wholes[case] = statistics(x, y, numbers, self_similar, weights, "local")
+            whole, truth = wholes[case]
+            shards = (t if t is None else world.shard(t, sizes) for t in (x, y, numbers))
+            own_weights = weights.split(sizes, dim=1)[world.rank]
+            local, mine = statistics(*shards, self_similar, own_weights, None)
         for got, want in zip(mine, truth, strict=True):
-            for a, b in zip(got, want, strict=True):
+            for a, b in zip(got or (), want or (), strict=True):
                 torch.testing.assert_close(a, world.shard(b, sizes), rtol=2e-6, atol=2e-5)
-        for a, b in zip(local, whole, strict=True):
-            if b.grad is not None:
-                wanted = world.shard(b.grad, sizes).float()
-                error = (a.grad.float() - wanted).norm(dim=1)
-                assert (error <= 2e-3 * wanted.norm(dim=1) + 1e-7).all()
-        mean = scales[0].grad / world.size
-        torch.testing.assert_close(scales[1].grad, mean, rtol=2e-3, atol=1e-6)
+        assert_gradients_close(world, sizes, local, whole)
+
+
+def statistics(
+    x: Tensor, y: Tensor, ids: Tensor | None, self_similar: bool, weights: Tensor, group: Any
+) -> tuple[list[Tensor], Sides]:
+    """Leaves with their gradients (x, y, scale), and the log-sum-exps."""
+    leaves = [leaf(x), leaf(y), leaf(torch.tensor(10.0))]
+    pairs: Any = "paired"
+    if ids is not None:
+        pairs = ids if self_similar else (ids, ids)
+    sides = similarity.split_logsumexp(
+        leaves[0], None if self_similar else leaves[1], leaves[2], ids=pairs, group=group
+    )
+    value(sides, weights).backward()
+    return leaves, sides
+
+
+def assert_gradients_close(
+    world: World, sizes: list[int], local: list[Tensor], whole: list[Tensor]
+) -> None:
+    """Those of rows to half precision, row by row; those of numbers are the mean over ranks."""
+    for a, b in zip(local[:2], whole[:2], strict=True):
+        if b.grad is not None:
+            wanted = world.shard(b.grad, sizes).float()
+            error = (a.grad.float() - wanted).norm(dim=1)
+            assert (error <= 2e-3 * wanted.norm(dim=1) + 1e-7).all()
+    for a, b in zip(local[2:], whole[2:], strict=True):
+        torch.testing.assert_close(a.grad, b.grad / world.size, rtol=2e-3, atol=1e-6)
 
 
 @on_devices(2)
@@ -88,6 +107,7 @@ def test_the_sigmoid_loss(world: World) -> None:
     ids = torch.randint(-1, 40, (ROWS,))
     weights = torch.rand(ROWS)
     weights[:40] *= 1000
+    wholes: dict[tuple[bool, bool], tuple[list[Tensor], Tensor]] = {}
     for sizes, numbers, weight, piece, columns in (
         ([60, 60], None, None, None, 0),  # gathered
         ([60, 60], ids, weights, None, 0),
@@ -97,31 +117,21 @@ def test_the_sigmoid_loss(world: World) -> None:
         ([40, 80], ids, weights, None, 2),  # a grid whose ranks share rows
         ([40, 80], None, None, None, 2),
     ):
-        whole = [leaf(t) for t in (x, y, torch.tensor(10.0), torch.tensor(-3.0))]
-        local = [leaf(world.shard(t.detach(), sizes)) for t in whole[:2]]
-        local += [leaf(t.detach()) for t in whole[2:]]
-        pairs = "paired" if numbers is None else (numbers, numbers)
-        own = pairs if numbers is None else (world.shard(numbers, sizes),) * 2
-        own_weight = None if weight is None else world.shard(weight, sizes)
+        case = numbers is not None, weight is not None
         with (
             pytest.MonkeyPatch.context() as patch,
             ring_in_chunks_of(piece),
             grid_of(columns),
         ):
             patch.setattr(backends, "uses_kernels", lambda x: True)
-            truth = similarity.softplus_sum(*whole, ids=pairs, weight=weight, group="local")
-            mine = similarity.softplus_sum(*local, ids=own, weight=own_weight)
-            (truth / ROWS).backward()
-            (mine / ROWS).backward()
-        total = mine.detach().clone()
+            if case not in wholes:
+                wholes[case] = sigmoid_sum(x, y, numbers, weight, "local")
+            whole, truth = wholes[case]
+            shards = (t if t is None else world.shard(t, sizes) for t in (x, y, numbers, weight))
+            local, total = sigmoid_sum(*shards, None)
         dist.all_reduce(total)
-        torch.testing.assert_close(total, truth.detach(), rtol=1e-6, atol=0)
-        for a, b in zip(local[:2], whole[:2], strict=True):
-            wanted = world.shard(b.grad, sizes).float()
-            error = (a.grad.float() - wanted).norm(dim=1)
-            assert (error <= 2e-3 * wanted.norm(dim=1) + 1e-7).all()
-        for a, b in zip(local[2:], whole[2:], strict=True):
-            torch.testing.assert_close(a.grad, b.grad / world.size, rtol=2e-3, atol=1e-6)
+        torch.testing.assert_close(total, truth, rtol=1e-6, atol=0)
+        assert_gradients_close(world, sizes, local, whole)
     # x needs no gradient and rank 0 has no rows of y: its part of the scale's gradient is 0.
     sides = (torch.arange(ROWS), torch.arange(ROWS))
     scales = [leaf(torch.tensor(10.0)) for _ in range(2)]
@@ -133,3 +143,14 @@ def test_the_sigmoid_loss(world: World) -> None:
         similarity.softplus_sum(*here, scales[1], -3.0, ids=(rows, columns)).backward()
     mean = scales[0].grad / world.size
     torch.testing.assert_close(scales[1].grad, mean, rtol=2e-3, atol=1e-6)
+
+
+def sigmoid_sum(
+    x: Tensor, y: Tensor, ids: Tensor | None, weight: Tensor | None, group: Any
+) -> tuple[list[Tensor], Tensor]:
+    """Leaves with the gradients of the mean (x, y, scale, bias), and the sum."""
+    leaves = [leaf(t) for t in (x, y, torch.tensor(10.0), torch.tensor(-3.0))]
+    pairs: Any = "paired" if ids is None else (ids, ids)
+    total = similarity.softplus_sum(*leaves, ids=pairs, weight=weight, group=group)
+    (total / ROWS).backward()
+    return leaves, total.detach().clone()
