@@ -207,8 +207,8 @@ def megabatch_step(one: Record, options: argparse.Namespace, last: Last) -> dict
     batch = whole_batch(pairs, one, world)
     total = -(-len(batch) // one.micro_batch_size)
     real = total if one.b <= options.whole else min(total, REAL)
-    # Texts of other lengths compiled for 15 s of ViT-B/16's first whole step, and the loss of
-    # 65,536 pairs for 5 s; there was nothing to compile for larger batches.
+    # The first step compiles for texts of all lengths, and the first of a size for the loss. The
+    # loss of the largest batches has nothing left to compile, and takes long.
     if new or one.b < ONCE:
         parts_of_step(trainer, batch, total, real)
     if world.device.type == "cuda":
@@ -251,8 +251,7 @@ def parts_of_step(trainer: Trainer, batch: Batch, total: int, real: int) -> dict
 def busy(device: torch.device) -> None:
     """Keep a GPU busy for 0.1 s, while the host launches what follows, as in a whole step.
 
-    After skipped micro-batches it would wait for each launch: texts of ViT-B/16 took 50 ms instead
-    of 6.
+    After skipped micro-batches it would wait for each launch, and this time would be extrapolated.
     """
     if device.type == "cuda":
         torch.cuda._sleep(200_000_000)  # cycles

@@ -173,8 +173,8 @@ def clip(record: dict[str, Any]) -> Measured:
 def paper(record: dict[str, Any]) -> Measured:
     """A step of benchmarks/paper_tables.py with the batch on the host.
 
-    Times that were extrapolated are not judged: a GPU that rests between the micro-batches that
-    run is at higher clocks, and ViT-L/14 reached 674 pairs/s, in whole steps 637.
+    Times that were extrapolated are not judged: ViT-L/14 reached 674 pairs/s by them and 637 in
+    whole steps, probably since a GPU that rests between micro-batches is at higher clocks.
     """
     towers, size, n = towers_of(record["model"]), record["b"], record["n_devices"]
     texts = captions(min(size, DIFFERENT * n))[: min(size // n, DIFFERENT)]

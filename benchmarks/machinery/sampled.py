@@ -25,8 +25,8 @@ class Sampled:
         module: has `encode_image` and `encode_text`.
         total, real: numbers of micro-batches.
         on_skip: called instead of a tower. before: called before one.
-        ddp: all parameters get this gradient, for which DDP waits, rather than one (in ViT-B/16
-            that takes 25 ms a micro-batch and tower).
+        ddp: all parameters get this gradient, as DDP waits for all of them. Otherwise only the
+            smallest one does, which takes less time.
     """
 
     def __init__(

@@ -89,6 +89,27 @@ def test_a_script_beats_chance(script: str) -> None:
         assert learnt > found(small.before, ended.stdout), ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [
+        ("retriever/hard_negatives.py", "--count 4", "--count: expected more than 4, got 4"),
+        (
+            "three_modalities/three_modalities.py",
+            "--characters 1",
+            "--characters: expected at least 2, got 1",
+        ),
+    ],
+)
+def test_a_size_that_a_script_cannot_use_is_refused(
+    script: str, options: str, message: str
+) -> None:
+    if script.startswith("retriever"):
+        pytest.importorskip("transformers")
+    ended = programs.run([str(EXAMPLES / script), *options.split()])
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.splitlines()[-1].endswith(f"error: {message}")
+
+
 @pytest.mark.concurrency
 @pytest.mark.parametrize("folder", RUNS)
 def test_a_run_on_data_that_a_script_writes_beats_chance(

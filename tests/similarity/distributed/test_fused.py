@@ -43,7 +43,7 @@ def test_fused_kernels(world: World) -> None:
     weights = torch.rand(6, ROWS) * 1e-3
     weights[:, 40:] /= 100
     wholes: dict[tuple[bool, bool], tuple[list[Tensor], Sides]] = {}
-    for sizes, self_similar, numbers, piece, own_first, columns in (
+    for sizes, self_similar, numbers, chunk, own_first, columns in (
         ([60, 60], False, None, None, 61, 0),  # gathered
         ([60, 60], False, ids, None, 60, 0),
         ([40, 80], False, None, None, 1, 0),
@@ -54,7 +54,7 @@ def test_fused_kernels(world: World) -> None:
     ):
         with (
             pytest.MonkeyPatch.context() as patch,
-            ring_in_chunks_of(piece),
+            ring_in_chunks_of(chunk),
             grid_of(columns),
         ):
             patch.setattr(backends, "uses_kernels", lambda x: True)
@@ -108,7 +108,7 @@ def test_the_sigmoid_loss(world: World) -> None:
     weights = torch.rand(ROWS)
     weights[:40] *= 1000
     wholes: dict[tuple[bool, bool], tuple[list[Tensor], Tensor]] = {}
-    for sizes, numbers, weight, piece, columns in (
+    for sizes, numbers, weight, chunk, columns in (
         ([60, 60], None, None, None, 0),  # gathered
         ([60, 60], ids, weights, None, 0),
         ([40, 80], None, weights, None, 0),
@@ -120,7 +120,7 @@ def test_the_sigmoid_loss(world: World) -> None:
         case = numbers is not None, weight is not None
         with (
             pytest.MonkeyPatch.context() as patch,
-            ring_in_chunks_of(piece),
+            ring_in_chunks_of(chunk),
             grid_of(columns),
         ):
             patch.setattr(backends, "uses_kernels", lambda x: True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megabatch import losses
 from megabatch.similarity import backends, softplus_sum
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
-from tests.similarity.distributed.test_statistics_ring import PIECES, leaf, some_ids
+from tests.similarity.distributed.test_statistics_ring import CHUNKS, leaf, some_ids
 from tests.similarity.distributed.transfers import bytes_sent, gathered_in_rounds, ring_in_chunks_of
 
 D = 5
@@ -64,8 +64,8 @@ def test_sums_and_gradients(world: World) -> None:
     for sizes in shard_sizes(world.size):
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
         weight = torch.rand(sum(sizes), dtype=torch.float64)
-        for piece in PIECES:
-            with ring_in_chunks_of(piece):
+        for chunk in CHUNKS:
+            with ring_in_chunks_of(chunk):
                 compare(world, sizes, sizes)
                 compare(world, sizes, sizes, ids, weight)
 

@@ -19,8 +19,8 @@ from tests.similarity.distributed.processes import World, on_devices, shard_size
 from tests.similarity.distributed.transfers import gathered_in_rounds, ring_in_chunks_of
 
 D = 5
-#: bytes of a ring's piece; None: gather if shards have one size; then whole shards, and two rows
-PIECES = (None, 1 << 20, 2 * D * 8)
+#: bytes of a ring's chunk; None: gather if shards have one size; then whole shards, and two rows
+CHUNKS = (None, 1 << 20, 2 * D * 8)
 
 Sides = Sequence["similarity.Split | None"]
 
@@ -116,17 +116,17 @@ def some_ids(n: int) -> Tensor:
 @on_devices(2, 3, 4)
 def test_paired(world: World) -> None:
     for sizes in shard_sizes(world.size):
-        for piece in PIECES:
-            with ring_in_chunks_of(piece):
+        for chunk in CHUNKS:
+            with ring_in_chunks_of(chunk):
                 compare(world, sizes, sizes)
 
 
 @on_devices(2, 3, 4)
 def test_ids_across_processes(world: World) -> None:
     for sizes in shard_sizes(world.size):
-        for piece in PIECES:
+        for chunk in CHUNKS:
             ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-            with ring_in_chunks_of(piece):
+            with ring_in_chunks_of(chunk):
                 compare(world, sizes, sizes, ids=ids)
                 compare(world, sizes, sizes, ids=ids, sides="rows")
 
@@ -134,9 +134,9 @@ def test_ids_across_processes(world: World) -> None:
 @on_devices(2, 3, 4)
 def test_x_against_itself(world: World) -> None:
     for sizes in shard_sizes(world.size):
-        for piece in PIECES:
+        for chunk in CHUNKS:
             ids = some_ids(sum(sizes))
-            with ring_in_chunks_of(piece):
+            with ring_in_chunks_of(chunk):
                 compare(world, sizes)
                 compare(world, sizes, ids=(ids, ids))
 
@@ -161,8 +161,8 @@ def test_a_guide(world: World) -> None:
     for sizes in shard_sizes(world.size):
         ceiling = torch.randn(sum(sizes), dtype=torch.float64)
         ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-        for piece in PIECES:
-            with ring_in_chunks_of(piece):
+        for chunk in CHUNKS:
+            with ring_in_chunks_of(chunk):
                 compare(world, sizes, sizes, ids=ids, ceiling=ceiling, guided=True)
         compare(world, sizes, sizes, ceiling=ceiling, guided=True, sides="rows")
         compare(world, sizes, ceiling=ceiling, guided=True)

@@ -84,8 +84,9 @@ SECTION = Section(
             "Memory",
             ("paper-tables*",),
             memory,
-            """The peak memory of a GPU in a whole step, measured without kept activations at every
-            size, and of the loss alone, not counting its inputs and returned gradients.""",
+            """The peak memory of a GPU in a step with the whole batch, without kept activations,
+            and of the loss alone, not counting its inputs and returned gradients. Where the time
+            is extrapolated, the towers ran on 6 micro-batches of each pass.""",
             (("paper-tables*.png", "Peak memory over the batch size"),),
         ),
         Part(
@@ -94,8 +95,8 @@ SECTION = Section(
             time,
             """If a time is extrapolated, the towers ran on 6 micro-batches of each pass, and the
             time of the others was added; the loss and everything else was computed for the whole
-            batch. Such times are somewhat short: a GPU that rests between the micro-batches that
-            run is at higher clocks.""",
+            batch. Such times are somewhat short, probably since a GPU that rests between the
+            micro-batches that run is at higher clocks.""",
         ),
     ),
     (Answer("The largest measured step", ("paper-tables",), largest),),
