@@ -63,11 +63,11 @@ class EqualRows(TextLengths):
 
     def micro_batches(
         self, tower: Tower, context: int, rows: int, count: int
-    ) -> list[tuple[int, int]]:
+    ) -> list[tuple[int, int, int]]:
         """Rows of each micro-batch, and the tokens of its first text, the longest one."""
         sample = sorted(self.samples[tower], reverse=True)
         return [
-            (part.stop - part.start, cut(sample[part.start * len(sample) // rows], context))
+            (part.stop - part.start, cut(sample[part.start * len(sample) // rows], context), 1)
             for part in equal_rows(rows, -(-rows // count))
         ]
 

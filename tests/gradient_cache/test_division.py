@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megabatch.gradient_cache.division import (
     MicroBatch,
     equal_rows,
+    equal_token_runs,
     equal_tokens,
     fewest_tokens,
     growth,
@@ -61,6 +62,10 @@ def test_many_rows():
     assert [part.start for part in parts] == [0, *ends[:-1]]
     assert ends[-1] == sum(n for _, n in runs)
     assert fewest_tokens(runs, 1000) == pytest.approx(32e9 / 1000, rel=0.01)
+    found = equal_token_runs(runs, 10**9)  # in no time, as few differ
+    assert len(found) < 10
+    assert sum(number for *_, number in found) == 10**9
+    assert sum(rows * number for rows, _, number in found) == ends[-1]
 
 
 def test_one_length_gives_equal_rows():

@@ -5,6 +5,7 @@ import torch
 from megabatch import SortedByLength
 from megabatch.data.pairs import BadSample, Pair
 from megabatch.planning.lengths import TextLengths, sampled_lengths
+from megabatch.planning.micro_batches import side_by_side
 
 
 def test_micro_batches_are_those_of_a_run():
@@ -15,9 +16,10 @@ def test_micro_batches_are_those_of_a_run():
             tokens = torch.zeros(8, context)
             texts = SortedByLength(tokens, torch.tensor(sample).clamp(max=context))
             run = [tuple(texts.rows[part].shape) for part in texts.micro_batches(count)]
-            assert lengths.micro_batches("text", context, 8, count) == run
+            found = lengths.micro_batches("text", context, 8, count)
+            assert [tuple(part) for *part, number in found for _ in range(number)] == run
             assert lengths.longer("text", context, 8, count) == texts.longer(count)
-    assert lengths.micro_batches("image", 77, rows=4, count=2) == [(2, 77), (2, 77)]
+    assert lengths.micro_batches("image", 77, rows=4, count=2) == [(2, 77, 2)]
     assert lengths.range("text", 77) == (8, 32)
     assert lengths.range("image", 50) == (50, 50)
 
@@ -25,9 +27,19 @@ def test_micro_batches_are_those_of_a_run():
 def test_a_sample_stands_for_a_batch_of_any_size():
     lengths = TextLengths({"text": [40] + [10] * 9})
     found = lengths.micro_batches("text", 77, rows=1000, count=10)
-    assert found == [(49, 40), (49, 40), (49, 40), *[(122, 16)] * 6, (121, 16)]
-    assert lengths.micro_batches("text", 77, rows=5, count=5) == [(1, 40), *[(1, 16)] * 4]
-    assert lengths.micro_batches("text", 77, rows=10**9, count=1) == [(10**9, 40)]
+    assert found == [(49, 40, 3), (122, 16, 6), (121, 16, 1)]
+    assert lengths.micro_batches("text", 77, rows=5, count=5) == [(1, 40, 1), (1, 16, 4)]
+    assert lengths.micro_batches("text", 77, rows=10**9, count=1) == [(10**9, 40, 1)]
+
+
+def test_micro_batches_of_two_sorted_towers():
+    lengths = TextLengths({"image": [40] + [10] * 9, "text": [30, 20, 8, 8]})
+    for rows, count in ((1000, 10), (37, 5), (12, 12)):
+        towers = [lengths.micro_batches(tower, 77, rows, count) for tower in ("image", "text")]
+        pairs = [[part for *part, number in runs for _ in range(number)] for runs in towers]
+        found = [at for at, number in side_by_side(towers) for _ in range(number)]
+        assert found == [tuple(map(tuple, at)) for at in zip(*pairs, strict=True)]
+        assert len({*found}) == len([*side_by_side(towers)])
 
 
 def test_a_single_length_is_that_of_all_texts():

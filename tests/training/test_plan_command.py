@@ -31,9 +31,6 @@ SMALL = [
     "--no-torchcompile",
 ]
 
-#: The largest batch that fits has few enough micro-batches to count the texts of each in no time.
-LITTLE = ["--gpu-memory", "2GiB"]
-
 
 def test_a_table_of_what_fits_here(capsys):
     assert cli.main([*SMALL, "--device", "cpu"]) == 0
@@ -100,7 +97,7 @@ def test_a_probe_measures_the_gpu_at_hand(capsys):
 
 
 def test_texts_of_the_training_data_count_with_their_lengths(shard, tmp_path, capsys):
-    here = ["--gpu-name", "H200", *LITTLE, "--train-data"]
+    here = ["--gpu-name", "H200", "--train-data"]
     assert cli.main([*SMALL, *here, shard]) == 0
     words = r"texts (count with|in order of length are cut to) \d+ tokens"
     assert re.search(words, capsys.readouterr().out)
@@ -171,7 +168,7 @@ def test_what_does_not_fit_ends_with_1_and_a_suggestion(capsys):
 
 def test_late_decoding_is_planned_by_the_images_that_there_are(shard, capsys):
     options = ["--train-data", shard, "--decode", "late", "--workers", "2"]
-    assert cli.main([*SMALL, *LITTLE, *options]) == 0
+    assert cli.main([*SMALL, "--gpu-memory", "80GiB", *options]) == 0
     out = capsys.readouterr().out
     assert "on the host: image files and texts" in out
     assert "on the host: decoded images" in out

@@ -47,17 +47,36 @@ def equal_tokens(runs: Runs, count: int) -> list[slice]:
         runs: the sequences.
         count: number of micro-batches, at most that of rows. Each has at least one row.
     """
-    rows, limit = sum(n for _, n in runs), fewest_tokens(runs, count)
     divided: list[slice] = []
+    start = 0
+    for size, _, number in equal_token_runs(runs, count):
+        for _ in range(number):
+            divided.append(slice(start, start + size))
+            start += size
+    return divided
+
+
+def equal_token_runs(runs: Runs, count: int) -> list[tuple[int, int, int]]:
+    """The micro-batches of `equal_tokens`, of which few differ, in as much time as there are runs.
+
+    Returns:
+        Rows, columns of the first row, and how many micro-batches in a row have them.
+    """
+    limit = fewest_tokens(runs, count)
+    spare = sum(n for _, n in runs) - count  # beyond a row for each micro-batch
+    found: list[tuple[int, int, int]] = []
     start = end = 0
     for columns, n in runs:
         end += n
         while start < end:
-            further = count - len(divided) - 1  # need a row each
-            stop = min(start + limit // columns, rows - further)
-            divided.append(slice(start, stop))
-            start = stop
-    return divided
+            size = min(limit // columns, 1 + spare)
+            number = -(-(end - start) // size)  # the last of them may reach into the next run
+            if size > 1:
+                number = min(number, spare // (size - 1))
+            found.append((size, columns, number))
+            spare -= number * (size - 1)
+            start += number * size
+    return found
 
 
 def fewest_tokens(runs: Runs, count: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 
 from megabatch.data.late import UndecodedPairs
 from megabatch.data.pairs import BadSample, PairDataset
-from megabatch.gradient_cache.division import equal_tokens, growth
+from megabatch.gradient_cache.division import equal_token_runs, growth
 from megabatch.models import Towers
 from megabatch.models.layers import Tower
 
@@ -33,17 +32,15 @@ class TextLengths:
 
     def micro_batches(
         self, tower: Tower, context: int, rows: int, count: int
-    ) -> list[tuple[int, int]]:
-        """Rows and tokens of each of `count` micro-batches of `rows` texts, as a run divides them.
+    ) -> list[tuple[int, int, int]]:
+        """The texts of `count` micro-batches of together `rows` texts, as a run divides them.
 
         context: tokens that the model takes.
+
+        Returns:
+            Texts and tokens of a micro-batch, and how many in a row are equal to it.
         """
-        runs = self._runs(tower, context, rows)
-        ends = [*itertools.accumulate(n for _, n in runs)]
-        return [
-            (part.stop - part.start, runs[bisect.bisect_right(ends, part.start)][0])
-            for part in equal_tokens(runs, count)
-        ]
+        return equal_token_runs(self._runs(tower, context, rows), count)
 
     def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
         """How many times as many tokens a micro-batch of another batch may have, as for a run.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -31,12 +31,13 @@ class MicroBatches:
     Attributes:
         runs: a micro-batch's bytes and work, and how many in a row are equal to it.
         size: pairs of one; if texts are sorted by length, their mean number.
-        texts: rows and tokens of each one's texts, by tower, if they are cut.
+        texts: by tower, if they are cut: rows and tokens of a micro-batch's texts, and how many in
+            a row are equal to it.
     """
 
     runs: Runs
     size: int
-    texts: Mapping[Tower, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    texts: Mapping[Tower, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -151,14 +152,14 @@ class Encoders:
         if not slopes:
             return MicroBatches(((base, count),), size, texts)
         runs = []
-        for at, equal in itertools.groupby(zip(*texts.values(), strict=True)):
+        for at, number in side_by_side([*texts.values()]):
             micro = base
             for tower, (n, width) in zip(texts, at, strict=True):
                 if tower in slopes:
                     slope, span = slopes[tower]
                     share = (n * width - size * shortest[tower]) / span
                     micro = micro.plus(slope, share)
-            runs.append((micro, sum(1 for _ in equal)))
+            runs.append((micro, number))
         return MicroBatches(tuple(runs), size, texts)
 
     def _one(
@@ -176,6 +177,18 @@ class Encoders:
                     *(self.module, sample, size, self.device, self.precision, self.compiled)
                 )
         return self._known[key]
+
+
+def side_by_side(
+    towers: Sequence[Sequence[tuple[int, int, int]]],
+) -> Iterator[tuple[tuple[tuple[int, int], ...], int]]:
+    """Rows and tokens of each tower, and how many micro-batches in a row have them."""
+    ends = [[*itertools.accumulate(number for *_, number in runs)] for runs in towers]
+    start = 0
+    for end in sorted({*itertools.chain(*ends)}):
+        at = [bisect.bisect_right(those, start) for those in ends]
+        yield tuple(runs[i][:2] for runs, i in zip(towers, at, strict=True)), end - start
+        start = end
 
 
 def total(runs: Runs, part: str) -> Work:

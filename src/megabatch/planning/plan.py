@@ -221,10 +221,11 @@ class Planner:
         if not trimmed:
             return (PADDED,)
         parts = [part for found in micro.texts.values() for part in found]
-        shortest, longest = (most(width for _, width in parts) for most in (min, max))
+        shortest, longest = (most(width for _, width, _ in parts) for most in (min, max))
         if shortest == longest:
             return (TOKENS.format(plural(longest, "token")),)
-        mean = sum(n * width for n, width in parts) / sum(n for n, _ in parts)
+        tokens = sum(n * width * number for n, width, number in parts)
+        mean = tokens / sum(n * number for n, _, number in parts)
         return (SORTED.format(plural(round(mean), "token"), longest),)
 
     def _with_kept(self, plan: Plan, micro: MicroBatches, rows: int) -> Plan:
