@@ -124,6 +124,7 @@ def step(trainer: Trainer, batch: Batch, number: int) -> dict[str, Any]:
         "n_devices": trainer.world.size,
         "dtype": trainer.config.precision,
         "b": trainer.config.global_batch_size,
+        "lr": trainer.config.lr,
         "step": number,
         "status": "ok",
         "micro_batch_size": trainer.micro_batch.rows,

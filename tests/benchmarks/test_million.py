@@ -33,5 +33,6 @@ def test_steps_are_whole_and_the_loss_falls(tmp_path: Path) -> None:
     assert max(losses[1:]) < losses[0]
     for record in records:
         assert (record["b"], record["micro_batch_size"], record["n_devices"]) == (40, 8, 1)
+        assert record["lr"] == 1e-3
         assert sum(record["parts"].values()) == pytest.approx(record["seconds"], rel=0.2)
         assert {"images, first pass", "texts, second pass", "loss"} <= record["parts"].keys()

@@ -137,8 +137,9 @@ def test_accuracy_has_means_and_deviations(tmp_path: Path) -> None:
 def test_steps_of_a_million_pairs_have_their_parts(tmp_path: Path) -> None:
     split = {"loss": 2.0, "backward pass": 6.0}
     more = {"b": 2**20, "parts": split, "seconds": 8.0, "n_devices": 2, "step": 3}
-    made = step("megabatch", 2048, 2**17, **more, loss_before=13.25)
+    made = step("megabatch", 2048, 2**17, **more, lr=1e-4, loss_before=13.25)
     text = rendered(tmp_path, million=[made])
-    assert "1,048,576 pairs of ViT-B-32, 2 devices: step" in text
+    assert "1,048,576 pairs of ViT-B-32, 2 devices, learning rate 0.0001: step" in text
+    assert "1,048,576 pairs in 2,048, step 3 |" in text
     assert "| 3 | 8.00 s | 131,072 pairs/s | 1.00 GiB | 13.2500 |" in text
     assert "| loss | 2.00 s, 25.0% |" in text

@@ -127,6 +127,7 @@ def parts(files: Sequence[RecordFile]) -> Iterator[str]:
         if rows:
             heads = [
                 f"{r['contender']}, {r['model']}, {r['b']:,} pairs in {r['micro_batch_size']:,}"
+                + (f", step {r['step']}" if "step" in r else "")
                 for r in split
             ]
             yield from markdown(("part", *heads), rows)
@@ -174,7 +175,8 @@ def million_of_towers(files: Sequence[RecordFile]) -> Iterator[str]:
         ]
         if rows:
             one = file.measured[-1]
-            what = f"{one['b']:,} pairs of {one['model']}, {_gpus(one['n_devices'])}: step"
+            what = f"{one['b']:,} pairs of {one['model']}, {_gpus(one['n_devices'])}, "
+            what += f"learning rate {one['lr']:g}: step"
             head = what, "time", "rate", "peak memory of a GPU", "loss before it"
             yield from markdown(head, rows)
             yield ""
