@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 
@@ -32,6 +33,24 @@ def test_a_scheduler_may_repeat_itself() -> None:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert interrupt.received == signal.SIGUSR1
+
+
+def test_what_follows_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with Interrupt(announce=True):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+    said = "\nSIGTERM: finishing this step and saving a checkpoint\n"
+    assert capfd.readouterr().err == said
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()])
+def test_nothing_is_said_where_there_is_no_stream(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO | None
+) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    with Interrupt(announce=True) as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.received == signal.SIGINT
 
 
 def test_exit_codes() -> None:

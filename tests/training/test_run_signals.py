@@ -37,7 +37,7 @@ def test_after_a_signal_it_saves_and_continues_bit_for_bit(
     make_config: MakeConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     number: signal.Signals,
     code: int,
 ) -> None:
@@ -46,7 +46,10 @@ def test_after_a_signal_it_saves_and_continues_bit_for_bit(
     with monkeypatch.context() as patch:
         signal_after(patch, 7, number)  # in the middle of an epoch
         assert train(config, resume_command="THE COMMAND") == code
-    assert "after step 8 of 12; continue with: THE COMMAND" in capsys.readouterr().out
+    out, err = capfd.readouterr()
+    assert "after step 8 of 12; continue with: THE COMMAND" in out
+    assert f"{number.name}: finishing this step and saving a checkpoint" in err
+    assert ("Ctrl-C again" in err) == (number == signal.SIGINT)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     assert checkpoints(config.output)[-1] == "step-00000008"
     assert not (config.output / "model.safetensors").exists()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -21,11 +23,15 @@ class Interrupt:
     A second SIGINT, which comes from an impatient user, has its usual effect. Schedulers may repeat
     their signals, which has none.
 
+    Args:
+        announce: say on stderr what follows, as the step may take minutes.
+
     Attributes:
         received: number of the first signal, or 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, announce: bool = False) -> None:
+        self.announce = announce
         self.received = 0
         self._before: dict[int, Any] = {}
 
@@ -44,9 +50,21 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.announce and not self.received:
+            _say_what_follows(number)
         self.received = self.received or number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+
+
+def _say_what_follows(number: int) -> None:
+    line = "finishing this step and saving a checkpoint"
+    if number == signal.SIGINT:
+        line += "; Ctrl-C again ends the run at once, without one"
+    # The signal may have come while a print was writing to sys.stderr's buffer, which would raise
+    # an error; it has no descriptor in a notebook.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.write(sys.stderr.fileno(), f"\n{signal.Signals(number).name}: {line}\n".encode())
 
 
 class Ended(SystemExit):

@@ -94,7 +94,7 @@ class Run:
             if self.world.main:
                 self.trackers.start(self.config, trainer.step, self.console.print)
                 log = stack.enter_context(MetricsLog(self.folder, trainer.step, self.trackers))
-            interrupt = stack.enter_context(Interrupt())
+            interrupt = stack.enter_context(Interrupt(announce=self.world.main))
             stack.enter_context(display)
             received = self._steps(interrupt, log, display)
             self._save(last=True)
