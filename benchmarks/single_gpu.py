@@ -75,13 +75,16 @@ def groups() -> Iterator[Group]:
     yield beside(case(8192, loss="siglip"), SIGLIP_PEERS)
     yield beside(case(32_768, loss="siglip"), SIGLIP_PEERS)
     yield Group((case(4_194_304, 512, backward=False),), SECONDS, once=True, cost=45)
+    yield Group((case(4_194_304, 512),), SECONDS, once=True, cost=150)
+    yield Group((case(16_777_216, 512, backward=False),), SECONDS, once=True, cost=560)
 
 
 def smallest(one: Group, device: str) -> Group:
     """The same at a size that only shows that it runs."""
 
     def shrink(c: Case) -> Case:
-        b = {65_601: 129, 1_048_576: 1024, 4_194_304: 2048}.get(c.b, max(64, c.b >> 9))
+        large = {1_048_576: 1024, 4_194_304: 2048, 16_777_216: 4096}
+        b = large.get(c.b, 129 if c.b == 65_601 else max(64, c.b >> 9))
         n = None if c.n is None else 40
         return replace(c, device=device, b=b, d=c.d // 8, n=n)
 
