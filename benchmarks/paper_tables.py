@@ -207,8 +207,8 @@ def megabatch_step(one: Record, options: argparse.Namespace, last: Last) -> dict
     batch = whole_batch(pairs, one, world)
     total = -(-len(batch) // one.micro_batch_size)
     real = total if one.b <= options.whole else min(total, REAL)
-    # The first step of a size compiles for its loss and for other numbers of texts: extrapolated,
-    # this made 5,083 of 1,582 s for 1,048,576 pairs of ViT-L/14.
+    # The first step of a size compiles for its loss and for micro-batches of other numbers of
+    # texts; in a step that is measured this would be extrapolated.
     parts_of_step(trainer, batch, total, real)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

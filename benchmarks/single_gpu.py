@@ -83,8 +83,8 @@ def smallest(one: Group, device: str) -> Group:
     """The same at a size that only shows that it runs."""
 
     def shrink(c: Case) -> Case:
-        large = {1_048_576: 1024, 4_194_304: 2048, 16_777_216: 4096}
-        b = large.get(c.b, 129 if c.b == 65_601 else max(64, c.b >> 9))
+        sizes = {65_601: 129, 1_048_576: 1024, 4_194_304: 2048, 16_777_216: 4096}
+        b = sizes.get(c.b, max(64, c.b >> 9))
         n = None if c.n is None else 40
         return replace(c, device=device, b=b, d=c.d // 8, n=n)
 

@@ -33,7 +33,7 @@ class TextLengths:
     def micro_batches(
         self, tower: Tower, context: int, rows: int, count: int
     ) -> list[tuple[int, int, int]]:
-        """The texts of `count` micro-batches of together `rows` texts, as a run divides them.
+        """The texts of `count` micro-batches, `rows` in all, as a run divides them.
 
         context: tokens that the model takes.
 
