@@ -39,14 +39,16 @@ def block_shape(
     """Rows and columns of a block of dS, which takes the workspace, in the features' dtype.
 
     A quarter of the workspace is left for the rest of the backward pass: a strip's gradient,
-    vectors of rows and columns, padded copies. If those take more, blocks have fewer columns.
+    vectors of rows and columns, padded copies. If those take more, blocks have fewer columns, down
+    to half: with 4M pairs the vectors alone take more, and blocks of GROUP columns are slow.
     """
     rows = whole_groups(int(math.sqrt(workspace / item)))
     if symmetric:
         return rows, rows
     d = padded(width, item)
     beside = 4 * d * min(rows, m) + VECTORS * (m + n) + (item * d * (m + n) if d != width else 0)
-    limit = max(GROUP, min(workspace, workspace * 5 // 4 - beside) // (item * rows))
+    room = max(workspace // 2, min(workspace, workspace * 5 // 4 - beside))
+    limit = max(GROUP, room // (item * rows))
     # Even parts: a last one of few columns would make a slow product.
     even = cdiv(n, cdiv(max(n, 1), limit))
     return rows, min(whole_groups(limit), whole_groups(even + GROUP - 1))
