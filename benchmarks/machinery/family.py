@@ -362,7 +362,7 @@ def _two_sweeps(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     return made
 
 
-#: MiB: blocks of 2,048, 4,096, 8,192, 16,384 (the default on GPUs) and 32,768 rows and columns.
+#: MiB: blocks of 2,048, 4,096, 8,192, 16,384 (the default on GPUs) and 32,768 rows.
 WORKSPACES = (8, 32, 128, 512, 2048)
 
 TILING = Loss(

@@ -20,6 +20,8 @@ Record = dict[str, Any]
 SWEEPS = {"clip": (2, 6), "siglip": (6,)}
 #: Records of one GPU: the kernels' parameters are fitted to them.
 SINGLE = ("single-gpu", "single-gpu-engine", "single-gpu-small", "single-gpu-4m")
+#: Records of one GPU that are later than the fit.
+PREDICTED = ("single-gpu-4m-backward", "single-gpu-16m")
 #: Records of `benchmarks/scaling.py`.
 SCALING = (
     *("scaling", "scaling-2gpu", "scaling-2gpu-engine", "scaling-own-first", "scaling-two-parts"),
@@ -97,10 +99,11 @@ def read(results: Path, name: str) -> Any:
 
 def single(results: Path) -> Iterator[Measured]:
     """One GPU."""
-    for file in SINGLE:
+    for file in (*SINGLE, *PREDICTED):
         for r in read(results, file)["records"]:
             if r["contender"].startswith("megabatch") and r["status"] == "ok":
-                yield _of_record(file, r, Grid((1, 1)), fitted=r["loss"] == "clip")
+                fitted = r["loss"] == "clip" and file in SINGLE
+                yield _of_record(file, r, Grid((1, 1)), fitted=fitted)
 
 
 def scaling(results: Path) -> Iterator[Measured]:

@@ -87,7 +87,7 @@ def test_blocks_of_several_sizes_are_measured(tmp_path: Path) -> None:
     assert found.pop("dense-compiled") == "skipped"
     assert len(found) == 6
     assert set(found.values()) == {"ok"}
-    assert "| 64, d = 96: blocks of 2,048 |" in page(output)
+    assert "| 64, d = 96: blocks of 2,048 rows |" in page(output)
 
 
 def test_the_plan_covers_what_is_promised() -> None:

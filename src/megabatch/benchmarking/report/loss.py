@@ -167,11 +167,11 @@ def tiling(files: Sequence[RecordFile]) -> Iterator[str]:
 
 
 def _blocks(contender: str) -> str:
-    """The rows and columns of a block in half precision that fills the contender's workspace."""
+    """The rows of a block in half precision in the contender's workspace."""
     if not contender.startswith("workspace"):
         return {"dense-compiled": "one block: dense under torch.compile"}.get(contender, contender)
     bytes_of_block = int(contender.split()[1]) << 20
-    return f"blocks of {math.isqrt(bytes_of_block // 2):,}"
+    return f"blocks of {math.isqrt(bytes_of_block // 2):,} rows"
 
 
 def directions(files: Sequence[RecordFile]) -> Iterator[str]:
@@ -251,6 +251,18 @@ def summary_time(file: RecordFile) -> str:
     return f"{text}; {share(rate)} of the rate of large matrix products" if text else ""
 
 
+def summary_largest(file: RecordFile) -> str:
+    """The summary's line on the largest batch."""
+    found = [r for r in file.measured if r["contender"] == "megabatch" and r["backward"]]
+    if not found:
+        return ""
+    largest = max(found, key=lambda r: r["b"])
+    return (
+        f"{largest['b']:,} pairs, d = {largest['d']:,}, loss and gradients: "
+        f"{milliseconds(largest['ms'])}, {gib(largest['extra_bytes'])}"
+    )
+
+
 def _beside(found: Sequence[Record], field: str, shown: Callable[[float | None], str]) -> str:
     names = {"megabatch": "megabatch", "dense-compiled": "dense under torch.compile"}
     names["openclip"] = "OpenCLIP's loss"
@@ -317,14 +329,21 @@ SPEED = Section(
             """Below 16,384 pairs launching the kernels takes longer than the GPU's work, which
             matters only if the GPU has no other work. "Captured" means as CUDA graphs.""",
         ),
-        Part("Other sizes, widths and dtypes", ("single-gpu", "single-gpu-4m"), other_cases),
+        Part(
+            "Other sizes, widths and dtypes",
+            ("single-gpu", "single-gpu-4m*", "single-gpu-16m"),
+            other_cases,
+        ),
         Part("Later runs", ("single-gpu-engine", "single-gpu-graph"), again),
         Part(
             "The time that tiling costs",
             ("tiling*",),
             tiling,
-            """CLIP's loss in bfloat16, by the numbers of rows and columns in a block of the matrix.
-            "Two sweeps" computes each direction with a loss of its own.""",
+            """CLIP's loss in bfloat16 by the workspace, whose size the number of rows in a block
+            follows. Blocks are square where the workspace has room for vectors of all rows and
+            columns beside them: those of 2,048 rows had 512 columns here, those of 4,096 rows 1,536
+            to 3,072. (Today blocks have at least half as many columns as rows.) "Two sweeps"
+            computes each direction with a loss of its own.""",
         ),
         Part(
             "Both directions from one matrix",
@@ -346,6 +365,7 @@ SPEED = Section(
     ),
     (
         Answer("Time of the loss, 65,536 pairs, one GPU", ("single-gpu",), summary_time),
+        Answer("The largest batch on one GPU", ("single-gpu-4m-backward",), summary_largest),
         Answer("The loss on two CPU cores, 16,384 pairs", ("clip-cpu-16k",), summary_cpu),
     ),
 )
