@@ -252,14 +252,16 @@ def summary_time(file: RecordFile) -> str:
 
 
 def summary_largest(file: RecordFile) -> str:
-    """The summary's line on the largest batch."""
+    """The summary's line on the largest batch, of any number of GPUs."""
     found = [r for r in file.measured if r["contender"] == "megabatch" and r["backward"]]
     if not found:
         return ""
     largest = max(found, key=lambda r: r["b"])
+    n = largest["n_devices"]
     return (
-        f"{largest['b']:,} pairs, d = {largest['d']:,}, loss and gradients: "
-        f"{milliseconds(largest['ms'])}, {gib(largest['extra_bytes'])}"
+        f"{largest['b']:,} pairs, d = {largest['d']:,}, loss and gradients, "
+        f"on {n} GPU{'s' if n > 1 else ''}: "
+        f"{milliseconds(largest['ms'])}, {gib(largest['extra_bytes'])}{' on each' if n > 1 else ''}"
     )
 
 
@@ -339,11 +341,11 @@ SPEED = Section(
             "The time that tiling costs",
             ("tiling*",),
             tiling,
-            """CLIP's loss in bfloat16 by the workspace, whose size the number of rows in a block
-            follows. Blocks are square where the workspace has room for vectors of all rows and
-            columns beside them: those of 2,048 rows had 512 columns here, those of 4,096 rows 1,536
-            to 3,072. (Today blocks have at least half as many columns as rows.) "Two sweeps"
-            computes each direction with a loss of its own.""",
+            """CLIP's loss in bfloat16, by the number of rows in a block of the matrix; the
+            workspace decides it. A block has fewer columns than rows if vectors of all rows and
+            columns need a part of the workspace: in these runs blocks of 2,048 rows had 512
+            columns, and those of 4,096 rows 1,536 to 3,072. Now they would have 1,024, and 2,048 to
+            3,072. "Two sweeps" computes each direction with a loss of its own.""",
         ),
         Part(
             "Both directions from one matrix",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megabatch.benchmarking.report.loss import TITLES
+from megabatch.benchmarking.report.loss import TITLES, summary_largest
 from megabatch.benchmarking.report.page import Answer, Part, Section
 from megabatch.benchmarking.report.record_files import Record, RecordFile
 from megabatch.benchmarking.report.tables import (
@@ -157,18 +157,6 @@ def summary(file: RecordFile) -> str:
     return f"{most} GPUs of one host, of ideal: {', '.join(known)}" if known else ""
 
 
-def summary_largest(file: RecordFile) -> str:
-    """The summary's line on the largest batch."""
-    found = [r for r in file.measured if r["contender"] == "megabatch"]
-    if not found:
-        return ""
-    largest = max(found, key=lambda r: r["b"])
-    return (
-        f"{largest['b']:,} pairs, loss and gradients, on {largest['n_devices']} GPUs: "
-        f"{milliseconds(largest['ms'])}, {gib(largest['extra_bytes'])} on each"
-    )
-
-
 SECTION = Section(
     "How does it scale to several GPUs?",
     (
@@ -214,6 +202,6 @@ SECTION = Section(
     ),
     (
         Answer("Several GPUs of one host", ("scaling",), summary),
-        Answer("The largest batch", ("scaling",), summary_largest),
+        Answer("The largest batch on several GPUs", ("scaling",), summary_largest),
     ),
 )
