@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.problems import problems
 from megabatch.data import Batch
@@ -24,6 +23,7 @@ from megabatch.planning.kept import kept_count
 from megabatch.planning.plan import graph_bytes
 from megabatch.training import activations, train
 from megabatch.training.activations import KeptActivations, room_for_graphs
+from megabatch.training.parallel import fsdp_can_restart
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
 from tests.models.tiny import TINY
@@ -247,7 +247,7 @@ def test_all_ranks_repeat_a_step_in_which_one_runs_out_of_memory(ranks: Ranks) -
             trainer = trainer_of(config, world, module=module)
             trainer.kept.choose([1])
             assert trainer.kept.count == 2
-            if parallel == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
+            if parallel == "fsdp" and not fsdp_can_restart(world):
                 with pytest.raises(OutOfMemory):  # on both ranks, none of which waits
                     trainer.train_step(share_of(batch_of(0), sizes, ranks.rank))
                 continue

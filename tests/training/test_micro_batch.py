@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
-from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
@@ -22,6 +21,7 @@ from megabatch.models.layers import Tower
 from megabatch.models.padding import Lengths
 from megabatch.training import micro_batch, train
 from megabatch.training.micro_batch import Gauge, MicroBatchSize, Search, Trial
+from megabatch.training.parallel import fsdp_can_restart
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
 from tests.similarity.distributed.processes import World as Ranks
@@ -313,7 +313,7 @@ def test_ranks_find_the_same_size_and_train_as_with_it(ranks: Ranks) -> None:
     for parallel in ("ddp", "fsdp"):
         config = config_of(global_batch_size=8, parallel=parallel)
         before, micro_batch.FIRST = micro_batch.FIRST, 1
-        possible = parallel == "ddp" or hasattr(FSDPModule, "reset_iter_state")
+        possible = parallel == "ddp" or fsdp_can_restart(world)
         most = 2 if ranks.rank and possible else 8  # on one rank the others' size does not fit
         module = toy()
         module.visual = Full(module.visual, most)  # type: ignore[assignment]

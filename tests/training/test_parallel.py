@@ -11,13 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megabatch.errors import UsageError
 from megabatch.models.blocks import CompiledBlocks
 from megabatch.models.glyph import LENGTHS, TextFeatureTower
 from megabatch.ranks import Gone
-from megabatch.training.parallel import Layout, ReplicasDiffer, check_replicas
+from megabatch.training import parallel
+from megabatch.training.parallel import Layout, ReplicasDiffer, check_replicas, fsdp_can_restart
 from megabatch.training.trainer import Trainer, TrainingStopped
 from megabatch.training.world import World
 from tests.similarity.distributed.processes import World as Processes
@@ -268,6 +270,17 @@ def test_replicas_that_drift_apart_are_found_and_named(processes: Processes) -> 
         ReplicasDiffer, match=r"text.first.weight \(.* rank 2\), text.shift \(ranks 0, 1 against"
     ):
         check_replicas(trainer.module, world)
+
+
+@on_processes(2)
+def test_whether_fsdp_can_restart_is_found_by_what_it_does(processes: Processes) -> None:
+    world = world_of(processes)
+    assert fsdp_can_restart(world) == hasattr(FSDPModule, "reset_iter_state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            parallel, "_restart", lambda module: None
+        )  # gradients of the failed step stay
+        assert not fsdp_can_restart(world)
 
 
 @on_processes(2)

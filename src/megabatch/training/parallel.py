@@ -10,6 +10,7 @@ every micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 from collections.abc import Iterable, Mapping
@@ -52,28 +53,26 @@ class Layout:
 
     def end_step(self) -> None:
         """Free FSDP2's unsharded weights, which the optimizer's step makes stale."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in fsdp_modules(self.module):
+            module.reshard()
 
     def gather_weights(self) -> None:
         """Make FSDP2's weights whole on all ranks, as a forward pass does."""
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
+        for module in fsdp_modules(self.module):
+            module.unshard()
 
     def abandon_step(self) -> bool:
         """Clear FSDP2's state after an error inside a step; all ranks must call this.
 
         Returns:
-            Whether another step is possible: versions of torch without `reset_iter_state` cannot.
+            Whether another step is possible, see `fsdp_can_restart`.
         """
         if not isinstance(self.module, FSDPModule):
             return True
-        reset = getattr(self.module, "reset_iter_state", None)
-        if reset is not None:
-            reset()
-        return reset is not None
+        possible = fsdp_can_restart(self.world)
+        if possible:
+            _restart(self.module)
+        return possible
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors on rank 0's host, in the shapes of one process; {} on other ranks.
@@ -129,12 +128,71 @@ def lay_out(module: nn.Module, how: str, world: World) -> Layout:
     if how == "ddp":
         return Layout(module, _replicate(module), world)
     scalars = _scalars_to_vectors(module)
+    _shard(module, blocks(module), world)
+    return Layout(module, module, world, scalars)
+
+
+def _shard(module: nn.Module, parts: Iterable[nn.Module], world: World) -> FSDPModule:
+    """Shard a module in place, each of its parts in a group of its own."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for part in (*blocks(module), module):
+    for part in (*parts, module):
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
     assert isinstance(module, FSDPModule)
     module.set_reshard_after_backward(False)
-    return Layout(module, module, world, scalars)
+    return module
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP2 shards, this one first."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _restart(module: nn.Module) -> None:
+    """Discard all that an aborted step left in FSDP2; all ranks must call this.
+
+    `reset_iter_state` of torch 2.13 and 2.14 leaves the gradients of unsharded weights, which would
+    be part of the next step's. They can be reached while the weights are unsharded.
+    """
+    module.reset_iter_state()
+    for part in fsdp_modules(module):
+        part.unshard()
+    module.zero_grad(set_to_none=True)
+    for part in fsdp_modules(module):
+        part.reshard()
+    module.zero_grad(set_to_none=True)
+
+
+def fsdp_can_restart(world: World) -> bool:
+    """Whether FSDP2 can begin anew after an error in a backward pass; all ranks must call this.
+
+    Tried with two weights, as releases of torch differ: before 2.13 there is no way.
+    """
+    model = nn.Sequential(nn.PReLU(), nn.PReLU()).to(world.device)
+    sharded = _shard(model, model, world)
+    x = -torch.ones(1, 1, device=world.device)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(x).sum().backward()
+        return [full(weight.grad) for weight in model.parameters() if weight.grad is not None]
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    try:
+        expected = gradients()
+        sharded.set_requires_gradient_sync(False)
+        model(x).sum().backward()  # these gradients wait for another micro-batch's
+        hook = model[0].register_full_backward_pre_hook(fail)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            model(x).sum().backward()
+        hook.remove()
+        _restart(model)
+        sharded.set_requires_gradient_sync(True)
+        again = gradients()
+        return all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
+    except (AttributeError, RuntimeError, ValueError):
+        return False
 
 
 def _replicate(module: nn.Module) -> DistributedDataParallel:
