@@ -5,9 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from megabatch.models.icon import Block
+from megabatch.planning import work
 from megabatch.planning.compiled import CompiledBlocks, compiled_graphs
 from megabatch.planning.counter import UNIT, counted, fake_copies
 from megabatch.planning.towers import measure, sample_of
+from megabatch.planning.work import UncountedWork
 
 
 class Blocks(torch.nn.Module):
@@ -122,3 +124,21 @@ def test_attention_counts_whole_tiles(length, keys, tiles):
     products = 2 * 2 * 3 * 128 * 128 * 32 * tiles
     assert forward.flops == pytest.approx(2 * products, rel=1e-6)
     assert (counter.work - start - forward).flops == pytest.approx(5 * products, rel=1e-6)
+
+
+def test_a_product_that_torch_cannot_count_is_an_error(monkeypatch):
+    monkeypatch.delitem(work._FORMULAS, "aten.bmm")
+    with counted(), pytest.raises(UncountedWork, match=r"no formula for the work of aten\.bmm$"):
+        torch.empty(2, 3, 4) @ torch.empty(2, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["baddbmm", "_scaled_mm", "mkldnn_linear", "_conv_depthwise2d"])
+def test_names_of_operations_with_products(name):
+    assert work._PRODUCTS.search(f"aten.{name}")
+
+
+@pytest.mark.parametrize(
+    "name", ["upsample_bilinear2d", "_convert_weight_to_int4pack", "mul", "mv"]
+)
+def test_names_of_other_operations(name):
+    assert not work._PRODUCTS.search(f"aten.{name}")

@@ -46,7 +46,7 @@ def pass_of(graph: fx.Graph) -> Pass:
     in_memory = set(given) | returned  # storages that are no intermediate values of a kernel
     for node in nodes:
         sizes |= storages(node)
-        if is_product(node.target):
+        if node.op == "call_function" and is_product(node.target):
             in_memory |= storages(node).keys()
             in_memory |= {key for read in node.all_input_nodes for key in storages(read)}
     return Pass(_extra(nodes, sizes, in_memory, given, returned), _work(nodes, sizes, in_memory))

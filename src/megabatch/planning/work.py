@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 from megabatch.torch_internals import storage_key, tensors_in
@@ -38,9 +40,36 @@ class Work:
         return self + other * -1
 
 
+class UncountedWork(LookupError):
+    """The work of an operation with products is unknown, so no plan could be right."""
+
+
+#: Formulas by an operation's name. That of attention on the CPU, which torch lacks before 2.15, is
+#: that of the GPU's kernel.
+_FORMULAS = {str(packet): formula for packet, formula in flop_registry.items()}
+
+#: Names of operations with products. Those of a matrix and a vector take the time of reading the
+#: matrix, which counts.
+_PRODUCTS = re.compile(
+    r"(^|[._])(b?mm|addb?mm|baddbmm|matmul|(bi)?linear|attention|rnn"
+    r"|conv(olution)?|conv(_depthwise)?\dd)(_|$)"
+)
+
+
+def _name(overload: Any) -> str:
+    return str(getattr(overload, "overloadpacket", overload)).replace("_for_cpu", "")
+
+
 def is_product(overload: Any) -> bool:
-    """Whether an operation is a matrix product, attention or a convolution: a library's kernel."""
-    return getattr(overload, "overloadpacket", None) in flop_registry
+    """Whether an operation is a matrix product, attention or a convolution: a library's kernel.
+
+    Raises:
+        UncountedWork: it is, and torch's counter has no formula for it.
+    """
+    name = _name(overload)
+    if name not in _FORMULAS and _PRODUCTS.search(name):
+        raise UncountedWork(f"torch {torch.__version__} has no formula for the work of {name}")
+    return name in _FORMULAS
 
 
 #: Attention counts in whole tiles of so many queries and keys. That kernels compute whole tiles is
@@ -59,14 +88,18 @@ def _attended(packet: str, args: Sequence[Any], flops: int) -> int:
 def kernel_work(
     overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any, nbytes: int
 ) -> Work:
-    """The work of an operation that is a kernel and reads and writes so many bytes."""
-    packet = getattr(overload, "overloadpacket", None)
-    formula = flop_registry.get(packet)
-    flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=results))
-    if "conv" in str(packet):
+    """The work of an operation that is a kernel and reads and writes so many bytes.
+
+    Raises:
+        UncountedWork: see `is_product`.
+    """
+    name, flops = _name(overload), 0
+    if is_product(overload):
+        flops = int(_FORMULAS[name](*args, **kwargs, out_val=results))
+    if "conv" in name:
         return Work(convolved=flops, nbytes=nbytes, kernels=1)
-    if "scaled_dot_product" in str(packet):
-        flops = _attended(str(packet), args, flops)
+    if "scaled_dot_product" in name:
+        flops = _attended(name, args, flops)
     return Work(flops=flops, nbytes=nbytes, kernels=1)
 
 
