@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import warnings
 
 from tests import interpreter
 
@@ -21,6 +22,10 @@ for name in (
         importlib.import_module(name)
 
 interpreter.mend()
+
+# As pyproject.toml has it for pytest's own process. (A program's UserWarning may be meant for its user.)
+for category in (DeprecationWarning, FutureWarning):
+    warnings.filterwarnings("error", category=category, module="megabatch")
 
 # Exempt these objects from collection, which would take each process a quarter of a second.
 gc.collect()

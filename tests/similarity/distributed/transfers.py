@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered
+from megabatch.similarity.distributed import comm, gathered
 from megabatch.similarity.distributed.comm import P2PExchange
 from tests.gathering import gathering_up_to
 
@@ -101,8 +101,8 @@ class Copied:
 
 def transfer_copies(patch: pytest.MonkeyPatch) -> None:
     """Make the asynchronous transfers of rounds transfer copies."""
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        patch.setattr(dist, name, functools.partial(Copied, getattr(dist, name)))
+    for name in ("_all_gather", "_reduce_scatter"):
+        patch.setattr(comm, name, functools.partial(Copied, getattr(comm, name)))
 
 
 def recorded(events, name, function):  # type: ignore[no-untyped-def]

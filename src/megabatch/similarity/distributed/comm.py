@@ -19,6 +19,11 @@ from megabatch.torch_internals import constant_in_graphs
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
 
+if hasattr(dist, "all_gather_single"):  # torch 2.13 and newer, of which some deprecate other names
+    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+elif dist.is_available():
+    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
 LOCAL = "local"
 
 #: Bytes of a rank's terms in a handshake.
@@ -175,7 +180,7 @@ def all_gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple
     what = _collective(operation, "gathering")
     with failures_of(what):
         flat = gathered.view(-1, *shard.shape[1:])
-        work = dist.all_gather_into_tensor(flat, shard.contiguous(), group=group, async_op=True)
+        work = _all_gather(flat, shard.contiguous(), group=group, async_op=True)
     return gathered, Pending(work, what, group, shard)
 
 
@@ -187,7 +192,7 @@ def reduce_scatter(
     total = parts[rank * size : (rank + 1) * size]
     what = _collective(operation, "adding up all ranks' results")
     with failures_of(what):
-        work = dist.reduce_scatter_tensor(total, parts, group=group, async_op=True)
+        work = _reduce_scatter(total, parts, group=group, async_op=True)
     return total, Pending(work, what, group, total)
 
 
