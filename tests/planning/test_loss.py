@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megabatch.config.settings import TrainConfig
 from megabatch.losses import DistillClipLoss
@@ -193,7 +194,7 @@ def test_memory_of_the_loss_on_the_cpu(loss, workspace, negatives):
     objective = create_objective(config, group="local")
     before = set_workspace(workspace)
     try:
-        x, y = (torch.randn(rows, width, requires_grad=True) for _ in range(2))
+        x, y = (F.normalize(torch.randn(rows, width)).requires_grad_() for _ in range(2))
         scale, bias = (torch.ones((), requires_grad=True) for _ in range(2))
         hard = torch.randn(rows, negatives, width, requires_grad=True) if negatives else None
         more = {"negative_features": hard}

@@ -23,7 +23,7 @@ for name in (
 
 interpreter.mend()
 
-# As pyproject.toml has it for pytest's own process. (A program's UserWarning may be meant for its user.)
+# As in pyproject.toml for pytest's own process. A UserWarning of a program may be for its user.
 for category in (DeprecationWarning, FutureWarning):
     warnings.filterwarnings("error", category=category, module="megabatch")
 
