@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch import torch_internals
 from megabatch.errors import CommunicationError, UsageError, one_line
 from megabatch.similarity.distributed import comm, control
 from megabatch.similarity.distributed.comm import group_name, rank_and_size
@@ -168,5 +167,5 @@ def on_all_ranks(work: Callable[[], T], group: object) -> T:
 
 def _device(name: str) -> torch.device:
     """A device of the group's backends; the CPU if it has one for it."""
-    on_cpu = torch_internals.has_cpu_backend(comm.resolve(name))
+    on_cpu = control.has_cpu_backend(comm.resolve(name))
     return torch.device("cpu" if on_cpu else "cuda")

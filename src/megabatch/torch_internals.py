@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, reduce
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,20 +25,16 @@ _DDP = "nn.parallel.DistributedDataParallel"
 PURPOSES = {
     "_C._are_functorch_transforms_active": "to know that torch.func is at work, as it takes "
     "operators in another way than a plain call",
-    "_C._functorch.is_batchedtensor": "to refuse torch.func.vmap where it cannot be right",
-    "cuda._sleep": "to let a transfer begin before a large product on the same GPU",
     "distributed.distributed_c10d._resolve_process_group": "to find the process group that an "
     "operator was told by its name",
     "distributed.distributed_c10d._get_process_group_store": "to find the other ranks' hosts, "
     "before the first transfer and without a collective",
-    "distributed.ProcessGroup._device_types": "to know whether a process group has a CPU backend",
     "distributed.ProcessGroup._get_backend": "to exchange a few bytes by a group's CPU backend, "
     "and for its timeout",
     "nn.Module._compiled_call_impl": "to know whether a module was compiled in place",
     "nn.Module._call_impl": "to mark a module whose forward is compiled",
     "_dynamo.config.recompile_limit": "to let blocks with constants of their own be compiled, too",
     "_dynamo.config.optimize_ddp": "to compile a block of a model in DDP as one graph",
-    "_dynamo.utils.cumulative_time_spent_ns": "to tell how long compilation took",
     "_dynamo.exc.TorchDynamoException": "to train a model uncompiled that cannot be compiled",
     "nn.Module._forward_pre_hooks": "to call a module's hooks where its forward does not run",
     "nn.Module._forward_hooks": "to call a module's hooks where its forward does not run",
@@ -55,8 +51,6 @@ PURPOSES = {
     "Tensor._version": "to know whether a tensor was changed in place since",
     "nn.utils.parametrize._cache_enabled": "to compute parametrized weights in each forward pass",
     "nn.utils.parametrize._cache": "to compute parametrized weights in each forward pass",
-    "nn.modules.batchnorm._BatchNorm": "to find layers that normalise over a batch",
-    "nn.modules.instancenorm._InstanceNorm": "to leave running statistics alone in a second pass",
     "ops.aten._scaled_dot_product_flash_attention": "to plan attention's memory as a GPU has it",
     "ops.aten._scaled_dot_product_cudnn_attention": "to plan the memory of attention with a mask",
     "_subclasses.fake_tensor.FakeTensorMode": "to count a step's memory without making its tensors",
@@ -107,12 +101,6 @@ def _member(parent: Any, name: str) -> Any:
 transforms_active: Callable[[], bool] = private("_C._are_functorch_transforms_active")
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Whether torch.func.vmap goes over a dimension of this tensor that the program cannot see."""
-    found: bool = private("_C._functorch.is_batchedtensor")(tensor)
-    return found
-
-
 # --- torch.compile --------------------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -143,12 +131,6 @@ def compile_for_ddp_in_one_piece() -> None:
     torch._dynamo.config.optimize_ddp = False
 
 
-def compile_seconds() -> float:
-    """How long torch.compile took in this process so far, backward passes included."""
-    spent = private("_dynamo.utils.cumulative_time_spent_ns")
-    return sum(spent.get(f"entire_{part}_compile", 0) for part in ("frame", "backward")) / 1e9
-
-
 def is_compile_error(error: BaseException) -> bool:
     """Whether torch.compile or its backend failed."""
     return isinstance(error, private("_dynamo.exc.TorchDynamoException"))
@@ -169,12 +151,6 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     return store
 
 
-def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Whether a group takes tensors on the CPU."""
-    private("distributed.ProcessGroup._device_types")
-    return torch.device("cpu") in group._device_types
-
-
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The backend that transfers a group's tensors on this kind of device."""
     private("distributed.ProcessGroup._get_backend")
@@ -188,22 +164,7 @@ def backend_timeout(backend: Any) -> timedelta:
     return default if known is None else known
 
 
-def gpu_sleep(cycles: int) -> None:
-    """Keep the current stream of the GPU busy without work."""
-    private("cuda._sleep")(cycles)
-
-
 # --- modules --------------------------------------------------------------------------------------
-
-
-def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm1d]:
-    """Whether a module is torch's batch normalisation, of whatever number of dimensions."""
-    return isinstance(module, private("nn.modules.batchnorm._BatchNorm"))
-
-
-def is_instance_norm(module: nn.Module) -> TypeGuard[nn.InstanceNorm1d]:
-    """Whether a module is torch's instance normalisation, of whatever number of dimensions."""
-    return isinstance(module, private("nn.modules.instancenorm._InstanceNorm"))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,20 +138,3 @@ def test_an_error_of_a_block_itself_is_raised() -> None:
     with pytest.raises(RuntimeError, match="normalized_shape"):
         model.visual.blocks[0](features(5)[:, 1:])
     assert compiled.news == []
-
-
-def test_the_time_of_compilation_is_told_once() -> None:
-    def slow(graph: Any, inputs: Any) -> Any:
-        time.sleep(1.1)
-        return graph.forward
-
-    torch._dynamo.reset()
-    model = toy()
-    compiled = CompiledBlocks(model, backend=slow)
-    for step in (1, 2):
-        model.visual(features(5))
-        compiled.tell_time(step)
-    torch._dynamo.reset()
-    (line,) = compiled.news
-    assert line.startswith("step 1: torch.compile took ")
-    assert int(line.split()[-2]) >= 1

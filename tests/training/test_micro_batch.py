@@ -291,6 +291,7 @@ def test_a_size_for_which_memory_runs_out_is_left_out() -> None:
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_a_search_goes_on_uncompiled_if_a_backward_pass_cannot_be_compiled() -> None:
     trainer = measured(config_of(global_batch_size=8))
     trainer._compiled = compiled = mock.Mock()

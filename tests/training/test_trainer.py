@@ -251,8 +251,7 @@ def test_a_backward_pass_that_cannot_be_compiled_runs_uncompiled(
         losses.append([trainer.train_step(toy_batch(step))["loss"] for step in range(3)])
     torch._dynamo.reset()
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    # A busy machine may also take so long that the time of compilation is told.
-    (line,) = [line for line in trainer.take_news() if "torch.compile took" not in line]
+    (line,) = trainer.take_news()
     assert line.startswith("torch.compile fails for the model's blocks, which run uncompiled: ")
     assert trainer.take_news() == []
 

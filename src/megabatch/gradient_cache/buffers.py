@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from megabatch.torch_internals import is_batch_norm, is_instance_norm, version_of
+from megabatch.gradient_cache.state import BATCH_NORMS, INSTANCE_NORMS
+from megabatch.torch_internals import version_of
 
 #: Elements up to which integers may be state. Larger ones are tables, or quantised weights.
 INTEGERS = 1 << 16
@@ -63,7 +64,7 @@ class UpdatedBuffers:
         self._candidates = [
             (module, name)
             for module in modules
-            if not (is_batch_norm(module) or is_instance_norm(module))
+            if not isinstance(module, BATCH_NORMS + INSTANCE_NORMS)
             for name, buffer in module.named_buffers(recurse=False)
             if _may_be_state(buffer)
         ]

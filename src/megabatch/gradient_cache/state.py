@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.torch_internals import (
     delays_all_reduce,
     fsdp_groups,
-    is_batch_norm,
-    is_instance_norm,
 )
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 #: Items of a list up to which it may be one of models; datasets are longer.
 SHORT = 64
@@ -266,10 +267,10 @@ def keep_running_statistics(modules: list[nn.Module]) -> Iterator[None]:
         for module in modules:
             if not (module.training and getattr(module, "track_running_stats", False)):
                 continue
-            if is_batch_norm(module):
+            if isinstance(module, BATCH_NORMS):
                 stack.callback(setattr, module, "track_running_stats", True)
                 module.track_running_stats = False
-            elif is_instance_norm(module):
+            elif isinstance(module, INSTANCE_NORMS):
                 stack.callback(setattr, module, "momentum", module.momentum)
                 module.momentum = 0.0
         yield

@@ -17,11 +17,8 @@ from megabatch.models.pixels import PixelNormalization
 from megabatch.torch_internals import (
     allow_recompiles,
     compile_for_ddp_in_one_piece,
-    compile_seconds,
     mark_compiled_in_place,
 )
-
-_WORTH_TELLING = 1.0  # seconds of compilation in a step
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -78,7 +75,6 @@ class CompiledBlocks:
             backend: see torch.compile.
         """
         self.news: list[str] = []
-        self._seconds = compile_seconds()
         lists = lists_to_compile(module)
         self._compiled = set(lists)  # all but the lists that cannot be
         # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
@@ -91,12 +87,6 @@ class CompiledBlocks:
             for block in members:
                 block.forward = functools.partial(self._run, name, compiled, block.forward)
                 mark_compiled_in_place(block)
-
-    def tell_time(self, step: int) -> None:
-        """Add the seconds that compilation took since the last call to `news`, if it took any."""
-        before, self._seconds = self._seconds, compile_seconds()
-        if self._seconds - before >= _WORTH_TELLING:
-            self.news.append(f"step {step}: torch.compile took {self._seconds - before:.0f} s")
 
     def give_up(self, error: Exception) -> None:
         """Run all blocks uncompiled from now on: a backward pass could not be compiled."""

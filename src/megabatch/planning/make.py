@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
+from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.models import Towers
 from megabatch.planning.lengths import TextLengths
 from megabatch.planning.machine import Machine
@@ -16,7 +17,6 @@ from megabatch.planning.simulation.hardware import (
     encoding_named,
     usual_cluster,
 )
-from megabatch.torch_internals import is_batch_norm
 from megabatch.words import plural
 
 
@@ -91,7 +91,8 @@ def auto_plan(planner: Planner) -> Plan:
     rows = -(-planner.config.global_batch_size // planner.machine.count)
     size = min(unmeasured_micro_batch(planner.config), rows)
     plan = planner.plan(replace(planner.config, micro_batch_size=size))
-    if planner.machine.device == "cpu" or any(map(is_batch_norm, planner.towers.module.modules())):
+    normalised = any(isinstance(m, BATCH_NORMS) for m in planner.towers.module.modules())
+    if planner.machine.device == "cpu" or normalised:
         return plan
     if plan.peak > planner.machine.limit:
         size = 1 << _largest_micro_batch(planner, planner.config, size).bit_length() >> 1 or 1

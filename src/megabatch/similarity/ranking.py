@@ -18,7 +18,7 @@ from megabatch.similarity.distributed.ranks import Ranks, plan
 from megabatch.similarity.distributed.schedule import Chunk, Local, Schedule, Shard, consecutive
 from megabatch.similarity.masks import Pairs
 from megabatch.similarity.slices import strips
-from megabatch.torch_internals import is_batched
+from megabatch.torch_internals import transforms_active
 
 if TYPE_CHECKING:
     from megabatch.similarity.backends.triton.ranking import FusedScores
@@ -56,8 +56,8 @@ def ranks(
         IndexError: a target is out of range, on any process.
         CommunicationError: another process is gone, or did not make its call in time.
     """
+    _check_no_transform("ranks")
     check_two(x, y, autocast=False)
-    _check_not_batched("ranks", x, y, target)
     backends.warn_of_float32(x)
     target = check_integers("target", target, x.shape[0], x)
     row_ids, col_ids = _check_ids(ids, x, y)
@@ -106,8 +106,8 @@ def topk(
     Raises:
         TypeError, ValueError, CommunicationError: as `ranks`.
     """
+    _check_no_transform("topk")
     check_two(x, y, autocast=False)
-    _check_not_batched("topk", x, y)
     backends.warn_of_float32(x)
     if not isinstance(k, numbers.Integral) or isinstance(k, bool):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")
@@ -234,11 +234,11 @@ def _check_targets(columns: _Columns) -> None:
             )
 
 
-def _check_not_batched(call: str, *tensors: Tensor) -> None:
-    if any(isinstance(t, Tensor) and is_batched(t) for t in tensors):
+def _check_no_transform(call: str) -> None:
+    if transforms_active():
         raise NotImplementedError(
-            f"{call}: torch.func.vmap does not support it, as its control flow depends on values; "
-            "loop over the batch instead"
+            f"{call}: expected a call outside torch.func's transforms, as its control flow depends "
+            "on values; for several inputs, loop over them"
         )
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from torch import nn
 
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
-from megabatch.torch_internals import is_batch_norm
+from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.training.world import World
 from megabatch.words import plural
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
     """The layers that use batch statistics: those of a locked tower do not."""
-    return [m for m in module.modules() if is_batch_norm(m) and m.training]
+    return [m for m in module.modules() if isinstance(m, BATCH_NORMS) and m.training]
 
 
 def problems(config: TrainConfig, world: World) -> list[str]:

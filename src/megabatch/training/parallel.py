@@ -147,7 +147,7 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def _restart(module: nn.Module) -> None:
+def _restart(module: Any) -> None:
     """Discard all that an aborted step left in FSDP2; all ranks must call this.
 
     `reset_iter_state` of torch 2.13 and 2.14 leaves the gradients of unsharded weights, which would

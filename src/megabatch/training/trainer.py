@@ -142,8 +142,6 @@ class Trainer:
         self.step += 1
         if self.kept.measures:
             self.kept.after_step(self._step.memory, self._step.longer_texts(batch))
-        if self._compiled is not None:
-            self._compiled.tell_time(self.step)
         if self.ema is not None and math.isfinite(loss) and math.isfinite(norm):
             self.ema.update(self.step)
         values = _finite({"loss": loss, "lr": lr, "grad_norm": norm})

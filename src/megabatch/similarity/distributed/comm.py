@@ -19,6 +19,8 @@ from megabatch.torch_internals import constant_in_graphs
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
 
+_all_gather: Any
+_reduce_scatter: Any
 if hasattr(dist, "all_gather_single"):  # torch 2.13 and newer, of which some deprecate other names
     _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
 elif dist.is_available():
@@ -194,17 +196,6 @@ def reduce_scatter(
     with failures_of(what):
         work = _reduce_scatter(total, parts, group=group, async_op=True)
     return total, Pending(work, what, group, total)
-
-
-def let_begin(like: Tensor) -> None:
-    """Let a collective that was just launched begin before this stream's next kernel.
-
-    A large product that begins first seems to occupy all multiprocessors of a GPU, so that the
-    collective begins when it ends. 65,536 rows on 2 H200s take 23.51 ms with this and 23.59
-    without; events between the streams change nothing (benchmarks/results/hiding-2gpu.json).
-    """
-    if like.is_cuda:
-        torch_internals.gpu_sleep(20_000)  # cycles, 10 us
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:

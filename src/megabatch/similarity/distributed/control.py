@@ -40,13 +40,18 @@ class Channel(Protocol):
         ...
 
 
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Whether a group takes tensors on the CPU."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
 def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     """The group's channel, made on first use. `device`: of the group's tensors.
 
     The channel itself uses no device, so an exchange need not wait for work queued on a GPU.
     """
     if group not in _channels:
-        on_cpu = torch_internals.has_cpu_backend(group)
+        on_cpu = has_cpu_backend(group)
         own = torch_internals.group_backend(group, torch.device("cpu")) if on_cpu else None
         backend = torch_internals.group_backend(group, device) if own is None else own
         store = torch_internals.group_store(group)

@@ -30,14 +30,13 @@ from megabatch.similarity.distributed.comm import (
     Pending,
     all_gather,
     all_to_all,
-    let_begin,
     reduce_scatter,
 )
 from megabatch.similarity.distributed.schedule import Chunk, OnChunk, Partials, Shard
 from megabatch.similarity.slices import strips
 
-#: With at least this many rows of a rank in a round, its own columns come first, and `let_begin` is
-#: called for transfers of results. With fewer, launches by the host decide the time.
+#: With at least this many rows of a rank in a round, its own columns come first. With fewer,
+#: launches by the host decide the time.
 LARGE = 16_384
 
 #: Shards above the bound are gathered in rounds of this part of it: features of three rounds and
@@ -269,8 +268,6 @@ def run(
                 yield _summed(*summing)
                 summing = None
             coming += [Round(ranks, r, shards, None) for r in rounds[k + 1 : k + 2]]
-    if summing is not None and len(summing[1]) >= LARGE:
-        let_begin(summing[1])
     meanwhile()
     if summing is not None:
         yield _summed(*summing)
