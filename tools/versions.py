@@ -1,10 +1,12 @@
-"""Run all tests with the oldest versions that pyproject.toml allows, and with the newest there are.
+"""Run all tests with each minor release of torch that pyproject.toml allows.
 
     python tools/versions.py --output benchmarks/results/versions.json
 
-Each goes into a virtual environment of its own (5 GB; deleted afterwards unless --keep names a
-folder): the oldest release series of every package that is named there, with torch's own Triton;
-and whatever pip takes for the newest. Exit code 1 if any test failed.
+Each goes into a virtual environment of its own (7 GB; deleted afterwards unless --keep names a
+folder, whose environments are brought up to date): "oldest" has the oldest release series of every
+package that is named there, the others a minor release of torch, the Triton and torchvision that
+belong to it, and the newest of everything else. uv installs them, as in `make`. Exit code 1 if any
+test failed.
 
 What follows -- goes to pytest, as in `... -- tests/similarity -x`.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import shlex
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from pytest_runs import ARGUMENTS, ROOT, Place, append, green, run
 
@@ -41,9 +45,11 @@ def main(words: Sequence[str] | None = None) -> int:
     own = sys.argv[1:] if words is None else list(words)
     options = _options(own)
     command = shlex.join(["python", "tools/versions.py", *own])
+    for cap in pip_constraints():
+        print(f"pip's settings have {cap}; they do not apply to these environments", flush=True)
     bad, first = 0, True
-    for name in options.environments:
-        constraints = oldest(requirements()) if name == "oldest" else []
+    for name in options.environments or ["oldest", *minor_releases()[1:]]:
+        constraints = oldest(requirements()) if name == "oldest" else [f"torch=={name}.*"]
         with _folder(options.keep) as folder:
             begun = time.monotonic()
             place = Place(str(install(folder / name, constraints)))
@@ -96,15 +102,36 @@ def oldest(required: Iterable[str]) -> list[str]:
     return found
 
 
+def minor_releases() -> list[str]:
+    """The minor releases of torch on the package index that pyproject.toml allows, in order."""
+    allowed = next(r for r in map(Requirement, requirements()) if r.name == "torch").specifier
+    listed = re.search(r"Available versions: (.*)", _pip("index", "versions", "torch"))
+    if listed is None:
+        raise SystemExit("pip index versions torch: the package index lists no versions")
+    versions = allowed.filter(map(Version, listed[1].split(", ")))
+    return [f"{major}.{minor}" for major, minor in sorted({v.release[:2] for v in versions})]
+
+
+def pip_constraints() -> list[str]:
+    """Constraints that pip is told by its settings, as on a machine with old drivers."""
+    return [line for line in _pip("config", "list").splitlines() if "constraint" in line]
+
+
+def _pip(*words: str) -> str:
+    command = [sys.executable, "-m", "pip", *words, "--disable-pip-version-check"]
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+
+
 def install(folder: Path, constraints: Sequence[str]) -> Path:
-    """Make an environment with megabatch and its extras; returns its interpreter."""
-    venv.create(folder, with_pip=True, clear=True)
+    """Make or update an environment with megabatch and its extras; returns its interpreter."""
     python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=True)
     file = folder / "constraints.txt"
     file.write_text("\n".join(constraints) + "\n")
     wanted = f"{ROOT}[{','.join(EXTRAS)}]"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--constraint", str(file), "--editable", wanted], check=True)
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
+    subprocess.run([*uv, "--constraint", str(file), "--editable", wanted], check=True)
     return python
 
 
@@ -122,8 +149,9 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    both = ("oldest", "newest")
-    parser.add_argument("--environments", nargs="+", choices=both, default=list(both))
+    parser.add_argument(
+        "--environments", nargs="+", metavar="NAME", help="oldest, 2.10, ...; by default all"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for the environments to stay")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds of a run")
     parser.add_argument("--output", type=Path, required=True, help="record to make")

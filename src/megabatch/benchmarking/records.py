@@ -27,6 +27,7 @@ from megabatch.benchmarking.measure import Result
 _PACKAGES = (
     "megabatch",
     "torch",
+    "torchvision",
     "triton",
     "numpy",
     "open_clip_torch",
