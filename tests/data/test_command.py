@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,28 @@ def test_inspect_takes_columns_as_training_does(tmp_path: Path, capsys):
     assert "2 samples" in out
     assert "a.jsonl:row 1: one: two" in out
     assert "b.csv:row 1: three: four" in out
+
+
+def test_inspect_counts_negatives_and_repeated_captions(tmp_path: Path, capsys):
+    rows = [("a", "p", "xy"), ("b", "p", "x"), ("c", "q", "y"), ("d", "r", "")]
+    names = ("query", "positive", "hard")
+    lines = [json.dumps(dict(zip(names, (q, p, [*n]), strict=True))) for q, p, n in rows]
+    named, usual = tmp_path / "named.jsonl", tmp_path / "usual.jsonl"
+    named.write_text("\n".join(lines))
+    usual.write_text("\n".join(lines).replace("hard", "negatives"))
+    for arguments in ([str(named), "--csv-negative-key", "hard"], [str(usual)]):
+        assert main(["data", "inspect", *arguments]) == 0
+        out = capsys.readouterr().out
+        assert "hard negatives: 1 for 2 samples, 2 for 1 sample, 0 for 1 sample\n" in out
+        assert "2 of 4 captions (50.0%) occur more than once: false negatives without --dupl" in out
+    assert f"note: {usual} has negatives ('negatives'), which are not used" in out
+    assert main(["data", "inspect", str(named), "--limit", "2"]) == 0  # rows 1 and 4
+    out = capsys.readouterr().out
+    assert "hard negatives" not in out
+    assert (
+        "0 of 2 captions (0.0%) occur more than once among those read (--limit 0: among all)\n"
+        in out
+    )
 
 
 def test_inspect_reads_a_part(capsys):

@@ -97,7 +97,29 @@ def test_negatives(tmp_path: Path, kind: str):
         *zip("abc", "xyz", strict=True)
     ]
     assert [pairs[i].negatives for i in range(3)] == NEGATIVES
-    assert TablePairs([path])[0].negatives == ()
+    assert pairs.notes == []
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_negatives_that_are_not_used_are_told(tmp_path: Path, kind: str):
+    path = write_negatives(tmp_path, kind)
+    names = "'negative'" if kind == "jsonl" else "'negative_1', 'negative_2'"
+    unused = TablePairs([path])
+    assert unused[0].negatives == ()
+    [note] = unused.notes
+    assert note.startswith(f"{path} has negatives ({names}), which are not used: ")
+    assert note.endswith("--loss infonce --hard-negatives N")
+    found = TablePairs([path], negatives=None)
+    assert found.notes == [note]
+    assert [found[i].negatives for i in range(3)] == NEGATIVES
+
+
+def test_negatives_if_there_are_any(tmp_path: Path):
+    columns = {"query": ["q"], "positive": ["p"]}
+    path = tmp_path / "a.parquet"
+    for other in ({}, {"negative": [1]}):  # a column of something else is none
+        pa.parquet.write_table(pa.table({**columns, **other}), path)
+        assert TablePairs([path], negatives=None)[0].negatives == ()
 
 
 def test_named_columns_of_negatives(tmp_path: Path):

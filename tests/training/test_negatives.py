@@ -146,10 +146,11 @@ def test_sources_without_negatives_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_with_negatives_resumes_and_differs_from_one_without(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = config_of(folder, tmp_path / "whole")
     assert train(whole) == 0
+    assert "has negatives" not in capsys.readouterr().out
     parts = config_of(folder, tmp_path / "parts", steps=3, lr_scheduler="const", warmup=0)
     longer = replace(parts, output=tmp_path / "longer", steps=5)
     assert train(parts) == train(longer) == 0
@@ -157,6 +158,9 @@ def test_a_run_with_negatives_resumes_and_differs_from_one_without(
     assert weights(parts.output) == weights(longer.output)
     without = config_of(folder, tmp_path / "without", hard_negatives=0)
     assert train(without) == 0
+    assert "has negatives ('negatives'), which are not used" in " ".join(
+        capsys.readouterr().out.split()
+    )
     first, plain = logged(whole.output)[0]["loss"], logged(without.output)[0]["loss"]
     assert first > plain  # 24 candidates instead of 8
     assert weights(whole.output) != weights(without.output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -63,7 +63,10 @@ class Icons:
 
 @dataclass
 class Inspect:
-    """Read samples of a data set: report their number, some examples, and problems."""
+    """Read samples of a data set: report their number, some examples, and problems.
+
+    Also the numbers of hard negatives, and captions that occur more than once.
+    """
 
     data: Annotated[str, Positional("DATA")]
     """"glyphs", shards, tables, a pattern, a folder, or several joined by '::', as for training."""
@@ -77,6 +80,8 @@ class Inspect:
     """Column of first texts in a table, for pairs of texts."""
     csv_caption_key: str | None = None
     """Column of captions or second texts in a table."""
+    csv_negative_key: str | None = None
+    """Columns of hard negatives in a table, joined by commas."""
     csv_separator: str | None = None
     """Field separator of a text table."""
 
@@ -156,20 +161,33 @@ def inspect(options: Inspect) -> int:
         query_column=options.csv_query_key,
         caption_column=options.csv_caption_key,
         separator=options.csv_separator,
+        negatives=None if options.csv_negative_key is None else True,
+        negative_column=options.csv_negative_key,
     )
-    pairs, bad, first, read = _read_some(dataset, options.limit)
-    print(
-        f"{plural(len(dataset), 'sample')}, {read:,} of them read, {sum(bad.values()):,} unusable"
-    )
+    read = _read_some(dataset, options.limit)
+    unusable = sum(read.bad.values())
+    print(f"{plural(len(dataset), 'sample')}, {read.count:,} of them read, {unusable:,} unusable")
     for line in getattr(dataset, "notes", []):
         print(f"note: {line}")
     for line in getattr(dataset, "damage", []):
         print(f"damaged: {line}")
-    for reason, count in bad.most_common():
-        print(f"skipped {count:,} x {reason} (first: {first[reason]})")
-    for pair in pairs:
+    for reason, count in read.bad.most_common():
+        print(f"skipped {count:,} x {reason} (first: {read.first_bad[reason]})")
+    if any(read.negatives):
+        print(f"hard negatives: {_distribution(read.negatives)}")
+    if read.captions:
+        print(_repetition(read.captions, of_all=read.count == len(dataset)))
+    for pair in read.examples:
         print(f"{pair.key}: {_describe(pair.image)}: {pair.caption}")
-    return 0 if sum(bad.values()) < read else 1
+    return 0 if unusable < read.count else 1
+
+
+def _distribution(negatives: Counter[int]) -> str:
+    """How many samples have how many negatives; beyond the most common numbers, their range."""
+    shown = [f"{number:,} for {plural(n, 'sample')}" for number, n in negatives.most_common(4)]
+    if len(negatives) > len(shown):
+        shown.append(f"from {min(negatives):,} to {max(negatives):,} in all")
+    return ", ".join(shown)
 
 
 def _describe(first: Image.Image | str) -> str:
@@ -179,35 +197,53 @@ def _describe(first: Image.Image | str) -> str:
     return f"{width} x {height} {first.mode}"
 
 
-def _read_some(
-    dataset: PairDataset, limit: int
-) -> tuple[list[Pair], Counter[str], dict[str, str], int]:
-    """Read samples.
+def _repetition(captions: Counter[int], of_all: bool) -> str:
+    repeated, read = sum(n for n in captions.values() if n > 1), captions.total()
+    among = "" if of_all else " among those read (--limit 0: among all)"
+    advice = ": false negatives without --duplicates positives or ignored" if repeated else ""
+    return (
+        f"{repeated:,} of {read:,} captions ({repeated / read:.1%}) occur more than once"
+        f"{among}{advice}"
+    )
 
-    Returns:
-        The first five good ones; the number of bad ones for each reason; the first one's key for
-        each reason; how many were read.
+
+@dataclass
+class _Read:
+    """The samples that were read, `count` of them.
+
+    examples: the first five good ones. bad, first_bad: the number of bad ones for each reason, and
+    the first one's key. negatives: the number of good ones with so many; captions: with that id.
     """
+
+    count: int
+    examples: list[Pair] = field(default_factory=list)
+    bad: Counter[str] = field(default_factory=Counter)
+    first_bad: dict[str, str] = field(default_factory=dict)
+    negatives: Counter[int] = field(default_factory=Counter)
+    captions: Counter[int] = field(default_factory=Counter)
+
+
+def _read_some(dataset: PairDataset, limit: int) -> _Read:
     import numpy as np
     from rich.progress import track
 
-    from megabatch.data.pairs import BadSample
+    from megabatch.data.pairs import BadSample, caption_id
     from megabatch.terminal import plain_console
 
     count = min(limit or len(dataset), len(dataset))
     indices = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
-    good: list[Pair] = []
-    bad: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    read = _Read(count)
     console = plain_console(stderr=True)
     hidden = not console.is_terminal  # rich would end it with an empty line all the same
     for index in track(indices, "reading", console=console, transient=True, disable=hidden):
         try:
             pair = dataset[index]
         except BadSample as sample:
-            bad[sample.reason] += 1
-            first.setdefault(sample.reason, sample.key)
+            read.bad[sample.reason] += 1
+            read.first_bad.setdefault(sample.reason, sample.key)
             continue
-        if len(good) < 5:
-            good.append(pair)
-    return good, bad, first, count
+        if len(read.examples) < 5:
+            read.examples.append(pair)
+        read.negatives[len(pair.negatives)] += 1
+        read.captions[caption_id(pair.caption) if pair.id is None else pair.id] += 1
+    return read

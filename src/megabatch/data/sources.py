@@ -37,7 +37,7 @@ def open_pairs(
     query_column: str | None = None,
     caption_column: str | None = None,
     separator: str | None = None,
-    negatives: bool = False,
+    negatives: bool | None = False,
     negative_column: str | None = None,
     upsampling_factors: Sequence[float] | None = None,
     svg_size: int = SVG_SIZE,
@@ -60,7 +60,8 @@ def open_pairs(
             queries before those positive, answer, sentence2. The three columns may also be several
             joined by `::`, one per source.
         separator: field separator of text tables; default: a comma, in .tsv files a tab.
-        negatives: whether pairs have negatives, texts from further columns of tables.
+        negatives: whether pairs have negatives, texts from further columns of tables; None: if a
+            table has such columns.
         negative_column: names of these columns, joined by commas; default: all of negative,
             negatives, negative_1, negative_2 and so on. Several by `::`, as above.
         upsampling_factors: how often an epoch visits each sample of a source, one factor per

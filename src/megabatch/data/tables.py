@@ -39,8 +39,8 @@ class Wanted:
     """The columns to read from a table: their names, None for the usual ones.
 
     separator: of fields in .csv and .tsv; None: see `open_table`. lists: whether captions may also
-    be lists of texts. negatives: whether to read columns of negatives too, and `negative` their
-    names, joined by commas.
+    be lists of texts. negatives: whether to read columns of negatives too (None: if there are any),
+    and `negative` their names, joined by commas.
     """
 
     image: str | None = None
@@ -48,7 +48,7 @@ class Wanted:
     caption: str | None = None
     separator: str | None = None
     lists: bool = False
-    negatives: bool = False
+    negatives: bool | None = False
     negative: str | None = None
 
 
@@ -124,12 +124,21 @@ def open_table(path: Path, wanted: Wanted) -> Table:
         else:
             raise
     negatives = _choose_negatives(column_names(path, separator), wanted, path)
+    if negatives and not wanted.negatives:
+        notes.append(
+            f"{path} has negatives ({', '.join(map(repr, negatives))}), which are not used: "
+            "training uses N of a row's with --loss infonce --hard-negatives N"
+        )
+    if wanted.negatives is False:
+        negatives = []
     lists = [caption, *negatives] if wanted.lists else negatives
     read = list(dict.fromkeys([name, caption, *negatives]))
     columns = read_columns(path, read, separator, lists)
     firsts, captions = columns.by_name[name], columns.by_name[caption]
     _check_type(firsts.type, first, path, name)
     _check_type(captions.type, "text", path, caption, wanted.lists)
+    if wanted.negatives is None:
+        negatives = [one for one in negatives if _holds_texts(columns.by_name[one].type, True)]
     for one in negatives:
         _check_type(columns.by_name[one].type, "text", path, one, lists=True)
     of_negatives = [columns.by_name[one] for one in negatives]
@@ -161,7 +170,7 @@ class TablePairs:
         caption_column: default: the first of CAPTION_COLUMNS or, with queries, POSITIVE_COLUMNS.
         separator: of .csv and .tsv; default: a comma, in .tsv a tab, or the header's.
         negatives: whether pairs have negatives, texts from further columns; empty ones are left
-            out. A value may be a list, except in CSV.
+            out. A value may be a list, except in CSV. None: if there are such columns.
         negative_column: names of these columns, joined by commas; default: all of negative,
             negatives, negative_1, negative_2 and so on.
 
@@ -184,7 +193,7 @@ class TablePairs:
         query_column: str | None = None,
         caption_column: str | None = None,
         separator: str | None = None,
-        negatives: bool = False,
+        negatives: bool | None = False,
         negative_column: str | None = None,
     ) -> None:
         if image_column is not None and query_column is not None:
@@ -276,12 +285,10 @@ def _choose_first(wanted: Wanted, present: list[str], path: Path) -> tuple[First
 
 
 def _choose_negatives(present: list[str], wanted: Wanted, path: Path) -> list[str]:
-    """The columns of negatives, none if they are not wanted."""
-    if not wanted.negatives:
-        return []
+    """The columns of negatives; there may be none unless they are wanted."""
     if wanted.negative is None:
         found = [name for name in present if _NEGATIVE_COLUMN.fullmatch(name)]
-        missing = [] if found else ["negative"]
+        missing = ["negative"] if wanted.negatives and not found else []
     else:
         found = [name.strip() for name in wanted.negative.split(",")]
         missing = [name for name in found if name not in present]
@@ -323,14 +330,15 @@ def is_text(kind: pa.DataType) -> bool:
     )
 
 
+def _holds_texts(kind: pa.DataType, lists: bool) -> bool:
+    if lists and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        kind = kind.value_type
+    return is_text(kind) or pa.types.is_null(kind)
+
+
 def _check_type(kind: pa.DataType, what: First, path: Path, name: str, lists: bool = False) -> None:
-    if is_text(kind) or pa.types.is_null(kind):
-        return
     images = (pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary)
-    if what == "image" and any(holds(kind) for holds in images):
-        return
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if lists and is_list and (is_text(kind.value_type) or pa.types.is_null(kind.value_type)):
+    if _holds_texts(kind, lists) or (what == "image" and any(holds(kind) for holds in images)):
         return
     texts = "texts or lists of texts" if lists else "texts"
     expected = "images (paths, bytes, or {bytes, path})" if what == "image" else texts
