@@ -47,6 +47,38 @@ def test_nested_batches_keep_their_types():
     assert len(texts.input_ids) == BATCH  # the caller's batch is untouched
 
 
+class OfKeywords(Tower):
+    def forward(self, inputs=None, mask=None):
+        return super().forward(inputs * mask[:, None])
+
+
+@pytest.mark.parametrize("kind", [dict, Encoding])
+@pytest.mark.parametrize("wrap", [lambda tower: tower, torch.nn.DataParallel])
+def test_an_encoder_that_takes_keywords_is_shown_how_to_take_a_mapping(kind, wrap):
+    tower = OfKeywords()
+    x, y = pairs()
+    batches = [kind(inputs=inputs, mask=torch.rand(BATCH)) for inputs in (x, y)]
+    step = GradientCache((wrap(tower), wrap(tower)), clip_loss, 3)
+    message = rf"encoder 0 raised \w+ for a {kind.__name__} as one .* model\(\*\*batch\)"
+    with pytest.raises(TypeError, match=message) as raised:
+        step(*batches)
+    assert raised.value.__cause__ is not None
+    clip_loss(*(tower(**batch) for batch in batches)).backward()
+    expected = gradients(tower)
+    tower.zero_grad()
+    GradientCache((lambda batch: tower(**batch),) * 2, clip_loss, 3)(*batches).backward()
+    assert_same_gradients(gradients(tower), expected)
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, ValueError])
+def test_errors_of_an_encoder_that_takes_a_mapping_are_its_own(error):
+    def encode(batch):
+        raise error("my own")
+
+    with pytest.raises(error, match="my own"):
+        GradientCache((encode, Tower()), clip_loss, 3)({"inputs": pairs()[0]}, pairs()[1])
+
+
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("device", [None, "cpu"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +108,36 @@ class Settings:
                 f"batches: expected one per encoder, {len(self.encoders)}, got {len(given)}"
             )
         return [({name: batch}, []) for name, batch in given.items()]
+
+
+def call(name: str, encoder: Any, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Call an encoder, `name` for messages, with the rows of its batches.
+
+    Raises:
+        TypeError: it cannot take a batch that is a mapping as one argument, but takes keywords.
+    """
+    try:
+        return encoder(*positional, **keywords)
+    except (AttributeError, TypeError) as error:
+        mappings = [batch for batch in positional if isinstance(batch, Mapping)]
+        if not mappings or not _takes_keywords(encoder, mappings[0]):
+            raise
+        kind = type(mappings[0]).__name__
+        raise TypeError(
+            f"encoders: {name} raised {type(error).__name__} for a {kind} as one argument; if its "
+            "entries are keywords of the model, as of Hugging Face's, expected such an encoder: "
+            "lambda batch: model(**batch).pooler_output (or another output)"
+        ) from error
+
+
+def _takes_keywords(encoder: Any, batch: Mapping[Any, Any]) -> bool:
+    """Whether a mapping's entries may be meant as keywords; a wrapper's `forward` takes any."""
+    function = encoder.forward if isinstance(encoder, nn.Module) else encoder
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of some functions in C
+        return False
+    return any(p.kind is p.VAR_KEYWORD or p.name in batch for p in parameters)
 
 
 def _check_unknown(unknown: Mapping[str, Any]) -> None:

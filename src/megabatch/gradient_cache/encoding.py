@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch.gradient_cache.arguments import call
 from megabatch.gradient_cache.autograd import add_to_grad, reached_from
 from megabatch.gradient_cache.batches import tensors_in
 from megabatch.gradient_cache.buffers import UpdatedBuffers
@@ -373,7 +374,7 @@ class Encoding:
 
     def _encode(self, parts: Parts) -> Outputs:
         *positional, named = parts
-        return self.form.read(self.encoder(*positional, **named))
+        return self.form.read(call(self.name, self.encoder, positional, named))
 
     def _cache(self, key: Any, pieces: list[Tensor | None]) -> None:
         """Assemble one output from its micro-batches, as a leaf for the loss's gradient."""

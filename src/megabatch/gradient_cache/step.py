@@ -211,9 +211,11 @@ class GradientCache:
                 its rows are made in each pass, when they are needed, and must be the same each
                 time. In addition, a list or tuple of other values with one item per row, such as
                 captions, is split along with the tensors; anything else (None, a string, a flag) is
-                passed unchanged with each micro-batch. A batch may have no rows if that of another
-                rank has some. Batches must not change until `backward()` is done. Padded sequences
-                in a `SortedByLength` are encoded with little of their padding.
+                passed unchanged with each micro-batch. A mapping reaches the encoder as one
+                argument: for one that takes keywords pass `lambda batch: model(**batch)`. A batch
+                may have no rows if that of another rank has some. Batches must not change until
+                `backward()` is done. Padded sequences in a `SortedByLength` are encoded with little
+                of their padding.
             **keywords: batches by keyword (`input_names`); the others are passed to the loss, not
                 split.
 
@@ -222,7 +224,8 @@ class GradientCache:
             `create_graph`.
 
         Raises:
-            TypeError: a batch, an encoder's output or the loss has a wrong type.
+            TypeError: a batch, an encoder's output or the loss has a wrong type; an encoder cannot
+                take a mapping as one argument, but takes keywords.
             ValueError: no rank has a row, or batches differ in size; an output is neither per
                 sample nor shared; the loss is not one number or needs no gradient;
                 DistributedDataParallel has `static_graph=True` or `delay_all_reduce_named_params`,
