@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -26,6 +30,21 @@ def write_run(folder: Path, model: str, **settings: Any) -> Towers:
     towers.module.eval()
     save_tensors(towers.module.state_dict(), folder / "model.safetensors")
     return towers
+
+
+@contextlib.contextmanager
+def reports() -> Iterator[list[str]]:
+    """What transformers logs inside, such as the report of a folder whose weights do not fit."""
+    transformers: Any = pytest.importorskip("transformers")
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = transformers.utils.logging.get_logger("transformers")
+    logger.addHandler(handler)
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)
 
 
 def pictures() -> list[Image.Image]:

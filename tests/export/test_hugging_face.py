@@ -14,7 +14,7 @@ from megabatch.export import export_run
 from megabatch.models import create
 from megabatch.models.hf_two_towers import KINDS
 from megabatch.models.pooling import pool
-from tests.export.runs import pictures, write_run
+from tests.export.runs import pictures, reports, write_run
 from tests.models.tiny_bert import save_tiny_bert
 from tests.models.tiny_clip import save_tiny_clip
 
@@ -86,7 +86,11 @@ def test_a_text_encoder_loads_with_its_tokenizer(tmp_path: Path, pooling: Any) -
     assert {"mean": "the mean over the tokens of", "cls": "first token", "last": "last token"}[
         pooling
     ] in note
-    model = transformers.AutoModel.from_pretrained(tmp_path / "out")
+    assert "; add_pooling_layer=False loads it without a pooler" in note
+    with reports() as logged:
+        model = transformers.AutoModel.from_pretrained(tmp_path / "out", add_pooling_layer=False)
+        create(f"hf:{tmp_path / 'out'}")
+    assert not logged
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     inputs = tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megabatch.export import export_run
 from megabatch.models import Towers
-from tests.export.runs import change_json, write_run
+from tests.export.runs import change_json, reports, write_run
 from tests.models.tiny_bert import save_tiny_bert
 
 library: Any = pytest.importorskip("sentence_transformers", minversion="5.4")
@@ -41,7 +41,9 @@ def assert_equal(found: Any, expected: Tensor) -> None:
 def test_encode_gives_the_runs_embeddings(bert: Path, tmp_path: Path, pooling: str) -> None:
     towers = write_run(tmp_path / "run", f"hf:{bert}", hf_pooling=pooling, loss="infonce")
     assert export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out") == []
-    model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    with reports() as logged:
+        model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    assert not logged  # no pooler is missing
     _, expected = ours(towers)
     assert_equal(model.encode(TEXTS), expected)
     for text, one in zip(TEXTS, expected, strict=True):  # without any padding
@@ -64,7 +66,9 @@ def test_two_encoders_become_a_router(bert: Path, tmp_path: Path) -> None:
     towers = write_run(tmp_path / "run", f"hf:{bert}", hf_share=False, hf_pooling="cls")
     notes = export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
     assert [note for note in notes if "encode_query" in note]
-    model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    with reports() as logged:
+        model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    assert not logged
     queries, documents = ours(towers)
     assert not torch.allclose(queries, documents, atol=1e-3)
     assert_equal(model.encode_query(TEXTS), queries)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megabatch.data import Batch, Pair, PairLoader
@@ -26,6 +26,7 @@ from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep
 from megabatch.training.setup import build_towers, pooling_notes
 from megabatch.training.trainer import Trainer
+from tests.export.runs import reports
 from tests.models.tiny_bert import save_tiny_bert
 from tests.own_parts import writing_when_imported
 
@@ -274,3 +275,22 @@ def test_code_of_a_folder_is_not_run_even_if_the_user_would_agree(
     with contextlib.suppress(UsageError):  # transformers takes another class if it knows one
         create(f"hf:{folder}")
     assert not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("without", "missing"), [("pooler.", None), ("query.", "layer.0.attention.self.query.bias")]
+)
+def test_weights_may_lack_the_pooler_alone(
+    tmp_path: Path, without: str, missing: str | None
+) -> None:
+    file = save_tiny_bert(tmp_path / "bert") / "model.safetensors"
+    save_file(
+        {n: t for n, t in load_file(file).items() if without not in n}, file, {"format": "pt"}
+    )
+    with reports() as logged:
+        if missing is None:
+            made(file.parent)
+        else:
+            with pytest.raises(UsageError, match=rf"lacks 4 tensors of its model.*{missing}"):
+                made(file.parent)
+    assert bool(logged) == (missing is not None)

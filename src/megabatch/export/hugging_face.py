@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.evaluation.run_folder import Opened
-from megabatch.models.hf_folder import FolderTokenizer, read_config
+from megabatch.models.hf_folder import FolderTokenizer, has_optional_pooler, read_config
 from megabatch.models.hf_text_pair import TextEncoder
 from megabatch.models.hf_two_towers import PROCESSORS
 from megabatch.models.pooling import Pooling
@@ -24,16 +24,25 @@ def write_encoder(opened: Opened, folder: Path) -> list[str]:
     module: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
     save_encoder(module.first, tokenizer, folder)
+    unused = "; add_pooling_layer=False loads it without a pooler, which no embedding uses"
     return [
         "the folder has the encoder alone: an embedding is "
         f"{_POOLED[module.first.pooling]} of its last hidden states, normalised"
+        + unused
+        * bool(without_pooler(module.first))
     ]
 
 
-def save_encoder(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
-    """Save an encoder as `AutoModel` loads it, and its tokenizer.
+def without_pooler(encoder: TextEncoder) -> dict[str, bool]:
+    """The arguments with which `AutoModel` loads a saved encoder without a pooler."""
+    model: Any = encoder.encoder
+    return {"add_pooling_layer": False} if has_optional_pooler(model.config) else {}
 
-    A pooler, which no feature uses, is left out: `AutoModel` initialises one at random.
+
+def save_encoder(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
+    """Save an encoder as `AutoModel` loads it, and its tokenizer; without a pooler, if it has one.
+
+    No feature uses it. See `without_pooler`.
     """
     model: Any = encoder.encoder
     model.save_pretrained(folder)

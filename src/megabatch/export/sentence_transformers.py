@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.evaluation.run_folder import Opened
-from megabatch.export.hugging_face import save_encoder
+from megabatch.export.hugging_face import save_encoder, without_pooler
 from megabatch.models.hf_folder import FolderTokenizer
 from megabatch.models.hf_text_pair import TextEncoder, TextPair
 from megabatch.models.pooling import Pooling
@@ -63,6 +63,8 @@ def write(opened: Opened, folder: Path) -> list[str]:
 def _write_transformer(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
     save_encoder(encoder, tokenizer, folder)
     settings = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
+    if left_out := without_pooler(encoder):
+        settings["model_args"] = left_out
     _write_json(folder / "sentence_bert_config.json", settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megabatch.errors import UsageError, one_line
 from megabatch.extras import named_extras
+from megabatch.models import weights
 from megabatch.words import plural
 
 #: Default for tokens per text: a larger one costs time for every short text.
@@ -20,6 +22,9 @@ CONTEXT_LENGTH = 128
 
 #: Nothing is downloaded, and no code of the folder is run; by default transformers would ask.
 _READING: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+#: Part of the names of the weights of BERT's pooler.
+_POOLER = "pooler."
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,10 @@ def read_config(folder: Path) -> Any:
         raise UsageError(f"--model: {folder} cannot be read: {one_line(error, 240)}") from error
 
 
-def read_model(folder: Path, config: Any, unused: str = "") -> Any:
+def read_model(folder: Path, config: Any, *, pooler: bool = True) -> Any:
     """Load a folder's model in float32; with random weights if the folder has none.
 
-    unused: part of the names of tensors that are not used and may be missing.
+    pooler: whether BERT's pooler is used; if not, its weights may be missing.
 
     Raises:
         UsageError: transformers cannot read it, or some of its weights are missing.
@@ -84,10 +89,13 @@ def read_model(folder: Path, config: Any, unused: str = "") -> Any:
     missing: list[str] = []
     try:
         if has_weights(folder):
+            # Else transformers makes one with random weights, and reports that they were missing.
+            left_out = not pooler and has_optional_pooler(config) and not _has_pooler(folder)
+            options = {**_READING, **({"add_pooling_layer": False} if left_out else {})}
             model, found = transformers.AutoModel.from_pretrained(
-                folder, output_loading_info=True, **_READING
+                folder, output_loading_info=True, **options
             )
-            missing = sorted(n for n in found["missing_keys"] if not (unused and unused in n))
+            missing = sorted(n for n in found["missing_keys"] if pooler or _POOLER not in n)
         else:
             model = transformers.AutoModel.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever the architecture's own code raises
@@ -99,6 +107,20 @@ def read_model(folder: Path, config: Any, unused: str = "") -> Any:
         )
     in_float32: Any = model.float()
     return in_float32
+
+
+def has_optional_pooler(config: Any) -> bool:
+    """Whether transformers makes this configuration's model without BERT's pooler on request."""
+    import transformers
+
+    kind = transformers.MODEL_MAPPING.get(type(config), None)
+    return isinstance(kind, type) and "add_pooling_layer" in inspect.signature(kind).parameters
+
+
+def _has_pooler(folder: Path) -> bool:
+    """Whether a folder's weights have a pooler, as far as safetensors tell without being loaded."""
+    files = [*folder.glob("*.safetensors")]
+    return not files or any(_POOLER in name for file in files for name in weights.names(file))
 
 
 def has_weights(folder: Path) -> bool:

@@ -31,7 +31,7 @@ def create(
         raise UsageError(f"{', '.join(given)}: {name} has no images")
     if not hasattr(config, "hidden_size"):
         raise UsageError(f"--model: {folder} is not a text encoder: its config has no hidden_size")
-    encoder = read_model(folder, config, unused="pooler.")
+    encoder = read_model(folder, config, pooler=False)
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # BERT's, for another task: no feature uses it
     start = options.init_logit_scale
