@@ -52,7 +52,12 @@ def test_what_a_model_cannot_become_is_refused_with_what_it_can(tmp_path: Path) 
     clip = f"hf:{save_tiny_clip(tmp_path / 'clip', 'clip')}"
     bert = f"hf:{save_tiny_bert(tmp_path / 'bert')}"
     cases: list[tuple[str, dict[str, Any], set[str], str]] = [
-        (TINY, {}, {"openclip"}, "is an OpenCLIP model, .* expected --to openclip"),
+        (
+            TINY,
+            {},
+            {"openclip", "huggingface"},
+            "is an OpenCLIP model, .* expected --to openclip or huggingface",
+        ),
         (clip, {}, {"huggingface"}, "model of images and texts, .* expected --to huggingface"),
         (
             bert,

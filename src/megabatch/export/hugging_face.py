@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from megabatch.evaluation.run_folder import Opened
 from megabatch.models.hf_folder import FolderTokenizer, has_optional_pooler, read_config
@@ -70,16 +74,27 @@ def write_clip(opened: Opened, folder: Path) -> list[str]:
         name.removeprefix("visual.").removeprefix("text."): value
         for name, value in module.state_dict().items()
     }
-    bias = None if hasattr(model, "logit_bias") else state.pop("logit_bias", None)
-    model.load_state_dict(state)
-    model.save_pretrained(folder)
+    notes = save_clip(model, state, folder)
     save_tokenizer(tokenizer, folder)
     for name in PROCESSORS:
         if (tokenizer.folder / name).is_file():
             shutil.copyfile(tokenizer.folder / name, folder / name)
+    return notes
+
+
+def save_clip(model: Any, state: dict[str, Tensor], folder: Path) -> list[str]:
+    """Save a model of images and texts with these weights; returns a note if it loses a bias."""
+    bias = None if hasattr(model, "logit_bias") else state.pop("logit_bias", None)
+    model.load_state_dict(state)
+    model.save_pretrained(folder)
     if bias is None:
         return []
     return [
         f"{type(model).__name__} has no logit bias: the run's, {float(bias):.4g}, is left out; "
         "embeddings do not depend on it"
     ]
+
+
+def write_json(path: Path, content: Mapping[str, Any] | list[Any]) -> None:
+    """Write a file of settings."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ def write(opened: Opened, folder: Path) -> list[str]:
     same name read them; see `Writer`.
     """
     module: Any = opened.towers.module
-    config = _model_config(opened)
+    config = model_config(opened)
     preprocessing = {name: module.visual.preprocess_cfg[name] for name in _PREPROCESSING}
     written = {"model_cfg": config, "preprocess_cfg": preprocessing}
     (folder / "open_clip_config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
@@ -57,8 +57,8 @@ def _check_size(opened: Opened, folder: Path) -> None:
         ) from error
 
 
-def _model_config(opened: Opened) -> dict[str, Any]:
-    """The model's configuration with the run's changes."""
+def model_config(opened: Opened) -> dict[str, Any]:
+    """An OpenCLIP model's configuration with the run's changes."""
     options = ModelOptions.of(opened.config)
     config = read_config(opened.towers.name)
     changes = {

@@ -23,7 +23,8 @@ class Export:
     """The run's folder: config.toml with model.safetensors or checkpoints."""
     to: Target
     """The library: openclip for OpenCLIP's models; huggingface for models and text encoders of
-    transformers; sentence-transformers for models of pairs of texts, such as retrievers."""
+    transformers, and for ViTs of OpenCLIP that are of CLIPModel's form; sentence-transformers for
+    models of pairs of texts, such as retrievers."""
     output: Path
     """Folder to create. If it exists, it must be empty."""
     weights: Weights = "final"

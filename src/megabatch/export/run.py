@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
-from megabatch.export import hugging_face, openclip, sentence_transformers
+from megabatch.export import clip, hugging_face, openclip, sentence_transformers
 from megabatch.export.options import Target, Weights
 from megabatch.extras import named_extras
 from megabatch.files import new_folder
@@ -90,4 +90,4 @@ def _writers(towers: Towers) -> tuple[str, dict[Target, Writer]]:
         return "a Hugging Face model of images and texts", {"huggingface": hugging_face.write_clip}
     if isinstance(module, TwoTowers):
         return "an architecture of megabatch's own", {}
-    return "an OpenCLIP model", {"openclip": openclip.write}
+    return "an OpenCLIP model", {"openclip": openclip.write, "huggingface": clip.write}

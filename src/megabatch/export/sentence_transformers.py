@@ -5,13 +5,11 @@ It is written without the library, in the format of releases before 6, which new
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megabatch.evaluation.run_folder import Opened
-from megabatch.export.hugging_face import save_encoder, without_pooler
+from megabatch.export.hugging_face import save_encoder, without_pooler, write_json
 from megabatch.models.hf_folder import FolderTokenizer
 from megabatch.models.hf_text_pair import TextEncoder, TextPair
 from megabatch.models.pooling import Pooling
@@ -50,13 +48,13 @@ def write(opened: Opened, folder: Path) -> list[str]:
         {"idx": i, "name": str(i), "path": path, "type": _MODULES + kind}
         for i, (path, kind) in enumerate(modules.items())
     ]
-    _write_json(folder / "modules.json", listed)
+    write_json(folder / "modules.json", listed)
     settings: dict[str, Any] = {
         "prompts": {},
         "default_prompt_name": None,
         "similarity_fn_name": "cosine",
     }
-    _write_json(folder / "config_sentence_transformers.json", settings)
+    write_json(folder / "config_sentence_transformers.json", settings)
     return notes
 
 
@@ -65,7 +63,7 @@ def _write_transformer(encoder: TextEncoder, tokenizer: FolderTokenizer, folder:
     settings = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
     if left_out := without_pooler(encoder):
         settings["model_args"] = left_out
-    _write_json(folder / "sentence_bert_config.json", settings)
+    write_json(folder / "sentence_bert_config.json", settings)
 
 
 def _write_pooling(encoder: TextEncoder, folder: Path) -> None:
@@ -73,7 +71,7 @@ def _write_pooling(encoder: TextEncoder, folder: Path) -> None:
     model: Any = encoder.encoder
     modes = {name: kind == encoder.pooling for kind, name in _POOLING.items()}
     settings = {"word_embedding_dimension": int(model.config.hidden_size), **modes}
-    _write_json(folder / "config.json", settings)
+    write_json(folder / "config.json", settings)
 
 
 def _write_router(pair: TextPair, tokenizer: FolderTokenizer, folder: Path) -> None:
@@ -90,7 +88,7 @@ def _write_router(pair: TextPair, tokenizer: FolderTokenizer, folder: Path) -> N
         # Which of the two encoders a text is for is not guessed: plain `encode` raises.
         "parameters": {"default_route": None, "allow_empty_key": False},
     }
-    _write_json(folder / "router_config.json", settings)
+    write_json(folder / "router_config.json", settings)
 
 
 def _differences(opened: Opened) -> list[str]:
@@ -105,7 +103,3 @@ def _differences(opened: Opened) -> list[str]:
         f"features of {opened.towers.name} may depend on padding: the run padded texts to "
         f"{tokenizer.context_length} tokens, sentence-transformers pads to the longest of a batch"
     ]
-
-
-def _write_json(path: Path, content: Mapping[str, Any] | list[Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
