@@ -58,7 +58,6 @@ def test_the_model_also_loads_by_its_own_class_and_in_megabatch(tmp_path: Path) 
     clip = save_tiny_clip(tmp_path / "clip", "clip")
     towers = write_run(tmp_path / "run", f"hf:{clip}")
     export_run(tmp_path / "run", to="huggingface", output=tmp_path / "out")
-    transformers.CLIPProcessor.from_pretrained(tmp_path / "out")
     model, found = transformers.CLIPModel.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
