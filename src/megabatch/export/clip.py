@@ -15,10 +15,10 @@ from megabatch.export.openclip import model_config
 
 #: OpenCLIP's settings of a model and its towers that `CLIPModel` has, too, or that make no
 #: difference after training. All others must have their defaults.
-_MODEL = ("embed_dim", "vision_cfg", "text_cfg", "quick_gelu", "init_logit_scale")
-_MODEL += ("init_logit_bias",)
-_TOWERS = ("layers", "width", "heads", "head_width", "mlp_ratio", "patch_size", "image_size")
-_TOWERS += ("patch_dropout", "context_length", "vocab_size")
+_SIZES = ("layers", "width", "heads", "head_width", "mlp_ratio", "patch_size", "image_size")
+_TOWERS = {*_SIZES, "patch_dropout", "context_length", "vocab_size"}
+_PARTS = ("vision_cfg", "text_cfg")
+_MODEL = {*_PARTS, "embed_dim", "quick_gelu", "init_logit_scale", "init_logit_bias"}
 
 #: PIL's filters by OpenCLIP's names.
 _FILTERS = {"bilinear": 2, "bicubic": 3}
@@ -81,7 +81,7 @@ def _other_settings(config: dict[str, Any], pixels: dict[str, Any]) -> list[str]
     from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 
     found = [f"{name} {value!r}" for name, value in config.items() if value and name not in _MODEL]
-    for part, kind in (("vision_cfg", CLIPVisionCfg), ("text_cfg", CLIPTextCfg)):
+    for part, kind in zip(_PARTS, (CLIPVisionCfg, CLIPTextCfg), strict=True):
         usual = asdict(kind())
         for name, value in asdict(kind(**config[part])).items():
             known = name in _TOWERS and isinstance(value, (int, float))  # no list, as of a ResNet

@@ -60,7 +60,7 @@ def write(opened: Opened, folder: Path) -> list[str]:
 
 def _write_transformer(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
     save_encoder(encoder, tokenizer, folder)
-    settings = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
+    settings: dict[str, Any] = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
     if left_out := without_pooler(encoder):
         settings["model_args"] = left_out
     write_json(folder / "sentence_bert_config.json", settings)
