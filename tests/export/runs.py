@@ -32,6 +32,11 @@ def write_run(folder: Path, model: str, **settings: Any) -> Towers:
     return towers
 
 
+def own_model() -> Towers:
+    """What the reference `tests.export.runs:own_model` makes."""
+    return create("glyph-small")
+
+
 @contextlib.contextmanager
 def reports() -> Iterator[list[str]]:
     """What transformers logs inside, such as the report of a folder whose weights do not fit."""

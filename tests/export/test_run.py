@@ -14,7 +14,7 @@ from megabatch.cli import main
 from megabatch.errors import UsageError
 from megabatch.export import export_run
 from megabatch.training.checkpoint import save_tensors
-from tests.export.runs import write_run
+from tests.export.runs import own_model, write_run
 from tests.models.tiny import TINY
 from tests.models.tiny_bert import save_tiny_bert
 from tests.models.tiny_clip import save_tiny_clip
@@ -72,13 +72,14 @@ def test_what_a_model_cannot_become_is_refused_with_what_it_can(tmp_path: Path) 
             "two text encoders, .* expected --to sentence-transformers",
         ),
         ("glyph-small", {}, set(), r"megabatch's own, .*models\.create\('glyph-small'"),
+        (f"{own_model.__module__}:own_model", {}, set(), r"a model of your own, .*create\('tests"),
     ]
     for i, (model, settings, possible, sentence) in enumerate(cases):
         run = tmp_path / f"run-{i}"
         write_run(run, model, **settings)
         for to in {"openclip", "huggingface", "sentence-transformers"} - possible:
             with pytest.raises(UsageError, match=sentence) as refused:
-                export_run(run, to=to, output=tmp_path / "out")  # type: ignore[arg-type]
+                export_run(run, to=to, output=tmp_path / "out", trust=True)  # type: ignore[arg-type]
             assert str(refused.value).startswith(f"--to {to}: {model} is ")
     assert not list(tmp_path.glob("*out*"))
 

@@ -14,6 +14,7 @@ from megabatch.export import clip, hugging_face, openclip, sentence_transformers
 from megabatch.export.options import Target, Weights
 from megabatch.extras import named_extras
 from megabatch.files import new_folder
+from megabatch.hints import is_reference
 from megabatch.models import Towers
 from megabatch.models.hf_text_pair import TextPair
 from megabatch.models.hf_two_towers import HuggingFaceTwoTowers
@@ -88,6 +89,8 @@ def _writers(towers: Towers) -> tuple[str, dict[Target, Writer]]:
         return "a pair of two text encoders", {"sentence-transformers": sentence_transformers.write}
     if isinstance(module, HuggingFaceTwoTowers):
         return "a Hugging Face model of images and texts", {"huggingface": hugging_face.write_clip}
+    if is_reference(towers.name):
+        return "a model of your own", {}
     if isinstance(module, TwoTowers):
         return "an architecture of megabatch's own", {}
     return "an OpenCLIP model", {"openclip": openclip.write, "huggingface": clip.write}
