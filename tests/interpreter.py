@@ -33,6 +33,11 @@ def mend() -> None:
     # That of torch 2.9 asks for strides that are multiples of 16 elements, not bytes.
     if triton.__version__.startswith("3.5."):
         interpreter.TensorDescHandle.validate = _validate
+    # Those of torch 2.9 to 2.11 make integers of arrays of one element, which NumPy 2.4 refuses.
+    if triton.__version__ < "3.7":
+        interpreter._patch_lang_tensor = functools.partial(
+            _patch_tensor, interpreter._patch_lang_tensor
+        )
 
 
 def _patch_once(patch_lang: Callable[[Any], Any], function: Any) -> Any:
@@ -43,6 +48,11 @@ def _patch_once(patch_lang: Callable[[Any], Any], function: Any) -> Any:
     if not tl.core.is_builtin(tl.core.load):
         return interpreter._LangPatchScope() if hasattr(interpreter, "_LangPatchScope") else None
     return patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
+def _patch_tensor(patch_tensor: Callable[..., Any], tensor: Any, *scope: Any) -> None:
+    patch_tensor(tensor, *scope)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
 
 
 def _numpy_dtype(of_scalar: Callable[[Any], Any], dtype: Any) -> Any:
