@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megabatch.cli import main
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, load_config, train
 from tests.models.tiny import TINY
@@ -199,6 +200,8 @@ def test_names_with_rich_s_markup_appear_as_they_are_and_commands_can_be_pasted(
     assert "'[/b] :cat:.png'" in out
     commands = [line.split(maxsplit=1)[1] for line in out.splitlines()[-2:]]
     assert [shlex.split(command)[-1] for command in commands] == [f"{run}/tensorboard", str(run)]
+    assert main(shlex.split(commands[1])[1:]) == 0  # works as printed
+    assert (run / "report.html").exists()
 
 
 def test_glyph_small_trains_on_any_pictures(make_config: MakeConfig, tmp_path: Path) -> None:

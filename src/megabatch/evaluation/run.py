@@ -41,6 +41,7 @@ from megabatch.evaluation.zeroshot import (
 from megabatch.extras import named_extras
 from megabatch.models import glyph
 from megabatch.ranks import is_first, on_all_ranks
+from megabatch.references import refuse_references
 from megabatch.similarity.distributed.comm import rank_and_size
 from megabatch.words import plural
 
@@ -86,10 +87,11 @@ def evaluate(
     that the report shows in addition, so that `megabatch report` can write `report.html` again at
     any time.
 
-    `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run that
-    was trained on the built-in glyphs is evaluated as with `val_data="glyphs"` (held-out faces
-    among their own names, held-out characters among all names) and `class_data="digits"`
-    (scikit-learn's handwritten digits, which it has never seen).
+    `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run is
+    evaluated on the `val_data` that it was trained with; or, if it had none and was trained on the
+    built-in glyphs, as with `val_data="glyphs"` (held-out faces among their own names, held-out
+    characters among all names) and `class_data="digits"` (scikit-learn's handwritten digits, which
+    it has never seen).
 
     Args:
         config: the settings.
@@ -211,7 +213,7 @@ def open_tasks(config: EvalConfig, opened: Opened) -> tuple[list[Task], ClassTas
         raise UsageError(
             f"--csv-query-key: {opened.towers.name} takes images with texts, not texts"
         )
-    config = _with_built_in_data(config, opened)
+    config = _with_default_data(config, opened)
     # One set for both kinds of tasks, since rendering it takes seconds.
     of_glyphs = _trained_on_glyphs(opened) and config.class_data == DIGITS
     glyphs = load_glyphs() if of_glyphs or config.val_data == GLYPHS else None
@@ -229,14 +231,18 @@ def _trained_on_glyphs(opened: Opened) -> bool:
     return GLYPHS in str(data).split(SEPARATOR)
 
 
-def _with_built_in_data(config: EvalConfig, opened: Opened) -> EvalConfig:
-    """The configuration, with the built-in tasks of a run on glyphs if it names no data.
+def _with_default_data(config: EvalConfig, opened: Opened) -> EvalConfig:
+    """The configuration, with the run's own held-out pairs or built-in tasks if it names no data.
 
     Raises:
-        UsageError: it names no data, and the run was trained on other data.
+        UsageError: it names no data, and the run has neither.
     """
     if config.val_data is not None or config.class_data is not None:
         return config
+    if (own := opened.config.get("val_data")) is not None:
+        if not config.trust:
+            refuse_references({"val_data": own}, f"{opened.folder}/config.toml")
+        return replace(config, val_data=str(own))
     if opened.towers.first == "text":
         raise UsageError(f"{opened.towers.name} takes texts: give held-out pairs by --val-data")
     train_data = opened.config.get("train_data")

@@ -207,8 +207,11 @@ class Run:
                 f"curves:  tensorboard --logdir {quote(str(self.folder / 'tensorboard'))}"
             )
         if not self.config.evaluate:
-            trust = " --trust" if is_reference(self.config.model) else ""
-            self.console.print(f"next:    megabatch eval {quote(str(self.folder))}{trust}")
+            # An evaluation needs held-out pairs, which only the glyphs come with.
+            command = "eval" if self.config.train_data == "glyphs" else "report"
+            own_code = command == "eval" and is_reference(self.config.model)
+            trust = " --trust" if own_code else ""
+            self.console.print(f"next:    megabatch {command} {quote(str(self.folder))}{trust}")
 
     def _batches(self) -> Iterator[Batch]:
         """Batches up to the last step, over as many epochs as that takes."""
