@@ -113,7 +113,7 @@ class Run:
             self.meter.data_came()
             values = trainer.train_step(batch)
             self._report_news()
-            self.loader.count_damaged(batch.images)
+            self.loader.count_damaged(batch)
             del batch  # the loader uses its memory again
             self._place = self.loader.state_dict()
             self.meter.mark()
