@@ -222,6 +222,7 @@ def test_the_evaluation_follows_where_it_is_asked_for(
     def evaluate_run(run: Path, **options: Any) -> dict[str, object]:
         assert (run / "model.safetensors").exists()
         seen.append((run, options))
+        assert options.pop("on_figures")
         return {"figures": 1}
 
     monkeypatch.setattr(megabatch.evaluation, "evaluate_run", evaluate_run, raising=False)

@@ -46,7 +46,7 @@ from megabatch.similarity.distributed.comm import rank_and_size
 from megabatch.words import plural
 
 
-def _silent(words: str) -> None:
+def _ignored(_: object) -> None:
     pass
 
 
@@ -55,8 +55,9 @@ def evaluate_run(
     run: str | Path,
     *,
     group: object = "local",
-    report: Callable[[str], None] = _silent,
-    announce: Callable[[str], None] = _silent,
+    report: Callable[[str], None] = _ignored,
+    announce: Callable[[str], None] = _ignored,
+    on_figures: Callable[[dict[str, Any]], None] = _ignored,
     **settings: Any,
 ) -> dict[str, Any]:
     """Evaluate a run's weights; writes `evaluation.json`, `report.json`, `report.html` into `RUN`.
@@ -65,21 +66,22 @@ def evaluate_run(
 
     Args:
         run: the run's folder: `config.toml` and `model.safetensors` or checkpoints.
-        group, report, announce: as for `evaluate`.
+        group, report, announce, on_figures: as for `evaluate`.
         settings: other fields of `EvalConfig` by name: `val_data`, `device`, `precision` ...
 
     Returns, raises: as `evaluate`; MissingLibrary, a UsageError, if a library is not installed.
     """
     config = EvalConfig(run=Path(run), **{"device": "cpu", **settings})
-    return evaluate(config, group=group, report=report, announce=announce)
+    return evaluate(config, group=group, report=report, announce=announce, on_figures=on_figures)
 
 
 def evaluate(
     config: EvalConfig,
     *,
     group: object = None,
-    report: Callable[[str], None] = _silent,
-    announce: Callable[[str], None] = _silent,
+    report: Callable[[str], None] = _ignored,
+    announce: Callable[[str], None] = _ignored,
+    on_figures: Callable[[dict[str, Any]], None] = _ignored,
 ) -> dict[str, Any]:
     """Evaluate; the first rank writes figures and a report to the output folder.
 
@@ -100,6 +102,8 @@ def evaluate(
             The figures are the same on all ranks, and the same as with one process.
         report: called with messages about the progress of this process.
         announce: called before the evaluation begins, with each line of its description.
+        on_figures: called on the first rank with the content of `evaluation.json`, before anything
+            is written: a trainer logs the figures, whose curves the report shows.
 
     Returns:
         The content of `evaluation.json`: `run`, `retrieval` (by task, then "model", "chance" and,
@@ -149,6 +153,7 @@ def evaluate(
         "seconds": round(time.perf_counter() - started, 2),
     }
     if is_first(group):
+        on_figures(evaluation)
         _write(plan.folder, opened.folder, evaluation, shown, confusions)
     return evaluation
 
