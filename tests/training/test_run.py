@@ -180,6 +180,13 @@ def test_samples_that_were_skipped_are_reported(
     assert "skipped 1 x undecodable image" in capsys.readouterr().out
 
 
+def test_a_collapsed_run_says_so(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(make_config(tmp_path / "run", steps=24, lr=1.0, checkpoint_every=0)) == 0
+    assert "the run has collapsed: its loss stays at ln(8) = 2.08" in capsys.readouterr().out
+
+
 def test_a_run_says_how_many_pairs_are_encoded_at_a_time(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from megabatch.config.file import save_config
 from megabatch.config.settings import activation_bytes, tracker_names
 from megabatch.data import Batch
 from megabatch.errors import UsageError
+from megabatch.evaluation.run_folder import read_metrics
 from megabatch.hints import is_reference
 from megabatch.planning.plan import NoPlan, graph_bytes
 from megabatch.training import checkpoint
@@ -26,6 +27,7 @@ from megabatch.training.log import (
     Display,
     Meter,
     MetricsLog,
+    collapse_advice,
     duration,
     memory_bytes,
     waiting_advice,
@@ -201,6 +203,10 @@ class Run:
             self.console.print(f"  left out {plural(skipped, 'step')} that {were} not finite")
         for line in self.loader.report():
             self.console.print(f"  {line}")
+        if self.world.main:
+            records = read_metrics(self.folder / "metrics.jsonl")
+            if advice := collapse_advice(records, self.config):
+                self.console.print(f"  {advice}")
         self.console.print(f"weights: {weights}")
         if "tensorboard" in tracker_names(self.config):
             self.console.print(
