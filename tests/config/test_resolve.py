@@ -68,7 +68,7 @@ def test_a_packaged_configuration_takes_other_data(
     config, given = parse(["--config", name, *options(small, "steps")[1:], *more])
     setup = prepare(config, given=given)
     assert not setup.config.evaluate
-    assert setup.config.warmup == 1
+    assert setup.config.warmup == (1 if config.warmup else None)
     evaluation = ["--evaluate: expected --val-data with it, held-out pairs; taking --no-evaluate"]
     assert [note for note in setup.notes if "evaluate" in note] == evaluation * config.evaluate
 
