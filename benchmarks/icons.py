@@ -135,7 +135,7 @@ def configure(options: argparse.Namespace, icons: Path) -> TrainConfig:
 
 def config_of(config: TrainConfig, output: Path, steps: int, duplicates: Any) -> TrainConfig:
     """One run's configuration: a tenth of the steps warm up."""
-    warmup = min(config.warmup, max(1, steps // 10))
+    warmup = min(config.warmup or 0, max(1, steps // 10))
     return replace(config, output=output, steps=steps, warmup=warmup, duplicates=duplicates)
 
 

@@ -11,11 +11,19 @@ import pytest
 from megabatch.cli import main
 from megabatch.config.command_line import parse
 from megabatch.config.problems import problems
-from megabatch.config.resolve import Level, given_in, length_conflicts, resolve
+from megabatch.config.resolve import (
+    Level,
+    given_in,
+    length_conflicts,
+    name_defaults,
+    resolve,
+)
 from megabatch.errors import UsageError
-from megabatch.training import TrainConfig, load_config, save_config, train
+from megabatch.hints import with_value
+from megabatch.training import TrainConfig, load_config, save_config
 from megabatch.training.setup import prepare
 from tests.training.conftest import MakeConfig
+from tests.training.runs import logged, weights
 
 DEFAULT, FILE, OPTION = Level
 
@@ -34,20 +42,12 @@ def test_few_steps_take_a_short_warm_up_and_say_so(
     config = make_config(tmp_path / "run", steps=6)
     assert main(options(config, "steps")) == 0
     out = capsys.readouterr().out
-    assert "--warmup 20: the run has only 6 steps; taking --warmup 1\n" in out
-    assert load_config(tmp_path / "run/config.toml").warmup == 1
-
-
-def test_the_value_taken_is_recorded_and_repeats_the_run(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert train(make_config(first, steps=6, warmup=TrainConfig.warmup)) == 0
-    assert "taking --warmup 1" in capsys.readouterr().out
+    assert "the warm-up takes 1 of 6 steps (--warmup changes it)\n" in out
+    assert "--warmup 20" not in out
+    first, second = tmp_path / "run", tmp_path / "second"
+    assert [record["lr"] for record in logged(first)][:2] == [TrainConfig.lr] * 2
     assert main(["train", "--config", f"{first}/config.toml", "--output", str(second)]) == 0
-    assert "taking" not in capsys.readouterr().out
-    weights = [(run / "model.safetensors").read_bytes() for run in (first, second)]
-    assert weights[0] == weights[1]
+    assert weights(first) == weights(second)
 
 
 def test_a_warm_up_that_was_asked_for_is_refused(
@@ -68,7 +68,7 @@ def test_a_packaged_configuration_takes_other_data(
     config, given = parse(["--config", name, *options(small, "steps")[1:], *more])
     setup = prepare(config, given=given)
     assert not setup.config.evaluate
-    assert setup.config.warmup == 1
+    assert setup.config.warmup == (1 if config.warmup else None)
     evaluation = ["--evaluate: expected --val-data with it, held-out pairs; taking --no-evaluate"]
     assert [note for note in setup.notes if "evaluate" in note] == evaluation * config.evaluate
 
@@ -134,7 +134,39 @@ def test_what_was_asked_for_less_gives_way(
     resolved, (note,) = resolve(config, {lower: low, higher: high})
     assert resolved == replace(config, **{lower: value})
     assert problems(resolved) == []
-    assert note.startswith(f"{reason}; taking ")
+    asked = with_value(higher, getattr(config, higher))
+    assert note.startswith(f"{asked}: taking " if low == DEFAULT else f"{reason}; taking ")
+
+
+def test_a_default_that_gives_way_is_not_named() -> None:
+    for settings, note in (
+        ({"val_data": "x.csv"}, "--val-data x.csv: taking --evaluate"),
+        ({"decode": "late"}, "--decode late: taking --workers 1"),
+    ):
+        config = replace(TrainConfig(), **settings)  # type: ignore[arg-type]
+        assert resolve(config, given_in(config))[1] == [note]
+
+
+@pytest.mark.parametrize(
+    ("message", "given", "expected"),
+    [
+        (
+            "--global-batch-size 4096: expected",
+            (),
+            "--global-batch-size 4096 (the default): expected",
+        ),
+        ("--global-batch-size 4096: expected", ("global_batch_size",), None),
+        ("--global-batch-size 40960: expected", (), None),
+        ("--eps 0.1: --opt adamw does", ("eps",), "--eps 0.1: --opt adamw (the default) does"),
+        ("--output runs/train: holds", (), "--output runs/train (the default): holds"),
+        ("--output runs/train/b: holds", (), None),
+        ("--evaluate: expected --val-data with it", (), None),
+    ],
+)
+def test_values_that_nobody_set_are_called_defaults(
+    message: str, given: tuple[str, ...], expected: str | None
+) -> None:
+    assert name_defaults(message, dict.fromkeys(given, OPTION)) == expected or message
 
 
 @pytest.mark.parametrize(("settings", "lower", "higher", "value"), CASES)
@@ -164,12 +196,18 @@ def test_a_configuration_in_python_asks_for_what_is_no_default() -> None:
 @pytest.mark.parametrize(
     ("settings", "levels", "expected", "note"),
     [
-        ({"steps": 6}, {"steps": OPTION}, {"warmup": 1}, "--warmup 20: the run has only 6 steps"),
-        ({"steps": 1}, {"steps": FILE}, {"warmup": 0}, "--warmup 20: the run has only 1 step;"),
-        ({"steps": 20}, {"steps": OPTION}, {}, ""),
+        ({"steps": 6}, {"steps": OPTION}, {}, ""),
         (
-            {"steps": 30, "lr_cooldown": 20, "lr_scheduler": "wsd"},
-            {"steps": OPTION, "lr_cooldown": OPTION, "lr_scheduler": OPTION},
+            {"steps": 1, "warmup": 20},
+            {"steps": OPTION, "warmup": FILE},
+            {"warmup": 0},
+            "--warmup 20: the run has only 1 step; taking --warmup 0",
+        ),
+        ({"steps": 20, "warmup": 20}, {"steps": OPTION, "warmup": FILE}, {}, ""),
+        ({"steps": 30, "lr_cooldown": 20, "lr_scheduler": "wsd"}, {"steps": OPTION}, {}, ""),
+        (
+            {"steps": 30, "lr_cooldown": 20, "lr_scheduler": "wsd", "warmup": 20},
+            {"steps": OPTION, "lr_cooldown": OPTION, "lr_scheduler": OPTION, "warmup": FILE},
             {"warmup": 2},
             "--warmup 20: the run has only 10 steps before its --lr-cooldown 20; taking --warmup 2",
         ),
@@ -207,7 +245,7 @@ def test_a_resumed_run_keeps_the_settings_that_are_not_given_again(
     capsys.readouterr()
     assert main(["train", "--resume", "--output", str(config.output), "--steps", "40"]) == 0
     recorded = load_config(config.output / "config.toml")
-    assert (recorded.steps, recorded.lr, recorded.warmup) == (40, 0.002, 1)
+    assert (recorded.steps, recorded.lr, recorded.warmup) == (40, 0.002, None)
     assert "continuing after step 6" in capsys.readouterr().out
 
 

@@ -34,7 +34,7 @@ def test_bad_samples_are_left_out_with_their_positions():
     chunk = fetcher[Request(0, 100, np.array([2, 3, 9, 4]))]
     assert chunk.indices.tolist() == [2, 9]
     assert chunk.positions.tolist() == [100, 102]
-    assert chunk.bad == [(101, "odd", "3"), (103, "even", "4")]
+    assert chunk.bad == [(101, 3, "odd", "3"), (103, 4, "even", "4")]
     assert chunk.images is not None
     assert chunk.images[:, 0, 0, 0].tolist() == [2, 9]
     assert chunk.texts is not None
@@ -81,7 +81,7 @@ def test_arrays_of_files_give_what_their_images_give(tmp_path: Path) -> None:
     assert isinstance(images.images, torch.Tensor)
     assert torch.equal(arrays.images, images.images)
     assert arrays.bad == images.bad
-    assert [reason for _, reason, _ in arrays.bad] == ["undecodable image"]
+    assert [reason for *_, reason, _ in arrays.bad] == ["undecodable image"]
     late = decode([DeferredImage(EncodedImage(jpeg((12, 12), 0), "0", 8), seed=1)], crop)
     early = decode([DeferredImage(decode_image(jpeg((12, 12), 0), "0"), seed=1)], crop)
     assert torch.equal(late.rows, early.rows)
@@ -91,7 +91,7 @@ def test_nothing_good():
     chunk = Fetcher(Numbers(9, bad=[1]), to_pixels, to_tokens, seed=0)[Request(0, 0, np.array([1]))]
     assert len(chunk) == 0
     assert chunk.images is None
-    assert chunk.bad == [(0, "odd", "1")]
+    assert chunk.bad == [(0, 1, "odd", "1")]
 
 
 @given(
@@ -226,7 +226,7 @@ def test_first_texts_are_made_together_and_once():
         assert other.images is not None
         assert chunk.images.tolist() == other.images.tolist()
     assert chunk.images.tolist() == [[10, i % 2] for i in (0, 1, 2, 4, 5)]
-    assert chunk.bad == [(3, "empty query", "3")]
+    assert chunk.bad == [(3, 3, "empty query", "3")]
     assert transform.seen == ["question 0", "question 1"]
 
 

@@ -248,6 +248,17 @@ def test_bad_samples_are_counted_when_they_are_passed(workers: int):
     ]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_samples_are_counted_once_over_epochs_and_resumes(workers: int):
+    data = loader(bad=(3, 40, 41), workers=workers)
+    use_up(data, 2)
+    assert data.skipped == {"odd": 2, "even": 1}
+    resumed = loader(bad=(3, 40, 41))
+    resumed.load_state_dict(json.loads(json.dumps(data.state_dict())))
+    use_up(resumed, 2)
+    assert resumed.skipped == data.skipped
+
+
 def test_a_batch_is_filled_up_with_the_samples_after_it():
     data = loader(20, bad=[1, 2, 9], batch_size=4, shuffle=False)
     assert indices(list(data)) == [[0, 3, 4, 5], [6, 7, 8, 10], [11, 12, 13, 14], [15, 16, 17, 18]]

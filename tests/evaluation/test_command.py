@@ -23,6 +23,7 @@ def test_eval_prints_each_figure_with_baseline_and_chance(
     assert told[1].startswith("  retrieval: held-out faces, 348 images")
     assert told[3] == "  classification: handwritten digits, 1,797 images (zero-shot)"
     assert told[4].startswith("  prompts: “digit {}”, ")
+    assert out.count("“digit {}”") == 1
     assert max(len(line) for line in out.splitlines()[5:]) <= 80 + len(str(run))
     for title in ("held-out faces, image → text", "held-out characters, text → image"):
         assert any(line.startswith(title) for line in lines)

@@ -261,6 +261,16 @@ def test_other_training_data_needs_pairs_to_evaluate(run: Path) -> None:
         evaluate_run(run)
 
 
+@pytest.mark.usefixtures("no_report")
+def test_a_run_is_evaluated_on_the_pairs_that_it_was_validated_on(run: Path, csv: Path) -> None:
+    config = f'model = "glyph-small"\ntrain_data = "shards/"\nval_data = "{csv}"\n'
+    (run / "config.toml").write_text(config)
+    assert evaluate_run(run)["retrieval"]["pairs"]["title"] == str(csv)
+    (run / "config.toml").write_text(config.replace(str(csv), "pipe:cat x.tar"))
+    with pytest.raises(UsageError, match=r"val_data = 'pipe:cat x.tar' would run a command"):
+        evaluate_run(run)
+
+
 def test_data_without_a_usable_sample_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "0.png").write_bytes(b"no image")
     (tmp_path / "bad.csv").write_text("filepath,title\n0.png,a caption\n")

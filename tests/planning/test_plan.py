@@ -315,7 +315,7 @@ def test_auto_counts_a_size_that_fits_and_names_the_largest(glyph):
         make_plan(replace(config, micro_batch_size=512), glyph, gpus(1, 80)), notes=plan.notes
     )
     assert plan.notes[0] == (
-        "--micro-batch-size auto: counted with 512 pairs at a time; a run takes the fastest of the "
+        "micro-batch size auto: counted with 512 pairs at a time; a run takes the fastest of the "
         "sizes that fit, up to 2,048"
     )
     memory = make_plan(replace(config, micro_batch_size=1024), glyph, gpus(1, 80)).peak
@@ -325,7 +325,7 @@ def test_auto_counts_a_size_that_fits_and_names_the_largest(glyph):
     little = make_plan(config, glyph, Machine("cuda", 1, memory))
     assert little.fits
     assert little.config.micro_batch_size == 256
-    assert little.notes[0] == "--micro-batch-size auto: counted with 256 pairs at a time"
+    assert little.notes[0] == "micro-batch size auto: counted with 256 pairs at a time"
     nothing = make_plan(config, glyph, Machine("cuda", 1, 1 << 20))
     assert nothing.problem.endswith("or --parallel fsdp on more GPUs would")
     on_cpu = make_plan(config, glyph, CPU)

@@ -88,10 +88,10 @@ def test_a_damaged_image_leaves_its_pair_out_and_is_told(
     table.write_text("\n".join(rows) + "\n")
     config = replace(late, train_data=str(table), steps=4)  # two epochs
     assert train(config) == 0
-    assert "skipped 4 x undecodable image (first: damaged.csv:row " in capsys.readouterr().out
+    assert "skipped 2 x undecodable image (first: damaged.csv:row " in capsys.readouterr().out
     newest = max((config.output / "checkpoints").iterdir())
     state = json.loads((newest / "state.json").read_text())
-    assert json.dumps(state).count('"undecodable image": 4') == 1
+    assert json.dumps(state).count('"undecodable image": 2') == 1
 
 
 @pytest.mark.parametrize("locked", [False, True])

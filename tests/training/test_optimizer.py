@@ -27,6 +27,7 @@ from megabatch.training.optimizer import (
     peak_learning_rate,
     set_learning_rate,
     state_tensors,
+    warmup_steps,
 )
 from tests.models.tiny import TINY
 
@@ -236,6 +237,22 @@ def test_const_stays() -> None:
 
 def test_no_warm_up_starts_at_the_peak() -> None:
     assert learning_rate(TrainConfig(lr=3.0, warmup=0), 0, 10) == 3
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(1, 0), (4, 0), (6, 1), (19, 3), (20, 4), (25, 5), (99, 19), (500, 20)]
+)
+def test_the_default_warm_up_is_at_most_a_fifth_of_the_run(steps: int, expected: int) -> None:
+    assert warmup_steps(TrainConfig(), steps) == expected
+    rates = [learning_rate(TrainConfig(lr=1.0), step, steps) for step in range(steps)]
+    assert rates.index(max(rates)) == max(expected - 1, 0)
+    assert min(rates[expected:]) < 0.2 or steps < 5  # the cosine has its room
+
+
+def test_the_default_warm_up_leaves_room_for_a_cooldown() -> None:
+    config = TrainConfig(lr_scheduler="wsd", lr_cooldown=20)
+    assert warmup_steps(config, 30) == 2
+    assert warmup_steps(TrainConfig(warmup=9), 10) == 9
 
 
 def test_a_run_that_is_all_warm_up() -> None:

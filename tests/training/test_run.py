@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megabatch.cli import main
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, load_config, train
 from tests.models.tiny import TINY
@@ -176,7 +177,14 @@ def test_samples_that_were_skipped_are_reported(
     (tmp_path / "broken.png").write_bytes(b"no picture")
     table.write_text("\n".join(["filepath,title", *rows, "broken.png,a caption"]) + "\n")
     assert train(make_config(tmp_path / "run", train_data=str(table), steps=4)) == 0
-    assert "skipped 2 x undecodable image" in capsys.readouterr().out
+    assert "skipped 1 x undecodable image" in capsys.readouterr().out
+
+
+def test_a_collapsed_run_says_so(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(make_config(tmp_path / "run", steps=24, lr=1.0, checkpoint_every=0)) == 0
+    assert "the run has collapsed: its loss stays at ln(8) = 2.08" in capsys.readouterr().out
 
 
 def test_a_run_says_how_many_pairs_are_encoded_at_a_time(
@@ -199,6 +207,8 @@ def test_names_with_rich_s_markup_appear_as_they_are_and_commands_can_be_pasted(
     assert "'[/b] :cat:.png'" in out
     commands = [line.split(maxsplit=1)[1] for line in out.splitlines()[-2:]]
     assert [shlex.split(command)[-1] for command in commands] == [f"{run}/tensorboard", str(run)]
+    assert main(shlex.split(commands[1])[1:]) == 0  # works as printed
+    assert (run / "report.html").exists()
 
 
 def test_glyph_small_trains_on_any_pictures(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -219,6 +229,7 @@ def test_the_evaluation_follows_where_it_is_asked_for(
     def evaluate_run(run: Path, **options: Any) -> dict[str, object]:
         assert (run / "model.safetensors").exists()
         seen.append((run, options))
+        assert options.pop("on_figures")
         return {"figures": 1}
 
     monkeypatch.setattr(megabatch.evaluation, "evaluate_run", evaluate_run, raising=False)

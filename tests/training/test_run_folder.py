@@ -33,7 +33,7 @@ def process_with_lock(folder: Path) -> int:
 def test_the_second_process_is_told_who_the_first_is(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = process_with_lock(folder)
-    message = rf"run: it is being written by process {process} on .* since "
+    message = rf"run is being written by process {process} on .* since "
     with pytest.raises(UsageError, match=message), locked(folder):
         raise AssertionError("two processes had the lock")
     os.kill(process, signal.SIGKILL)

@@ -25,6 +25,7 @@ from megabatch.training.setup import (
     build_towers,
     choose_compilation,
     kind_problems,
+    length_notes,
     prepare,
     random_text_notes,
     train_transform,
@@ -165,6 +166,42 @@ def test_a_batch_larger_than_the_data(make_config: MakeConfig, tmp_path: Path) -
     assert (
         refused(config) == "--global-batch-size 41: expected at most 40, the pairs that there are"
     )
+
+
+def test_a_default_that_does_not_suit_the_data_is_called_one(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path / "run", global_batch_size=TrainConfig.global_batch_size)
+    assert refused(config) == (
+        "--global-batch-size 4096 (the default): expected at most 40, the pairs that there are"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pairs", "steps", "note"),
+    [
+        (
+            1462,
+            16,
+            "438 of 1,462 pairs are left out of each epoch (others each time), as they fill no "
+            "batch of 512; --global-batch-size 487 would leave out 1",
+        ),
+        (1462, 1, None),  # ends within its first epoch
+        (1536, 16, None),
+        (512 * 10 - 2, 90, None),  # 510 of 5,118: less than a tenth
+        (
+            1022,
+            2,
+            "510 of 1,022 pairs are left out of each epoch (others each time), as they fill no "
+            "batch of 512; --global-batch-size 511 would leave out none",
+        ),
+    ],
+)
+def test_pairs_that_fill_no_batch_are_told_if_they_are_many(
+    pairs: int, steps: int, note: str | None
+) -> None:
+    config = TrainConfig(global_batch_size=512, warmup=0)
+    assert length_notes(config, pairs, steps) == ([] if note is None else [note])
 
 
 def test_a_warm_up_longer_than_the_run(make_config: MakeConfig, tmp_path: Path) -> None:

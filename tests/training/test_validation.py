@@ -15,6 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megabatch.cli import main
 from megabatch.errors import CommunicationError, UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.evaluation.classification import Ranked
@@ -82,6 +83,12 @@ def test_the_figures_are_those_of_an_evaluation_of_the_same_weights(
     assert again["run"]["step"] == top["step"]
 
 
+def test_the_report_has_the_last_point(run: TrainConfig) -> None:
+    shown = (run.output / "report.html").read_text()
+    assert main(["report", str(run.output)]) == 0
+    assert (run.output / "report.html").read_text() == shown
+
+
 def test_the_figures_are_curves(run: TrainConfig) -> None:
     board = EventAccumulator(str(run.output / "tensorboard"))
     board.Reload()
@@ -122,7 +129,7 @@ def test_a_rank_that_dies_in_an_evaluation_is_told_in_one_line(
     with pytest.raises(Gone, match="rank 0 of 2, evaluating: another process is gone"):
         validation.figures(load_file(run.output / "model.safetensors"))
     with pytest.raises(Gone, match="rank 0 of 2, evaluating: another process is gone"):
-        evaluating.evaluate(run, world, Console(quiet=True))
+        evaluating.evaluate(run, world, Console(quiet=True), print)
 
 
 def test_the_names_of_a_classification_s_figures() -> None:

@@ -1,19 +1,20 @@
 """Conflicts between settings: the one from the weaker source changes.
 
 An option on the command line is stronger than a configuration file, and the file than a default. So
-`--steps 6` shortens a warm-up that nobody set, and `--train-data` turns off the evaluation that a
-packaged configuration asks for. Conflicting settings from the same source are an error.
+`--steps 6` shortens the warm-up of a packaged configuration, and `--train-data` turns off the
+evaluation that it asks for. Conflicting settings from the same source are an error.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from enum import IntEnum
 
 from megabatch.config.problems import Conflict, conflicts
 from megabatch.config.settings import TrainConfig
-from megabatch.hints import option, with_value
+from megabatch.hints import option, settings_of, with_value
 from megabatch.words import plural
 
 
@@ -77,16 +78,31 @@ def resolve(
         ((c, n) for c in find(config) if (n := _yielding(c, standing)) is not None), None
     ):
         conflict, name = found
-        value = conflict.instead[name]
+        value, reason = conflict.instead[name], f"{conflict.reason};"
+        if standing(name) == Level.DEFAULT:  # nobody asked for it: name what was asked for
+            asked = [n for n in conflict.between if standing(n) > Level.DEFAULT]
+            reason = " ".join(with_value(n, getattr(config, n)) for n in asked) + ":"
         config = replace(config, **{name: value})
         firm = {**firm, name: Level.OPTION}  # no setting changes twice
         taken = f"no {option(name)}" if value is None else with_value(name, value)
-        notes.append(f"{conflict.reason}; taking {taken}")
+        notes.append(f"{reason} taking {taken}")
     return config, notes
 
 
+def name_defaults(message: str, given: Given) -> str:
+    """Call a value that nobody set a default: `--global-batch-size 4096 (the default): ...`.
+
+    Messages name settings as `with_value` writes them, without knowing their sources.
+    """
+    for name, setting in settings_of(TrainConfig).items():
+        if name not in given and not isinstance(setting.default, bool):
+            written = re.escape(with_value(name, setting.default))
+            message = re.sub(rf"({written})(?!\S*\w)", r"\1 (the default)", message)
+    return message
+
+
 def length_conflicts(config: TrainConfig, total_steps: int) -> list[Conflict]:
-    """Warm-up and cooldown that do not fit into so many steps."""
+    """Warm-up and cooldown that were set and do not fit into so many steps."""
     cooldown = config.lr_cooldown or 0
     if total_steps < 1:
         return []
@@ -94,7 +110,7 @@ def length_conflicts(config: TrainConfig, total_steps: int) -> list[Conflict]:
         reason = f"--lr-cooldown {cooldown}: the run has only {plural(total_steps, 'step')}"
         return [Conflict(reason, ("lr_cooldown", *_LENGTH), {"lr_cooldown": None})]
     room = total_steps - cooldown
-    if config.warmup <= room:
+    if config.warmup is None or config.warmup <= room:
         return []
     before = f" before its --lr-cooldown {cooldown}" if cooldown else ""
     reason = f"--warmup {config.warmup}: the run has only {plural(room, 'step')}{before}"

@@ -185,9 +185,9 @@ class TrainConfig:
     """Final learning rate of that decay."""
     layer_decay: Annotated[float | None, Interval(above=0, at_most=1)] = None
     """Factor between the learning rates of a tower's layer and of the layer above it."""
-    warmup: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 20
-    """Steps of linear warm-up to the peak learning rate. A run shorter than the default warms up
-    for a fifth of its steps."""
+    warmup: Annotated[int | None, AT_LEAST_0, MAY_CHANGE] = None
+    """Steps of linear warm-up to the peak learning rate. Default: 20, or a fifth of the run if that
+    is less."""
     beta1: Annotated[float, SHARE] = 0.9
     """Decay of the first moment: adamw, lamb, lion and adafactor."""
     beta2: Annotated[float, SHARE] = 0.98

@@ -32,7 +32,9 @@ from megabatch.data.pairs import (
 TOKEN_CACHE = 2**26  # bytes of tokens that each of several workers keeps: 100,000 texts of 77
 TOKEN_CACHE_OF_ONE = 2**29  # if a single process does everything: 800,000
 
-BadPosition = tuple[int, str, str]  # of a bad sample: position in the order, reason, key
+BadPosition = tuple[
+    int, int, str, str
+]  # of a bad sample: position in the order, index, reason, key
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Chunk:
     int64, or (n, context, 1 + k) with k negatives each, None if n is 0; indices, positions and ids
     of the captions: int64 (n,). All but the images are numpy arrays: a tensor from a worker costs a
     file descriptor, which took 2 ms.
-    bad: position, reason and key of each bad sample.
+    bad: position, index, reason and key of each bad sample.
     """
 
     images: Tensor | list[Any] | None
@@ -121,7 +123,7 @@ class Fetcher:
                     texts = [pair.caption, *chosen_negatives(pair, self.negatives, int(seed))]
                     images.append(self._first(pair, int(seed)))
                 except BadSample as sample:
-                    bad.append((start + offset, sample.reason, sample.key))
+                    bad.append((start + offset, int(index), sample.reason, sample.key))
                     continue
                 captions += texts
                 ids.append(caption_id(pair.caption) if pair.id is None else pair.id)

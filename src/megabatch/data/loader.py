@@ -95,7 +95,7 @@ class PairLoader:
 
     Attributes:
         processes: the number of fetching processes; as many again decode late.
-        skipped: reason to number of skips, over all epochs so far.
+        skipped: reason to number of samples, each counted once over all epochs so far.
         skipped_first: reason to the key of the first such sample.
 
     Raises:
@@ -148,6 +148,7 @@ class PairLoader:
         self._memory = Memory(pinned=pinned)
         self.skipped: Counter[str] = Counter()
         self.skipped_first: dict[str, str] = {}
+        self._bad: dict[int, None] = {}  # indices of these samples: a set, in order
         self._decoder: Decoder | None = None
         by_thread = workers > 0 and late is None and only_copied(dataset, transform)
         self.processes = 0 if by_thread else workers
@@ -220,7 +221,7 @@ class PairLoader:
             if not len(batch.rows):
                 raise UsageError(
                     f"a rank's whole part of a batch, {plural(len(batch.bad), 'sample')}, is "
-                    f"unusable: {'; '.join(f'{key}: {why}' for _, why, key in batch.bad[:3])}"
+                    f"unusable: {'; '.join(f'{key}: {why}' for *_, why, key in batch.bad[:3])}"
                 )
             self._move_to(self._order.position + self.batch_size, batch.bad)
             yield self._batch(batch.rows)
@@ -256,6 +257,7 @@ class PairLoader:
             "position": self._order.position,
             "skipped": dict(self.skipped),
             "skipped_first": dict(self.skipped_first),
+            "bad": list(self._bad),
             "order": self._order.parameters(),
         }
 
@@ -277,6 +279,7 @@ class PairLoader:
         self._order.position = int(state["position"])
         self.skipped = Counter(state["skipped"])
         self.skipped_first = dict(state["skipped_first"])
+        self._bad = dict.fromkeys(state.get("bad", []))  # absent in early versions
 
     def report(self) -> list[str]:
         """Return lines about damaged files and skipped samples so far; empty if there are none."""
@@ -296,12 +299,17 @@ class PairLoader:
         assert self._decoder is not None
         return Batch(LateImages(images, self._decoder), *rest)
 
-    def count_damaged(self, images: torch.Tensor | LateImages) -> None:
+    def count_damaged(self, batch: Batch) -> None:
         """Count the images of a batch that turned out to be damaged when decoded."""
-        if isinstance(images, LateImages):
-            for _, (reason, key) in sorted(images.bad.items()):
-                self.skipped[reason] += 1
-                self.skipped_first.setdefault(reason, key)
+        if isinstance(batch.images, LateImages):
+            for row, (reason, key) in sorted(batch.images.bad.items()):
+                self._count(int(batch.indices[row]), reason, key)
+
+    def _count(self, index: int, reason: str, key: str) -> None:
+        if index not in self._bad:
+            self._bad[index] = None
+            self.skipped[reason] += 1
+            self.skipped_first.setdefault(reason, key)
 
     def _move_to(self, position: int, bad: list[BadPosition]) -> list[BadPosition]:
         """Advance to `position`; count the bad samples before it and return the others.
@@ -309,10 +317,9 @@ class PairLoader:
         Samples are fetched ahead. Those from `position` on are counted only when it passes them, so
         the counts belong to the state and do not depend on the workers.
         """
-        for place, reason, key in bad:
+        for place, index, reason, key in bad:
             if place < position:
-                self.skipped[reason] += 1
-                self.skipped_first.setdefault(reason, key)
+                self._count(index, reason, key)
         self._order.position = position
         left = self._order.pairs - position
         if left < self.batch_size and (self.drop_last or left == 0):

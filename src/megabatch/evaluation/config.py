@@ -22,8 +22,9 @@ DIGITS = "digits"
 class EvalConfig:
     """Evaluate a run or any open_clip model: retrieval, classification, and a report to look at.
 
-    Without data of your own, a run that was trained on the built-in glyphs is evaluated on held-out
-    glyphs. Under torchrun the processes share the work; the figures stay the same.
+    If no data are named, a run is evaluated on the --val-data that it was trained with or, if it
+    was trained on the built-in glyphs, on held-out ones. Under torchrun the processes share the
+    work; the figures stay the same.
     """
 
     #: Headings of the help, by the first setting below each.

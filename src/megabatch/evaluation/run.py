@@ -41,11 +41,12 @@ from megabatch.evaluation.zeroshot import (
 from megabatch.extras import named_extras
 from megabatch.models import glyph
 from megabatch.ranks import is_first, on_all_ranks
+from megabatch.references import refuse_references
 from megabatch.similarity.distributed.comm import rank_and_size
 from megabatch.words import plural
 
 
-def _silent(words: str) -> None:
+def _ignored(_: object) -> None:
     pass
 
 
@@ -54,8 +55,9 @@ def evaluate_run(
     run: str | Path,
     *,
     group: object = "local",
-    report: Callable[[str], None] = _silent,
-    announce: Callable[[str], None] = _silent,
+    report: Callable[[str], None] = _ignored,
+    announce: Callable[[str], None] = _ignored,
+    on_figures: Callable[[dict[str, Any]], None] = _ignored,
     **settings: Any,
 ) -> dict[str, Any]:
     """Evaluate a run's weights; writes `evaluation.json`, `report.json`, `report.html` into `RUN`.
@@ -64,21 +66,22 @@ def evaluate_run(
 
     Args:
         run: the run's folder: `config.toml` and `model.safetensors` or checkpoints.
-        group, report, announce: as for `evaluate`.
+        group, report, announce, on_figures: as for `evaluate`.
         settings: other fields of `EvalConfig` by name: `val_data`, `device`, `precision` ...
 
     Returns, raises: as `evaluate`; MissingLibrary, a UsageError, if a library is not installed.
     """
     config = EvalConfig(run=Path(run), **{"device": "cpu", **settings})
-    return evaluate(config, group=group, report=report, announce=announce)
+    return evaluate(config, group=group, report=report, announce=announce, on_figures=on_figures)
 
 
 def evaluate(
     config: EvalConfig,
     *,
     group: object = None,
-    report: Callable[[str], None] = _silent,
-    announce: Callable[[str], None] = _silent,
+    report: Callable[[str], None] = _ignored,
+    announce: Callable[[str], None] = _ignored,
+    on_figures: Callable[[dict[str, Any]], None] = _ignored,
 ) -> dict[str, Any]:
     """Evaluate; the first rank writes figures and a report to the output folder.
 
@@ -86,10 +89,11 @@ def evaluate(
     that the report shows in addition, so that `megabatch report` can write `report.html` again at
     any time.
 
-    `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run that
-    was trained on the built-in glyphs is evaluated as with `val_data="glyphs"` (held-out faces
-    among their own names, held-out characters among all names) and `class_data="digits"`
-    (scikit-learn's handwritten digits, which it has never seen).
+    `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run is
+    evaluated on the `val_data` that it was trained with; or, if it had none and was trained on the
+    built-in glyphs, as with `val_data="glyphs"` (held-out faces among their own names, held-out
+    characters among all names) and `class_data="digits"` (scikit-learn's handwritten digits, which
+    it has never seen).
 
     Args:
         config: the settings.
@@ -98,6 +102,8 @@ def evaluate(
             The figures are the same on all ranks, and the same as with one process.
         report: called with messages about the progress of this process.
         announce: called before the evaluation begins, with each line of its description.
+        on_figures: called on the first rank with the content of `evaluation.json`, before anything
+            is written: a trainer logs the figures, whose curves the report shows.
 
     Returns:
         The content of `evaluation.json`: `run`, `retrieval` (by task, then "model", "chance" and,
@@ -147,6 +153,7 @@ def evaluate(
         "seconds": round(time.perf_counter() - started, 2),
     }
     if is_first(group):
+        on_figures(evaluation)
         _write(plan.folder, opened.folder, evaluation, shown, confusions)
     return evaluation
 
@@ -211,7 +218,7 @@ def open_tasks(config: EvalConfig, opened: Opened) -> tuple[list[Task], ClassTas
         raise UsageError(
             f"--csv-query-key: {opened.towers.name} takes images with texts, not texts"
         )
-    config = _with_built_in_data(config, opened)
+    config = _with_default_data(config, opened)
     # One set for both kinds of tasks, since rendering it takes seconds.
     of_glyphs = _trained_on_glyphs(opened) and config.class_data == DIGITS
     glyphs = load_glyphs() if of_glyphs or config.val_data == GLYPHS else None
@@ -229,14 +236,18 @@ def _trained_on_glyphs(opened: Opened) -> bool:
     return GLYPHS in str(data).split(SEPARATOR)
 
 
-def _with_built_in_data(config: EvalConfig, opened: Opened) -> EvalConfig:
-    """The configuration, with the built-in tasks of a run on glyphs if it names no data.
+def _with_default_data(config: EvalConfig, opened: Opened) -> EvalConfig:
+    """The configuration, with the run's own held-out pairs or built-in tasks if it names no data.
 
     Raises:
-        UsageError: it names no data, and the run was trained on other data.
+        UsageError: it names no data, and the run has neither.
     """
     if config.val_data is not None or config.class_data is not None:
         return config
+    if (own := opened.config.get("val_data")) is not None:
+        if not config.trust:
+            refuse_references({"val_data": own}, f"{opened.folder}/config.toml")
+        return replace(config, val_data=str(own))
     if opened.towers.first == "text":
         raise UsageError(f"{opened.towers.name} takes texts: give held-out pairs by --val-data")
     train_data = opened.config.get("train_data")

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megabatch.evaluation.zeroshot import shown_prompts
 from megabatch.terminal import plain_console
 
 CONTENDERS = {
@@ -36,11 +35,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Group:
-    """All contenders of one task and direction, with a note on the figures."""
+    """All contenders of one task and direction."""
 
     heading: str
     rows: list[Row]
-    note: str = ""
 
 
 def retrieval_groups(evaluation: dict[str, Any]) -> list[Group]:
@@ -102,9 +100,7 @@ def _accuracy_group(task: dict[str, Any], more: str = "") -> Group:
             values = tuple(task[name].get(key) for key in keys)
             rows.append(Row(label, name in OF_MODEL, tuple(map(_percent, values)), values))
     heading = f"{task['title']}{more}: {task['images']:,} in {task['classes']:,} classes"
-    prompts = task.get("prompts")
-    note = f"prompts: {shown_prompts(prompts['templates'], prompts['source'])}" if prompts else ""
-    return Group(heading, rows, note)
+    return Group(heading, rows)
 
 
 def print_evaluation(evaluation: dict[str, Any], console: Console | None = None) -> None:
@@ -117,8 +113,6 @@ def print_evaluation(evaluation: dict[str, Any], console: Console | None = None)
         for group in groups:
             console.print(group.heading, style="bold")
             console.print(_table(columns, group))
-            if group.note:
-                console.print(group.note, soft_wrap=False)
     kinds = ("retrieval", "zero_shot", "classification")
     tasks = [task for kind in kinds for task in evaluation.get(kind, {}).values()]
     for line in dict.fromkeys(line for task in tasks for line in left_out(task)):

@@ -41,15 +41,10 @@ class Prompts:
         ]
 
     def shown(self) -> str:
-        """A description of the templates and their origin."""
-        return shown_prompts(self.templates, self.source)
-
-
-def shown_prompts(templates: Sequence[str], source: str) -> str:
-    """The first templates, how many more there are, and their origin."""
-    first = ", ".join(f"“{template}”" for template in templates[:3])
-    more = f" and {len(templates) - 3} more" if len(templates) > 3 else ""
-    return f"{first}{more} ({source})"
+        """The first templates, how many more there are, and their origin."""
+        first = ", ".join(f"“{template}”" for template in self.templates[:3])
+        more = f" and {len(self.templates) - 3} more" if len(self.templates) > 3 else ""
+        return f"{first}{more} ({self.source})"
 
 
 def read_templates(choice: str) -> tuple[str, ...]:

@@ -98,7 +98,7 @@ def auto_plan(planner: Planner) -> Plan:
         size = 1 << _largest_micro_batch(planner, planner.config, size).bit_length() >> 1 or 1
         plan = planner.plan(replace(planner.config, micro_batch_size=size))
     largest = _largest_measured(planner, size, rows) if plan.fits else size
-    counted = f"--micro-batch-size auto: counted with {plural(size, 'pair')} at a time"
+    counted = f"micro-batch size auto: counted with {plural(size, 'pair')} at a time"
     if largest > size:
         counted += f"; a run takes the fastest of the sizes that fit, up to {largest:,}"
     return replace(plan, notes=(counted, *plan.notes))

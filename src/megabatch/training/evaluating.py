@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,17 @@ def readable(folder: Path, world: World) -> bool:
     return all(world.gather(there))
 
 
-def evaluate(config: TrainConfig, world: World, console: Console) -> dict[str, Any]:
+def evaluate(
+    config: TrainConfig,
+    world: World,
+    console: Console,
+    on_figures: Callable[[dict[str, Any]], None],
+) -> None:
     """Evaluate the run on all ranks of the world; rank 0 prints the figures.
 
-    Returns:
-        The content of `evaluation.json`.
+    Args:
+        config, world, console: of the run.
+        on_figures: as for `megabatch.evaluation.run.evaluate`.
 
     Raises:
         UsageError: on all ranks.
@@ -69,9 +76,9 @@ def evaluate(config: TrainConfig, world: World, console: Console) -> dict[str, A
             device=world.device.type if several else str(world.device),
             group=None if several else "local",
             val_data=config.val_data,
+            on_figures=on_figures,
             trust=True,  # this run wrote the folder, and has run the model's code
         )
     if world.main:
         print_evaluation(evaluation, console)
         console.print(f"report:  {config.output / 'report.html'}")
-    return evaluation

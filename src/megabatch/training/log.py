@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -146,6 +148,39 @@ def waiting_advice(meter: Meter, config: TrainConfig, processes: int, *, images:
     if images and config.image_resize == "pillow":
         ways.append("with an OpenCLIP model --image-resize torch")
     return f"to wait less: {'; '.join(ways)}"
+
+
+def collapse_advice(records: Sequence[Mapping[str, float]], config: TrainConfig) -> str:
+    """A line on a run whose loss says that all features are the same; "" for any other run.
+
+    Args:
+        records: the run's, of metrics.jsonl.
+        config: its settings.
+    """
+    if config.loss not in ("clip", "infonce") or config.matryoshka_dims:
+        return ""  # their loss of equal features is another one
+    if config.duplicates == "ignored":
+        return ""  # each row has candidates of its own
+    candidates = config.global_batch_size * (1 + config.hard_negatives)
+    collapsed = math.log(candidates)
+    # Equal features have the loss ln(candidates), and no gradient changes it. A healthy run may
+    # begin near this loss, but not without a gradient: in the runs that were looked at, a collapse
+    # took it below 0.2% of the largest one, and the loss to within 0.2%. So a run has collapsed if
+    # the later half of its steps, at least ten, is within 0.5% of the loss and below 1% of the
+    # gradient.
+    later = records[len(records) // 2 :]
+    largest = max((record.get("grad_norm", math.inf) for record in records), default=0.0)
+    flat = all(
+        abs(record.get("loss", math.inf) - collapsed) < 0.005 * collapsed
+        and record.get("grad_norm", math.inf) < 0.01 * largest < math.inf
+        for record in later
+    )
+    if len(later) < 10 or not flat:
+        return ""
+    return (
+        f"the run has collapsed: its loss stays at ln({candidates:,}) = {collapsed:.2f}, that of "
+        "equal features (a lower --lr, a longer --warmup or --grad-clip-norm may help)"
+    )
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megabatch.config.settings import TrainConfig
 from megabatch.models.layers import layer_ids
 
+#: Steps of the warm-up of a run that is long enough and sets none.
+DEFAULT_WARMUP = 20
+
 _POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # by lr_scaling
 
 # A group's own settings; its other entries that are no defaults of the optimizer are state.
@@ -167,18 +170,18 @@ def _as_tensor(key: str, value: Any) -> tuple[str, Tensor]:
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     """The learning rate of step `step` (from 0) of `total_steps`, as in OpenCLIP.
 
-    It rises linearly to the peak in `config.warmup` steps. Then "cosine" follows half a cosine that
+    It rises linearly to the peak in `warmup_steps`. Then "cosine" follows half a cosine that
     would reach zero at `total_steps`; "const" stays constant; "const-cooldown" (also called "wsd",
     warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395) stays constant until the last
     `cooldown_steps`, in which it decays to `config.lr_cooldown_end`.
     """
-    peak = peak_learning_rate(config)
-    if step < config.warmup:
-        return peak * (step + 1) / config.warmup
+    peak, warmup = peak_learning_rate(config), warmup_steps(config, total_steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
     if config.lr_scheduler == "const":
         return peak
     if config.lr_scheduler == "cosine":
-        done = (step - config.warmup) / (total_steps - config.warmup)
+        done = (step - warmup) / (total_steps - warmup)
         return peak * (1 + math.cos(math.pi * done)) / 2
     length = cooldown_steps(config, total_steps)
     into = step - (total_steps - length)
@@ -199,11 +202,18 @@ def peak_learning_rate(config: TrainConfig) -> float:
     return config.lr * float(ratio ** _POWER[config.lr_scaling])
 
 
+def warmup_steps(config: TrainConfig, total_steps: int) -> int:
+    """Steps of the warm-up; by default 20, at most a fifth of those before a given cooldown."""
+    if config.warmup is not None:
+        return config.warmup
+    return min(DEFAULT_WARMUP, (total_steps - (config.lr_cooldown or 0)) // 5)
+
+
 def cooldown_steps(config: TrainConfig, total_steps: int) -> int:
     """Steps of the cooldown; by default a fifth of the run, at most those after the warm-up."""
     if config.lr_cooldown is not None:
         return config.lr_cooldown
-    return max(1, min(total_steps // 5, total_steps - config.warmup))
+    return max(1, min(total_steps // 5, total_steps - warmup_steps(config, total_steps)))
 
 
 def _cooldown_factor(config: TrainConfig, done: float) -> float:

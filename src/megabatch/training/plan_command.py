@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from megabatch.config.command_line import Start, configure, parser
 from megabatch.config.problems import problems
-from megabatch.config.resolve import resolve
+from megabatch.config.resolve import name_defaults, resolve
 from megabatch.config.settings import TrainConfig, resolve_device, unmeasured_micro_batch
 from megabatch.errors import UsageError, all_of
 from megabatch.hints import Interval, is_reference, parse_bytes
@@ -93,7 +93,8 @@ def main(argv: list[str]) -> int:
     options = PlanOptions(**own)
     simulated = {name: chosen.pop(name) for name in vars(ClusterOptions()) if name in chosen}
     network = ClusterOptions(**simulated)
-    config, notes = resolve(*configure(chosen))
+    asked, given = configure(chosen)
+    config, notes = resolve(asked, given)
     # --help imports as little as possible
     from megabatch.planning.make import create_planner, largest_batch, planned
     from megabatch.planning.search import search
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> int:
     if lacking := unnamed(config, "model", *["train_data"] * late):
         raise UsageError(lacking)
     if reasons := problems(config):
-        raise UsageError(all_of(reasons))
+        raise UsageError(name_defaults(all_of(reasons), given))
     for note in notes:
         print(note, file=sys.stderr)
     towers, machine = build_towers(config), _machine(options, config)

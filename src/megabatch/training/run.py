@@ -16,6 +16,7 @@ from megabatch.config.file import save_config
 from megabatch.config.settings import activation_bytes, tracker_names
 from megabatch.data import Batch
 from megabatch.errors import UsageError
+from megabatch.evaluation.run_folder import read_metrics
 from megabatch.hints import is_reference
 from megabatch.planning.plan import NoPlan, graph_bytes
 from megabatch.training import checkpoint
@@ -26,6 +27,7 @@ from megabatch.training.log import (
     Display,
     Meter,
     MetricsLog,
+    collapse_advice,
     duration,
     memory_bytes,
     waiting_advice,
@@ -113,7 +115,7 @@ class Run:
             self.meter.data_came()
             values = trainer.train_step(batch)
             self._report_news()
-            self.loader.count_damaged(batch.images)
+            self.loader.count_damaged(batch)
             del batch  # the loader uses its memory again
             self._place = self.loader.state_dict()
             self.meter.mark()
@@ -201,14 +203,21 @@ class Run:
             self.console.print(f"  left out {plural(skipped, 'step')} that {were} not finite")
         for line in self.loader.report():
             self.console.print(f"  {line}")
+        if self.world.main:
+            records = read_metrics(self.folder / "metrics.jsonl")
+            if advice := collapse_advice(records, self.config):
+                self.console.print(f"  {advice}")
         self.console.print(f"weights: {weights}")
         if "tensorboard" in tracker_names(self.config):
             self.console.print(
                 f"curves:  tensorboard --logdir {quote(str(self.folder / 'tensorboard'))}"
             )
         if not self.config.evaluate:
-            trust = " --trust" if is_reference(self.config.model) else ""
-            self.console.print(f"next:    megabatch eval {quote(str(self.folder))}{trust}")
+            # An evaluation needs held-out pairs, which only the glyphs come with.
+            command = "eval" if self.config.train_data == "glyphs" else "report"
+            own_code = command == "eval" and is_reference(self.config.model)
+            trust = " --trust" if own_code else ""
+            self.console.print(f"next:    megabatch {command} {quote(str(self.folder))}{trust}")
 
     def _batches(self) -> Iterator[Batch]:
         """Batches up to the last step, over as many epochs as that takes."""

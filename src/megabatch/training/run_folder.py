@@ -37,7 +37,7 @@ def locked(folder: Path) -> Iterator[None]:
         except (BlockingIOError, PermissionError):
             file.seek(0)
             holder = file.read().strip() or "another process"
-            raise UsageError(f"--output {folder}: it is being written by {holder}") from None
+            raise UsageError(f"--output: {folder} is being written by {holder}") from None
         except OSError:
             yield
             return

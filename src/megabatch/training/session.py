@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -99,15 +99,17 @@ def _in_group(
 
 def _evaluate(trained: _Trained, world: World, console: Console, trackers: Trackers) -> None:
     config = trained.config
+
+    def record(evaluation: dict[str, Any]) -> None:
+        weights, figures = config.output / "model.safetensors", validation.figures(evaluation)
+        validation.record(
+            *(config, trained.steps, figures),
+            lambda path: shutil.copyfile(weights, path),
+            *(trackers, console),
+        )
+
     with _continued(console, trained.resume_command):
-        evaluation = evaluating.evaluate(config, world, console)
-        if world.main:
-            weights, figures = config.output / "model.safetensors", validation.figures(evaluation)
-            validation.record(
-                *(config, trained.steps, figures),
-                lambda path: shutil.copyfile(weights, path),
-                *(trackers, console),
-            )
+        evaluating.evaluate(config, world, console, record)
 
 
 @contextlib.contextmanager

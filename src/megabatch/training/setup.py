@@ -16,7 +16,7 @@ from torch import nn
 
 from megabatch.config.file import to_dict
 from megabatch.config.problems import Conflict, problems, wrong_types
-from megabatch.config.resolve import Given, given_in, length_conflicts, resolve
+from megabatch.config.resolve import Given, given_in, length_conflicts, name_defaults, resolve
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
@@ -33,12 +33,14 @@ from megabatch.models.pooling import saved_pooling
 from megabatch.models.resize import TorchResize
 from megabatch.models.weights import load_tower
 from megabatch.training import batch_norm, evaluating, trackers
+from megabatch.training.optimizer import DEFAULT_WARMUP, warmup_steps
 from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
 from megabatch.words import plural
 
 T = TypeVar("T")
 
+_NOTABLE = 0.1  # share of an epoch's pairs that is not used
 _OLDEST_COMPILED = (7, 0)  # compute capability that Inductor's kernels need
 
 #: Settings that may differ between ranks: paths on each one's machine, its memory and its speed.
@@ -87,7 +89,7 @@ def prepare(
 def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     if missing := unnamed(config):
         no_run = f"--resume: --output {config.output} holds no run; a new one: " * config.resume
-        raise UsageError(no_run + missing)
+        raise UsageError(name_defaults(no_run + missing, given))
     notes: list[str] = []
     types_right = not wrong_types(config)
     if types_right:
@@ -123,7 +125,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
             reasons.append(f"--decode late: {config.model} takes texts, which are not decoded")
         transform = _attempt(reasons, lambda: train_transform(config, towers))
     if reasons or dataset is None or towers is None or transform is None:
-        raise UsageError(all_of(reasons))
+        raise UsageError(name_defaults(all_of(reasons), given))
     loader = PairLoader(
         dataset,
         batch_size=config.global_batch_size,
@@ -138,9 +140,11 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         pinned=world.device.type == "cuda",
         negatives=config.hard_negatives,
     )
-    return Setup(
-        config, world, towers, loader, _total_steps(config, pairs_per_epoch(dataset)), notes
-    )
+    pairs = pairs_per_epoch(dataset)
+    total_steps = _total_steps(config, pairs)
+    notes += length_notes(config, pairs, total_steps)
+    notes = [name_defaults(note, given) for note in notes]
+    return Setup(config, world, towers, loader, total_steps, notes)
 
 
 def _check_ranks(setup: Setup) -> None:
@@ -287,6 +291,23 @@ def too_short(config: TrainConfig, pairs: int) -> list[Conflict]:
     if config.global_batch_size < 1:
         return []
     return length_conflicts(config, _total_steps(config, pairs))
+
+
+def length_notes(config: TrainConfig, pairs: int, total_steps: int) -> list[str]:
+    """Lines on a warm-up that is shorter than the default, and on pairs that fill no batch."""
+    notes, warmup = [], warmup_steps(config, total_steps)
+    if config.warmup is None and warmup < DEFAULT_WARMUP:
+        of = plural(total_steps, "step")
+        notes.append(f"the warm-up takes {warmup} of {of} (--warmup changes it)")
+    batches, rest = divmod(pairs, config.global_batch_size)
+    if rest >= _NOTABLE * pairs and total_steps >= batches:
+        size, left = pairs // (batches + 1), pairs % (batches + 1)
+        notes.append(
+            f"{rest:,} of {plural(pairs, 'pair')} are left out of each epoch (others each time), "
+            f"as they fill no batch of {config.global_batch_size:,}; --global-batch-size {size} "
+            f"would leave out {left or 'none'}"
+        )
+    return notes
 
 
 def open_data(config: TrainConfig) -> PairDataset:

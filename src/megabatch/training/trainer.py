@@ -307,7 +307,7 @@ class Trainer:
                 self.scaler.scale(loss).backward()
             except UnusedParameters as error:
                 raise UsageError(
-                    "--parallel ddp needs a gradient of every trainable parameter, but there is "
+                    "--parallel: ddp needs a gradient of every trainable parameter, but there is "
                     f"none of {error.names}"
                 ) from error
             self.layout.end_step()

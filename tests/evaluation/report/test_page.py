@@ -34,6 +34,11 @@ def test_names_captions_and_settings_are_escaped_everywhere(hostile: tuple[str, 
     assert set(page.attributes) >= {"aria-label", "title", "src"}
 
 
+def test_a_long_path_does_not_widen_a_table(hostile: tuple[str, Page]) -> None:
+    html, _ = hostile  # on a phone the figures would be beyond the edge
+    assert re.search(r"tr\.heading td \{[^}]*overflow-wrap: anywhere", html)
+
+
 def test_the_page_loads_nothing(hostile: tuple[str, Page]) -> None:
     html, page = hostile
     assert page.pictures_of
