@@ -94,7 +94,47 @@ def test_open_clips_causal_towers(
     assert lengths(texts()).tolist() == [length + 1 for length in SIZES]
     assert torch.equal(module.encode_text(texts()), before)
     check(module, module.encode_text, lengths, texts())
+    check(module, lambda tokens: module(text=tokens)[1], lengths, texts())
     assert isinstance(module, kind)
+
+
+def encode_in(name: str, monkeypatch: pytest.MonkeyPatch, more: float = 0.0) -> None:
+    """Let open_clip's model do its work in a method of this name, and add a number in it."""
+    own = getattr(CLIP, "_encode_text", CLIP.encode_text)
+
+    def inner(self: Any, text: Tensor, normalize: bool = False) -> Tensor:
+        return own(self, text, normalize) + more
+
+    def encode_text(self: Any, text: Tensor, normalize: bool = False) -> Tensor:
+        return getattr(self, name)(text, normalize)
+
+    def forward(self: Any, image: None = None, text: Tensor | None = None) -> Any:
+        return image, getattr(self, name)(text, True), self.logit_scale.exp()
+
+    monkeypatch.setattr(CLIP, name, inner, raising=False)
+    monkeypatch.setattr(CLIP, "encode_text", encode_text)
+    monkeypatch.setattr(CLIP, "forward", forward)
+
+
+def test_a_release_whose_forward_leaves_out_encode_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in open_clip's main branch of 2026."""
+    encode_in("_encode_text", monkeypatch)
+    module = clip()
+    lengths = accept_short_texts(module)
+    assert lengths is not None
+    check(module, lambda tokens: module(text=tokens)[1], lengths, texts())
+
+
+@pytest.mark.parametrize(("name", "more"), [("_text_features", 0.0), ("_encode_text", 1.0)])
+def test_texts_stay_whole_in_a_release_that_encodes_them_in_another_way(
+    name: str, more: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode_in(name, monkeypatch, more)
+    module = clip()
+    expected = module(text=texts())[1]
+    assert accept_short_texts(module) is None
+    assert type(module) is CLIP
+    assert torch.equal(module(text=texts())[1], expected)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ def lock(
     try:
         if tower == "image":
             model.lock_image_tower(unlocked_groups=unlocked, freeze_bn_stats=freeze_bn_stats)
+            if freeze_bn_stats:
+                _freeze_left_out_statistics(module)
         else:
             model.lock_text_tower(unlocked_layers=unlocked)
     except Exception as error:  # whatever the architecture's own library raises
@@ -41,6 +43,16 @@ def lock(
             f"{option}: with {plural(unlocked, 'group')} unlocked nothing of the {tower} tower "
             "stays locked"
         )
+
+
+def _freeze_left_out_statistics(module: nn.Module) -> None:
+    """Freeze those of locked layers that open_clip 4 leaves out, such as a ResNet's first ones."""
+    from open_clip.utils import freeze_batch_norm_2d
+
+    for parent in [*module.modules()]:
+        for name, layer in parent.named_children():
+            if type(layer) is nn.BatchNorm2d and layer.affine and not layer.weight.requires_grad:
+                setattr(parent, name, freeze_batch_norm_2d(layer))
 
 
 def locked_towers(module: nn.Module) -> frozenset[Tower]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from open_clip.model import CLIP, CustomTextCLIP
 from open_clip.transformer import TextTransformer, text_global_pool
@@ -30,21 +31,42 @@ def accept_short_texts(module: nn.Module) -> Lengths | None:
     """Let an open_clip model take short texts; returns the lengths that leave features as they are.
 
     None: its features may depend on padding, as without a causal mask (SigLIP, some MobileCLIP), or
-    with the feature at the last position (CLIPA), or its tower is of an unknown kind.
+    with the feature at the last position (CLIPA), or its tower is of an unknown kind, or of a
+    release of open_clip that encodes texts in another way.
     """
     model: Any = module
-    if type(module) is CLIP:
-        lengths = _causal_lengths(model.attn_mask, model.text_pool_type, model.text_eos_id)
-        if lengths is not None:
-            model.__class__ = _ShortTextCLIP
-        return lengths
-    text: Any = model.text if type(module) is CustomTextCLIP else None
-    if type(text) is TextTransformer and text.cls_emb is None:
+    text: Any = {CLIP: model, CustomTextCLIP: getattr(model, "text", None)}.get(type(model))
+    short: type[nn.Module]
+    if type(text) is CLIP:
+        short = _ShortTextCLIP
+        lengths = _causal_lengths(text.attn_mask, text.text_pool_type, text.text_eos_id)
+    elif type(text) is TextTransformer and text.cls_emb is None:
+        short = _ShortTextTransformer
         lengths = _causal_lengths(text.attn_mask, text.pool_type, text.eos_id)
-        if lengths is not None:
-            text.__class__ = _ShortTextTransformer
-        return lengths
-    return _masked_lengths(text)
+    else:
+        return _masked_lengths(text)
+    if lengths is None:
+        return None
+    own = type(text)
+    try:
+        whole = _features_of_a_text(module, model.context_length)
+        text.__class__ = short
+        torch.testing.assert_close(
+            _features_of_a_text(module, 2), whole, rtol=1e-3, atol=1e-3, equal_nan=True
+        )
+    except Exception:  # another release may encode texts elsewhere than in the methods below
+        text.__class__ = own
+        return None
+    return lengths
+
+
+def _features_of_a_text(module: Any, context: int) -> Tensor:
+    """Of a text of two tokens and padding."""
+    tokens = [[1, 2] + [0] * (context - 2)]
+    with torch.no_grad():
+        output = module(text=torch.tensor(tokens, device=module.logit_scale.device))
+    features: Tensor = output["text_features"] if isinstance(output, dict) else output[1]
+    return features
 
 
 def _causal_lengths(mask: Tensor | None, pool_type: str, eos: int) -> Lengths | None:
@@ -64,7 +86,7 @@ def _masked_lengths(text: Any) -> Lengths | None:
 
 
 class _ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
-    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+    def _encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
         """open_clip's, with positions and mask cut to the text."""
         length = text.shape[1]
         dtype = self.transformer.get_cast_dtype()
@@ -76,6 +98,9 @@ class _ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
         elif self.text_projection is not None:
             x = x @ self.text_projection
         return F.normalize(x, dim=-1) if normalize else x
+
+    # `forward` calls this one in open_clip 3, and the other one in its main branch of 2026.
+    encode_text = _encode_text
 
 
 class _ShortTextTransformer(TextTransformer):  # type: ignore[misc, unused-ignore]
