@@ -1,6 +1,7 @@
 """Options of OpenCLIP's trainer that this one lacks, and their replacements.
 
-All options of open_clip_train/params.py (3.3) that are not fields of TrainConfig, in its order.
+All options of open_clip_train/params.py (3.3, and 4.2.0.dev0 of June 2026) that are not fields of
+TrainConfig: those of 3.3 in its order, then those that 4 adds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ _OUTPUT = "use --output FOLDER, which holds everything that a run writes"
 _RANKS = "the gradient is exact over all processes whatever this says; leave it out"
 _DISTILL = "there is no distillation; leave it out"
 _CHECKPOINTS = "use --checkpoint-every STEPS and --keep-checkpoints N"
+
+_AUDIO = "there are no audio towers; leave it out"
+_CAPTION = 'the caption is a sample\'s txt, or else "caption" in its json; leave it out'
+_LAYER_DECAY = "use --layer-decay, a factor for both towers"
+_COMPILED = "--torchcompile compiles the towers' blocks; leave it out"
+_FSDP = "how --parallel fsdp shards the model is chosen for you; leave it out"
+_NAFLEX = "all images have the model's size, or that of --force-image-size; leave it out"
+_BY_LENGTH = "texts are encoded in order of length (--trim-texts); leave it out"
+_RETRIEVAL = "how retrieval is computed is chosen for you; leave it out"
 
 #: Option -> the end of a sentence that begins with it.
 INSTEAD = {
@@ -85,6 +95,53 @@ INSTEAD = {
     "--use-bnb-linear": "there are no 8-bit layers; leave it out",
     "--siglip": "use --loss siglip",
     "--loss-dist-impl": "use --loss siglip; how ranks exchange features is chosen for you",
+    **dict.fromkeys(
+        (
+            *("--audio-ext", "--pretrained-audio", "--audio-fill", "--audio-trunc"),
+            *("--audio-fusion", "--audio-int16-normalize", "--audio-zeroshot-dataset"),
+            *("--audio-zeroshot-split", "--audio-zeroshot-audio-key"),
+            *("--audio-zeroshot-target-key", "--audio-zeroshot-class-key"),
+            *("--audio-zeroshot-template", "--audio-zeroshot-workers"),
+            *("--audio-zeroshot-multiprocessing-context", "--audio-multiprocessing-context"),
+            *("--audio-layer-decay", "--naflex-pad-multiple"),
+        ),
+        _AUDIO,
+    ),
+    "--image-key": "the image is a sample's jpg, jpeg, png, webp, svg, bmp or ppm; leave it out",
+    "--max-image-pixels": "there is no limit but that of the decoder; leave it out",
+    **dict.fromkeys(("--text-key", "--json-text-key", "--json-text-key-probs"), _CAPTION),
+    "--opt-kwargs": "use --beta1, --beta2, --eps and --momentum",
+    "--opt-fallback-list": "no optimizer here treats some parameters as another does; leave it out",
+    **dict.fromkeys(
+        ("--text-layer-decay", "--image-layer-decay", "--visual-layer-decay"), _LAYER_DECAY
+    ),
+    "--wd-exclude": "vectors, biases and normalisation have no weight decay; leave it out",
+    "--text-pooler-own-group": "groups of layers are the model's own; leave it out",
+    **dict.fromkeys(("--val-retrieval-chunk-size", "--val-retrieval-precision"), _RETRIEVAL),
+    **dict.fromkeys(
+        ("--torchcompile-strategy", "--torchcompile-backend", "--torchcompile-mode"), _COMPILED
+    ),
+    "--fsdp": "use --parallel fsdp",
+    **dict.fromkeys(("--fsdp-no-reshard-after-forward", "--fsdp-offload-cpu"), _FSDP),
+    "--fsdp-checkpoint": "checkpoints are the same for any number of processes; leave it out",
+    "--log-metric-every-n-steps": "metrics.jsonl in --output has every step; leave it out",
+    "--train-loss-ema-samples": "the log has the loss of the step; leave it out",
+    **dict.fromkeys(
+        (
+            *("--use-naflex", "--force-naflex-vision", "--naflex-num-train-image-tokens"),
+            *("--naflex-patch-sizes", "--naflex-patch-size-probs", "--naflex-seq-lens"),
+            *("--naflex-seq-len-probs", "--naflex-max-tokens-per-batch"),
+            *("--naflex-max-text-tokens", "--naflex-batch-divisor", "--naflex-loss-scale"),
+        ),
+        _NAFLEX,
+    ),
+    **dict.fromkeys(
+        (
+            *("--length-bucketing", "--bucket-pool", "--bucket-chunk", "--bucket-prefetch-pools"),
+            "--text-pad-multiple",
+        ),
+        _BY_LENGTH,
+    ),
 }
 
 _PURE = "weights are never in half precision; use --precision {0}, autocast over fp32 weights"
