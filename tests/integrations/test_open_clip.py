@@ -1,23 +1,23 @@
 """OpenCLIP's trainer with megabatch's losses and gradient caching trains as it does by itself.
 
 Its own runs and ours, of the unmodified `open_clip_train.main` with the same options, on shards of
-glyphs: what it logs at each step, and the weights that it saves.
+glyphs: what it logs at each step, and the weights that it saves. They run with the release that is
+installed, 3 or 4; a small trainer with the interface of 4 stands for it where 3 is.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import logging
 import multiprocessing
 import os
 import random
-import threading
 import traceback
-import weakref
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from megabatch.data.glyphs import GlyphPairs, load_glyphs
 from megabatch.errors import UsageError
 from megabatch.training.world import leave
 from tests import programs
+from tests.integrations.open_clip_tasks import SAMPLES, Trainer
 from tests.models.tiny import TINY
 from tests.similarity.distributed.processes import forked, new_store, torchrun_environment
 
@@ -41,6 +42,10 @@ pytest.importorskip("open_clip_train")
 STEPS, BATCH = 4, 8
 Runs: TypeAlias = "dict[str, tuple[str, str]]"
 Task: TypeAlias = "tuple[Runs, int, Sequence[int]]"
+
+#: Whether OpenCLIP 4 is installed, which has tasks and FSDP2.
+NEW = importlib.util.find_spec("open_clip.task") is not None
+SCALE = "train/logit_scale" if NEW else "train/scale"
 
 OPTIONS = (
     f"--model {TINY} --force-patch-dropout 0 --dataset-type webdataset --workers 0 --device cpu "
@@ -81,6 +86,8 @@ PAIR = {
     "siglip": ("theirs", "--batch-size 4 --siglip --loss-dist-impl gather"),
     "siglip ours 2": ("ours", "--batch-size 2 --accum-freq 2 --siglip --loss-dist-impl gather"),
 }
+if NEW:
+    PAIR["clip ours sharded"] = ("ours", f"--batch-size 2 --accum-freq 2 {BOTH} --fsdp")
 
 
 class Recorder:
@@ -199,7 +206,7 @@ TOLERANCES = {
     "adam": (1e-5, 1e-2),
     # In half precision OpenCLIP rounds the logits, and in bfloat16 the loss.
     "amp": (1e-3, 1e-3),
-    "pure_bf16": (2e-2, 2e-2),
+    "pure_bf16": (2e-2, 3e-2),
 }
 
 
@@ -216,7 +223,7 @@ def compare(found: Run, expected: Run, values: float = 1e-5, weights: float = 1e
 
 def moved(run: Run) -> bool:
     """Whether the run took all steps and changed its weights, of which the scale is one."""
-    scales = run.values["train/scale"]
+    scales = run.values[SCALE]
     return scales[0] != scales[-1] and len(run.values["train/loss"]) == STEPS
 
 
@@ -230,7 +237,9 @@ def test_one_process(name: str, trained: Path) -> None:
 
 
 @pytest.mark.concurrency
-@pytest.mark.parametrize("name", ["clip ours", "clip ours 2", "distil ours", "siglip ours 2"])
+@pytest.mark.parametrize(
+    "name", [name for name in PAIR if "ours" in name and "default" not in name]
+)
 def test_two_processes(name: str, trained: Path) -> None:
     found, expected = (Run.read(trained / "2" / n) for n in (name, name.split()[0]))
     assert moved(found)
@@ -245,7 +254,8 @@ def test_two_processes_without_flags_get_the_right_gradient(trained: Path) -> No
         torch.testing.assert_close(weight, right.weights[name], rtol=1e-5, atol=1e-5, msg=name)
     losses = found.values["train/loss"]
     assert losses[0] == pytest.approx(own.values["train/loss"][0], rel=1e-5)
-    assert abs(losses[0] - right.values["train/loss"][0]) > 1e-3
+    if not NEW:  # OpenCLIP 3 logs rank 0's share of the loss with --local-loss
+        assert abs(losses[0] - right.values["train/loss"][0]) > 1e-3
     assert abs(losses[-1] - own.values["train/loss"][-1]) > 1e-3
 
 
@@ -267,7 +277,6 @@ def test_the_log_lists_differences(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--horovod", "--horovod: the losses exchange features by torch.distributed"),
         ("--model coca_ViT-B-32", "--model coca_ViT-B-32: CoCa also trains a captioning loss"),
         (f"{DISTIL} --accum-freq 2", "distils only without accumulation"),
         ("--ddp-static-graph --accum-freq 2", "--ddp-static-graph: with --accum-freq 2"),
@@ -288,80 +297,62 @@ def test_an_unknown_loss_is_refused() -> None:
         ours.create_loss(lambda args: torch.nn.Tanh(), Namespace())
 
 
-def test_a_release_without_a_replaced_function(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"horovod": True}, "--horovod: the losses exchange features by torch.distributed"),
+        ({"use_naflex": True}, "--use-naflex: with --accum-freq 2 the batches"),
+        ({"torchcompile_strategy": "step"}, "--torchcompile-strategy step: with --accum-freq 2"),
+    ],
+)
+def test_options_of_one_generation_are_refused(options: dict[str, Any], message: str) -> None:
     from megabatch.integrations import open_clip as ours
 
-    monkeypatch.delattr(ours.trainer, "train_one_epoch")
-    with pytest.raises(ImportError, match=r"has no train_one_epoch.* open_clip_torch 3\.1 to 3\.3"):
-        ours.main(["--model", TINY])
+    args = Trainer().parse_args(["clip", "4", "2"])
+    args.torchcompile = True
+    ours.check(args)
+    vars(args).update(options)
+    with pytest.raises(UsageError, match=message):
+        ours.check(args)
 
 
-class NumberedBatches:
-    """A loader whose tensors are known to be alive, with an event for each batch that it makes."""
+def train_small(monkeypatch: pytest.MonkeyPatch, trainer: Any, *words: str) -> None:
+    """Run our `main` with a trainer in place of the installed one."""
+    from megabatch.integrations import open_clip as ours
 
-    num_batches, num_samples = 5, 10
-
-    def __init__(self) -> None:
-        self.alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-        self.made = [threading.Event() for _ in range(self.num_batches)]
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for i in range(self.num_batches):
-            images = torch.full((2, 3), float(i))
-            self.alive.add(images)
-            self.made[i].set()
-            yield images, torch.tensor([2 * i, 2 * i + 1])
+    monkeypatch.setattr(ours, "trainer", trainer)
+    ours.main(words)
 
 
-@pytest.mark.concurrency
-def test_joined_batches_are_freed_before_the_next_are_loaded() -> None:
-    from megabatch.integrations.open_clip import JoinedBatches
-
-    own = NumberedBatches()
-    loader = JoinedBatches(own, 2, ahead=True)
-    assert (loader.num_batches, loader.num_samples) == (2, 10)
-    steps = iter(loader)
-    images, texts = next(steps)
-    assert images.to(torch.device("cpu"), dtype=torch.bfloat16, non_blocking=True) is images
-    assert len(images) == len(texts) == 4
-    assert images[2:4].dtype == torch.bfloat16
-    assert torch.equal(texts[1:2], torch.tensor([1]))
-    assert not own.made[2].is_set()
-    assert torch.equal(images[2:4].float(), torch.ones(2, 3))  # for the last time
-    assert own.made[2].wait(60)
-    with pytest.raises(RuntimeError, match="rows 2 to 4: encoded twice already"):
-        images[2:4]
-    assert not own.made[3].is_set()
-    assert len(own.alive) == 2
-    images, texts = next(steps)
-    assert torch.equal(images[0:2], torch.full((2, 3), 2.0))
-    assert len(own.alive) == 2
-    assert list(steps) == []  # the fifth batch is dropped
+@pytest.mark.parametrize(("size", "accum"), [(8, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_task_trains_as_by_itself(
+    kind: str, size: int, accum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, found = Trainer(), Trainer()
+    expected.main([kind, "8", "1"])
+    train_small(monkeypatch, found, kind, str(size), str(accum))
+    assert found.state.losses == pytest.approx(expected.state.losses, rel=1e-5)
+    assert found.state.samples_seen == 2 * SAMPLES
+    weights = expected.state.task.trainable_module.state_dict()
+    torch.testing.assert_close(found.state.task.trainable_module.state_dict(), weights)
+    assert type(found.state.task.loss).__module__.startswith("megabatch.")
+    assert found.create_task is Trainer.create_task  # again
 
 
-def test_batches_of_a_loader_without_processes_are_loaded_when_they_are_due() -> None:
-    from megabatch.integrations.open_clip import JoinedBatches
-
-    own = NumberedBatches()
-    steps = iter(JoinedBatches(own, 2, ahead=False))
-    images, _ = next(steps)
-    assert torch.equal(images[0:2], images[0:2])
-    assert not own.made[2].is_set()
-    assert torch.equal(next(steps)[0][2:4], torch.full((2, 3), 3.0))
-    assert list(steps) == []
+def test_an_unknown_task_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="GenLipTask: megabatch has no counterpart"):
+        train_small(monkeypatch, Trainer(), "genlip", "8", "1")
 
 
-@pytest.mark.concurrency
-def test_joined_batches_end_in_the_middle() -> None:
-    from megabatch.integrations.open_clip import JoinedBatches
-
-    steps = iter(JoinedBatches(NumberedBatches(), 2, ahead=True))
-    next(steps)
-    steps.close()
-    assert "megabatch-joined-batches" not in [thread.name for thread in threading.enumerate()]
+def test_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(create_task=Trainer.create_task, train_one_epoch=lambda task, data: 0)
+    for trainer in (SimpleNamespace(), other):
+        with pytest.raises(UsageError, match=r"not built as this needs .* open_clip_torch 3\.1 to"):
+            train_small(monkeypatch, trainer, "clip", "8", "1")
 
 
 def test_the_program_refuses_in_one_line() -> None:
-    ended = programs.run(["-m", "megabatch.integrations.open_clip", "--horovod"])
+    ended = programs.run(["-m", "megabatch.integrations.open_clip", "--accum-freq", "0"])
     assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith("megabatch.integrations.open_clip: --horovod: ")
+    assert ended.stderr.splitlines()[-1].startswith("megabatch.integrations.open_clip: --accum-fr")

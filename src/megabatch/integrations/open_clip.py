@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 8 -m megabatch.integrations.open_clip OPTIONS
 
 OPTIONS are those of `open_clip_train.main`, which runs unmodified, except for two functions that it
-looks up by name: `create_loss`, and `train_one_epoch` if `--accum-freq` is above 1. None of its
-code is copied. With accumulation their `train_one_epoch` runs with `accum_freq=1`, a loader that
-joins the batches of a step, and in place of the model a function that does a whole step of
-`GradientCache`. docs/integrations/open_clip.md lists all differences.
+looks up by name: `create_loss`, in OpenCLIP 4 `create_task`, and `train_one_epoch` if
+`--accum-freq` is above 1. None of its code is copied. With accumulation their `train_one_epoch`
+runs with `accum_freq=1`, a loader that joins the batches of a step, and in place of the model or
+task a function that does a whole step of `GradientCache`. docs/integrations/open_clip.md lists all
+differences.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
+import inspect
 import logging
 import sys
-import threading
 from argparse import Namespace
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import open_clip
@@ -30,14 +30,14 @@ from open_clip_train import main as trainer
 from torch import Tensor, nn
 
 import megabatch
-from megabatch.ahead import one_ahead
 from megabatch.errors import UsageError
 from megabatch.gradient_cache import GradientCache
+from megabatch.integrations.joined_batches import HeldBatches, JoinedBatches
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
 from megabatch.similarity.distributed.means import sum_over_ranks
 
 #: Releases of open_clip_torch whose trainer this was tested with.
-TESTED = "3.1 to 3.3"
+TESTED = "3.1 to 3.3, and with 4.2.0.dev0 of June 2026"
 
 #: OpenCLIP's losses and the ones that replace them.
 LOSSES: dict[type[nn.Module], Callable[[], nn.Module]] = {
@@ -45,6 +45,9 @@ LOSSES: dict[type[nn.Module], Callable[[], nn.Module]] = {
     open_clip.loss.SigLipLoss: SigLipLoss,
     open_clip.loss.DistillClipLoss: DistillClipLoss,
 }
+
+#: OpenCLIP 4's tasks whose loss is one of these, of the features that a model returns.
+TASKS = ("CLIPTask", "SigLIPTask", "DistillCLIPTask")
 
 
 def main(argv: Sequence[str]) -> Any:
@@ -57,15 +60,11 @@ def main(argv: Sequence[str]) -> Any:
         The result of its `main`: None, or -1 if it did not start.
 
     Raises:
-        UsageError: an option cannot be honoured.
-        ImportError: the installed release lacks a function that this needs.
+        UsageError: an option cannot be honoured, or the installed release has another interface.
     """
-    check(_original("parse_args")(list(argv)))
-    create, train = _original("create_loss"), _original("train_one_epoch")
-    with _replaced(
-        create_loss=functools.partial(create_loss, create),
-        train_one_epoch=functools.partial(train_one_epoch, train),
-    ):
+    functions = _functions()
+    check(trainer.parse_args(list(argv)))
+    with _replaced(**functions):
         return trainer.main(list(argv))
 
 
@@ -75,7 +74,7 @@ def check(args: Namespace) -> None:
     Raises:
         UsageError: names the option, the reason and the alternative.
     """
-    if args.horovod:
+    if getattr(args, "horovod", False):
         raise UsageError(
             "--horovod: the losses exchange features by torch.distributed; start the processes "
             "with torchrun or srun and leave it out"
@@ -99,6 +98,19 @@ def check(args: Namespace) -> None:
             f"--ddp-static-graph: with --accum-freq {args.accum_freq} gradients are synchronised "
             "in the last micro-batch only, which a static graph does not support; leave it out"
         )
+    if getattr(args, "use_naflex", False):
+        raise UsageError(
+            f"--use-naflex: with --accum-freq {args.accum_freq} the batches of a step would differ "
+            "in size, and such batches are not joined here; leave out one of the two options"
+        )
+    if args.torchcompile and getattr(args, "torchcompile_strategy", "") == "step":
+        raise UsageError(
+            f"--torchcompile-strategy step: with --accum-freq {args.accum_freq} OpenCLIP does not "
+            "compile whole steps; use --torchcompile-strategy model"
+        )
+
+
+# --- OpenCLIP 3: a model and a loss ---------------------------------------------------------------
 
 
 def create_loss(original: Callable[[Namespace], nn.Module], args: Namespace) -> nn.Module:
@@ -108,17 +120,9 @@ def create_loss(original: Callable[[Namespace], nn.Module], args: Namespace) -> 
         UsageError: there is none.
     """
     theirs = original(args)
-    if type(theirs) not in LOSSES:
-        raise UsageError(
-            f"{type(theirs).__name__}: megabatch has no counterpart of this loss; train with "
-            "python -m open_clip_train.main"
-        )
-    ours = LOSSES[type(theirs)]()
+    ours = _counterpart(theirs, args)
     # OpenCLIP logs rank 0's value: the loss of all pairs, or that rank's share of it.
     share = args.world_size == 1 or getattr(theirs, "local_loss", True)
-    if args.rank == 0:
-        for level, line in _explanations(type(theirs).__name__, args):
-            logging.log(level, f"megabatch {megabatch.__version__}: {line}")
     return ours if share else _LoggedMean(ours, args.world_size)
 
 
@@ -137,149 +141,115 @@ def train_one_epoch(
 ) -> None:
     """`original`, the arguments as there, with accumulation by gradient caching."""
     if args.accum_freq > 1:
-        model = CachedStep(model, loss, args.batch_size, args.device)
+        model = CachedModel(model, model, loss, args)
         loss = model.loss
-        batches = data["train"].dataloader
-        loader = JoinedBatches(batches, args.accum_freq, ahead=args.workers > 0)
-        data = data | {"train": dataclasses.replace(data["train"], dataloader=loader)}
-        args = copy.copy(args)
-        args.accum_freq, args.batch_size = 1, args.batch_size * args.accum_freq
+        data, args = _joined(data, args)
     original(
         model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args,
         tb_writer=tb_writer,
     )  # fmt: skip
 
 
-class CachedStep:
-    """Stands for a model whose output is the loss of a whole step; otherwise it is that model.
+# --- OpenCLIP 4: a task, which has both -----------------------------------------------------------
 
-    OpenCLIP's `train_one_epoch` calls it and hands its output to `loss`, which is its method here.
+
+def create_task(original: Callable[..., Any], args: Namespace, **parts: Any) -> Any:
+    """The task that `original` creates for these options, with another loss.
+
+    Raises:
+        UsageError: there is no such loss.
     """
+    task = original(args, **parts)
+    if type(task).__name__ not in TASKS:
+        raise UsageError(_no_counterpart(task))
+    task.loss = _counterpart(task.loss, args)
+    return task
+
+
+def train_one_epoch_of_task(
+    original: Callable[..., None],
+    state: Any,
+    data: dict[str, Any],
+    args: Namespace,
+    tb_writer: Any = None,
+) -> None:
+    """`original`, the arguments as there, with accumulation by gradient caching."""
+    task = state.task
+    if args.accum_freq > 1:
+        state.task = CachedTask(task, task.trainable_module, task.loss, args, task.data_keys)
+        data, args = _joined(data, args)
+    try:
+        original(state, data, args, tb_writer=tb_writer)
+    finally:
+        state.task = task
+
+
+# --- both -----------------------------------------------------------------------------------------
+
+
+class CachedStep:
+    """Stands for a model or a task; the batch that it is called with is that of a whole step."""
 
     def __init__(
-        self, model: Any, loss: Callable[..., Tensor], micro_batch_size: int, device: str
+        self,
+        stands_for: Any,
+        model: nn.Module,
+        loss: Callable[..., Tensor],
+        args: Namespace,
+        names: Sequence[str] = (),
     ) -> None:
-        self._model = model
+        self._stands_for = stands_for
         self._loss = loss
-        self._scale: Tensor | None = None
-        self._step = GradientCache(model, self._loss_of, micro_batch_size, device=device)
+        self._report: dict[str, Tensor] = {}
+        self._step = GradientCache(
+            model, self._loss_of, args.batch_size, device=args.device, input_names=names
+        )
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(self._stands_for, name)
+
+    def _loss_of(self, **outputs: Tensor) -> Tensor:
+        scalars = outputs.keys() & {"logit_scale", "logit_bias"}
+        self._report = {name: outputs[name].detach() for name in scalars}
+        return self._loss(**outputs)
+
+
+class CachedModel(CachedStep):
+    """A model whose output is the loss, which OpenCLIP 3 hands to `loss`, a method here."""
 
     def __call__(self, images: HeldBatches, texts: HeldBatches) -> dict[str, Any]:
         """The first pass and the loss: `{"total": loss, "logit_scale": the model's}`."""
-        return {"total": self._step(images, texts), "logit_scale": self._scale}
+        total = self._step(images, texts)
+        return {"total": total, "logit_scale": self._report["logit_scale"]}
 
     @staticmethod
     def loss(total: Tensor, logit_scale: Tensor, output_dict: bool) -> dict[str, Tensor]:
         """The loss under the name that OpenCLIP logs."""
         return {"contrastive_loss": total}
 
-    def _loss_of(self, **outputs: Tensor) -> Tensor:
-        self._scale = outputs["logit_scale"].detach()
-        return self._loss(**outputs)
+
+class CachedTask(CachedStep):
+    """A task, which OpenCLIP 4 calls with the batch that the task has prepared."""
+
+    def prepare_batch(
+        self, batch: dict[str, HeldBatches], device: torch.device, input_dtype: torch.dtype | None
+    ) -> dict[str, HeldBatches]:
+        """The inputs of the model, on the host still."""
+        return {name: batch[name].to(device, input_dtype) for name in self.data_keys}
+
+    def __call__(self, batch: dict[str, HeldBatches]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The first pass: the loss, in all and in parts, and the numbers that OpenCLIP logs."""
+        loss = self._step(**batch)
+        return {"contrastive_loss": loss, "loss": loss}, self._report
 
 
-class JoinedBatches:
-    """A loader's batches, `count` at a time joined into one; left-over batches are dropped, as in
-    OpenCLIP.
-
-    With `ahead` a thread loads those of the next step as soon as batches of the current one have
-    been encoded for the last time. So the host never holds more than `count`, apart from the
-    loader's own. The loader must have processes: without any, its augmentation would draw from the
-    same random generator as the step, which sets it back for the second pass.
-    """
-
-    def __init__(self, loader: Any, count: int, *, ahead: bool) -> None:
-        self._loader, self._count, self._ahead = loader, count, ahead
-        self.num_batches = loader.num_batches // count
-        self.num_samples = loader.num_samples
-
-    def __iter__(self) -> Iterator[tuple[HeldBatches, ...]]:
-        batches = iter(self._loader)
-        room = threading.Semaphore(self._count)
-        stop = threading.Event()
-
-        def load(_: None) -> list[Sequence[Tensor]]:
-            joined: list[Sequence[Tensor]] = []
-            while len(joined) < self._count and room.acquire() and not stop.is_set():
-                if (batch := next(batches, None)) is None:
-                    break
-                joined.append(batch)
-            return joined
-
-        steps: Generator[list[Sequence[Tensor]], None, None]
-        steps = (load(None) for _ in itertools.repeat(None))
-        if self._ahead:
-            steps = one_ahead(load, itertools.repeat(None), "megabatch-joined-batches")
-        try:
-            for joined in steps:
-                if len(joined) < self._count:
-                    return
-                images, *others = map(HeldBatches, zip(*joined, strict=True))
-                images.when_freed = room.release
-                joined.clear()
-                yield images, *others
-                # OpenCLIP's loop holds references to these until it gets the next ones.
-                for batch in (images, *others):
-                    batch.release()
-        finally:
-            stop.set()
-            room.release(self._count)
-            steps.close()
-
-
-class HeldBatches:
-    """Equally large batches one after another, each moved to the device when it is encoded.
-
-    OpenCLIP's trainer moves what its loader gives; this stays on the host until `GradientCache`
-    takes its rows, a batch at a time. It does so twice, and a batch is freed with the second time.
-
-    Attributes:
-        when_freed: called after each batch that is freed.
-    """
-
-    def __init__(self, batches: Sequence[Tensor]) -> None:
-        self._batches: list[Tensor | None] = [*batches]
-        self._size, self._rows = len(batches[0]), sum(map(len, batches))
-        self._encoded = [0] * len(batches)
-        self._dtype: torch.dtype | None = None
-        self.when_freed: Callable[[], None] = lambda: None
-
-    def to(
-        self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
-    ) -> HeldBatches:
-        """Convert to the dtype later, as rows are taken; the device is `GradientCache`'s."""
-        self._dtype = dtype
-        return self
-
-    def release(self) -> None:
-        """Free the batches that are still there."""
-        for number in range(len(self._batches)):
-            self._free(number)
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        number = rows.start // self._size  # no slice spans two batches
-        batch = self._batches[number]
-        if batch is None:
-            raise RuntimeError(
-                f"rows {rows.start} to {rows.stop}: encoded twice already, and freed"
-            )
-        self._encoded[number] += 1
-        if self._encoded[number] == 2:
-            self._free(number)
-        start = number * self._size
-        taken = batch[rows.start - start : rows.stop - start]
-        return taken if self._dtype is None else taken.to(self._dtype)
-
-    def _free(self, number: int) -> None:
-        if self._batches[number] is not None:
-            self._batches[number] = None
-            self.when_freed()
+def _joined(data: dict[str, Any], args: Namespace) -> tuple[dict[str, Any], Namespace]:
+    """The data and options of a run whose batches are whole steps."""
+    loader = JoinedBatches(data["train"].dataloader, args.accum_freq, ahead=args.workers > 0)
+    data = data | {"train": dataclasses.replace(data["train"], dataloader=loader)}
+    args = copy.copy(args)
+    args.accum_freq, args.batch_size = 1, args.batch_size * args.accum_freq
+    return data, args
 
 
 class _LoggedMean(nn.Module):
@@ -313,8 +283,7 @@ def _explanations(theirs: str, args: Namespace) -> Iterator[tuple[int, str]]:
         return
     yield (
         logging.INFO,
-        "gradients are those of the mean loss of all ranks, whatever --gather-with-grad says; "
-        "--local-loss logs rank 0's share of it instead of all",
+        "gradients are those of the mean loss of all ranks, whatever --gather-with-grad says",
     )
     if not args.gather_with_grad and args.grad_clip_norm is not None:
         yield (
@@ -325,13 +294,37 @@ def _explanations(theirs: str, args: Namespace) -> Iterator[tuple[int, str]]:
         )
 
 
-def _original(name: str) -> Any:
-    if not hasattr(trainer, name):
-        raise ImportError(
-            f"open_clip_torch {open_clip.__version__}: open_clip_train.main has no {name}, which "
-            f"this needs; it was tested with open_clip_torch {TESTED}"
-        )
-    return getattr(trainer, name)
+def _counterpart(theirs: nn.Module, args: Namespace) -> nn.Module:
+    if type(theirs) not in LOSSES:
+        raise UsageError(_no_counterpart(theirs))
+    if args.rank == 0:
+        for level, line in _explanations(type(theirs).__name__, args):
+            logging.log(level, f"megabatch {megabatch.__version__}: {line}")
+    return LOSSES[type(theirs)]()
+
+
+def _no_counterpart(theirs: Any) -> str:
+    return (
+        f"{type(theirs).__name__}: megabatch has no counterpart of this loss; train with "
+        "python -m open_clip_train.main"
+    )
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    """The functions that replace the installed trainer's, by name."""
+    found: Any = getattr(trainer, "train_one_epoch", None)
+    arguments = [] if found is None else [*inspect.signature(found).parameters]
+    for create, train in ((create_loss, train_one_epoch), (create_task, train_one_epoch_of_task)):
+        created = getattr(trainer, create.__name__, None)
+        if created is not None and arguments == [*inspect.signature(train).parameters][1:]:
+            return {
+                create.__name__: functools.partial(create, created),
+                "train_one_epoch": functools.partial(train, found),
+            }
+    raise UsageError(
+        f"open_clip_torch {open_clip.__version__}: open_clip_train.main is not built as this needs "
+        f"it; it was tested with open_clip_torch {TESTED}: pip install 'open_clip_torch>=3.1,<4'"
+    )
 
 
 @contextlib.contextmanager
