@@ -149,9 +149,14 @@ def test_refuses_strategies(name: str) -> None:
     strategy = type(name, (), {})()
     if name == "tensor_parallel_size":
         size = types.SimpleNamespace(size=lambda: 2)
-        strategy._device_mesh = {"tensor_parallel": size}
+        strategy.device_mesh = {"tensor_parallel": size}
+        assert isinstance(ModelParallelStrategy.device_mesh, property)
+    else:
+        assert hasattr(lightning.pytorch.strategies, name)
     module = Pairs()
-    module._trainer = types.SimpleNamespace(strategy=strategy)
+    module.cached_loss(*samples())  # without a Trainer
+    module.trainer = types.SimpleNamespace(strategy=strategy)
+    module.micro_batch_size = 1
     with pytest.raises(ValueError, match=name):
         module.cached_loss(*samples())
 

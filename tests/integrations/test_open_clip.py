@@ -7,6 +7,7 @@ installed, 3 or 4; a small trainer with the interface of 4 stands for it where 3
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -17,11 +18,12 @@ import os
 import random
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
+from unittest import mock
 
 import open_clip
 import pytest
@@ -135,12 +137,22 @@ def train_all(folder: Path, runs: Runs, rank: int, ports: Sequence[int]) -> None
         words = " ".join([OPTIONS, options, f"--logs {folder}/{1 + bool(ports)}"])
         words = words.replace("SHARDS", f"{folder}/shards/{{00000..00001}}.tar")
         main = trainer.main if whose == "theirs" else ours.main
+        if whose == "ours":
+            main = functools.partial(without_their_losses, main)
         main([*words.replace("FOLDER", str(folder)).split(), "--name", name])
         if rank == 0:
             values = json.dumps(Recorder.last.values)
             (folder / str(1 + bool(ports)) / name / "values.json").write_text(values)
         if ports:
             leave()
+
+
+def without_their_losses(main: Callable[[list[str]], Any], words: list[str]) -> None:
+    """Run; OpenCLIP's losses fail, which would give the same weights in more memory."""
+    with contextlib.ExitStack() as stack:
+        for name in ("ClipLoss", "SigLipLoss", "DistillClipLoss"):
+            stack.enter_context(mock.patch.object(getattr(open_clip.loss, name), "forward", None))
+        main(words)
 
 
 def import_and_fork(folder: Path, tasks: Sequence[Task]) -> None:

@@ -48,6 +48,18 @@ def model(folder: Path) -> Any:
     return bert(folder)
 
 
+@pytest.mark.parametrize("sort_by_length", [True, False])
+def test_a_release_that_computes_the_loss_elsewhere(
+    sort_by_length: bool, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own loss would pair texts that were sorted column by column."""
+    own = losses.CachedMultipleNegativesRankingLoss
+    monkeypatch.setattr(own, "forward", lambda self, features, labels: torch.zeros(()))
+    loss = MegabatchRankingLoss(model, sort_by_length=sort_by_length)
+    with pytest.raises(RuntimeError, match="MegabatchRankingLoss: this release of sentence-tr"):
+        loss([{}, {}])
+
+
 # --- the loss of embeddings -----------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss, InfoNCELoss
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+accelerate = pytest.importorskip("accelerate")
 
 from megabatch.integrations.transformers import (  # noqa: E402
     OWN_LOSSES,
@@ -301,6 +301,14 @@ def test_refuses_settings_that_would_train_something_else(kind: str, tmp_path: P
 
     with pytest.raises(ValueError, match="GPUs in one process" if kind == "n_gpu" else kind):
         Trainer(model_of("clip"), arguments(tmp_path), micro_batch_size=3)
+
+
+def test_the_library_has_the_settings_that_are_refused(tmp_path: Path) -> None:
+    trainer = made(tmp_path)
+    assert not trainer.is_deepspeed_enabled
+    if (config := getattr(accelerate, "ParallelismConfig", None)) is not None:  # since 1.10
+        assert hasattr(trainer.accelerator, "parallelism_config")
+        assert {"tp_size", "cp_size"} <= vars(config()).keys()
 
 
 def refuse_batch(trainer: Any, batch: Any, message: str) -> None:

@@ -163,6 +163,7 @@ def on_two_the_trainers_fsdp2() -> None:
             model, options, data_collator=collate, train_dataset=data,
             eval_dataset=data[: 2 * BATCH], micro_batch_size=3,
         )  # fmt: skip
+        assert trainer.accelerator.state.fsdp_plugin.fsdp_version == 2  # which 1 is refused by
         trainer.train()
         assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
         reference(expected, lambda i: expected(**slices(batch, i), return_loss=True).loss, 2)

@@ -67,7 +67,7 @@ class MegabatchMixin:
         # Since the last step a strategy may have wrapped them, or a tuner changed the size.
         key = (*encoders,) if isinstance(encoders, Sequence) else (encoders,), self.micro_batch_size
         if self._cache is None or self._cache[0] != key:
-            _refuse(getattr(self, "_trainer", None))
+            _refuse(_strategy_of(self))
             cache = GradientCache(encoders, self.contrastive_loss, self.micro_batch_size)
             self._cache = key, cache
         return self._cache[1](*batches, **inputs)
@@ -96,13 +96,20 @@ class MegabatchMixin:
         return loss
 
 
-def _refuse(trainer: Any) -> None:
-    """Raise an error for strategies that would train something else; None: there is no Trainer."""
-    strategy = getattr(trainer, "strategy", None)
+def _strategy_of(module: Any) -> Any:
+    """The strategy of the Trainer; None without one, as in Fabric."""
+    try:
+        return module.trainer.strategy if getattr(module, "fabric", None) is None else None
+    except (AttributeError, RuntimeError):  # it is no LightningModule, or has no Trainer
+        return None
+
+
+def _refuse(strategy: Any) -> None:
+    """Raise an error for strategies that would train something else."""
     for name in (cls.__name__ for cls in type(strategy).__mro__):
         if name in _REFUSED:
             raise ValueError(f"strategy: {name} {_REFUSED[name]}")
-    mesh = getattr(strategy, "_device_mesh", None)
+    mesh = getattr(strategy, "device_mesh", None)
     size = 1 if mesh is None else mesh["tensor_parallel"].size()
     if size > 1:
         raise ValueError(

@@ -77,6 +77,7 @@ class _SortsTexts:
 
     sort_by_length: bool
     _places: tuple[Tensor | None, ...] = ()  # of the batch's rows among the sorted ones, by column
+    _are_in_batch_order = False
 
     def forward(
         self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
@@ -86,15 +87,21 @@ class _SortsTexts:
         places: list[Tensor | None] = [None] * len(columns)
         if self.sort_by_length:
             columns, places = map(list, zip(*map(_sorted_by_length, columns), strict=True))
-        self._places = tuple(places)
+        self._places, self._are_in_batch_order = tuple(places), False
         try:
             loss: Tensor = super().forward(columns, labels)  # type: ignore[misc]
         finally:
             self._places = ()
+        if not self._are_in_batch_order:  # the library's own loss would pair sorted texts
+            raise RuntimeError(
+                f"{type(self).__name__}: this release of sentence-transformers computes the loss "
+                "elsewhere than in calculate_loss, which is replaced here; 5.4 to 6.2 were tested"
+            )
         return loss
 
     def _in_batch_order(self, reps: list[list[Tensor]]) -> list[Tensor]:
         """Embeddings (rows, d) of whole columns, from lists of their mini-batches."""
+        self._are_in_batch_order = True
         columns = [torch.cat(column) for column in reps]
         places = self._places or (None,) * len(columns)
         return [
