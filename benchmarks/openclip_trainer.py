@@ -199,7 +199,8 @@ class Recorder:
         """`folder`: unused; this writes no file."""
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        Recorder.values.setdefault(name.removeprefix("train/"), []).append(value)
+        name = name.removeprefix("train/").removeprefix("logit_")  # which OpenCLIP 4 adds
+        Recorder.values.setdefault(name, []).append(value)
 
 
 class OnCPU(torch.nn.parallel.DistributedDataParallel):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +40,15 @@ def rows(n: int, seed: int = 0) -> Tensor:
 
 def both(name: str, **arguments: Any) -> tuple[Any, Any]:
     return getattr(ours, name)(**arguments), getattr(losses, name)(**arguments)
+
+
+def test_a_release_with_another_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.0 has `utils.indexing` instead."""
+    monkeypatch.delattr(library.utils, "loss_and_miner_utils")
+    monkeypatch.setitem(sys.modules, "pytorch_metric_learning.utils.loss_and_miner_utils", None)
+    monkeypatch.delitem(sys.modules, ours.__name__)
+    with pytest.raises(ImportError, match=r"below 3.*: pip install 'pytorch-metric-learning>=2.5"):
+        importlib.import_module(ours.__name__)
 
 
 # --- value and gradients --------------------------------------------------------------------------

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from pytorch_metric_learning import distances, losses, reducers
-from pytorch_metric_learning.utils import common_functions as c_f
-from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
-from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -33,6 +30,16 @@ from megabatch.similarity.arguments import (
 )
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.means import global_mean, replicated, sum_over_ranks
+
+try:
+    from pytorch_metric_learning.utils import common_functions as c_f
+    from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
+    from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
+except ImportError as error:
+    raise ImportError(
+        "pytorch-metric-learning: expected a release from 2.5 on, below 3, whose losses have "
+        "another interface: pip install 'pytorch-metric-learning>=2.5,<3'"
+    ) from error
 
 __all__ = ["NTXentLoss", "SupConLoss"]
 
