@@ -65,7 +65,7 @@ def test_the_example_is_trained_resumed_and_evaluated(
 ) -> None:
     code, out = command("train", *OWN)
     assert code == 0, out
-    assert f"next:    megabatch eval {tmp_path / 'run'} --trust" in out
+    assert f"next:    megabatch report {tmp_path / 'run'}" in out
     saved = (tmp_path / "run/config.toml").read_text()
     assert 'loss = "mine:FocalClipLoss"' in saved
     assert "megabatch train --config THIS_FILE --trust --output" in saved

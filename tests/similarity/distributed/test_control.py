@@ -40,6 +40,7 @@ def new_store(name: str) -> dist.Store:
 def channel_of(group: Any) -> control.Channel:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_internals, "group_store", lambda group: group.store)
+        patch.setattr(control, "has_cpu_backend", lambda group: CPU in group._device_types)
         made = control.channel(group, torch.device("cuda"))
         assert control.channel(group, torch.device("cuda")) is made
     return made
