@@ -65,7 +65,7 @@ def test_the_example_is_trained_resumed_and_evaluated(
 ) -> None:
     code, out = command("train", *OWN)
     assert code == 0, out
-    assert f"next:    megabatch report {tmp_path / 'run'}" in out
+    assert f"next:    megabatch report {tmp_path / 'run'}\n" in out
     saved = (tmp_path / "run/config.toml").read_text()
     assert 'loss = "mine:FocalClipLoss"' in saved
     assert "megabatch train --config THIS_FILE --trust --output" in saved
@@ -83,6 +83,13 @@ def test_the_example_is_trained_resumed_and_evaluated(
     export = ["export", str(tmp_path / "run"), "--to", "openclip", "--output", "out", "--trust"]
     code, out = command(*export)  # the module is imported; OpenCLIP has no such model
     assert (code, "mine:towers" in out, "would run" in out) == (2, True, False), out
+
+
+def test_an_evaluation_that_comes_next_runs_its_code(
+    mine: Path, command: Command, tmp_path: Path
+) -> None:
+    code, out = command("train", *OWN, "--train-data", "glyphs", "--steps", "1", "--warmup", "0")
+    assert (code, f"next:    megabatch eval {tmp_path / 'run'} --trust\n" in out) == (0, True), out
 
 
 def test_a_plan_says_that_the_memory_of_the_loss_is_unknown(mine: Path, command: Command) -> None:

@@ -163,11 +163,10 @@ def collapse_advice(records: Sequence[Mapping[str, float]], config: TrainConfig)
         return ""  # each row has candidates of its own
     candidates = config.global_batch_size * (1 + config.hard_negatives)
     collapsed = math.log(candidates)
-    # Equal features have the loss ln(candidates), and no gradient changes it. A healthy run may
-    # begin near this loss, but not without a gradient: in the runs that were looked at, a collapse
-    # took it below 0.2% of the largest one, and the loss to within 0.2%. So a run has collapsed if
-    # the later half of its steps, at least ten, is within 0.5% of the loss and below 1% of the
-    # gradient.
+    # Equal features have the loss ln(candidates), and no gradient. A healthy run may begin near
+    # this loss, but with gradients that are among its largest. So a run has collapsed if, in the
+    # later half of its records, at least ten, the loss is within 0.5% of that of equal features
+    # and the gradient's norm below 1% of the run's largest.
     later = records[len(records) // 2 :]
     largest = max((record.get("grad_norm", math.inf) for record in records), default=0.0)
     flat = all(
