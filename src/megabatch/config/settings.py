@@ -172,7 +172,8 @@ class TrainConfig:
     opt: Literal["adamw", "lamb", "lars", "adafactor", "lion", "sgd"] = "adamw"
     """The optimizer."""
     lr: Annotated[float, ABOVE_0] = 1e-3
-    """Peak learning rate at a batch size of lr_base_batch_size."""
+    """Peak learning rate at a batch size of lr_base_batch_size. For a pretrained text encoder (hf:)
+    the default is 2e-5."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """How the peak grows with the batch size: lr * (global_batch_size / lr_base_batch_size) ** p
     with p = 0, 1/2 or 1."""
@@ -205,7 +206,8 @@ class TrainConfig:
     ema_decay: Annotated[float | None, SHARE] = None
     """Also keep an exponential moving average of the weights, exported as model-ema.safetensors."""
     wd: Annotated[float, AT_LEAST_0] = 0.2
-    """Weight decay of matrices. Biases, gains and the logit scale have none."""
+    """Weight decay of matrices. Biases, gains and the logit scale have none. For a pretrained text
+    encoder (hf:) the default is 0.01."""
     grad_clip_norm: Annotated[float | None, ABOVE_0] = None
     """Clip the gradient to this norm."""
     max_logit_scale: Annotated[float, AT_LEAST_1] = 100.0

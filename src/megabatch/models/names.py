@@ -80,6 +80,23 @@ def has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors*")) or any(folder.glob("pytorch_model*.bin*"))
 
 
+def is_trained(name: str) -> bool:
+    """Whether a model starts with weights of its own, those of its folder."""
+    folder = Path(name.partition(":")[2])
+    return name.startswith(OPENCLIP) or (name.startswith(HUGGING_FACE) and has_weights(folder))
+
+
+def is_text_encoder(name: str) -> bool:
+    """Whether a name is that of a Hugging Face folder with one text encoder, for pairs of texts."""
+    if not name.startswith(HUGGING_FACE):
+        return False
+    try:
+        config = Path(name.removeprefix(HUGGING_FACE), _FOLDERS[HUGGING_FACE]).read_bytes()
+        return "vision_config" not in json.loads(config)
+    except (OSError, ValueError):  # told when the folder is read
+        return False
+
+
 def _check_folder(name: str, prefix: str) -> None:
     folder = Path(name.removeprefix(prefix))
     if (folder / _FOLDERS[prefix]).is_file():

@@ -16,7 +16,14 @@ from torch import nn
 
 from megabatch.config.file import to_dict
 from megabatch.config.problems import Conflict, problems, unnamed, wrong_types
-from megabatch.config.resolve import Given, given_in, length_conflicts, name_defaults, resolve
+from megabatch.config.resolve import (
+    Given,
+    fine_tuned,
+    given_in,
+    length_conflicts,
+    name_defaults,
+    resolve,
+)
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
@@ -93,6 +100,8 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     types_right = not wrong_types(config)
     if types_right:
         config, notes = resolve(config, given)
+        config, more = fine_tuned(config, given)
+        notes += more
         if config.torchcompile is None:
             config, more = choose_compilation(config, world.device)
             notes += more
