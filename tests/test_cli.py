@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -125,6 +127,98 @@ def test_an_unknown_model_is_refused_before_anything_starts(
     assert not output.exists()
 
 
+NAMED = "--model ViT-B-32 --train-data glyphs"
+#: Wrong command lines, and what their messages contain.
+WRONG = {
+    "trian": "did you mean train?",
+    "train": "--model and --train-data: not given",
+    "train --modle x": "did you mean --model?",
+    "train --batchsize 3": "--batchsize: no such option; use --global-batch-size,",
+    "train --model ViT-B32 --train-data glyphs": "did you mean ViT-B-32 or .*`megabatch models`",
+    "train --model qqq --train-data glyphs": "'qqq' is not known .`megabatch models` lists all",
+    "train --model bert --train-data glyphs": "'bert' is not known; did you mean hf:bert?",
+    "train --model saved --train-data glyphs": "; did you mean local-dir:saved?",
+    "train --model hf:saved --train-data glyphs": "no config.json; did you mean local-dir:saved?",
+    "train --model hf:org/name --train-data glyphs": "nothing is downloaded.* pip install "
+    "huggingface_hub; hf download org/name --local-dir PATH; then --model hf:PATH",
+    "train --model org/name --train-data glyphs": "hf download org/name .* --model hf:PATH",
+    "train --model hf-hub:org/name --train-data glyphs": "download org/name .*local-dir:PATH",
+    "train --model hf:/no/where/at/all --train-data glyphs": "no folder /no/where/at/all$",
+    "train --model mine:model --train-data glyphs": "there is no module mine",
+    f"train {NAMED} --pretrained openai": "get_pretrained_cfg.'ViT-B-32', 'openai'.*hf download",
+    f"train {NAMED} --pretrained gone.pt": "there is no file gone.pt",
+    f"train {NAMED} --pretrained-text-path gone.pt": "--pretrained-text-path: there is no file",
+    f"train {NAMED} --epochs 0": "--epochs 0: expected at least 1",
+    f"train {NAMED} --loss infonse": "did you mean infonce?",
+    f"train {NAMED} --loss clip --hard-negatives 1": "expected --loss infonce",
+    f"train {NAMED} --report-to tensorbord": "did you mean tensorboard?",
+    f"train {NAMED} --device gpu": "--device gpu: expected auto",
+    f"train {NAMED} --output run": "holds a run already",
+    f"train {NAMED} --momentum 0.5": "--opt adamw .the default. does not use it; expected --opt",
+    "train --model ViT-B-32 --train-data gone.csv": "--train-data: nothing matches gone.csv",
+    "train --resume --output gone": "--output gone holds no run",
+    "train --config quikstart": "did you mean quickstart?",
+    "plan": "--model: not given",
+    "plan --model ViT-B32": "did you mean ViT-B-32",
+    "plan --model ViT-B-32 --epochs 0": "--epochs 0: expected at least 1",
+    "plan --model ViT-B-32 --gpu-name H100x": "expected one of H200, .*did you mean H100?",
+    "plan --model ViT-B-32 --gpu-memory 80Gx": "--gpu-memory 80Gx: expected a size",
+    "eval": "expected either a run's folder or --model NAME",
+    "eval gone": "gone is not a folder",
+    "eval --model ViT-B32 --val-data glyphs --output o": "did you mean ViT-B-32",
+    "eval run --methods kn": "--methods kn: .*; did you mean knn?",
+    "export gone --to openclip --output o": "gone is not a folder",
+    "export run --to open_clip --output o": "; did you mean openclip?",
+    "report gone": "gone is not a folder",
+    "data inspect gone.csv": "nothing matches gone.csv",
+    "data inspekt": "did you mean inspect?",
+    "data icons --output o --size 3": "--size 3: --format svg does not use it",
+    "models ViT": "'ViT': not expected",
+    "bench los": "did you mean loss?",
+    "tune --dtype float8": "did you mean float32?",
+}
+HASTE = """
+import contextlib, io, json, sys
+from megabatch.cli import main
+told = []
+for line in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        code = main(line.split())
+    told.append((code, error.getvalue(), "torch" in sys.modules or "open_clip" in sys.modules))
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, bool]]:
+    """How wrong command lines end, in one process: code, message, whether torch was imported."""
+    folder = tmp_path_factory.mktemp("wrong")
+    files = ("bert/config.json", "saved/open_clip_config.json", "run/config.toml")
+    for path in (folder / name for name in files):
+        path.parent.mkdir()
+        path.write_text('model = "glyph-small"' if path.suffix == ".toml" else "{}")
+    ended = subprocess.run(
+        [sys.executable, "-c", HASTE, json.dumps([*WRONG])],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(megabatch.__file__).parents[1])},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return dict(zip(WRONG, json.loads(ended.stdout), strict=True))
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_usage_is_told_before_a_library_is_imported(
+    line: str, complaints: dict[str, tuple[int, str, bool]]
+) -> None:
+    code, told, imported = complaints[line]
+    assert code == 2
+    assert re.search(WRONG[line].replace("?", r"\?"), told.rstrip("\n")), told
+    assert told.count("\n") == 1
+    assert not imported  # which takes seconds
+
+
 def test_python_m_megabatch_is_the_same_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "megabatch", "nonsense"], capture_output=True, text=True, check=False
@@ -135,8 +229,9 @@ def test_python_m_megabatch_is_the_same_program() -> None:
 
 
 COMMANDS = [
-    *(["train"], ["eval"], ["export"], ["plan"], ["tune"], ["bench", "loss"]),
-    *(["data", name] for name in ("glyphs", "icons", "inspect")),
+    *("train --help-all", "plan --help-all", "train --help", "plan --help", "eval --help"),
+    *("export --help", "models --help", "tune --help", "bench loss --help", "data glyphs --help"),
+    *("data icons --help", "data inspect --help", "data --help", "bench --help"),
 ]
 GUARD = """
 import sys
@@ -144,7 +239,7 @@ from megabatch.cli import main
 import os
 for words in sys.argv[1].split(","):
     print("###", words, flush=True)
-    assert main([*words.split(), "--help"]) == 0
+    assert main(words.split()) == 0
 third_party = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
 print("###", *sorted(name for name in third_party if not name.startswith("_")))
 """
@@ -153,12 +248,14 @@ print("###", *sorted(name for name in third_party if not name.startswith("_")))
 @pytest.fixture(scope="module")
 def helps() -> dict[int, str]:
     """What all commands print after --help, by the width of the terminal; one process each."""
-    words = ",".join(" ".join(command) for command in [*COMMANDS, ["data"], ["bench"]])
     told = {}
     for columns in (80, 100, 120):
         environment = os.environ | {"COLUMNS": str(columns), "FORCE_COLOR": "1"}
         ended = subprocess.run(
-            [sys.executable, "-c", GUARD, words], capture_output=True, text=True, env=environment
+            [sys.executable, "-c", GUARD, ",".join(COMMANDS)],
+            capture_output=True,
+            text=True,
+            env=environment,
         )
         assert ended.returncode == 0, ended.stderr
         told[columns] = ended.stdout
@@ -190,12 +287,28 @@ def test_help_breaks_no_word_and_no_line_early(columns: int, helps: dict[int, st
 
 
 def test_help_has_every_option_of_training_in_a_group(helps: dict[int, str]) -> None:
-    text = helps[80].split("### ")[1]
+    text = helps[80].split("### ")[1 + COMMANDS.index("train --help-all")]
     for field in fields(TrainConfig):
         assert f"\n  --{field.name.replace('_', '-')}" in text
     for group in ("model", "data", "loss", "optimizer", "learning rate", "precision"):
         assert f"\n\n{group}:\n" in text
     assert "--lr-base-batch-size" in text.split("\n  --lr X")[1].split("\n  --")[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "needed"),
+    [("train", "--train-data --resume --lr --config"), ("plan", "--gpus --gpu-name --config")],
+)
+def test_short_help_has_few_options_and_tells_of_the_rest(
+    command: str, needed: str, helps: dict[int, str]
+) -> None:
+    parts = helps[80].split("### ")
+    short, whole = (parts[1 + COMMANDS.index(f"{command} {o}")] for o in ("--help", "--help-all"))
+    options, all_options = (re.findall(r"^  (?:-h, )?(--[\w-]+)", t, re.M) for t in (short, whole))
+    assert {*needed.split(), "--model", "--help-all"} <= set(options) < set(all_options)
+    assert len(options) <= 16
+    counted = len(all_options) - 2  # without these two
+    assert short.endswith(f"  --help-all\n      Show all {counted} options.\n")
 
 
 def test_versions_are_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,8 +35,8 @@ NEEDS = {
     f"{TRAIN} --report-to tensorboard,wandb,mlflow": "alembic mlflow sqlalchemy wandb",
     f"train --model ViT-B-32 --train-data pairs.csv {SMALL}": "open_clip",
     f"train --model hf:bert --train-data texts.jsonl {SMALL}": "tokenizers transformers",
-    "plan --model glyph-small --device cpu": "numpy PIL psutil rich safetensors",
-    "eval new --val-data pairs.csv": "jinja2 numpy PIL rich safetensors",
+    "plan --model glyph-small --device cpu": "numpy PIL psutil rich",
+    "eval run --val-data pairs.csv": "jinja2 numpy PIL rich safetensors",
     BENCH: "psutil rich",
     "data inspect pairs.csv": "numpy PIL pyarrow rich webdataset",
     "data inspect svg.tar": "resvg_py",
@@ -67,6 +67,8 @@ def ended(
     """How each run ended, with its output, by what was asked and the library that it misses."""
     folder = tmp_path_factory.mktemp("libraries")
     save_tiny_bert(folder / "bert")
+    (folder / "run").mkdir()
+    (folder / "run/config.toml").write_text('model = "glyph-small"')
     (folder / "pairs.csv").write_text("filepath,title\na.png,one\nb.png,two\n")
     (folder / "texts.jsonl").write_text('{"query": "a", "positive": "b"}\n' * 2)
     for name in ("a.png", "b.png"):

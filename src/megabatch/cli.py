@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import io
 import os
@@ -11,6 +10,7 @@ import sys
 from megabatch import __version__
 from megabatch.errors import UsageError, printable
 from megabatch.extras import named_extras
+from megabatch.words import did_you_mean
 
 COMMANDS = {
     "train": ("megabatch.training.command", "train two towers on pairs"),
@@ -21,6 +21,7 @@ COMMANDS = {
     ),
     "export": ("megabatch.export.command", "write a run's model for OpenCLIP and other libraries"),
     "data": ("megabatch.data.command", "write the built-in data sets as shards"),
+    "models": ("megabatch.models.command", "list the models that can be trained"),
     "plan": ("megabatch.training.plan_command", "estimate the memory that a run needs"),
     "bench": ("megabatch.benchmarking.command", "compare megabatch with its peers"),
     "tune": ("megabatch.benchmarking.tune_command", "tune the fused kernels for this GPU"),
@@ -82,9 +83,8 @@ def _versions() -> str:
 
 
 def _unknown(command: str) -> str:
-    close = difflib.get_close_matches(command, COMMANDS, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(COMMANDS)}"
-    return f"unknown command {command!r}; {hint}"
+    hint = did_you_mean(command, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+    return f"unknown command {command!r}{hint}"
 
 
 def _complain(message: str, command: str = "", code: int = 2) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 
 
@@ -49,3 +50,12 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
 def all_of(reasons: Sequence[str]) -> str:
     """One message with several reasons, each on its own line."""
     return reasons[0] if len(reasons) == 1 else "\n  - ".join(["several things:", *reasons])
+
+
+def checks_alone() -> bool:
+    """Whether a command may check its options before anything else, in this process alone.
+
+    If a launcher (torchrun, srun) started several, they check together, later: an error is then
+    printed once.
+    """
+    return not {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys()

@@ -14,6 +14,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from megabatch.words import did_you_mean
+
 Mark = TypeVar("Mark")
 
 _REFERENCE = re.compile(r"(?!hf:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -161,6 +163,16 @@ def describe_type(hint: Any) -> str:
     if get_origin(hint) is tuple:
         return f"a list, each {describe_type(get_args(hint)[0])}"
     return _WORDS.get(hint, "a path")
+
+
+def wanted(hint: Any, value: object) -> str:
+    """A description of a field's type for a value that has another, with the choice it is like."""
+    return describe_type(hint) + did_you_mean(str(value), _choices(hint))
+
+
+def _choices(hint: Any) -> list[str]:
+    parts = get_args(hint)
+    return list(parts) if get_origin(hint) is Literal else [c for p in parts for c in _choices(p)]
 
 
 def parse_value(hint: Any, word: str) -> Any:

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
@@ -20,13 +20,14 @@ from megabatch.hints import (
     Details,
     Positional,
     Setting,
-    describe_type,
     is_union,
     option,
     parse_value,
     placeholder,
     settings_of,
+    wanted,
 )
+from megabatch.words import did_you_mean
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class Parser:
         groups: headings of the help, by the first field below each.
         elsewhere: options of other programs, each with its replacement.
         values: by field, values that other programs accept, likewise.
+        common: fields that `--help` lists, while `--help-all` lists all; none: both list all.
     """
 
     classes: Sequence[type]
@@ -51,6 +53,7 @@ class Parser:
     groups: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    common: Collection[str] = ()
 
     def parse(self, argv: Sequence[str]) -> dict[str, Any]:
         """The values of the options that were given, by field.
@@ -60,7 +63,8 @@ class Parser:
             SystemExit: after `--help`, which is printed.
         """
         words = [_normalized(word) for word in _joined(argv)]
-        read, unknown = self._build().parse_known_args(words)
+        short = bool(self.common) and "--help-all" not in words
+        read, unknown = self._build(short).parse_known_args(words)
         reasons = list(self._unknown(words, unknown))
         given: dict[str, Any] = {}
         for name, word in vars(read).items():
@@ -75,7 +79,8 @@ class Parser:
             raise UsageError(all_of(reasons))
         return given
 
-    def _build(self) -> argparse.ArgumentParser:
+    def _build(self, short: bool) -> argparse.ArgumentParser:
+        """argparse's parser, with the help of all options or, in short, of the common ones."""
         parser = _Arguments(
             prog=self.prog,
             usage=f"{self.prog} [OPTIONS]",
@@ -87,13 +92,17 @@ class Parser:
         group: Any = parser
         texts = _texts(self.classes)
         for name, setting in self._settings.items():
-            if name in self.groups:
+            if name in self.groups and not short:
                 group = parser.add_argument_group(self.groups[name])
             details = setting.mark(Details)
             text = " ".join([texts.get(name, ""), details.text if details else ""]).strip()
-            text = _spelled(text, self._settings) + _default(setting)
-            _add(group, setting, text.strip().replace("%", "%%"))
-        parser.add_argument("-h", "--help", action="help", help="Show this text.")
+            text = (_spelled(text, self._settings) + _default(setting)).strip().replace("%", "%%")
+            _add(group, setting, argparse.SUPPRESS if short and name not in self.common else text)
+        shown = "Show common options." if self.common else "Show this text."
+        parser.add_argument("-h", "--help", action="help", help=shown)
+        if self.common:
+            shown = f"Show all {len(self._settings)} options."
+            parser.add_argument("--help-all", action="help", help=shown)
         return parser
 
     @property
@@ -106,9 +115,11 @@ class Parser:
             if name in self.elsewhere:
                 yield f"{name}: {self.elsewhere[name]}"
             elif name.startswith("-"):
-                close = difflib.get_close_matches(name, map(option, self._settings), n=1)
-                hint = f"did you mean {close[0]}?" if close else f"see {self.prog} --help"
-                yield f"{name}: no such option; {hint}"
+                # A misspelt option of another program means that one: `--batchsize`.
+                known = [*map(option, self._settings), *self.elsewhere]
+                close = next(iter(difflib.get_close_matches(name, known, n=1)), "")
+                meant = f"did you mean {close}?" if close else f"see {self.prog} --help"
+                yield f"{name}: no such option; {self.elsewhere.get(close, meant)}"
             elif i == 0 or not unknown[i - 1].startswith("-"):  # not an unknown option's value
                 before = words[words.index(word) - 1] if words.index(word) else ""
                 field_name = before.removeprefix("--").replace("-", "_")
@@ -152,7 +163,8 @@ def parse_one_of(
         raise SystemExit(0 if argv else 2)
     name = argv[0]
     if name not in commands:
-        raise UsageError(f"{name!r} is not a command; expected {' or '.join(commands)}")
+        hint = did_you_mean(name, commands)
+        raise UsageError(f"{name!r} is not a command; expected {' or '.join(commands)}{hint}")
     cls = commands[name]
     return parse(cls, argv[1:], prog=f"{prog} {name}", description=inspect.getdoc(cls) or "")
 
@@ -160,16 +172,6 @@ def parse_one_of(
 class _Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
-
-
-class _Flag(argparse.Action):
-    """`--name` and `--no-name`."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, **more)
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, option_string == self.option_strings[0])
 
 
 class _Help(argparse.HelpFormatter):
@@ -216,7 +218,8 @@ def _add(group: Any, setting: Setting, text: str) -> None:
         nargs = "?" if _item(hint) is None else "*"
         group.add_argument(name, nargs=nargs, metavar=positional.metavar, **more)
     elif hint in (bool, bool | None):
-        group.add_argument(option(name), option(f"no_{name}"), dest=name, action=_Flag, **more)
+        flag = group.add_argument(option(name), action=argparse.BooleanOptionalAction, **more)
+        flag.help = text  # to which Python 3.10 adds the default
     else:
         if _item(hint) is not None:
             more["nargs"] = "*"
@@ -228,13 +231,13 @@ def _value(setting: Setting, words: Any) -> Any:
     if isinstance(words, bool):
         return words
     item = _item(setting.type)
-    try:
-        if item is None:
-            value = parse_value(setting.type, words)
-        else:
-            value = tuple(parse_value(item, word) for word in words)
-    except ValueError:
-        raise ValueError(describe_type(setting.type)) from None
+    values = []
+    for word in [words] if item is None else words:
+        try:
+            values.append(parse_value(item or setting.type, word))
+        except ValueError:
+            raise ValueError(wanted(setting.type, word)) from None
+    value = values[0] if item is None else tuple(values)
     if expected := setting.expected(value):
         raise ValueError(expected)
     return value

@@ -7,7 +7,6 @@ refused unless the user trusts the file.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -21,6 +20,7 @@ from typing import Any
 
 from megabatch.errors import UsageError, all_of, one_line
 from megabatch.hints import is_reference, option
+from megabatch.words import did_you_mean
 
 #: Settings that may be references.
 SETTINGS = ("model", "loss")
@@ -35,6 +35,18 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 def is_url(source: str) -> bool:
     """Whether a data source has the form of a URL, such as s3://bucket/a.tar."""
     return _URL.match(source) is not None
+
+
+def absent(sources: str) -> list[str]:
+    """Those of some data sources that are plain paths, no patterns or URLs, and do not exist."""
+    if Path(sources).exists():
+        return []
+    return [
+        source
+        for source in filter(None, sources.split("::"))
+        if not (source == "glyphs" or is_url(source) or source.startswith(COMMAND))
+        and not (re.search(r"[*?\[{]", source) or Path(source).exists())
+    ]
 
 
 def named(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -79,10 +91,11 @@ def load(reference: str, setting: str) -> Any:
     module = _import(module_name, label)
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
-        close = difflib.get_close_matches(name, public, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
         place = getattr(module, "__file__", None) or "a namespace package"
-        raise UsageError(f"{label}: the module {module_name} ({place}) has no {name}{hint}")
+        raise UsageError(
+            f"{label}: the module {module_name} ({place}) has no {name}"
+            + did_you_mean(name, public)
+        )
     found = getattr(module, name)
     if not callable(found):
         raise UsageError(f"{label}: expected a class or a function, got {describe(found)}")

@@ -45,7 +45,7 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
         ),
         (
             {"hard_negatives": 2, "loss": "clip"},
-            "--hard-negatives 2: only the infonce loss takes them",
+            "--hard-negatives 2: --loss clip does not use it; expected --loss infonce",
         ),
         (
             {"hard_negatives": 2, "loss": "infonce", "lock_text": True},
@@ -69,36 +69,43 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
         ),
         (
             {"loss": "siglip", "label_smoothing": 0.1},
-            "--label-smoothing 0.1: only the clip loss has it",
+            "--label-smoothing 0.1: --loss siglip does not use it; expected --loss clip",
         ),
         (
             {"duplicates": "ignored", "label_smoothing": 0.1},
             "--label-smoothing 0.1: expected 0 with --duplicates ignored",
         ),
-        ({"infonce_margin": 0.1}, "--infonce-margin 0.1: only the infonce loss has it"),
+        (
+            {"infonce_margin": 0.1},
+            "--infonce-margin 0.1: --loss clip does not use it; expected --loss infonce",
+        ),
         (
             {"lr_cooldown": 5},
-            "--lr-cooldown 5: --lr-scheduler cosine does not use it; expected const-cooldown or "
-            "wsd",
+            "--lr-cooldown 5: --lr-scheduler cosine does not use it; expected "
+            "--lr-scheduler const-cooldown or --lr-scheduler wsd",
         ),
         (
             {"lr_cooldown_end": 1e-5},
             "--lr-cooldown-end 1e-05: --lr-scheduler cosine does not use it; expected "
-            "const-cooldown or wsd",
+            "--lr-scheduler const-cooldown or --lr-scheduler wsd",
         ),
         (
             {"lr_scheduler": "wsd", "lr_cooldown_shape": "cosine", "lr_cooldown_power": 2.0},
-            "--lr-cooldown-power 2.0: --lr-cooldown-shape cosine does not use it; expected power",
+            "--lr-cooldown-power 2.0: --lr-cooldown-shape cosine does not use it; expected "
+            "--lr-cooldown-shape power",
         ),
         (
             {"lr_base_batch_size": 32768},
-            "--lr-base-batch-size 32768: --lr-scaling none does not use it; expected sqrt or "
-            "linear",
+            "--lr-base-batch-size 32768: --lr-scaling none does not use it; expected "
+            "--lr-scaling sqrt or --lr-scaling linear",
         ),
-        ({"momentum": 0.5}, "--momentum 0.5: --opt adamw does not use it; expected lars or sgd"),
+        (
+            {"momentum": 0.5},
+            "--momentum 0.5: --opt adamw does not use it; expected --opt lars or --opt sgd",
+        ),
         (
             {"opt": "lion", "eps": 1e-8},
-            "--eps 1e-08: --opt lion does not use it; expected adamw or lamb",
+            "--eps 1e-08: --opt lion does not use it; expected --opt adamw or --opt lamb",
         ),
         (
             {"init_logit_scale": 10.0},

@@ -13,6 +13,7 @@ from megabatch.config.command_line import parse
 from megabatch.config.problems import problems
 from megabatch.config.resolve import (
     Level,
+    fine_tuned,
     given_in,
     length_conflicts,
     name_defaults,
@@ -22,6 +23,7 @@ from megabatch.errors import UsageError
 from megabatch.hints import with_value
 from megabatch.training import TrainConfig, load_config, save_config
 from megabatch.training.setup import prepare
+from tests.models.tiny_bert import save_tiny_bert
 from tests.training.conftest import MakeConfig
 from tests.training.runs import logged, weights
 
@@ -235,6 +237,66 @@ def test_what_a_short_run_has_no_room_for(
     assert len(notes) == len(expected)
     assert note in "".join(notes)
     assert length_conflicts(resolved, steps) == []
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_bert(tmp_path_factory.mktemp("hf") / "bert")
+
+
+def test_a_pretrained_text_encoder_has_the_defaults_of_fine_tuning(
+    bert: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"query": "a", "positive": "b"}\n' * 8)
+    config = make_config(
+        tmp_path / "run", model=f"hf:{bert}", train_data=str(tmp_path / "pairs.jsonl"), steps=30
+    )
+    setup = prepare(config)
+    assert (setup.config.lr, setup.config.wd, setup.config.warmup) == (2e-5, 0.01, 2)
+    note = (
+        f"hf:{bert} has weights, so the defaults are those of fine-tuning: --lr 2e-05 --wd 0.01 "
+        "(instead of 0.001 and 0.2)"
+    )
+    assert note in setup.notes
+
+
+@pytest.mark.parametrize("level", [FILE, OPTION])
+def test_settings_of_the_user_stand_when_fine_tuning(bert: Path, level: Level) -> None:
+    config = TrainConfig(model=f"hf:{bert}")
+    assert fine_tuned(config, {"lr": level, "wd": level}) == (config, [])
+    tuned, (note,) = fine_tuned(config, {"lr": level})
+    assert tuned == replace(config, wd=0.01)
+    assert "fine-tuning: --wd 0.01 (instead of 0.2)" in note
+
+
+def test_a_resumed_run_keeps_the_rate_that_it_had(bert: Path, tmp_path: Path) -> None:
+    save_config(TrainConfig(model=f"hf:{bert}", output=tmp_path), tmp_path / "config.toml")
+    config, given = parse(["--resume", "--output", str(tmp_path)])
+    assert config.lr == TrainConfig.lr
+    assert fine_tuned(config, given) == (config, [])
+
+
+def test_weights_of_other_kinds_keep_the_defaults_and_say_so(bert: Path, tmp_path: Path) -> None:
+    weights = Path("clip.safetensors")
+    note = "has weights, but --lr 0.001 is meant for random ones"
+    for settings in (
+        {"model": "ViT-B-32", "pretrained": weights},
+        {"model": "local-dir:clip"},
+        {"model": f"hf:{bert}", "opt": "lamb"},
+    ):
+        config = replace(TrainConfig(), **settings)
+        same, (line,) = fine_tuned(config, {})
+        assert same == config
+        assert note in line
+        assert fine_tuned(config, {"lr": FILE}) == (config, [])
+    # Trained from random weights: all of it, or the tower that is not locked.
+    (tmp_path / "config.json").write_text("{}")
+    for settings in (
+        *({"model": "ViT-B-32"}, {"model": f"hf:{tmp_path}"}, {"model": "mine:towers"}),
+        {"model": "ViT-B-32", "pretrained": weights, "lock_image": True},
+    ):
+        config = replace(TrainConfig(), **settings)
+        assert fine_tuned(config, {}) == (config, [])
 
 
 def test_a_resumed_run_keeps_the_settings_that_are_not_given_again(

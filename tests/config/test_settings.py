@@ -98,7 +98,7 @@ def test_a_micro_batch_larger_than_the_batch_is_possible() -> None:
 
 
 def test_every_setting_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for field in fields(TrainConfig):
         name = f"  --{field.name.replace('_', '-')}"

@@ -67,6 +67,7 @@ def test_user_errors_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.toml").touch()
     assert main(["eval", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith(message)

@@ -70,7 +70,9 @@ def test_settings_are_refused_for_other_losses() -> None:
         return [conflict.reason for conflict in conflicts(changed)]
 
     assert reasons() == reasons(loss="infonce") == []
-    expected = ["--infonce-margin 0.5: only the infonce and mine losses have it"]
+    expected = [
+        "--infonce-margin 0.5: --loss clip does not use it; expected --loss infonce or --loss mine"
+    ]
     assert reasons(loss="clip") == expected
     expected = ["--duplicates negatives: the mine loss can take them for ignored"]
     assert reasons(duplicates="negatives") == expected

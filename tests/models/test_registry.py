@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import open_clip
@@ -9,12 +10,29 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megabatch.cli import main
 from megabatch.errors import UsageError
-from megabatch.models import available, create
+from megabatch.models import available, create, names
 
 
 def test_every_open_clip_architecture_is_available() -> None:
     assert available() == ["glyph-small", "icon-small", *open_clip.list_models()]
+    assert list(names.OWN) == available()[:2]
+
+
+def test_the_same_names_are_found_without_importing_open_clip(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = names.openclip_names()
+    own = [name for name in known if not name.startswith("megabatch-test")]  # of other tests
+    monkeypatch.delitem(sys.modules, "open_clip")
+    assert names.openclip_names() == own
+    assert "open_clip" not in sys.modules
+    assert main(["models"]) == 0
+    listed = capsys.readouterr().out.split()
+    captioning = {n for n in own if "multimodal_cfg" in open_clip.get_model_config(n)}
+    assert set(own) - set(listed) == captioning  # which cannot be trained
+    assert {"glyph-small", "icon-small", "hf:PATH", "local-dir:PATH"} <= set(listed)
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_folders_without_weights_of_ours(theirs: dict[str, Tensor], tmp_path: Pa
     save_file(theirs, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match="folder of Hugging Face transformers"):
         create(TINY, pretrained=tmp_path)
-    with pytest.raises(UsageError, match=r"open_clip_config\.json cannot be used"):
+    with pytest.raises(UsageError, match=r"has no open_clip_config\.json; did you mean hf:"):
         create(f"local-dir:{tmp_path}")
 
 

@@ -95,6 +95,9 @@ def test_gpus_by_name():
     assert gpu_named("NVIDIA H200") == Gpu()
     assert encoding_named("NVIDIA H200") == encoding_named("") == Encoding()
     assert gpu_named("Tesla T4") is usual_cluster("Tesla T4", 1) is None
+    assert datasheet("H100x") is datasheet("NVIDIA GH200 480GB") is datasheet("h100") is None
+    assert datasheet("NVIDIA H100 PCIe") is datasheet("NVIDIA A100-PCIE-40GB") is None
+    assert datasheet("NVIDIA A100-SXM4-80GB") is DATASHEETS["A100"]
     assert usual_cluster("H200", 8) == Cluster(8)
     assert usual_cluster("H200", 12) is None  # no whole nodes
     for name, sheet in DATASHEETS.items():

@@ -52,7 +52,7 @@ def test_options_that_make_no_sense_end_it_with_exit_code_2(
 
 
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     out = capsys.readouterr().out
     assert "Pairs that go through the towers at a time" in out
     assert "--checkpoint-every" in out

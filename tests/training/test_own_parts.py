@@ -145,7 +145,7 @@ def test_a_scale_that_the_loss_does_not_take_is_not_trained(
             ["--duplicates", "positives"],
             "--duplicates positives: expected without it, as a loss of your own gets ids",
         ),
-        (["--label-smoothing", "0.1"], "--label-smoothing 0.1: only the clip loss has it"),
+        (["--label-smoothing", "0.1"], "does not use it; expected --loss clip"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -63,10 +63,12 @@ def test_the_time_of_a_step_on_a_known_kind_of_gpu(capsys):
 
 
 def test_an_unknown_kind_of_gpu_needs_its_memory(capsys):
-    assert cli.main([*SMALL, "--gpu-name", "h100"]) == 2  # not a plan for this machine
-    error = capsys.readouterr().err
-    assert error.startswith("megabatch plan: --gpu-name h100: expected one of H200, H100, A100, ")
-    assert error.endswith(", or its --gpu-memory too\n")
+    for name in ("h100", "H100x", "H100 PCIe"):
+        assert cli.main([*SMALL, "--gpu-name", name]) == 2  # not a plan for this machine
+        error = capsys.readouterr().err
+        expected = "expected one of H200, H100, A100, A800, L40S, or its --gpu-memory too"
+        told = f"megabatch plan: --gpu-name {name}: {expected}; did you mean H100?\n"
+        assert error == told
 
 
 def test_search_compares_sizes(capsys):

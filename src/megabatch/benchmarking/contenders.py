@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megabatch.benchmarking import truth
 from megabatch.errors import UsageError
+from megabatch.words import did_you_mean
 
 #: (x (b, d), y (n, d), scale (), and for a loss that has one: bias ()) -> loss ()
 LossFunction = Callable[..., Tensor]
@@ -65,7 +66,10 @@ class Loss:
         for name in names:
             if name not in self.contenders:
                 known = ", ".join(self.contenders)
-                raise UsageError(f"--contenders {name}: expected some of {known}")
+                raise UsageError(
+                    f"--contenders {name}: expected some of {known}"
+                    + did_you_mean(name, self.contenders)
+                )
             if names.count(name) > 1:
                 raise UsageError(f"--contenders {name}: given {names.count(name)} times")
             contender = self.contenders[name]

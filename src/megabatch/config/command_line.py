@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megabatch.config.file import packaged, read_settings
 from megabatch.config.openclip_options import INSTEAD, VALUES
-from megabatch.config.resolve import Given, levels
-from megabatch.config.settings import GROUPS, TrainConfig
+from megabatch.config.problems import problems, unnamed
+from megabatch.config.resolve import Given, levels, name_defaults, resolve
+from megabatch.config.settings import COMMON, GROUPS, TrainConfig
+from megabatch.errors import UsageError, all_of
+from megabatch.hints import is_reference, option
+from megabatch.models import names, weights
 from megabatch.options import Parser
-from megabatch.references import refuse_references
+from megabatch.references import SETTINGS, SOURCES, absent, load, refuse_references
 
 _DESCRIPTION = """Train two towers on pairs with one contrastive loss over the whole global batch.
 
@@ -49,11 +54,17 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, Given]:
     return configure(parser((Start, TrainConfig), "megabatch train", _DESCRIPTION).parse(argv))
 
 
-def parser(classes: Sequence[type], prog: str, description: str, **groups: str) -> Parser:
+def parser(
+    classes: Sequence[type],
+    prog: str,
+    description: str,
+    common: Sequence[str] = ("config", *COMMON),
+    **groups: str,
+) -> Parser:
     """The parser of a command that takes the options of `megabatch train`."""
     text = description.format(names=" or ".join(packaged()))
     headings = {"config": "configuration", **GROUPS, **groups}
-    return Parser(classes, prog, text, headings, INSTEAD, VALUES)
+    return Parser(classes, prog, text, headings, INSTEAD, VALUES, common)
 
 
 def configure(chosen: dict[str, Any]) -> tuple[TrainConfig, Given]:
@@ -68,3 +79,44 @@ def configure(chosen: dict[str, Any]) -> tuple[TrainConfig, Given]:
     if not trust:
         refuse_references({k: v for k, v in settings.items() if k not in options}, f"{name}")
     return replace(TrainConfig(), **settings | options), levels(settings, options)
+
+
+def check(config: TrainConfig, given: Given, *needed: str) -> None:
+    """Refuse whatever is known to be wrong without a library, as importing torch takes seconds.
+
+    The trainer and the planner check everything again, with the rest.
+
+    Args:
+        config, given: as `parse` returns them.
+        needed: the required settings. Default: model and data.
+
+    Raises:
+        UsageError: with all reasons.
+    """
+    if lacking := unnamed(config, *needed):
+        raise UsageError(name_defaults(lacking, given))
+    config, _ = resolve(config, given)
+    reasons = problems(config, here=False)
+    if not needed or "train_data" in needed:
+        for name in SOURCES:
+            found = absent(getattr(config, name) or "")
+            reasons += [f"{option(name)}: nothing matches {source}" for source in found]
+    if reasons := reasons + list(_unusable(config)):
+        raise UsageError(name_defaults(all_of(reasons), given))
+
+
+def _unusable(config: TrainConfig) -> Iterator[str]:
+    """Names of a model, of weights or of code that cannot be used."""
+    code = {name: getattr(config, name) for name in SETTINGS if is_reference(getattr(config, name))}
+    checks: list[Callable[[], object]] = [
+        partial(names.check, config.model, config.pretrained),
+        *(partial(load, reference, name) for name, reference in code.items()),
+    ]
+    for name in ("pretrained_image_path", "pretrained_text_path"):
+        if path := getattr(config, name):
+            checks.append(partial(weights.find, path, option(name)))
+    for one in checks:
+        try:
+            one()
+        except UsageError as error:
+            yield str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from dataclasses import fields, replace
@@ -13,8 +12,9 @@ from typing import Any, get_args
 from megabatch import files
 from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError
-from megabatch.hints import accepts, describe_type, settings_of
+from megabatch.hints import accepts, settings_of, wanted
 from megabatch.references import named, refuse_references
+from megabatch.words import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,6 +59,7 @@ def read_settings(name_or_path: str | Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UsageError(
             f"--config {name}: neither a file nor one of {', '.join(packaged())}"
+            + did_you_mean(name, packaged())
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {name}: cannot be read: {error}") from error
@@ -108,15 +109,13 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         if isinstance(value, list):
             value = values[key] = tuple(value)
         if key not in settings:
-            close = difflib.get_close_matches(key, settings, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            reasons.append(f"{key} is not a setting{hint}")
+            reasons.append(f"{key} is not a setting{did_you_mean(key, settings)}")
             continue
         hint = settings[key].type
         if value and isinstance(value, str) and Path in (hint, *get_args(hint)):
             values[key] = Path(value)
         elif not accepts(hint, value):
-            reasons.append(f"{key} = {value!r}: expected {describe_type(hint)}")
+            reasons.append(f"{key} = {value!r}: expected {wanted(hint, value)}")
     if reasons:
         raise UsageError(f"--config {source}: {'; '.join(reasons)}")
     return values

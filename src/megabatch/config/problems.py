@@ -11,18 +11,20 @@ from megabatch.config.settings import (
     TRACKERS,
     TrainConfig,
     activation_bytes,
+    check_device_name,
     resolve_device,
     tracker_names,
 )
 from megabatch.hints import (
     accepts,
-    describe_type,
     is_reference,
     option,
     settings_of,
+    wanted,
     with_value,
 )
 from megabatch.losses.registry import TRAINABLE, losses_with
+from megabatch.words import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,12 @@ class Conflict:
     instead: Mapping[str, Any] = field(default_factory=dict)
 
 
-def problems(config: TrainConfig) -> list[str]:
+def problems(config: TrainConfig, *, here: bool = True) -> list[str]:
     """Every setting that is invalid for any data and model, each with its reason.
 
     A reason begins with the setting as it is typed: `--global-batch-size 0: expected at least 1`.
+
+    here: also look whether this machine has the device, for which torch is imported.
     """
     if wrong := wrong_types(config):
         return wrong
@@ -53,25 +57,40 @@ def problems(config: TrainConfig) -> list[str]:
         if (expected := setting.expected(value := getattr(config, name)))
     ]
     try:
-        resolve_device(config.device)
+        (resolve_device if here else check_device_name)(config.device)
     except ValueError as error:
         reasons.append(f"--device {error}")
     try:
         activation_bytes(config, "cpu")
     except ValueError as error:
         reasons.append(f"--activation-memory {config.activation_memory}: {error}")
-    if set(tracker_names(config)) - set(TRACKERS):
+    if unknown := [name for name in tracker_names(config) if name not in TRACKERS]:
         reasons.append(
             f"--report-to {config.report_to}: expected some of {', '.join(TRACKERS)}, joined by "
-            "commas"
+            f"commas{did_you_mean(unknown[0], TRACKERS)}"
         )
     return reasons + [conflict.reason for conflict in conflicts(config)]
+
+
+def unnamed(config: TrainConfig, *names: str) -> str:
+    """An error message if required settings are missing, with an example; "" if all are there."""
+    lacking = [name for name in names or ("model", "train_data") if not getattr(config, name)]
+    if not lacking:
+        return ""
+    no_run = f"--resume: --output {config.output} holds no run; a new one: " * config.resume
+    examples = {"model": "--model ViT-B-32", "train_data": "--train-data 'shards/{000..099}.tar'"}
+    written = " ".join(examples[name] for name in lacking)
+    return (
+        f"{no_run}{' and '.join(map(option, lacking))}: not given; name "
+        f"{'both' if lacking[1:] else 'it'}, such as {written}, or a configuration, such as "
+        "--config quickstart"
+    )
 
 
 def wrong_types(config: TrainConfig) -> list[str]:
     """Settings whose value has the wrong type, each with its reason."""
     return [
-        f"{option(name)} {value!r}: expected {describe_type(setting.type)}"
+        f"{option(name)} {value!r}: expected {wanted(setting.type, value)}"
         for name, setting in settings_of(TrainConfig).items()
         if not accepts(setting.type, value := getattr(config, name))
     ]
@@ -120,7 +139,7 @@ def _of_optimizer(config: TrainConfig) -> Iterator[Conflict]:
         if value != default and choice not in users:
             yield Conflict(
                 f"{with_value(name, value)}: {with_value(other, choice)} does not use it; expected "
-                f"{' or '.join(users)}",
+                f"{' or '.join(with_value(other, user) for user in users)}",
                 (name, other),
                 {name: default},
             )
@@ -202,16 +221,15 @@ def _of_loss(config: TrainConfig) -> Iterator[Conflict]:
     for name, setting in settings_of(TrainConfig).items():
         owners, value = losses_with(name), getattr(config, name)
         if owners and config.loss not in owners and value != setting.default:
-            have = "loss has" if len(owners) == 1 else "losses have"
             yield Conflict(
-                f"{with_value(name, value)}: only the {' and '.join(owners)} {have} it",
+                f"{with_value(name, value)}: {_taken_by(config.loss, owners)}",
                 (name, "loss"),
                 {name: setting.default},
             )
     if config.hard_negatives and not own and TRAINABLE[config.loss].negatives is None:
-        takers = " and ".join(name for name, entry in TRAINABLE.items() if entry.negatives)
+        takers = [name for name, entry in TRAINABLE.items() if entry.negatives]
         yield Conflict(
-            f"--hard-negatives {config.hard_negatives}: only the {takers} loss takes them",
+            f"--hard-negatives {config.hard_negatives}: {_taken_by(config.loss, takers)}",
             ("hard_negatives", "loss"),
             {"hard_negatives": 0},
         )
@@ -229,6 +247,11 @@ def _of_loss(config: TrainConfig) -> Iterator[Conflict]:
             ("label_smoothing", "duplicates"),
             {"label_smoothing": 0.0, "duplicates": "negatives"},
         )
+
+
+def _taken_by(loss: str, takers: list[str]) -> str:
+    expected = " or ".join(with_value("loss", taker) for taker in takers)
+    return f"{with_value('loss', loss)} does not use it; expected {expected}"
 
 
 def _of_locks(config: TrainConfig) -> Iterator[Conflict]:

@@ -2,7 +2,8 @@
 
 An option on the command line is stronger than a configuration file, and the file than a default. So
 `--steps 6` shortens the warm-up of a packaged configuration, and `--train-data` turns off the
-evaluation that it asks for. Conflicting settings from the same source are an error.
+evaluation that it asks for. Conflicting settings from the same source are an error. Settings that
+nobody chose have other defaults for a pretrained text encoder than for random weights.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from enum import IntEnum
+from typing import Any
 
 from megabatch.config.problems import Conflict, conflicts
 from megabatch.config.settings import TrainConfig
 from megabatch.hints import option, settings_of, with_value
+from megabatch.models import names
 from megabatch.words import plural
 
 
@@ -28,6 +31,9 @@ class Level(IntEnum):
 
 #: The source of each setting that is not a default.
 Given = Mapping[str, Level]
+
+#: Defaults for a pretrained text encoder, as is usual with BERT and its successors and AdamW.
+FINE_TUNING: Mapping[str, Any] = {"lr": 2e-5, "wd": 0.01}
 
 _LENGTH = (
     *("steps", "epochs", "global_batch_size"),
@@ -99,6 +105,39 @@ def name_defaults(message: str, given: Given) -> str:
             written = re.escape(with_value(name, setting.default))
             message = re.sub(rf"({written})(?!\S*\w)", r"\1 (the default)", message)
     return message
+
+
+def fine_tuned(config: TrainConfig, given: Given) -> tuple[TrainConfig, list[str]]:
+    """Take the defaults of fine-tuning for a pretrained text encoder, and say so.
+
+    Other models that start with weights keep the defaults, as learning rates for them differ more;
+    a line says so. A resumed run has its own settings, which are not defaults.
+
+    Args:
+        config, given: as of `resolve`.
+
+    Returns:
+        The configuration, and a line if it starts with weights.
+    """
+    trained = names.is_trained(config.model)
+    open_ones = {name: value for name, value in FINE_TUNING.items() if not given.get(name)}
+    if trained and config.opt == "adamw" and open_ones and names.is_text_encoder(config.model):
+        taken = " ".join(with_value(name, value) for name, value in open_ones.items())
+        usual = " and ".join(str(getattr(config, name)) for name in open_ones)
+        note = (
+            f"{config.model} has weights, so the defaults are those of fine-tuning: {taken} "
+            f"(instead of {usual})"
+        )
+        return replace(config, **open_ones), [note]
+    locked = config.lock_image or config.lock_text
+    if "lr" in open_ones and not locked and (trained or config.pretrained is not None):
+        source = config.model if config.pretrained is None else f"--pretrained {config.pretrained}"
+        note = (
+            f"{source} has weights, but {with_value('lr', config.lr)} is meant for random ones; "
+            "fine-tuning usually takes 1e-5 to 1e-4"
+        )
+        return config, [note]
+    return config, []
 
 
 def length_conflicts(config: TrainConfig, total_steps: int) -> list[Conflict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -34,6 +35,11 @@ GROUPS = {
     "evaluate": "evaluation",
 }
 
+#: Settings that `--help` lists; `--help-all` lists all.
+COMMON = (
+    *("model", "pretrained", "train_data", "output", "resume", "global_batch_size"),
+    *("micro_batch_size", "epochs", "steps", "loss", "lr", "precision", "val_data"),
+)
 
 AT_LEAST_0, AT_LEAST_1 = Interval(at_least=0), Interval(at_least=1)
 ABOVE_0, SHARE, FINITE = Interval(above=0), Interval(at_least=0, below=1), Interval()
@@ -58,7 +64,7 @@ class TrainConfig:
     """Required: the name of an open_clip architecture such as ViT-B-32; local-dir:PATH, a folder
     that open_clip saved for the hub; hf:PATH, a folder that transformers saved, with a model of
     images and texts (CLIP, SigLIP) or a text encoder for pairs of texts; glyph-small or icon-small;
-    or module:function, your own (docs/recipes.md)."""
+    or module:function, your own (docs/recipes.md). `megabatch models` lists all names."""
     pretrained: Path | None = None
     """Initial weights: a local .safetensors file, a .pt file of OpenCLIP's trainer, or a folder
     that open_clip or a run wrote."""
@@ -166,7 +172,8 @@ class TrainConfig:
     opt: Literal["adamw", "lamb", "lars", "adafactor", "lion", "sgd"] = "adamw"
     """The optimizer."""
     lr: Annotated[float, ABOVE_0] = 1e-3
-    """Peak learning rate at a batch size of lr_base_batch_size."""
+    """Peak learning rate at a batch size of lr_base_batch_size. For a pretrained text encoder (hf:)
+    the default is 2e-5."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """How the peak grows with the batch size: lr * (global_batch_size / lr_base_batch_size) ** p
     with p = 0, 1/2 or 1."""
@@ -199,7 +206,8 @@ class TrainConfig:
     ema_decay: Annotated[float | None, SHARE] = None
     """Also keep an exponential moving average of the weights, exported as model-ema.safetensors."""
     wd: Annotated[float, AT_LEAST_0] = 0.2
-    """Weight decay of matrices. Biases, gains and the logit scale have none."""
+    """Weight decay of matrices. Biases, gains and the logit scale have none. For a pretrained text
+    encoder (hf:) the default is 0.01."""
     grad_clip_norm: Annotated[float | None, ABOVE_0] = None
     """Clip the gradient to this norm."""
     max_logit_scale: Annotated[float, AT_LEAST_1] = 100.0
@@ -315,22 +323,24 @@ def activation_bytes(config: TrainConfig, device_type: str) -> int | None:
     return parse_bytes(config.activation_memory)
 
 
+def check_device_name(name: str) -> None:
+    """Raise a ValueError unless it is the name of a device, here or elsewhere."""
+    if not re.fullmatch(r"auto|(cpu|cuda)(:\d\d?)?", name):
+        raise ValueError(f"{name}: expected auto, cpu, cuda or cuda:N")
+
+
 def resolve_device(name: str) -> torch.device:
     """The device that a configuration's `device` selects on this machine.
 
     Raises:
         ValueError: there is no such device.
     """
+    check_device_name(name)
     import torch  # which --help does not need
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"{name}: expected auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name}: expected auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ValueError(f"{name}: this machine has {plural(count, 'CUDA device')}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from megabatch.errors import UsageError
 from megabatch.hints import Interval, settings_of, with_value
 from megabatch.options import Positional, parse_one_of
+from megabatch.references import absent
 from megabatch.words import plural
 
 if TYPE_CHECKING:
@@ -114,9 +115,6 @@ def glyphs(options: Glyphs) -> int:
 
 def icons(options: Icons) -> int:
     """Write the icons as shards."""
-    from megabatch.data.iconify import open_package
-    from megabatch.data.icons import write_icons
-
     unused = {"svg": ("size", "workers"), "grey": ("samples_per_shard",)}
     for name in unused.get(options.format, ()):
         value = getattr(options, name)
@@ -124,6 +122,9 @@ def icons(options: Icons) -> int:
             raise UsageError(
                 f"{with_value(name, value)}: --format {options.format} does not use it"
             )
+    from megabatch.data.iconify import open_package
+    from megabatch.data.icons import write_icons
+
     with open_package(options.package) as package:
         done = write_icons(
             package,
@@ -152,6 +153,8 @@ def icons(options: Icons) -> int:
 
 def inspect(options: Inspect) -> int:
     """Read samples of a data set and print a summary; exit code 1 if none is usable."""
+    for source in absent(options.data):
+        raise UsageError(f"nothing matches {source}")
     from megabatch.data.sources import open_pairs
 
     dataset = open_pairs(

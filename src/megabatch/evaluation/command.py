@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from megabatch.errors import OutOfMemory, UsageError, one_line
-from megabatch.evaluation.config import EvalConfig
+from megabatch.errors import OutOfMemory, UsageError, checks_alone, one_line
+from megabatch.evaluation.config import EvalConfig, check, read_config
+from megabatch.models import names
 from megabatch.options import parse
 
 if TYPE_CHECKING:
@@ -24,6 +25,12 @@ def main(argv: list[str]) -> int:
     """Evaluate, print the figures and the path of the report; returns the exit code."""
     description = inspect.getdoc(EvalConfig) or ""
     config = parse(EvalConfig, argv, prog="megabatch eval", description=description)
+    if checks_alone():
+        check(config)
+        if config.run is not None:
+            read_config(config.run)
+        elif config.model is not None:
+            names.check(config.model, config.pretrained)
     from megabatch.evaluation.table import print_evaluation  # --help imports as little as possible
     from megabatch.ranks import is_first
     from megabatch.terminal import plain_console

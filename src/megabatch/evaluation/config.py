@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, one_line
 from megabatch.options import Positional
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 Method = Literal["zero-shot", "knn", "linear-probe"]
 METHODS: tuple[Method, ...] = ("zero-shot", "knn", "linear-probe")
@@ -145,6 +151,19 @@ def check(config: EvalConfig) -> None:
             raise UsageError(f"{_option(name)} {value}: expected at least {least}")
     if not config.knn_temperature > 0:
         raise UsageError(f"--knn-temperature {config.knn_temperature}: expected a number above 0")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the run's `config.toml`; UsageError if it is missing or damaged."""
+    path = folder / "config.toml"
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder")
+    if not path.is_file():
+        raise UsageError(f"{folder} is not a run: it has no config.toml")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UsageError(f"{path} cannot be read: {one_line(error, 200)}") from error
 
 
 def _option(name: str) -> str:

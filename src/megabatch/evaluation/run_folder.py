@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -15,15 +14,11 @@ from safetensors.torch import load_file
 
 from megabatch import files
 from megabatch.errors import UsageError, one_line
+from megabatch.evaluation.config import read_config
 from megabatch.hints import is_reference
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.pooling import Pooling, saved_pooling
 from megabatch.references import refuse_references
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @dataclass(frozen=True)
@@ -90,19 +85,6 @@ def open_model(name: str, pretrained: Path | None) -> Opened:
     in_folder = ":" in name and not is_reference(name)
     own = Path(name.partition(":")[2]) if in_folder else None  # local-dir:FOLDER
     return Opened(towers, pretrained or own)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read the run's `config.toml`; UsageError if it is missing or damaged."""
-    path = folder / "config.toml"
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder")
-    if not path.is_file():
-        raise UsageError(f"{folder} is not a run: it has no config.toml")
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise UsageError(f"{path} cannot be read: {one_line(error, 200)}") from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

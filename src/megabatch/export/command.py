@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+from megabatch.evaluation.config import read_config
 from megabatch.export.options import Export, Target
 from megabatch.options import parse
 
@@ -18,7 +19,8 @@ def main(argv: list[str]) -> int:
     """Export, print the call that loads the folder, and notes; returns the exit code."""
     description = inspect.getdoc(Export) or ""
     options = parse(Export, argv, prog="megabatch export", description=description)
-    from megabatch.export.run import export_run  # --help imports as little as possible
+    read_config(options.run)
+    from megabatch.export.run import export_run  # --help and errors import as little as possible
 
     notes = export_run(
         options.run,

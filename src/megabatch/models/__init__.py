@@ -1,8 +1,24 @@
 """Two-tower models by name: open_clip's, Hugging Face's, and two small ones of our own."""
 
-from megabatch.models.options import ModelOptions
-from megabatch.models.registry import available, create
-from megabatch.models.towers import Towers
-from megabatch.models.two_towers import TwoTowers
+from typing import TYPE_CHECKING
+
+from megabatch.lazy import lazy
+
+if TYPE_CHECKING:
+    from megabatch.models.options import ModelOptions
+    from megabatch.models.registry import available, create
+    from megabatch.models.towers import Towers
+    from megabatch.models.two_towers import TwoTowers
 
 __all__ = ["ModelOptions", "Towers", "TwoTowers", "available", "create"]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "ModelOptions": "megabatch.models.options",
+        "Towers": "megabatch.models.towers",
+        "TwoTowers": "megabatch.models.two_towers",
+        "available": "megabatch.models.registry",
+        "create": "megabatch.models.registry",
+    },
+)

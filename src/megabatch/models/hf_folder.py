@@ -15,6 +15,7 @@ from torch import Tensor
 from megabatch.errors import UsageError, one_line
 from megabatch.extras import named_extras
 from megabatch.models import weights
+from megabatch.models.names import has_weights
 from megabatch.words import plural
 
 #: Default for tokens per text: a larger one costs time for every short text.
@@ -62,10 +63,6 @@ def read_config(folder: Path) -> Any:
     Raises:
         UsageError: transformers is not installed, or cannot read it.
     """
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            f"--model: {folder} is not the folder of a Hugging Face model: it has no config.json"
-        )
     with named_extras():
         import tokenizers  # noqa: F401  (without it transformers' message is misleading)
         import transformers
@@ -121,11 +118,6 @@ def _has_pooler(folder: Path) -> bool:
     """Whether a folder's weights have a pooler, as far as safetensors tell without being loaded."""
     files = [*folder.glob("*.safetensors")]
     return not files or any(_POOLER in name for file in files for name in weights.names(file))
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether a folder has a model's weights and not only its configuration."""
-    return any(folder.glob("*.safetensors*")) or any(folder.glob("pytorch_model*.bin*"))
 
 
 def read_tokenizer(folder: Path, config: Any, context_length: int | None) -> FolderTokenizer:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError, one_line
-from megabatch.models.hf_folder import check_padding, has_weights, read_model, read_tokenizer
+from megabatch.models.hf_folder import check_padding, read_model, read_tokenizer
 from megabatch.models.layers import lock_layers
+from megabatch.models.names import has_weights
 from megabatch.models.options import ModelOptions
 from megabatch.models.padding import (
     Lengths,

@@ -24,13 +24,6 @@ FOLDER = "local-dir:"
 _CONFIG = "open_clip_config.json"
 
 
-def names() -> list[str]:
-    """open_clip's architectures, including those added by `open_clip.add_model_config`."""
-    import open_clip
-
-    return list(open_clip.list_models())
-
-
 def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     """Build an open_clip model by name, or "local-dir:PATH".
 

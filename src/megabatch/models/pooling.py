@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Pooling = Literal["mean", "cls", "last"]
 
@@ -24,6 +24,8 @@ def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
         mask: (n, length), of any dtype; 0 marks padding, which may be on either side.
         pooling: which of the three.
     """
+    import torch  # which `saved_pooling` does without
+
     if pooling != "mean":
         rows, positions = (torch.arange(n, device=states.device) for n in states.shape[:2])
         if pooling == "cls":

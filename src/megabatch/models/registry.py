@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
-from megabatch.errors import UsageError
 from megabatch.hints import is_reference
-from megabatch.models import glyph, hf_text_pair, hf_two_towers, icon, openclip, own, weights
+from megabatch.models import (
+    glyph,
+    hf_text_pair,
+    hf_two_towers,
+    icon,
+    names,
+    openclip,
+    own,
+    weights,
+)
 from megabatch.models.hf_folder import read_config
 from megabatch.models.options import ModelOptions
 from megabatch.models.towers import Towers
 
-#: Prefix of the name of a folder that transformers' `save_pretrained` wrote.
-_HUGGING_FACE = "hf:"
 _OWN = {glyph.NAME: glyph.create, icon.NAME: icon.create}
 
 
 def available() -> list[str]:
     """The names that `create` takes apart from folders: ours first, then open_clip's."""
-    return [*_OWN, *openclip.names()]
+    return [*_OWN, *names.openclip_names()]
 
 
 def create(
@@ -48,30 +53,21 @@ def create(
             options, or its weights are missing, damaged or another model's.
     """
     options = options or ModelOptions()
+    names.check(name, pretrained)
     file = None if pretrained is None else weights.find(Path(pretrained))
     if name in _OWN:
         return _OWN[name](file, options)
     if is_reference(name):
         return own.create(name, file, options)
-    if name.startswith(_HUGGING_FACE):
+    if name.startswith(names.HUGGING_FACE):
         return _create_hugging_face(name, file, options)
-    if not name.startswith(openclip.FOLDER) and name not in openclip.names():
-        raise UsageError(f"--model: {name!r} is not known{_suggestion(name)}")
     return openclip.create(name, file, options)
 
 
 def _create_hugging_face(name: str, file: Path | None, options: ModelOptions) -> Towers:
     """A two-tower model of images and texts if the folder has one, else a pair of text encoders."""
-    folder = Path(name.removeprefix(_HUGGING_FACE))
+    folder = Path(name.removeprefix(names.HUGGING_FACE))
     config = read_config(folder)
     has_images = hasattr(config, "vision_config") and hasattr(config, "text_config")
     kind = hf_two_towers if has_images else hf_text_pair
     return kind.create(name, folder, config, file, options)
-
-
-def _suggestion(name: str) -> str:
-    lower = {known.lower(): known for known in available()}
-    close = difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)
-    if not close:
-        return "; python -c 'import megabatch.models as m; print(*m.available())' lists all"
-    return f"; did you mean {' or '.join(lower[match] for match in close)}?"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from megabatch.errors import UsageError, one_line
 from megabatch.models.layers import FIRST, Tower
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# Libraries are imported by the functions that use them: `find` needs none.
 
 #: File names of a folder's weights, in order of preference: open_clip's, then a run's.
 _IN_FOLDER = (
@@ -25,8 +25,10 @@ _IN_FOLDER = (
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def find(path: Path) -> Path:
+def find(path: Path, option: str = "--pretrained") -> Path:
     """Return the file of weights: `path` itself, or that in a folder by open_clip or a run.
+
+    `option` is for errors.
 
     Raises:
         UsageError: there is none, or its format is not supported.
@@ -34,20 +36,20 @@ def find(path: Path) -> Path:
     if path.is_dir():
         found = [path / name for name in _IN_FOLDER if (path / name).is_file()]
         if not found:
-            raise UsageError(f"--pretrained: {path} has none of {', '.join(_IN_FOLDER)}")
+            raise UsageError(f"{option}: {path} has none of {', '.join(_IN_FOLDER)}")
         if (path / "config.json").is_file() and not (path / "open_clip_config.json").is_file():
             raise UsageError(
-                f"--pretrained: {path} is a folder of Hugging Face transformers, whose names of "
+                f"{option}: {path} is a folder of Hugging Face transformers, whose names of "
                 "weights are not open_clip's (load it with --model hf:PATH)"
             )
         return found[0]
     if path.suffix not in (".safetensors", *_TORCH):
         raise UsageError(
-            f"--pretrained: expected a local .safetensors or {', '.join(_TORCH)} file, or a folder "
+            f"{option}: expected a local .safetensors or {', '.join(_TORCH)} file, or a folder "
             f"that open_clip or a run wrote, got {str(path)!r} (nothing is downloaded)"
         )
     if not path.is_file():
-        raise UsageError(f"--pretrained: there is no file {path}")
+        raise UsageError(f"{option}: there is no file {path}")
     return path
 
 
@@ -57,6 +59,8 @@ def names(path: Path) -> set[str]:
     Raises:
         UsageError: it is damaged, or not a file of tensors.
     """
+    from safetensors import SafetensorError, safe_open
+
     if path.suffix in _TORCH:
         return set(load(path))
     try:
@@ -75,6 +79,10 @@ def load(path: Path) -> dict[str, Tensor]:
     Raises:
         UsageError: it is damaged, or has anything but tensors.
     """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         if path.suffix not in _TORCH:
             return {_plain(name): value for name, value in load_file(path).items()}
@@ -86,9 +94,9 @@ def load(path: Path) -> dict[str, Tensor]:
             f"--pretrained: {path} holds more than tensors, and code in a pickle is not run"
         ) from error
     state = read.get("state_dict", read) if isinstance(read, dict) else None
-    if not isinstance(state, dict) or not any(isinstance(v, Tensor) for v in state.values()):
+    if not isinstance(state, dict) or not any(isinstance(v, torch.Tensor) for v in state.values()):
         raise UsageError(f"--pretrained: {path} has no tensors by name, nor under 'state_dict'")
-    return {_plain(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    return {_plain(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def fill(module: nn.Module, state: dict[str, Tensor], path: Path, name: str) -> None:
@@ -131,7 +139,7 @@ def load_tower(module: nn.Module, tower: Tower, path: Path) -> None:
     from open_clip.model import resize_pos_embed, resize_text_pos_embed
 
     option = f"--pretrained-{tower}-path"
-    stored = load(find(path))
+    stored = load(find(path, option))
     wanted = {name for name in module.state_dict() if _is_of(name, tower)}
     missing: set[str] = wanted
     for state, needed in _readings(stored, wanted, tower):

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megabatch.planning.plan import PHASES, Plan
 from megabatch.planning.seconds import StepSeconds
-from megabatch.planning.simulation.hardware import MEASURED
+from megabatch.planning.simulation.hardware import DATASHEETS, MEASURED, datasheet
 from megabatch.words import plural
 
 
@@ -53,7 +53,8 @@ def print_seconds(plan: Plan, step: StepSeconds, console: Console) -> None:
     """Print the time of a step by part in one line."""
     parts = ", ".join(f"{name} {_seconds(value)}" for name, value in seconds_by_part(step).items())
     rate = plan.config.global_batch_size / step.total
-    known = "" if MEASURED in plan.machine.name else ", by its datasheet"
+    measured = datasheet(plan.machine.name) is DATASHEETS[MEASURED]
+    known = "" if measured else ", by its datasheet"
     console.print(
         f"a step takes about {step.total:.3g} s, {rate:,.0f} pairs/s{known} ({parts}); reading and "
         "decoding data are not counted"

@@ -30,8 +30,13 @@ class Work:
     kernels: int = 0
 
     def __add__(self, other: Work) -> Work:
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Work(*(own + more for own, more in pairs))
+        # Added up for every operation, where dataclasses.astuple would take a sixth of a plan.
+        return Work(
+            self.flops + other.flops,
+            self.convolved + other.convolved,
+            self.nbytes + other.nbytes,
+            self.kernels + other.kernels,
+        )
 
     def __mul__(self, factor: float) -> Work:
         return Work(*(int(own * factor) for own in astuple(self)))

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from megabatch.config.command_line import Start, configure, parser
+from megabatch.config.command_line import Start, check, configure, parser
 from megabatch.config.problems import problems
 from megabatch.config.resolve import name_defaults, resolve
 from megabatch.config.settings import TrainConfig, resolve_device, unmeasured_micro_batch
 from megabatch.errors import UsageError, all_of
 from megabatch.hints import Interval, is_reference, parse_bytes
-from megabatch.words import plural
+from megabatch.planning.simulation.hardware import DATASHEETS, datasheet
+from megabatch.words import did_you_mean, plural
 
 if TYPE_CHECKING:
     from megabatch.models import Towers
@@ -32,6 +33,12 @@ are known for H200s, as measured, and for H100, A100, A800 and L40S in proportio
 several GPUs it also simulates the loss by each schedule. The exit code is 0 if the run fits and 1
 if it does not."""
 
+
+#: Options that `--help` lists.
+_COMMON = (
+    *("gpus", "gpu_memory", "gpu_name", "search", "config", "model", "train_data", "loss"),
+    *("global_batch_size", "micro_batch_size", "precision", "grad_checkpointing"),
+)
 
 #: Share of a network card's nominal rate that transfers reach; assumed, not measured here.
 NIC_SHARE = 0.88
@@ -88,27 +95,26 @@ def main(argv: list[str]) -> int:
     """Plan as the options say; returns the exit code."""
     headings = {"gpus": "machine and output", "gpus_per_node": "simulation"}
     classes = (PlanOptions, ClusterOptions, Start, TrainConfig)
-    chosen = parser(classes, "megabatch plan", _DESCRIPTION, **headings).parse(argv)
+    chosen = parser(classes, "megabatch plan", _DESCRIPTION, _COMMON, **headings).parse(argv)
     own = {name: chosen.pop(name) for name in vars(PlanOptions()) if name in chosen}
     options = PlanOptions(**own)
     simulated = {name: chosen.pop(name) for name in vars(ClusterOptions()) if name in chosen}
     network = ClusterOptions(**simulated)
     asked, given = configure(chosen)
+    late = asked.decode == "late"
+    check(asked, given, "model", *["train_data"] * late)
+    memory = _memory(options)
     config, notes = resolve(asked, given)
-    # --help imports as little as possible
+    # --help and errors import as little as possible
     from megabatch.planning.make import create_planner, largest_batch, planned
     from megabatch.planning.search import search
-    from megabatch.planning.simulation.hardware import datasheet
-    from megabatch.training.setup import build_towers, unnamed
+    from megabatch.training.setup import build_towers
 
-    late = config.decode == "late"
-    if lacking := unnamed(config, "model", *["train_data"] * late):
-        raise UsageError(lacking)
     if reasons := problems(config):
         raise UsageError(name_defaults(all_of(reasons), given))
     for note in notes:
         print(note, file=sys.stderr)
-    towers, machine = build_towers(config), _machine(options, config)
+    towers, machine = build_towers(config), _machine(options, config, memory)
     files, lengths = _data(config, towers, options)
     cluster = _cluster(network, machine)
     if isinstance(cluster, str) or not (options.probe or datasheet(machine.name)):
@@ -198,24 +204,29 @@ def _data(
     return mean_bytes(data) if late else None, sampled_lengths(data, towers) if cut else None
 
 
-def _machine(options: PlanOptions, config: TrainConfig) -> Machine:
-    from megabatch.planning.machine import other_machine, this_machine
-    from megabatch.planning.simulation.hardware import DATASHEETS, datasheet
+def _memory(options: PlanOptions) -> int | None:
+    """Bytes of each GPU of another machine; None: the plan is for this one."""
+    if options.gpu_memory is not None:
+        try:
+            return parse_bytes(options.gpu_memory)
+        except ValueError as error:
+            raise UsageError(f"--gpu-memory {options.gpu_memory}: {error}") from error
+    if not options.gpu_name:
+        return None
+    if sheet := DATASHEETS.get(options.gpu_name):  # "A100-SXM4-40GB" is another one
+        return sheet.memory
+    raise UsageError(
+        f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "
+        f"--gpu-memory too{did_you_mean(options.gpu_name, DATASHEETS)}"
+    )
 
-    if options.gpu_memory is None and not options.gpu_name:
+
+def _machine(options: PlanOptions, config: TrainConfig, memory: int | None) -> Machine:
+    from megabatch.planning.machine import other_machine, this_machine
+
+    if memory is None:
         return this_machine(resolve_device(config.device), options.gpus)
-    if options.gpu_memory is None:
-        sheet = datasheet(options.gpu_name)
-        if sheet is None:
-            raise UsageError(
-                f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "
-                "--gpu-memory too"
-            )
-        return other_machine(options.gpus, sheet.memory, options.gpu_name)
-    try:
-        return other_machine(options.gpus, parse_bytes(options.gpu_memory), options.gpu_name)
-    except ValueError as error:
-        raise UsageError(f"--gpu-memory {options.gpu_memory}: {error}") from error
+    return other_machine(options.gpus, memory, options.gpu_name)
 
 
 def _cluster(options: ClusterOptions, machine: Machine) -> Cluster | str:

@@ -15,8 +15,15 @@ import torch
 from torch import nn
 
 from megabatch.config.file import to_dict
-from megabatch.config.problems import Conflict, problems, wrong_types
-from megabatch.config.resolve import Given, given_in, length_conflicts, name_defaults, resolve
+from megabatch.config.problems import Conflict, problems, unnamed, wrong_types
+from megabatch.config.resolve import (
+    Given,
+    fine_tuned,
+    given_in,
+    length_conflicts,
+    name_defaults,
+    resolve,
+)
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
@@ -88,12 +95,13 @@ def prepare(
 
 def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     if missing := unnamed(config):
-        no_run = f"--resume: --output {config.output} holds no run; a new one: " * config.resume
-        raise UsageError(name_defaults(no_run + missing, given))
+        raise UsageError(name_defaults(missing, given))
     notes: list[str] = []
     types_right = not wrong_types(config)
     if types_right:
         config, notes = resolve(config, given)
+        config, more = fine_tuned(config, given)
+        notes += more
         if config.torchcompile is None:
             config, more = choose_compilation(config, world.device)
             notes += more
@@ -213,19 +221,6 @@ def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torc
             f"--image-resize torch: the transform of {config.model} is not OpenCLIP's (a random "
             "crop and nothing else); expected pillow"
         ) from error
-
-
-def unnamed(config: TrainConfig, *names: str) -> str:
-    """An error message if required settings are missing, with an example; "" if all are there."""
-    lacking = [name for name in names or ("model", "train_data") if not getattr(config, name)]
-    if not lacking:
-        return ""
-    examples = {"model": "--model ViT-B-32", "train_data": "--train-data 'shards/{000..099}.tar'"}
-    written = " ".join(examples[name] for name in lacking)
-    return (
-        f"{' and '.join(map(option, lacking))}: not given; name {'both' if lacking[1:] else 'it'}, "
-        f"such as {written}, or a configuration, such as --config quickstart"
-    )
 
 
 def choose_compilation(config: TrainConfig, device: torch.device) -> tuple[TrainConfig, list[str]]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.errors import UsageError, one_line
+from megabatch.evaluation.config import read_config
 from megabatch.evaluation.report.content import Content, load
-from megabatch.evaluation.run_folder import read_config, read_metrics
+from megabatch.evaluation.run_folder import read_metrics
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ the records that docs/simulation.md names, which also says which of them are ass
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 #: Floating-point operations per second that cuBLAS sustains, by part of the GPU's name: the mean
@@ -122,7 +123,7 @@ class Datasheet:
     source: str
 
 
-#: By part of the GPU's name.
+#: By word of the GPU's name.
 DATASHEETS = {
     "H200": Datasheet(
         *(989.5, 4.8e12, 143_771 << 20, 450e9, 64e9),
@@ -151,7 +152,10 @@ MEASURED = "H200"
 
 def datasheet(name: str) -> Datasheet | None:
     """The datasheet of a GPU, by a name such as "NVIDIA H200"; None if there is none."""
-    return next((sheet for part, sheet in DATASHEETS.items() if part in name), None)
+    words = set(re.split(r"[\s-]+", name))  # whole ones: a GH200 is no H200
+    if words & {"PCIe", "PCIE", "NVL"}:  # slower than the SXM modules of the same name
+        return None
+    return next((sheet for part, sheet in DATASHEETS.items() if part in words), None)
 
 
 def gpu_named(name: str) -> Gpu | None:
