@@ -131,12 +131,17 @@ def measure(
 
     `compiled`: counts the module's blocks as compiled ones.
 
-    Without a CUDA device torch cannot run a backward pass on fake CUDA tensors. Then the graph is
-    counted for CUDA, and the backward pass is assumed to add what it adds on the CPU. torch 2.9 has
-    no graph for an absent device; with it all is counted on the CPU.
+    Without a CUDA device torch cannot run a backward pass on fake CUDA tensors, nor with one if
+    activations are checkpointed. Then the graph is counted for CUDA, and the backward pass is
+    assumed to add what it adds on the CPU. torch 2.9 has no graph for an absent device; with it all
+    is counted on the CPU.
     """
-    if device == "cpu" or torch.cuda.is_available():
+    if device == "cpu":
         return _measure(module, sample, size, device, precision, compiled)
+    if torch.cuda.is_available():
+        # Checkpointing computes again outside, where the weights are the module's own.
+        with contextlib.suppress(RuntimeError):
+            return _measure(module, sample, size, device, precision, compiled)
     host = _measure(module, sample, size, "cpu", precision, compiled)
     if torch.__version__ < "2.10":  # compared as versions; it would end the process
         return host
