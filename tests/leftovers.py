@@ -86,7 +86,7 @@ class State:
         if torch.empty(0).device != self.default_device:
             # None and not "cpu", which would leave a mode that sees every function's call.
             on_cpu = self.default_device.type == "cpu"
-            torch.set_default_device(None if on_cpu else self.default_device)
+            set_default_device(None if on_cpu else self.default_device)
         os.chdir(self.folder)
         for name in os.environ.keys() - self.variables.keys():
             if not name.startswith(OWN):
@@ -98,3 +98,11 @@ def _set_and_back(setting: Callable[[int | None], int | None]) -> int | None:
     before = setting(None)
     setting(before)
     return before
+
+
+def set_default_device(device: torch.device | str | None) -> None:
+    """As torch's, after whose call with None `get_default_device` of torch 2.9 raises."""
+    torch.set_default_device(device)
+    context = torch._GLOBAL_DEVICE_CONTEXT  # type: ignore[attr-defined]
+    if getattr(context, "device_context", ...) is None:
+        del context.device_context

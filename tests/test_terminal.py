@@ -9,7 +9,7 @@ from megabatch.terminal import plain_console
 
 
 def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    text = "[/b] [red] :cat: 'x' 1 " + "word " * 40
+    text = "[/b] [red] :cat: 'x' 1 " + "word " * 39 + "word"
     plain_console().print(text)
     assert capsys.readouterr().out == text + "\n"
     plain_console(stderr=True).print(text)

@@ -47,7 +47,9 @@ def main(words: Sequence[str] | None = None) -> int:
     command = shlex.join(["python", "tools/versions.py", *own])
     for cap in pip_constraints():
         print(f"pip's settings have {cap}; they do not apply to these environments", flush=True)
-    bad, first = 0, True
+    partial = options.output.with_name(options.output.name + ".partial")
+    partial.unlink(missing_ok=True)
+    bad = 0
     for name in options.environments or ["oldest", *minor_releases()[1:]]:
         constraints = oldest(requirements()) if name == "oldest" else [f"torch=={name}.*"]
         with _folder(options.keep) as folder:
@@ -63,10 +65,8 @@ def main(words: Sequence[str] | None = None) -> int:
             "installing_seconds": installing,
             **found,
         }
-        if first:
-            options.output.unlink(missing_ok=True)
-        first = False
-        append(options.output, {"command": command, "machine": described["machine"]}, record)
+        # At the end in its place: a test compares a page with the committed records.
+        append(partial, {"command": command, "machine": described["machine"]}, record)
         bad += not green(record)
         failed = "".join(f"\n  {failure['test']}" for failure in record["failures"])
         print(
@@ -75,6 +75,7 @@ def main(words: Sequence[str] | None = None) -> int:
             f"exit code {record['exit_code']}{failed}",
             flush=True,
         )
+    partial.replace(options.output)
     return 1 if bad else 0
 
 

@@ -40,8 +40,9 @@ def without_dropout(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_probs_dropout_prob"):
-            module.attention_probs_dropout_prob = 0.0
+        for name in ("attention_probs_dropout_prob", "dropout_prob"):  # the latter before 5
+            if hasattr(module, name):
+                setattr(module, name, 0.0)
     return model
 
 

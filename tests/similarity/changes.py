@@ -10,6 +10,7 @@ import torch
 
 from megabatch import similarity
 from megabatch.similarity import settings
+from tests.leftovers import set_default_device
 
 
 @contextmanager
@@ -31,10 +32,6 @@ def _pair(get: Callable[[], Any], set_to: Callable[[Any], Any], value: Any) -> I
         set_to(before)
 
 
-def _default_device(device: str | None) -> None:
-    torch.set_default_device(device)
-
-
 #: Name -> a context within which that setting differs from its value at the start.
 CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "workspace, smaller": lambda: _setter(similarity.set_workspace, 64 << 10),
@@ -47,7 +44,7 @@ CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "precision": lambda: _pair(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
     ),
-    "default device": lambda: _pair(lambda: None, _default_device, "meta"),
+    "default device": lambda: _pair(lambda: None, set_default_device, "meta"),
     "default dtype": lambda: _pair(
         torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16
     ),

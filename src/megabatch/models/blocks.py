@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator
+from inspect import ismethod
 from typing import Any
 
 import torch
@@ -104,7 +105,9 @@ class CompiledBlocks:
         if name not in self._compiled:
             return forward(*args, **kwargs)
         try:
-            return compiled(forward, *args, **kwargs)
+            # A method's function and its block: torch 2.9 compiles anew for each bound method.
+            bound = [forward.__func__, forward.__self__] if ismethod(forward) else [forward]
+            return compiled(*bound, *args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any type, depending on the compiler's part that failed
