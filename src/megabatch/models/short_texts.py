@@ -61,7 +61,7 @@ def accept_short_texts(module: nn.Module) -> Lengths | None:
 
 
 def _features_of_a_text(module: Any, context: int) -> Tensor:
-    """Of a text of two tokens and padding."""
+    """The features of a text of two tokens and padding."""
     tokens = [[1, 2] + [0] * (context - 2)]
     with torch.no_grad():
         output = module(text=torch.tensor(tokens, device=module.logit_scale.device))
