@@ -14,7 +14,7 @@ RUN ?= runs/quickstart
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
-# 30 s for all of megabatch[train,dev], where pip takes two minutes and a half.
+# Several times as fast as pip.
 INSTALL ?= $(BIN)/python -m uv pip install --quiet --python $(BIN)/python
 
 .PHONY: help quickstart test test-gpu lint types format docs check dist

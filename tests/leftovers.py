@@ -101,7 +101,7 @@ def _set_and_back(setting: Callable[[int | None], int | None]) -> int | None:
 
 
 def set_default_device(device: torch.device | str | None) -> None:
-    """As torch's, after whose call with None `get_default_device` of torch 2.9 raises."""
+    """Call torch's function; then `get_default_device` works on torch 2.9 after None, too."""
     torch.set_default_device(device)
     context = torch._GLOBAL_DEVICE_CONTEXT  # type: ignore[attr-defined]
     if getattr(context, "device_context", ...) is None:

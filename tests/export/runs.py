@@ -33,13 +33,13 @@ def write_run(folder: Path, model: str, **settings: Any) -> Towers:
 
 
 def own_model() -> Towers:
-    """What the reference `tests.export.runs:own_model` makes."""
+    """The model that the reference `tests.export.runs:own_model` makes."""
     return create("glyph-small")
 
 
 @contextlib.contextmanager
 def reports() -> Iterator[list[str]]:
-    """What transformers logs inside, such as the report of a folder whose weights do not fit."""
+    """Collect messages that transformers logs, such as the report of weights that do not fit."""
     transformers: Any = pytest.importorskip("transformers")
     logged: list[str] = []
     handler = logging.Handler()

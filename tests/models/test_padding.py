@@ -117,7 +117,7 @@ def encode_in(name: str, monkeypatch: pytest.MonkeyPatch, more: float = 0.0) -> 
 
 
 def test_a_release_whose_forward_leaves_out_encode_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in open_clip's main branch of 2026."""
+    """The forward pass of open_clip's main branch of 2026 does."""
     encode_in("_encode_text", monkeypatch)
     module = clip()
     lengths = accept_short_texts(module)

@@ -18,7 +18,6 @@ from megabatch.errors import UsageError
 from megabatch.models.blocks import CompiledBlocks
 from megabatch.models.glyph import LENGTHS, TextFeatureTower
 from megabatch.ranks import Gone
-from megabatch.training import parallel
 from megabatch.training.parallel import Layout, ReplicasDiffer, check_replicas, fsdp_can_restart
 from megabatch.training.trainer import Trainer, TrainingStopped
 from megabatch.training.world import World
@@ -277,9 +276,8 @@ def test_whether_fsdp_can_restart_is_found_by_what_it_does(processes: Processes)
     world = world_of(processes)
     assert fsdp_can_restart(world) == hasattr(FSDPModule, "reset_iter_state")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            parallel, "_restart", lambda module: None
-        )  # gradients of the failed step stay
+        # Gradients of the failed step stay.
+        patch.setattr(Layout, "discard_step", lambda self: None)
         assert not fsdp_can_restart(world)
 
 

@@ -32,9 +32,8 @@ from megabatch.data.pairs import (
 TOKEN_CACHE = 2**26  # bytes of tokens that each of several workers keeps: 100,000 texts of 77
 TOKEN_CACHE_OF_ONE = 2**29  # if a single process does everything: 800,000
 
-BadPosition = tuple[
-    int, int, str, str
-]  # of a bad sample: position in the order, index, reason, key
+#: Of a bad sample: its position in the order, index, reason and key.
+BadPosition = tuple[int, int, str, str]
 
 
 @dataclass

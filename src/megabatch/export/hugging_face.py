@@ -28,13 +28,13 @@ def write_encoder(opened: Opened, folder: Path) -> list[str]:
     module: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
     save_encoder(module.first, tokenizer, folder)
-    unused = "; add_pooling_layer=False loads it without a pooler, which no embedding uses"
-    return [
+    note = (
         "the folder has the encoder alone: an embedding is "
         f"{_POOLED[module.first.pooling]} of its last hidden states, normalised"
-        + unused
-        * bool(without_pooler(module.first))
-    ]
+    )
+    if without_pooler(module.first):
+        note += "; add_pooling_layer=False loads it without a pooler, which no embedding uses"
+    return [note]
 
 
 def without_pooler(encoder: TextEncoder) -> dict[str, bool]:

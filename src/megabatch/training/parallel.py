@@ -71,8 +71,21 @@ class Layout:
             return True
         possible = fsdp_can_restart(self.world)
         if possible:
-            _restart(self.module)
+            self.discard_step()
         return possible
+
+    def discard_step(self) -> None:
+        """Discard all that an aborted step left in FSDP2; all ranks must call this.
+
+        `reset_iter_state` of torch 2.13 and 2.14 leaves the gradients of unsharded weights, which
+        would be part of the next step's. They can be reached while the weights are unsharded.
+        """
+        module: Any = self.module
+        module.reset_iter_state()
+        self.gather_weights()
+        module.zero_grad(set_to_none=True)
+        self.end_step()
+        module.zero_grad(set_to_none=True)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors on rank 0's host, in the shapes of one process; {} on other ranks.
@@ -147,21 +160,6 @@ def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def _restart(module: Any) -> None:
-    """Discard all that an aborted step left in FSDP2; all ranks must call this.
-
-    `reset_iter_state` of torch 2.13 and 2.14 leaves the gradients of unsharded weights, which would
-    be part of the next step's. They can be reached while the weights are unsharded.
-    """
-    module.reset_iter_state()
-    for part in fsdp_modules(module):
-        part.unshard()
-    module.zero_grad(set_to_none=True)
-    for part in fsdp_modules(module):
-        part.reshard()
-    module.zero_grad(set_to_none=True)
-
-
 def fsdp_can_restart(world: World) -> bool:
     """Whether FSDP2 can begin anew after an error in a backward pass; all ranks must call this.
 
@@ -187,7 +185,7 @@ def fsdp_can_restart(world: World) -> bool:
         with contextlib.suppress(torch.OutOfMemoryError):
             model(x).sum().backward()
         hook.remove()
-        _restart(model)
+        Layout(model, model, world).discard_step()
         sharded.set_requires_gradient_sync(True)
         again = gradients()
         return all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
