@@ -78,8 +78,7 @@ def strong(b: int, sizes: list[int], loss: str = "clip") -> Iterator[Trial]:
         for name in VARIANTS if in_full else VARIANTS[:1]:
             yield Trial(case(b, name, loss), n, duration(b, loss))
         if largest and b >= 4 * WEAK_ROWS:
-            for name in ("megabatch-rounds", "megabatch-ring"):
-                yield Trial(case(b, name, loss), n)
+            yield Trial(case(b, "megabatch-rounds", loss), n)
         if b < WEAK_ROWS:  # launch overhead exceeds the GPUs' work
             yield Trial(case(b, "megabatch-captured", loss), n)
 

@@ -33,7 +33,7 @@ from machinery.host_schedules import GRIDS, LOSSES, SCHEDULES, shard
 from machinery.hosts import Network, Unavailable
 from megabatch.benchmarking import records
 from megabatch.benchmarking.inputs import features
-from megabatch.similarity.distributed import comm, control, grid_groups
+from megabatch.similarity.distributed import comm, control, grid
 
 #: Exit code if two hosts cannot be made here.
 UNAVAILABLE = 77
@@ -82,9 +82,8 @@ def step(
 def shape(schedule: str) -> list[int]:
     """The grid of a loss's group, (rows, columns); both 1 if it is none."""
     with SCHEDULES[schedule].around(1 << 20):
-        found = grid_groups.find(
-            comm.group_name(_group(schedule)), torch.device("cpu"), most=dist.get_world_size()
-        )
+        name, sizes = comm.group_name(_group(schedule)), [[1] * dist.get_world_size()] * 2
+        found = grid.grid_groups(name, sizes, 1, torch.device("cpu"))
     return [1, 1] if found is None else [found.cols.size(), found.rows.size()]
 
 
@@ -311,7 +310,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
                         help="of the group, in seconds, where something fails")  # fmt: skip
     parser.add_argument("--late", type=float, default=5, help="seconds that a rank is late")
     parser.add_argument("--stall", type=float, default=30, help="seconds")
-    parser.add_argument("--failing", nargs="*", choices=SCHEDULES, default=["default", "ring"],
+    parser.add_argument("--failing", nargs="*", choices=SCHEDULES, default=["default", "gathered"],
                         help="schedules of the steps in which something fails")  # fmt: skip
     parser.add_argument("--share", type=float, default=0.25,
                         help="of a step's bytes, after which something fails")  # fmt: skip

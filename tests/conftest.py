@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         # The kernels' tests run on a GPU where there is one: `make test-gpu` takes them along.
-        if torch.cuda.is_available() and "backends/triton" in item.nodeid:
+        if torch.cuda.is_available() and "similarity/triton" in item.nodeid:
             item.add_marker(pytest.mark.gpu)
         if is_concurrent(item):
             item.add_marker(pytest.mark.concurrency)

@@ -10,7 +10,7 @@ from megabatch.similarity import settings
 
 @contextmanager
 def gathering_up_to(size: int) -> Iterator[None]:
-    """So many bytes of features are gathered; 0: pieces travel the ring, as with unequal shards."""
+    """Gather so many bytes of all ranks' features at once."""
     before = settings.set_gather(size)
     try:
         yield

@@ -39,7 +39,6 @@ class State:
     gradients: bool
     group: bool  #: whether torch.distributed is initialised
     workspace: int | None
-    chunk: int
     gather: int
     overlap: bool
     folder: str
@@ -48,7 +47,7 @@ class State:
     @classmethod
     def now(cls) -> State:
         """As it is."""
-        bounds = similarity.set_workspace, settings.set_chunk, settings.set_gather
+        bounds = similarity.set_workspace, settings.set_gather
         settings.set_overlap(overlap := settings.set_overlap(True))
         return cls(
             torch.get_default_dtype(),
@@ -80,7 +79,6 @@ class State:
         torch.set_float32_matmul_precision(self.precision)
         torch.set_grad_enabled(self.gradients)
         similarity.set_workspace(self.workspace)
-        settings.set_chunk(self.chunk)
         settings.set_gather(self.gather)
         settings.set_overlap(self.overlap)
         if torch.empty(0).device != self.default_device:

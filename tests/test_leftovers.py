@@ -24,7 +24,6 @@ from tests.leftovers import State
         ("precision", lambda: torch.set_float32_matmul_precision("medium")),
         ("gradients", lambda: torch.set_grad_enabled(False)),
         ("workspace", lambda: similarity.set_workspace(1 << 20)),
-        ("chunk", lambda: settings.set_chunk(1 << 20)),
         ("gather", lambda: settings.set_gather(0)),
         ("overlap", lambda: settings.set_overlap(False)),
         ("folder", lambda: os.chdir("/")),

@@ -66,7 +66,6 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
     case["workspace"] = rng.choice([None, None, 64 << 10, 128 << 10, 1 << 20])
     case["workspace_after"] = rng.choice([None, None, 64 << 10, 2 << 20])
     case["gather"] = rng.choice([None, None, 0, 512, 4096]) if world > 1 else None
-    case["chunk"] = rng.choice([None, 64, 1000]) if world > 1 else None
     case["values"] = rng.choice(["normal", "normal", "small", "learnt"])
     case["scale"] = rng.choice([1.0, rng.uniform(0.05, 3), rng.uniform(3, 30)])
     case["scale_as"] = rng.choice(["number", "()", "(1,)"])

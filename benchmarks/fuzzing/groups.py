@@ -104,7 +104,6 @@ def attempt(case: Case, rank: int, device: str) -> tuple[str, bool]:
     changes: tuple[tuple[Any, str], ...] = (
         (similarity.set_workspace, "workspace"),
         (similarity.set_gather, "gather"),
-        (similarity.set_chunk, "chunk"),
         (similarity.set_grid, "grid"),
     )
     for change, name in changes:

@@ -29,10 +29,7 @@ class Schedule(NamedTuple):
 
 
 def no_grid(around: Around) -> Around:
-    """The same by all ranks together, which several hosts would otherwise do as a grid.
-
-    x against y is gathered, x against itself travels half of the ring.
-    """
+    """The same by all ranks together, which several hosts would otherwise do as a grid."""
 
     @contextmanager
     def both(size: int) -> Iterator[None]:
@@ -47,23 +44,17 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
 
 
-def ring(size: int) -> AbstractContextManager[None]:
-    return parallel.by_ring()
-
-
 #: The schedules that are measured, a line each.
 SCHEDULES = {
     "default": Schedule(),
     "grid of a mesh": Schedule(group=mesh),
     "gathered": Schedule(no_grid(lambda size: nullcontext())),
     "gathered in rounds": Schedule(no_grid(lambda size: parallel.gathering_up_to(size - 1))),
-    "ring": Schedule(ring),
     "gathered, no overlap": Schedule(no_grid(lambda size: parallel.without_overlap())),
     "no transfers": Schedule(no_grid(lambda size: parallel.without_transfers()), right=False),
     "unequal shards": Schedule(uneven=True),
-    "unequal shards, ring": Schedule(ring, uneven=True),
     "NT-Xent": Schedule(loss="NT-Xent"),
-    "NT-Xent, ring": Schedule(no_grid(lambda size: nullcontext()), loss="NT-Xent"),
+    "NT-Xent, gathered": Schedule(no_grid(lambda size: nullcontext()), loss="NT-Xent"),
     "NT-Xent, unequal shards": Schedule(loss="NT-Xent", uneven=True),
 }
 #: Schedules whose grid's shape is reported.

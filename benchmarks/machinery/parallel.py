@@ -23,7 +23,7 @@ from machinery.ranks import Team
 from megabatch.benchmarking.contenders import LossFunction, captured
 from megabatch.benchmarking.inputs import PERIOD, Case, features
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered, hosts, ring
+from megabatch.similarity.distributed import layout
 from megabatch.similarity.distributed.comm import Pending
 
 
@@ -73,7 +73,7 @@ def without_overlap() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gathering_up_to(size: int) -> Iterator[None]:
-    """Gather at most this many bytes of features; 0: use the ring, as for unequal shards."""
+    """Gather at most this many bytes of features at once."""
     before = settings.set_gather(size)
     try:
         yield
@@ -81,7 +81,6 @@ def gathering_up_to(size: int) -> Iterator[None]:
         settings.set_gather(before)
 
 
-by_ring = functools.partial(gathering_up_to, 0)
 #: Five rounds for features that would just fit into one.
 in_rounds = functools.partial(gathering_up_to, settings.DEFAULT_GATHER - 1)
 
@@ -97,16 +96,6 @@ def in_columns(number: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_between_hosts() -> Iterator[None]:
-    """Gather shards of different sizes, which use the ring on one host."""
-    before, hosts.several = hosts.several, lambda group, device: True
-    try:
-        yield
-    finally:
-        hosts.several = before
-
-
-@contextlib.contextmanager
 def without_transfers() -> Iterator[None]:
     """The same computation without transfers: a rank processes its own shard repeatedly.
 
@@ -114,41 +103,10 @@ def without_transfers() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         local = _LocalCollectives()
-        for module, name, other in (
-            (ring, "P2PExchange", _NoExchange),
-            (gathered, "all_gather", local.all_gather),
-            (gathered, "reduce_scatter", local.reduce_scatter),
-            (gathered, "all_to_all", local.all_to_all),
-        ):
-            stack.callback(setattr, module, name, getattr(module, name))
-            setattr(module, name, other)
+        for name in ("all_gather", "reduce_scatter", "all_to_all"):
+            stack.callback(setattr, layout, name, getattr(layout, name))
+            setattr(layout, name, getattr(local, name))
         yield
-
-
-class _NoExchange(ring.P2PExchange):
-    def add(
-        self, outgoing: Tensor, size: int, dim: int = 0, incoming: Tensor | None = None
-    ) -> Tensor:
-        assert outgoing.shape[dim] == size
-        # Features are read-only; gradients and states are accumulated into.
-        wide = outgoing.dtype in (torch.float32, torch.float64)
-        return outgoing.clone() if wide else outgoing
-
-    def start(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-
-class _Complete(Pending):
-    """A transfer that is complete."""
-
-    def __init__(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
 
 
 class _LocalCollectives:
@@ -157,15 +115,17 @@ class _LocalCollectives:
     def __init__(self) -> None:
         self.copies: dict[tuple[object, ...], Tensor] = {}
 
-    def all_gather(self, shard: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
+    def all_gather(
+        self, shard: Tensor, group: Any, operation: str, out: Tensor | None = None
+    ) -> Pending:
         # Cached, as a real transfer launches no kernel.
         key = tuple(shard.shape), shard.dtype
         if key not in self.copies:
             self.copies[key] = shard.expand(group.size(), *shard.shape).contiguous()
-        return self.copies[key], _Complete()
+        return Pending(self.copies[key])
 
-    def reduce_scatter(self, parts: Tensor, group: Any, operation: str) -> tuple[Tensor, Pending]:
-        return parts[: len(parts) // group.size()], _Complete()
+    def reduce_scatter(self, parts: Tensor, group: Any, operation: str) -> Pending:
+        return Pending(parts[: len(parts) // group.size()])
 
     def all_to_all(self, parts: Tensor, group: Any, operation: str) -> Tensor:
         return parts
@@ -299,7 +259,6 @@ PARALLEL: dict[str, dict[str, Contender]] = {
     "clip": {
         "megabatch": Contender(_clip),
         "megabatch-captured": Contender(_clip_captured, cuda=True),
-        "megabatch-ring": Contender(_clip, by_ring),
         "megabatch-rounds": Contender(_clip, in_rounds),
         "megabatch-no-overlap": Contender(_clip, without_overlap),
         "megabatch-no-transfers": Contender(_clip, without_transfers, checked=False),
@@ -310,7 +269,6 @@ PARALLEL: dict[str, dict[str, Contender]] = {
     },
     "siglip": {
         "megabatch": Contender(_siglip),
-        "megabatch-ring": Contender(_siglip, by_ring),
         "megabatch-rounds": Contender(_siglip, in_rounds),
         "megabatch-no-overlap": Contender(_siglip, without_overlap),
         "megabatch-no-transfers": Contender(_siglip, without_transfers, checked=False),
@@ -328,7 +286,6 @@ SCHEDULES: dict[str, dict[str, Contender]] = {
     "clip": {
         **{name: Contender(_clip, around) for name, around in _grids.items()},
         "unequal": Contender(_clip_unequal),
-        "unequal-gathered": Contender(_clip_unequal, as_between_hosts),
         "nt-xent": Contender(_nt_xent),
         **{
             f"nt-xent-{n}-columns": Contender(_nt_xent, functools.partial(in_columns, n))

@@ -2,7 +2,7 @@
 
 torch may change them in any version. This file alone uses them; an error names the purpose of one
 that torch lacks, and `tests/test_torch_internals.py` tests their behaviour. Triton's private names
-are in `similarity.backends.triton.launch`.
+are in `similarity.triton.launch`.
 """
 
 from __future__ import annotations

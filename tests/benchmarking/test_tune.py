@@ -10,8 +10,8 @@ import torch
 from megabatch import cli
 from megabatch.benchmarking import tune, tune_command
 from megabatch.benchmarking.tune import Candidate
-from megabatch.similarity.backends.triton import configs
-from megabatch.similarity.backends.triton.configs import VALUES, Config, Key
+from megabatch.similarity.triton import configs
+from megabatch.similarity.triton.configs import VALUES, Config, Key
 
 OPTIONS = {field: VALUES[field] for field in ("rows", "group", "stages")}
 GOAL = Config(rows=8, group=2, stages=4)

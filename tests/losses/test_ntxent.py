@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.similarity.backends import eager
-from megabatch.similarity.reductions import softmax_tiles
+from megabatch.similarity import eager, eager_softmax
 from tests.losses.reference import (
     assert_equal,
     debiased_ntxent_of_logits,
@@ -53,14 +52,14 @@ def test_debiased(maker: str, scale: float, tau_plus: float) -> None:
 
 def test_computes_half_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    original = softmax_tiles.forward_tile
+    original = eager_softmax.forward_tile
 
     def counting(logits: Any, *rest: Any) -> None:
         sizes.append(logits.numel())
         original(logits, *rest)
 
     monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(softmax_tiles, "forward_tile", counting)
+    monkeypatch.setattr(eager_softmax, "forward_tile", counting)
     mb.NTXentLoss(0.5)(torch.randn(50, 4), torch.randn(50, 4))
     assert sum(sizes) == 100 * (100 + 10) // 2
 

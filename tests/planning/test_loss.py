@@ -14,10 +14,9 @@ from megabatch.losses.objective import create_objective
 from megabatch.planning.loss import loss_bytes, loss_seconds, planned_bytes
 from megabatch.planning.machine import Machine, other_machine
 from megabatch.planning.simulation.hardware import gpu_named
-from megabatch.similarity import set_workspace, settings, split_logsumexp
-from megabatch.similarity.distributed import gathered
+from megabatch.similarity import ops, set_workspace, settings, sigmoid, softmax, split_logsumexp
+from megabatch.similarity.distributed import schedule
 from megabatch.similarity.memory import Run
-from megabatch.similarity.reductions import sigmoid, softmax
 from tests.planning.allocator import peak_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -64,19 +63,10 @@ def test_memory_of_the_loss_on_several_h200s(name, record):
     # scaling.json. When it was made, sums came home to a place of their own (1,048,576 pairs on
     # two: 96 MiB more), and the last round was gone before x's gradient (4,194,304: 6% less).
     allowed = 0.01
-    if ranks > 1 and gathered.round_rows(rows, 2 * 768 * ranks) < rows:
+    if ranks > 1 and schedule.round_rows(rows, 2 * 768 * ranks) < rows:
         older = name == "scaling" and (record["b"], ranks) in ((1048576, 2), (4194304, 4))
         allowed = 0.07 if older else 0.015
     assert abs(planned / record["extra_bytes"] - 1) < allowed
-
-
-def test_the_last_round_is_there_when_the_gradient_of_x_is_made():
-    """Of shards so large that no other moment takes more."""
-    rows, width, ranks = 1 << 20, 768, 4
-    # Features in bfloat16, gradients in float32.
-    in_rounds = settings.DEFAULT_GATHER // gathered.ROUND * 3
-    planned = loss_bytes(TrainConfig(), rows, width, torch.bfloat16, "cuda", ranks)
-    assert 0 <= planned - (4 * width + 2 * 2 * width) * rows - in_rounds < 0.03 * planned
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
@@ -90,16 +80,15 @@ def test_a_grid_holds_the_rows_and_the_columns_that_ranks_share(loss, rows, shar
     assert 0 < planned - shared < (512 << 20) + 8 * rows * width + 0.03 * shared
 
 
-@pytest.mark.parametrize(("gpus", "hosts", "sharing"), [(1024, 128, 64), (16, 2, 8), (8, 1, 1)])
-def test_x_against_itself_holds_the_rows_that_ranks_share_and_the_features_it_saves(
-    gpus, hosts, sharing
-):
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "shared"), [(1024, 128, (64, 16)), (16, 2, (8, 2)), (8, 1, (1, 8))]
+)
+def test_x_against_itself_holds_the_rows_and_columns_that_ranks_share(gpus, hosts, shared):
     rows, width = 1024, 768  # of two views
     config = replace(TrainConfig(), loss="ntxent")
     planned = loss_bytes(config, rows // 2, width, torch.bfloat16, "cuda", gpus, hosts=hosts)
-    # Chunks on their way have gradients in float32, too.
-    saved = gpus // 2 + 1 if (gpus // 2 + 1) * rows * width * 2 <= settings.DEFAULT_GATHER else 0
-    least = (2 * (saved or sharing) + 4 * (sharing + 3)) * rows * width
+    saved = gpus if gpus * rows * width * 2 <= settings.DEFAULT_GATHER else 0
+    least = (2 * (saved or sum(shared)) + 4 * sum(shared)) * rows * width
     assert 0 < planned - least < (512 << 20) + 16 * rows * width
 
 
@@ -110,7 +99,7 @@ def test_shards_too_large_for_a_grid_are_gathered_in_rounds(loss):
         loss_bytes(config, 65_536, width, torch.bfloat16, "cuda", 1024, hosts=hosts)
         for hosts in (1, 128)
     ]
-    in_rounds = settings.DEFAULT_GATHER // gathered.ROUND * (3 + 2 * 2)
+    in_rounds = settings.DEFAULT_GATHER // schedule.ROUND * (3 + 2 * 2)
     assert planned[1] - planned[0] < in_rounds + (512 << 20)
 
 
@@ -119,14 +108,11 @@ def test_hosts_of_another_machine_have_eight_gpus():
     assert Machine("cuda", 8, 0, host=1, per_host=4).hosts == 2
 
 
-def test_rows_too_wide_to_be_gathered_travel_the_ring():
-    """Of so many ranks that a tile of each exceeds what is gathered at once."""
+def test_of_many_ranks_less_than_a_tile_of_each_is_gathered():
     rows, width, ranks = 4096, 768, 1024
-    config = TrainConfig()
-    planned = loss_bytes(config, rows, width, torch.bfloat16, "cuda", ranks)
-    piece = rows * width * (2 * 2 + 3 * 4)  # pieces of features and of gradients on their way
-    assert planned > piece + 2 * 2 * rows * width
-    assert planned < piece + 2 * 2 * rows * width + 4 * rows * width + (512 << 20)
+    planned = loss_bytes(TrainConfig(), rows, width, torch.bfloat16, "cuda", ranks)
+    in_rounds = settings.DEFAULT_GATHER // schedule.ROUND * (3 + 2 * 2)
+    assert 0 < planned - 4 * rows * width - 2 * 2 * rows * width < in_rounds + (512 << 20)
 
 
 DISTILLED = [
@@ -233,22 +219,30 @@ def test_a_guide_takes_no_more_than_a_margin():
 
         taken.append(peak_bytes(step))
         x.grad = None
-        arguments = (x, y, torch.ones(()), None, None, torch.zeros(rows), *(guide or (None, None)))
-        planned.append(softmax.logsumexps_backward.workspace(run, *arguments))
+        planned.append(logsumexp_bytes("logsumexps_backward", run, x, y, guide))
     assert abs(taken[1] - taken[0]) < 0.01 * taken[0]
     assert planned[0] == planned[1]
+
+
+def logsumexp_bytes(name, run, x, y, guide):
+    """The workspace of an operator with ceilings, and with a guide or None."""
+    operator = ops.find(getattr(torch.ops.megabatch, name).default)
+    guides = guide or (None, None)
+    tensors = x, y, torch.ones(()), None, None, torch.zeros(len(x)), *guides
+    plain = "plain", True, True, "", "", "", settings.of_call(x)
+    return operator.workspace(run, *softmax.Operands(*tensors, *plain))
 
 
 def test_a_guides_columns_travel():
     x, guide = (torch.empty(4096, width, dtype=torch.bfloat16) for width in (512, 700))
     run = Run(settings.workspace(x), on_cpu=False, ranks=4)
-    arguments = x, x, torch.ones(()), None, None, torch.zeros(4096)
-    for operator in (softmax.logsumexps, softmax.logsumexps_backward):
-        more = operator.workspace(run, *arguments, guide, guide)
-        more -= operator.workspace(run, *arguments, None, None)
+    for operator in ("logsumexps", "logsumexps_backward"):
+        more = logsumexp_bytes(operator, run, x, x, (guide, guide))
+        more -= logsumexp_bytes(operator, run, x, x, None)
         assert more >= 4 * guide.nbytes + 2 * 4096 * 704 * 2  # all ranks', and padded copies
     pair = x, x, *torch.ones(2), None, None, None
     teacher = guide, guide, *torch.ones(2)
-    more = sigmoid.softplus_sums.workspace(run, *pair, *teacher)
-    more -= sigmoid.softplus_sums.workspace(run, *pair, *[None] * 4)
+    plain = "plain", *[True] * 4, "", settings.of_call(x)
+    more = sigmoid.softplus_sums.workspace(run, *pair, *teacher, *plain)
+    more -= sigmoid.softplus_sums.workspace(run, *pair, *[None] * 4, *plain)
     assert more >= 4 * guide.nbytes

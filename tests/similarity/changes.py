@@ -36,7 +36,6 @@ def _pair(get: Callable[[], Any], set_to: Callable[[Any], Any], value: Any) -> I
 CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "workspace, smaller": lambda: _setter(similarity.set_workspace, 64 << 10),
     "workspace, larger": lambda: _setter(similarity.set_workspace, 1 << 30),
-    "chunk": lambda: _setter(settings.set_chunk, 100),
     "no gather": lambda: _setter(settings.set_gather, 0),
     "gather, smaller": lambda: _setter(settings.set_gather, 64 << 10),
     "grid": lambda: _setter(settings.set_grid, 2),

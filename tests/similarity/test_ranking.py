@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch import similarity
-from megabatch.similarity import dense
-from megabatch.similarity.backends import eager
+from megabatch.similarity import dense, eager
 from tests.similarity.features import MAKERS
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import backends, settings
-from megabatch.similarity.backends import eager
+from megabatch.similarity import backends, eager, settings
 from tests.similarity.changes import CHANGES, EAGER_ONLY, LOSSES, gradients, leaves
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import engine
+from megabatch.similarity import eager, sweep
 from megabatch.similarity import settings as call_settings
-from megabatch.similarity.backends import eager
 from tests.similarity.features import MAKERS
 
 
@@ -96,7 +95,7 @@ def test_float16_of_torch_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
         total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
 
     monkeypatch.setattr(eager, "rounds_left", lambda features: True)
-    monkeypatch.setattr(engine, "add_product", rounded)
+    monkeypatch.setattr(sweep, "add_product", rounded)
     x, y = (t.half() for t in MAKERS["random"](400, 16, 8))
     weight = torch.linspace(0.5, 4, 400)
     gradients = []

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, engine
+from megabatch.similarity import dense, eager, eager_softmax, softmax, sweep
 from megabatch.similarity import settings as call_settings
-from megabatch.similarity.backends import eager
-from megabatch.similarity.reductions import softmax, softmax_tiles
 from tests.similarity.features import MAKERS
 
 SCALES = (0.01, 1.0, 14.3, 100.0, 200.0)
@@ -194,7 +192,7 @@ def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPa
         total.addmm_(left.half().float(), right.float(), beta=0 if overwrite else 1)
 
     monkeypatch.setattr(eager, "rounds_left", lambda features: True)
-    monkeypatch.setattr(engine, "add_product", rounded)
+    monkeypatch.setattr(sweep, "add_product", rounded)
     x, y = (t.half() for t in MAKERS["random"](16, 4000, 8))
     ids, ceiling = (torch.full((16,), -1), torch.full((4000,), -1)), torch.full((16,), 0.5)
     gradients = []
@@ -213,14 +211,14 @@ def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPa
 
 def test_self_similarity_does_half_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
-    original = softmax_tiles.forward_tile
+    original = eager_softmax.forward_tile
 
     def counting(logits: Tensor, *rest: Any) -> None:
         computed.append(logits.numel())
         original(logits, *rest)
 
     monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(softmax_tiles, "forward_tile", counting)
+    monkeypatch.setattr(eager_softmax, "forward_tile", counting)
     similarity.split_logsumexp(torch.randn(100, 4))
     assert sum(computed) == 100 * (100 + 10) // 2
 

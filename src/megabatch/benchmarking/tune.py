@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megabatch.benchmarking.clock import times
 from megabatch.similarity import dense, split_logsumexp
-from megabatch.similarity.backends.triton import configs
-from megabatch.similarity.backends.triton.configs import FEW_ROWS, VALUES, Config, Key
+from megabatch.similarity.triton import configs
+from megabatch.similarity.triton.configs import FEW_ROWS, VALUES, Config, Key
 
 #: Fields in the order of the search; only the backward kernel has split.
 FIELDS = {

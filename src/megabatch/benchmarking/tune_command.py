@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megabatch.benchmarking.tune import Candidate, Target
-    from megabatch.similarity.backends.triton.configs import Config, Key
+    from megabatch.similarity.triton.configs import Config, Key
 
 # Libraries are imported by the functions that use them, as --help needs none.
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     """Run `megabatch tune ...`; returns the exit code."""
     options = parse(TuneOptions, argv, prog="megabatch tune", description=_DESCRIPTION)
     targets = _targets(options)
-    from megabatch.similarity.backends.triton import configs
+    from megabatch.similarity.triton import configs
     from megabatch.terminal import plain_console
 
     file = options.output or configs.path()
@@ -111,7 +111,7 @@ def _words(candidate: Candidate) -> str:
 
 
 def _keep(file: Path, found: dict[Key, Config]) -> None:
-    from megabatch.similarity.backends.triton import configs
+    from megabatch.similarity.triton import configs
 
     try:
         configs.write(file, found)

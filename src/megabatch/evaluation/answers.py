@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megabatch.ranks import all_gather_rows, local_range
 from megabatch.similarity import ranks
-from megabatch.similarity.backends.eager import block_shape
+from megabatch.similarity.eager import block_shape
 
 # Elements of one gathered block of features: 64 MiB in fp32.
 _CHUNK_ELEMENTS = 2**24

@@ -25,7 +25,7 @@ from megabatch.evaluation.tasks import Matched
 from megabatch.evaluation.zeroshot import Prompts, class_features
 from megabatch.ranks import all_gather_rows, local_range
 from megabatch.similarity import ranks, topk
-from megabatch.similarity.backends.eager import block_shape
+from megabatch.similarity.eager import block_shape
 from megabatch.words import plural
 
 KS = (1, 5)

@@ -17,10 +17,9 @@ from megabatch.losses.arguments import (
 from megabatch.losses.base import ContrastiveLoss, keep_in_graph
 from megabatch.losses.paired import paired_losses
 from megabatch.losses.terms import cross_entropy
-from megabatch.similarity import Split
+from megabatch.similarity import Split, split_stacks
 from megabatch.similarity.arguments import check_scalar
 from megabatch.similarity.distributed.means import global_mean, mean_row, replicated
-from megabatch.similarity.functions import split_of, stacks_and_count
 
 
 class ClipLoss(ContrastiveLoss):
@@ -104,7 +103,7 @@ class ClipLoss(ContrastiveLoss):
             ids = own_ids(ids, x, self.group)
         # One positive a row, its own pair, unless ids make positives of others.
         paired = ids is None or self.duplicates == "ignored"
-        rows, columns, batch = stacks_and_count(
+        rows, columns, batch = split_stacks(
             x,
             y,
             scale,
@@ -119,7 +118,7 @@ class ClipLoss(ContrastiveLoss):
             if self.label_smoothing:  # as in `_losses`, of one positive
                 losses = losses + self.label_smoothing * (rows[2] + columns[2]) / 2
         else:
-            losses = (self._losses(split_of(rows)) + self._losses(split_of(columns))) / 2
+            losses = (self._losses(Split.of(rows)) + self._losses(Split.of(columns))) / 2
         loss = global_mean(losses, self.group, weights, name="image_features", batch=batch)
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from megabatch.losses.arguments import check_number, check_views, stack_views
 from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
-from megabatch.similarity import Split, paired
+from megabatch.similarity import Split, paired, split_stacks
 from megabatch.similarity.distributed.means import global_mean, log_mean_exp
-from megabatch.similarity.functions import split_and_count
 
 
 class DCLLoss(TemperatureLoss):
@@ -71,9 +70,8 @@ class DCLLoss(TemperatureLoss):
         views = self._operands(*views)
         x, instances = stack_views(views, self.group)
         scale = self._scale(temperature, x)
-        rows, _, batch = split_and_count(
-            x, None, scale, ids=instances, sides="rows", group=self.group
-        )
+        stacks = split_stacks(x, None, scale, ids=instances, sides="rows", group=self.group)
+        rows, batch = Split.of(stacks.rows), stacks.batch
         weights: float | Tensor = 1.0
         if self.sigma is not None:
             weights = mises_fisher_weights(views[0], views[1], self.sigma, self.group).repeat(2)

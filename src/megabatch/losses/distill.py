@@ -7,9 +7,9 @@ from torch import Tensor
 from megabatch.losses.arguments import check_pairs
 from megabatch.losses.base import ContrastiveLoss
 from megabatch.losses.paired import paired_losses
+from megabatch.similarity import soft_target_stacks
 from megabatch.similarity.arguments import check_scalar
 from megabatch.similarity.distributed.means import global_mean
-from megabatch.similarity.functions import soft_targets_and_count
 
 
 class DistillClipLoss(ContrastiveLoss):
@@ -64,9 +64,10 @@ class DistillClipLoss(ContrastiveLoss):
         u, v = self._operands(dist_image_features.detach(), dist_text_features.detach())
         scale = check_scalar("logit_scale", logit_scale, x)
         teacher_scale = check_scalar("dist_logit_scale", dist_logit_scale, x).detach()
-        rows, columns, batch = soft_targets_and_count(
+        rows, columns, batch = soft_target_stacks(
             x, y, scale, u, v, teacher_scale, names=teacher_names, group=self.group
         )
+        assert columns is not None
         pairs = paired_losses(rows[:4], columns[:4]), (rows[4] + columns[4]) / 2
         contrastive, distill = (
             global_mean(losses, self.group, name="image_features", batch=batch) for losses in pairs

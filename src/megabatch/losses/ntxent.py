@@ -8,9 +8,8 @@ from torch import Tensor
 from megabatch.losses.arguments import check_share, check_views, stack_views
 from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
 from megabatch.losses.terms import cross_entropy, debiased, minus_log_probability
-from megabatch.similarity import Split
+from megabatch.similarity import Split, split_stacks
 from megabatch.similarity.distributed.means import global_mean
-from megabatch.similarity.functions import split_and_count
 
 
 class NTXentLoss(TemperatureLoss):
@@ -67,9 +66,8 @@ class NTXentLoss(TemperatureLoss):
         self._look_at_lengths(views[0])
         x, instances = stack_views(self._operands(*views), self.group)
         scale = self._scale(temperature, x)
-        rows, _, batch = split_and_count(
-            x, None, scale, ids=instances, sides="rows", group=self.group
-        )
+        stacks = split_stacks(x, None, scale, ids=instances, sides="rows", group=self.group)
+        rows, batch = Split.of(stacks.rows), stacks.batch
         losses = self._debiased(rows, scale, batch) if self.tau_plus else cross_entropy(rows)
         return global_mean(losses, self.group, name="views", batch=batch)
 

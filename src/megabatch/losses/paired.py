@@ -32,7 +32,7 @@ def _paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
     """One launch, and one for the gradient; torch operations would take 5 and 10."""
     if not _by_kernel(rows):
         return _expression(rows, columns)
-    from megabatch.similarity.backends.triton import paired  # Triton, where it is needed
+    from megabatch.similarity.triton import paired  # Triton, where it is needed
 
     out = rows.new_empty(rows.shape[1])
     with torch.cuda.device_of(rows):
@@ -51,7 +51,7 @@ def _paired_losses_backward(
 ) -> tuple[Tensor, Tensor]:
     drows, dcolumns = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
     if _by_kernel(rows):
-        from megabatch.similarity.backends.triton import paired
+        from megabatch.similarity.triton import paired
 
         with torch.cuda.device_of(rows):
             paired.paired_gradients(rows, columns, gradient, drows, dcolumns)

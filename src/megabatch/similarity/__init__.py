@@ -13,14 +13,6 @@ from megabatch.similarity.distributed.means import (
     sum_over_ranks,
 )
 from megabatch.similarity.distributed.watchdog import set_abort_on_lost_rank
-from megabatch.similarity.functions import (
-    SoftTargets,
-    Split,
-    logsumexp,
-    soft_targets,
-    softplus_sum,
-    split_logsumexp,
-)
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
 from megabatch.similarity.settings import (
@@ -30,10 +22,14 @@ from megabatch.similarity.settings import (
     set_overlap,
     set_workspace,
 )
+from megabatch.similarity.sigmoid import softplus_sum
+from megabatch.similarity.soft_targets import SoftTargets, soft_target_stacks, soft_targets
+from megabatch.similarity.softmax import Split, Stacks, logsumexp, split_logsumexp, split_stacks
 
 __all__ = [
     "SoftTargets",
     "Split",
+    "Stacks",
     "global_mean",
     "logsumexp",
     "mean_row",
@@ -48,9 +44,11 @@ __all__ = [
     "set_overlap",
     "set_workspace",
     "share_of_mean",
+    "soft_target_stacks",
     "soft_targets",
     "softplus_sum",
     "split_logsumexp",
+    "split_stacks",
     "sum_over_ranks",
     "topk",
 ]

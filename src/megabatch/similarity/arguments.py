@@ -183,6 +183,29 @@ def check_integers(name: str, value: Any, length: int, like: Tensor) -> Tensor:
     return value.to(torch.int64)
 
 
+def check_ids(
+    ids: Any, x: Tensor, y: Tensor, *, one: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """ "paired", which gives (None, None), or integers of the rows of x and of y.
+
+    With `one`, one vector may serve both.
+    """
+    if isinstance(ids, str):
+        if ids != "paired":
+            raise ValueError(f"ids: expected 'paired' or int64 tensors, got {ids!r}")
+        return None, None
+    if isinstance(ids, Tensor):
+        if not one:
+            raise TypeError("ids: expected 'paired' or (row_ids, column_ids), got one tensor")
+        both = check_integers("ids", ids, x.shape[0], x)
+        return both, both
+    if not isinstance(ids, (tuple, list)) or len(ids) != 2:
+        came = f"{len(ids)} items" if isinstance(ids, (tuple, list)) else type(ids).__name__
+        raise TypeError(f"ids: expected 'paired' or (row_ids, column_ids), got {came}")
+    row_ids = check_integers("ids[0]", ids[0], x.shape[0], x)
+    return row_ids, check_integers("ids[1]", ids[1], y.shape[0], x)
+
+
 def _check_place(name: str, value: Tensor, length: int, like: Tensor) -> None:
     if tuple(value.shape) != (length,):
         raise ValueError(f"{name}: expected shape ({length},), got {tuple(value.shape)}")

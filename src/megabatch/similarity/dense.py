@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.similarity.functions import Split
+from megabatch.similarity.softmax import Split
 
 
 def logits(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:

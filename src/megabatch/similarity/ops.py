@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from megabatch.torch_internals import transforms_active
+
+Operands = TypeVar("Operands", bound=tuple[Any, ...])
+Results = TypeVar("Results", bound=tuple[Any, ...])
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -34,15 +37,19 @@ class Operator:
         function: Callable[..., Any],
         group_argument: int | None = None,
         workspace: Callable[..., int] | None = None,
+        schema: str | None = None,
     ) -> None:
         """`group_argument`: index of the group's name ("": this process alone) among arguments.
 
         workspace: returns, for a `memory.Run` and the operator's arguments, the bytes that it takes
             besides these and its results; None: little.
+        schema: the signature; None: as the function's annotations say.
         """
         self.name, self.function, self.group_argument = name, function, group_argument
         self.workspace = workspace
-        self.custom = torch.library.custom_op(f"megabatch::{name}", function, mutates_args=())
+        self.custom = torch.library.custom_op(
+            f"megabatch::{name}", function, mutates_args=(), schema=schema
+        )
         self.custom.register_vmap(self._vmap)
         self.traced = getattr(torch.ops.megabatch, name).default
         _known[self.traced] = self
@@ -50,14 +57,14 @@ class Operator:
         self._differentiable = False
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """See `torch.library.CustomOpDef.register_fake`."""
+        """Give the operator's results for fake tensors."""
         self.custom.register_fake(fake)
         return fake
 
     def register_autograd(
         self, backward: Callable[..., Any], setup_context: Callable[..., None]
     ) -> None:
-        """See `torch.library.CustomOpDef.register_autograd`; differentiable once."""
+        """Give the operator a derivative; it is differentiable once."""
         self.custom.register_autograd(backward, setup_context=setup_context)
         self._differentiable = True
         function, vmap, refuse_jvp = self.function, self._vmap, self._refuse_jvp
@@ -156,61 +163,115 @@ def operator(
     return lambda function: Operator(name, function, group_argument)
 
 
-class Body(NamedTuple):
-    """An operator's function, its fake version, and the memory that it takes."""
+class Bundle(Generic[Operands, Results]):
+    """The operands and results of a reduction, as operators take and return them: flat.
 
-    compute: Callable[..., Any]
-    fake: Callable[..., Any]
-    workspace: Callable[..., int] | None = None  #: see `Operator.workspace`
+    The forward operator takes the operands; the backward operator the operands, the results, the
+    upstream gradients of the differentiable results (None where there is none), and whether the
+    gradient of each differentiable operand is needed.
+    """
+
+    def __init__(
+        self, operands: type[Operands], results: type[Results], wanted: int, outputs: int
+    ) -> None:
+        """The first `wanted` operands and the first `outputs` results are differentiable.
+
+        `operands`, `results`: named tuples. Operands are tensors (or None), then plain values, of
+        which the last two are the group's name ("": this process alone) and the call's settings.
+        """
+        self.operands, self.results, self.wanted, self.outputs = operands, results, wanted, outputs
+        self._fields = [*get_type_hints(operands).items()]
+        self._results = [*get_type_hints(results)]
+        self.tensors = sum("Tensor" in _schema(kind) for _, kind in self._fields)
+        self.group_argument = len(self._fields) - 2
+
+    def forward_schema(self) -> str:
+        """The forward operator's signature."""
+        given = [f"{_schema(kind)} {name}" for name, kind in self._fields]
+        return f"({', '.join(given)}) -> ({', '.join(['Tensor'] * len(self._results))})"
+
+    def backward_schema(self) -> str:
+        """The backward operator's signature."""
+        given = [f"{_schema(kind)} {name}" for name, kind in self._fields]
+        given += [f"Tensor result_{name}" for name in self._results]
+        given += [f"Tensor? upstream_{name}" for name in self._results[: self.outputs]]
+        given += [f"bool need_{name}" for name, _ in self._fields[: self.wanted]]
+        return f"({', '.join(given)}) -> ({', '.join(['Tensor'] * self.wanted)})"
+
+    def split(
+        self, flat: Sequence[Any]
+    ) -> tuple[Operands, Results, tuple[Tensor | None, ...], tuple[bool, ...]]:
+        """Operands, results, upstream gradients and needs of a call of the backward operator."""
+        a = len(self._fields)
+        b = a + len(self._results)
+        c = b + self.outputs
+        return self.operands(*flat[:a]), self.results(*flat[a:b]), tuple(flat[b:c]), tuple(flat[c:])
+
+    def new_gradients(self, flat: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The results of a backward operator's call, uninitialised."""
+        needs = flat[len(flat) - self.wanted :]
+        return tuple(new_gradient(t, n, flat[0]) for t, n in zip(flat, needs, strict=False))
+
+    def workspace(self, bytes_of: Callable[[Any, Operands], int]) -> Callable[..., int]:
+        """`Operator.workspace` by a function that takes the operands as one."""
+        return lambda run, *flat: bytes_of(run, self.operands(*flat[: len(self._fields)]))
 
 
-def reduction_operators(
+def new_gradient(tensor: Tensor | None, need: bool, like: Tensor) -> Tensor:
+    """An uninitialised gradient; empty, on the device of `like`, if it is not needed."""
+    return torch.empty_like(tensor) if need and tensor is not None else like.new_empty(0)
+
+
+def _schema(kind: Any) -> str:
+    plain = {Tensor: "Tensor", str: "str", bool: "bool"}
+    if kind in plain:
+        return plain[kind]
+    return "Tensor?" if Tensor in get_args(kind) else "int[]"
+
+
+def reduction(
     name: str,
-    forward: Body,
-    backward: Body,
-    *,
-    tensors: int,
-    differentiable: tuple[int, int],
-) -> tuple[Operator, Operator]:
-    """The forward and the backward operator of a reduction, alone and over the ranks of a group.
-
-    `forward` takes tensors (or None), then plain values, of which the last two are the group's name
-    and the settings of the call. `backward` takes the same tensors, what `forward` returned, the
-    upstream gradients of its differentiable outputs (None where there is none), whether the
-    gradient of each differentiable input is needed, and the same plain values.
+    bundle: Bundle[Any, Any],
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any],
+    workspaces: tuple[Callable[..., int] | None, Callable[..., int] | None],
+) -> Operator:
+    """The operator of a reduction, alone and over the ranks of a group.
 
     Args:
         name: of the operators, `<name>` and `<name>_backward`.
-        tensors: number of tensor arguments.
-        differentiable: how many tensors and how many results are differentiable, the first ones.
+        forward, fake, backward: see `Bundle` for their arguments.
+        workspaces: of the forward and of the backward operator, called with a `memory.Run` and the
+            operands as one; see `Operator`.
     """
-    wanted, outputs = differentiable
-    reduce, gradients = (
-        Operator(called, body.compute, -2, body.workspace)
-        for called, body in ((name, forward), (f"{name}_backward", backward))
-    )
-    reduce.register_fake(forward.fake)
-    gradients.register_fake(backward.fake)
+    place, size, wanted = bundle.group_argument, bundle.tensors, bundle.wanted
+    memory = [None if bytes_of is None else bundle.workspace(bytes_of) for bytes_of in workspaces]
+    reduce = Operator(name, forward, place, memory[0], bundle.forward_schema())
+    gradients = Operator(f"{name}_backward", backward, place, memory[1], bundle.backward_schema())
+    reduce.register_fake(fake)
+    gradients.register_fake(lambda *flat: bundle.new_gradients(flat))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:tensors], *output)
-        ctx.plain = inputs[tensors:]
-        ctx.mark_non_differentiable(*output[outputs:])
+        ctx.save_for_backward(*inputs[:size], *output)
+        ctx.plain = inputs[size:]
+        ctx.mark_non_differentiable(*output[bundle.outputs :])
         ctx.set_materialize_grads(False)
 
     def autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         plain, needed = ctx.plain, ctx.needs_input_grad[:wanted]
-        nothing = (None,) * (tensors + len(plain))
-        received = upstream[:outputs]
+        nothing = (None,) * (size + len(plain))
+        received = upstream[: bundle.outputs]
         # In a group the other ranks wait for this one, whether or not its own loss used the result.
         if not plain[-2] and all(gradient is None for gradient in received):
             return nothing
-        found = gradients(*ctx.saved_tensors, *received, *needed, *plain)
+        tensors, results = ctx.saved_tensors[:size], ctx.saved_tensors[size:]
+        found = gradients(*tensors, *plain, *results, *received, *needed)
         pairs = zip(found, needed, strict=True)
         return *(gradient if need else None for gradient, need in pairs), *nothing[wanted:]
 
     reduce.register_autograd(autograd, setup_context)
-    return reduce, gradients
+    return reduce
 
 
 def _is_plain(argument: Any) -> bool:

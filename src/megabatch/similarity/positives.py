@@ -14,10 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.backends.eager import block_shape, without_autocast
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name
-from megabatch.similarity.masks import DROPPED, PLAIN, Pairs, SortedMatrix, restore, sort
+from megabatch.similarity.eager import block_shape, without_autocast
+from megabatch.similarity.matrix import (
+    DROPPED,
+    PLAIN,
+    Matrix,
+    Orders,
+    Side,
+    restore,
+    sort,
+    sort_by_id,
+)
 from megabatch.similarity.ops import operator
 from megabatch.similarity.slices import strips
 
@@ -58,11 +67,11 @@ def _positive_softplus(
     group: str,
 ) -> Tensor:
     total = torch.zeros_like(negative)
-    for matrix in _matrices(x, y, row_ids, col_ids, group):
+    for matrix, orders in _matrices(x, y, row_ids, col_ids, group):
         sums = torch.zeros_like(negative)
-        for i, _, gap in _gaps(matrix, scale, sort(negative, matrix.row_order, 0)):
+        for i, _, gap in _gaps(matrix, scale, sort(negative, orders.rows, 0)):
             sums[i] += F.softplus(gap, threshold=50).sum(1)
-        total += restore(sums, matrix.row_order, 0)
+        total += restore(sums, orders.rows, 0)
     return total
 
 
@@ -86,18 +95,19 @@ def _positive_softplus_backward(
     dtype = accumulator_dtype(x.dtype)
     dx, own = (torch.zeros_like(t, dtype=dtype) for t in (x, x if y is None else y))
     dscale, dnegative = torch.zeros_like(scale), torch.zeros_like(negative)
-    for k, matrix in enumerate(_matrices(x, y, row_ids, col_ids, group)):
-        rows, cols = (torch.zeros_like(t, dtype=dtype) for t in (matrix.x, matrix.y))
-        upstream = sort(gradient, matrix.row_order, 0)
+    for k, (matrix, orders) in enumerate(_matrices(x, y, row_ids, col_ids, group)):
+        sorted_x, sorted_y = matrix.rows.features, matrix.cols.features
+        rows, cols = (torch.zeros_like(t, dtype=dtype) for t in (sorted_x, sorted_y))
+        upstream = sort(gradient, orders.rows, 0)
         slopes = torch.zeros_like(negative)
-        for i, j, gap in _gaps(matrix, scale, sort(negative, matrix.row_order, 0)):
+        for i, j, gap in _gaps(matrix, scale, sort(negative, orders.rows, 0)):
             weights = torch.sigmoid(gap) * upstream[i, None]  # -dS
             slopes[i] += weights.sum(1)
-            _add_gradients(rows[i], cols[j], weights, matrix.x[i], matrix.y[j])
-        dscale += (matrix.x.to(dtype) * rows).sum()
-        dnegative += restore(slopes, matrix.row_order, 0)
-        dx += restore(rows, matrix.row_order, 0)
-        cols = restore(cols, matrix.col_order, 0)
+            _add_gradients(rows[i], cols[j], weights, sorted_x[i], sorted_y[j])
+        dscale += (sorted_x.to(dtype) * rows).sum()
+        dnegative += restore(slopes, orders.rows, 0)
+        dx += restore(rows, orders.rows, 0)
+        cols = restore(cols, orders.cols, 0)
         own += cols if k == 0 else _sum_of_own(cols, len(own), group)
     dx, own = dx.mul_(scale), own.mul_(scale)
     if y is None:
@@ -129,27 +139,25 @@ _positive_softplus.register_autograd(_backward, setup_context=_setup_context)
 # --- blocks ---------------------------------------------------------------------------------------
 
 
-def _gaps(
-    matrix: SortedMatrix, scale: Tensor, negative: Tensor
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def _gaps(matrix: Matrix, scale: Tensor, negative: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
     """Blocks (i, j) that hold positives, with negative_i - S_ij there and -inf elsewhere."""
-    x, y, pairs, *_ = matrix
-    assert pairs.row_ids is not None
-    assert pairs.col_ids is not None
+    (x, row_ids, *_), (y, col_ids, *_) = matrix.rows, matrix.cols
+    assert row_ids is not None
+    assert col_ids is not None
     if not (len(x) and len(y)):
         return
     height, width = block_shape(x)
     rows = list(strips(len(x), height))
-    first = pairs.row_ids[::height].clamp(min=0)
-    last = pairs.row_ids[[i.stop - 1 for i in rows]]
-    begin = torch.searchsorted(pairs.col_ids, first)
-    end = torch.searchsorted(pairs.col_ids, last, right=True)
+    first = row_ids[::height].clamp(min=0)
+    last = row_ids[[i.stop - 1 for i in rows]]
+    begin = torch.searchsorted(col_ids, first)
+    end = torch.searchsorted(col_ids, last, right=True)
     bounds = torch.stack([begin, end], 1).tolist()  # the only synchronisation
     for i, (start, stop) in zip(rows, bounds, strict=True):
         for inner in strips(max(0, stop - start), width):
             j = slice(start + inner.start, start + inner.stop)
             gap = negative[i, None] - _logits(x[i], y[j], scale)
-            positive, _ = pairs.view(i, j).masks(gap)
+            positive, _ = matrix.view(i, j).masks(gap)
             if positive is not None:
                 yield i, j, gap.masked_fill_(~positive, -torch.inf)
 
@@ -172,35 +180,30 @@ def _add_gradients(dx: Tensor, dy: Tensor, weights: Tensor, x: Tensor, y: Tensor
 
 def _matrices(
     x: Tensor, y: Tensor | None, row_ids: Tensor, col_ids: Tensor | None, group: str
-) -> list[SortedMatrix]:
+) -> list[tuple[Matrix, Orders]]:
     """This rank's rows against its own columns, and in a group against those of the others."""
     if y is None or col_ids is None:
         y, col_ids, diagonal = x, row_ids, DROPPED
     else:
         diagonal = PLAIN
-    matrices = [SortedMatrix.of(x, y, Pairs(diagonal, row_ids, col_ids))]
+    rows = Side(x, row_ids)
+    matrices = [Matrix(rows, Side(y, col_ids), diagonal)]
     if group:
-        others = _columns_of_others(y, col_ids, group)
-        matrices.append(SortedMatrix.of(x, others[0], Pairs(PLAIN, row_ids, others[1])))
-    return matrices
+        matrices.append(Matrix(rows, _columns_of_others(y, col_ids, group)))
+    return [sort_by_id(matrix) for matrix in matrices]
 
 
-def _columns_of_others(y: Tensor, ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _columns_of_others(y: Tensor, ids: Tensor, name: str) -> Side:
     """All ranks' columns and ids, padded to one size; own and padded ones have the id -1."""
     group, operation = comm.resolve(name), "positive_softplus"
     sizes = comm.agree(name, f"{operation}, {y.shape[1]} wide, {y.dtype}", [len(y)], y.device)
-    most = max(size for (size,) in sizes)
-    padding = most - len(y)
-    columns, arrival = comm.all_gather(F.pad(y, (0, 0, 0, padding)), group, operation)
-    every_id, arrival_of_ids = comm.all_gather(F.pad(ids, (0, padding), value=-1), group, operation)
-    arrival.wait()
-    arrival_of_ids.wait()
-    every_id[group.rank()] = -1
-    return columns.flatten(0, 1), every_id.flatten()
+    padding = max(size for (size,) in sizes) - len(y)
+    columns = comm.all_gather(F.pad(y, (0, 0, 0, padding)), group, operation)
+    every_id = comm.all_gather(F.pad(ids, (0, padding), value=-1), group, operation)
+    every_id.wait()[group.rank()] = -1
+    return Side(columns.wait().flatten(0, 1), every_id.wait().flatten())
 
 
 def _sum_of_own(gradient: Tensor, rows: int, name: str) -> Tensor:
     """Sum over ranks of the gradients of this rank's columns, given as `_columns_of_others`."""
-    total, arrival = comm.reduce_scatter(gradient, comm.resolve(name), "positive_softplus")
-    arrival.wait()
-    return total[:rows]
+    return comm.reduce_scatter(gradient, comm.resolve(name), "positive_softplus").wait()[:rows]

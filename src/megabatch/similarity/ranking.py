@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megabatch.similarity import backends
+from megabatch.similarity import backends, eager
 from megabatch.similarity.arguments import accumulator_dtype, check_integers, check_two
-from megabatch.similarity.backends import eager
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name
-from megabatch.similarity.distributed.ranks import Ranks, plan
-from megabatch.similarity.distributed.schedule import Chunk, Local, Schedule, Shard, consecutive
-from megabatch.similarity.masks import Pairs
+from megabatch.similarity.distributed.schedule import Ranks, terms
+from megabatch.similarity.matrix import Matrix, Side
 from megabatch.similarity.slices import strips
 from megabatch.torch_internals import transforms_active
 
 if TYPE_CHECKING:
-    from megabatch.similarity.backends.triton.ranking import FusedScores
+    from megabatch.similarity.triton.ranking import FusedScores
 
 
 @torch.no_grad()
@@ -70,16 +68,11 @@ def ranks(
     equal = torch.zeros_like(above)
     score = x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
     scores = _scores_of(x, row_ids)
-
-    def find(start: int, y: Tensor, _: Tensor | None) -> None:
-        scores.find(y, target - start, score)
-
-    def count(start: int, y: Tensor, col_ids: Tensor | None) -> None:
-        scores.count(y, target - start, score, col_ids, above, equal)
-
     with torch.cuda.device_of(x):
-        columns.for_each(find)
-        columns.for_each(count)
+        for start, some, _ in columns.chunks():
+            scores.find(some, target - start, score)
+        for start, some, some_ids in columns.chunks():
+            scores.count(some, target - start, score, some_ids, above, equal)
     return above, equal
 
 
@@ -121,14 +114,11 @@ def topk(
     if x.is_meta:
         return scores, indices
     blocks = _scores_of(x, row_ids)
-
-    def keep_best(start: int, y: Tensor, col_ids: Tensor | None) -> None:
-        for i, value, column in blocks.best(y, col_ids, k):
-            scores[i], order = torch.cat([scores[i], value], dim=1).topk(k, dim=1)
-            indices[i] = torch.cat([indices[i], column + start], dim=1).gather(1, order)
-
     with torch.cuda.device_of(x):
-        columns.for_each(keep_best)
+        for start, some, some_ids in columns.chunks():
+            for i, value, column in blocks.best(some, some_ids, k):
+                scores[i], order = torch.cat([scores[i], value], dim=1).topk(k, dim=1)
+                indices[i] = torch.cat([indices[i], column + start], dim=1).gather(1, order)
     return scores, indices.masked_fill_(scores == -torch.inf, -1)
 
 
@@ -145,31 +135,27 @@ class _Columns:
     ) -> None:
         """`numbers`: integers that all processes exchange; the attribute has every process's."""
         self.y, self.ids = y, ids
-        self.schedule: Schedule = Local()
-        table = [[y.shape[0], *numbers]]
+        table, self.ranks = [[y.shape[0], *numbers]], None
         name = group_name(group)
         if name:
-            terms = (
-                f"{call}, width {y.shape[1]}, {str(y.dtype).removeprefix('torch.')}, "
-                f"{y.device.type}, ids: {'none' if ids is None else 'given'}, "
-                f"{backends.arithmetic(y)}, {plan(y)}"
+            description = (
+                f"{call}, {backends.described(y)}, ids: {'none' if ids is None else 'given'}, "
+                f"{terms()}"
             )
-            table = comm.agree(name, terms, table[0], y.device)
-            self.schedule = Ranks(name, [size for size, *_ in table], call, y.device)
+            table = comm.agree(name, description, table[0], y.device)
+            sizes = [size for size, *_ in table]
+            self.ranks = Ranks(name, [sizes, sizes], call, y, grid=False)
         self.number = sum(size for size, *_ in table)
         self.numbers = [rest for _, *rest in table]
 
-    def for_each(self, use: Callable[[int, Tensor, Tensor | None], None]) -> None:
-        """Call `use(index of the first column, columns (n, d), their ids)` for each chunk."""
-
-        def on_chunk(chunk: Chunk) -> None:
-            y, ids = chunk.tensors
-            assert y is not None
-            use(chunk.start, y, ids)
-
-        shards = [Shard(self.y), Shard(self.ids)]
-        for _ in self.schedule.run(shards, on_chunk, consecutive(self.schedule.n)):
-            pass
+    def chunks(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """(index of the first column, columns (n, d), their ids); the next are on their way."""
+        if self.ranks is None:
+            yield 0, self.y, self.ids
+            return
+        for each in self.ranks.rounds(Side(self.y, self.ids)):
+            for start, side in each.by_rank():
+                yield start, side.features, side.ids
 
 
 class Scores:
@@ -194,11 +180,11 @@ class Scores:
         equal: Tensor,
     ) -> None:
         """Add the counts of these columns to `above` and `equal`, int64 (m,); see `ranks`."""
-        pairs = Pairs(row_ids=self.ids, col_ids=ids)
+        matrix = Matrix(Side(self.x, self.ids), Side(y, ids))
         for i in strips(len(self.x), self.rows):
             for j, s in _scores(self.x[i], y, self.step):
                 own = torch.arange(j.start, j.stop, device=s.device) == target[i, None]
-                skip = own if ids is None else own | _same(pairs.view(i, j), s)
+                skip = own if ids is None else own | _same(matrix.view(i, j), s)
                 above[i] += _count(~(s <= score[i, None]) & ~skip)
                 equal[i] += _count((s == score[i, None]) & ~skip)
 
@@ -208,11 +194,11 @@ class Scores:
         A block need not cover all columns: the same rows may be yielded again. A pair of equal ids
         scores -inf, and its column index is meaningless.
         """
-        pairs = Pairs(row_ids=self.ids, col_ids=ids)
+        matrix = Matrix(Side(self.x, self.ids), Side(y, ids))
         for i in strips(len(self.x), self.rows):
             for j, s in _scores(self.x[i], y, self.step):
                 if self.ids is not None:
-                    s.masked_fill_(_same(pairs.view(i, j), s), -torch.inf)
+                    s.masked_fill_(_same(matrix.view(i, j), s), -torch.inf)
                 value, column = s.topk(min(k, s.shape[1]), dim=1)
                 yield i, value, column + j.start
 
@@ -220,7 +206,7 @@ class Scores:
 def _scores_of(x: Tensor, ids: Tensor | None) -> Scores | FusedScores:
     if not backends.uses_kernels(x):
         return Scores(x, ids)
-    from megabatch.similarity.backends.triton.ranking import FusedScores
+    from megabatch.similarity.triton.ranking import FusedScores
 
     return FusedScores(x, ids)
 
@@ -228,7 +214,7 @@ def _scores_of(x: Tensor, ids: Tensor | None) -> Scores | FusedScores:
 def _check_targets(columns: _Columns) -> None:
     for rank, (low, high) in enumerate(columns.numbers):
         if low < 0 or high >= columns.number:
-            where = f" on rank {rank} of the group" if not columns.schedule.alone else ""
+            where = f" on rank {rank} of the group" if columns.ranks is not None else ""
             raise IndexError(
                 f"target: expected columns in [0, {columns.number}), got {low} to {high}{where}"
             )
@@ -258,8 +244,8 @@ def _check_ids(
     return row_ids, check_integers("ids[1]", ids[1], y.shape[0], x)
 
 
-def _same(pairs: Pairs, scores: Tensor) -> Tensor:
-    positive, _ = pairs.masks(scores)
+def _same(block: Matrix, scores: Tensor) -> Tensor:
+    positive, _ = block.masks(scores)
     return torch.zeros_like(scores, dtype=torch.bool) if positive is None else positive
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +21,6 @@ from megabatch.torch_internals import constant_in_graphs
 #: Bytes. On a GPU they hold a block of dS of 16,384 x 16,384 in half precision: larger ones are not
 #: faster.
 DEFAULT_WORKSPACE = {"cpu": 256 << 20, "cuda": 512 << 20}
-#: Bytes of features of a chunk: 32,768 rows of 768 bfloat16 numbers, whose products are as fast as
-#: larger ones. Two chunks of features and three of fp32 gradients are in memory at once.
-DEFAULT_CHUNK = 48 << 20
 #: Bytes of features of all ranks that are gathered in one round: 262,144 rows of 768 bfloat16
 #: numbers (on 4 H200s 183.1 ms, 183.6 in two rounds, 184.1 in four, 185.8 in eight:
 #: benchmarks/results/hiding-4gpu.json). Their gradients in fp32 take twice as much.
@@ -34,7 +32,6 @@ PRECISIONS, LEGACY = ("ieee", "tf32", "bf16"), ("highest", "high", "medium")
 EXACT = PRECISIONS[0]
 
 _workspace: int | None = None
-_chunk = DEFAULT_CHUNK
 _gather = DEFAULT_GATHER
 _overlap = True
 _grid = -1
@@ -45,7 +42,6 @@ class Settings(NamedTuple):
 
     workspace: int  #: bytes that a block of the matrix may take
     precision: int  #: of float32 products, an index into `PRECISIONS`
-    chunk: int  #: bytes of features in a chunk
     gather: int  #: bytes of features of all ranks that are gathered at once
     overlap: int  #: whether transfers overlap computation
     grid: int  #: ranks that share rows; 0: none do; -1: as the hosts suggest
@@ -61,7 +57,7 @@ _thread = _ThreadLocal()
 def of_call(x: Tensor) -> Settings:
     """The current settings, for a call with features like x."""
     products = precision(x.device.type) if _has_float32_products(x) else 0
-    return Settings(_limit(x), products, _chunk, _gather, int(_overlap), _grid)
+    return Settings(_limit(x), products, _gather, int(_overlap), _grid)
 
 
 # The functions below return the settings of the call that runs on this thread, if there is one, or
@@ -85,11 +81,6 @@ def products(x: Tensor) -> str:
         return ""
     applied = _thread.settings
     return PRECISIONS[precision(x.device.type) if applied is None else applied.precision]
-
-
-def chunk() -> int:
-    """Bytes of features in a chunk."""
-    return _chunk if _thread.settings is None else _thread.settings.chunk
 
 
 def gather() -> int:
@@ -186,20 +177,14 @@ def set_workspace(size: int | None) -> int | None:
     return before
 
 
-def set_chunk(size: int | None) -> int:
-    """Limit the size of a chunk of features in the ring, in bytes; returns the previous limit.
-
-    All ranks must set the same value. It applies to all later calls and their backward passes. None
-    is the default, 48 MiB.
-
-    Raises:
-        TypeError: `size` is neither None nor an integer.
-        ValueError: `size` is not positive.
-    """
-    global _chunk
-    _check_bytes(size, 1)
-    before, _chunk = _chunk, DEFAULT_CHUNK if size is None else size
-    return before
+def set_chunk(size: int | None) -> None:
+    """Deprecated, without effect: no transfer is divided into chunks but by `set_gather`."""
+    warnings.warn(
+        "set_chunk has no effect any more: the ring, whose chunks it sized, has gone; set_gather "
+        "bounds what is gathered at once",
+        DeprecationWarning,
+        stacklevel=2,
+    )
 
 
 def set_gather(size: int | None) -> int:
@@ -207,10 +192,9 @@ def set_gather(size: int | None) -> int:
     limit.
 
     If the features of all ranks together take more, they are gathered in rounds of a quarter of the
-    limit. The ring is used instead if the limit is 0, and on one host if shards differ in size. x
-    against itself always uses a ring; the limit decides whether ranks share rows, and whether
-    features are saved for the backward pass. All ranks must set the same value. It applies to all
-    later calls and their backward passes. None is the default, 384 MiB.
+    limit. It also decides whether ranks share rows, and whether features are saved for the backward
+    pass. All ranks must set the same value. It applies to all later calls and their backward
+    passes. None is the default, 384 MiB.
 
     Raises:
         TypeError: `size` is neither None nor an integer.

@@ -14,7 +14,7 @@ from machinery.parallel import PARALLEL, shard, without_transfers
 from machinery.ranks import Team
 from machinery.scaling import ScalingRecord, ScalingResult, Trial
 from megabatch.benchmarking.inputs import Case, features
-from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity.distributed import layout
 from tests import programs
 from tests.benchmarks.test_scripts import SCRIPTS, run
 
@@ -77,14 +77,11 @@ def test_shards_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_transfers_come_back_after_a_trial_without() -> None:
-    names = [
-        (ring, "P2PExchange"),
-        *((gathered, n) for n in ("all_gather", "all_to_all", "reduce_scatter")),
-    ]
-    before = [getattr(module, name) for module, name in names]
+    names = "all_gather", "all_to_all", "reduce_scatter"
+    before = [getattr(layout, name) for name in names]
     with without_transfers():
-        assert all(getattr(m, n) is not b for (m, n), b in zip(names, before, strict=True))
-    assert [getattr(module, name) for module, name in names] == before
+        assert all(getattr(layout, n) is not b for n, b in zip(names, before, strict=True))
+    assert [getattr(layout, name) for name in names] == before
 
 
 def test_all_trials_have_a_contender_and_a_size() -> None:
@@ -137,7 +134,7 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
 def test_contenders_take_turns(tmp_path: Path) -> None:
     output = tmp_path / "t.json"
     names = ["alone", *(f"megabatch{w}" for w in ("", "-no-transfers", "-1-columns", "-2-columns"))]
-    names += ["unequal", "unequal-gathered", "nt-xent", "nt-xent-2-columns"]
+    names += ["unequal", "nt-xent", "nt-xent-2-columns"]
     words = ["--smallest", "--turns=2", "--contenders", *names, f"--output={output}"]
     shown = run("turns.py", *words)
     made = {r["contender"]: r for r in json.loads(output.read_text())["records"]}

@@ -3,10 +3,10 @@
 import pytest
 
 from megabatch.planning.simulation.hardware import Cluster, Gpu, Spread
-from megabatch.planning.simulation.schedules import Grid, Ring, Workload
+from megabatch.planning.simulation.schedules import UNIT, Grid, Ring, Workload
 from megabatch.planning.simulation.step import loss_memory
 from megabatch.planning.simulation.timeline import Speeds, Timeline
-from megabatch.similarity.distributed import gathered, ring
+from megabatch.similarity.distributed import schedule as library
 
 EVEN = Gpu(spread=Spread(0.0, 0.0))
 
@@ -59,10 +59,9 @@ def test_all_blocks_are_computed(schedule, sweeps):
 def test_rounds_are_the_librarys():
     for rows, ranks in ((65_536, 4), (131_072, 4), (16_384, 64), (1 << 20, 8)):
         work = Workload(rows, 768)
-        expected = gathered.round_rows(rows, ranks * work.row_bytes)
+        expected = library.round_rows(rows, ranks * work.row_bytes)
         assert Grid((ranks, 1)).round_rows(work) == expected
-    assert Grid((1024, 1)).round_rows(Workload(1024, 768)) == gathered.TILE  # never less
-    assert Ring().chunk_rows(Workload(1 << 20, 768)) == 2 * ring.UNIT
+    assert Ring().chunk_rows(Workload(1 << 20, 768)) == 2 * UNIT
     assert Ring().chunk_rows(Workload(4096, 768)) == 4096
 
 

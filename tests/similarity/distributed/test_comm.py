@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.errors import CommunicationError
 from megabatch.losses import ClipLoss, NTXentLoss
-from megabatch.similarity.distributed import comm
-from megabatch.similarity.distributed.comm import P2PExchange, group_name
+from megabatch.similarity.distributed import comm, layout
+from megabatch.similarity.distributed.comm import group_name
 from tests.similarity.distributed.processes import World, on_processes
 
 
@@ -100,7 +99,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, 
 def test_ranks_that_disagree_raise_before_any_transfer(world: World) -> None:
     for first, others, words in DISAGREEMENTS.values():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(P2PExchange, "start", lambda self: pytest.fail("features were sent"))
+            patch.setattr(layout, "all_gather", lambda *_: pytest.fail("features were sent"))
             with pytest.raises(ValueError, match="same call on all ranks") as caught:
                 (others if world.rank else first)()
         who = "rank 1: " if world.size == 2 else "ranks 1, 2: "
@@ -112,23 +111,3 @@ def test_ranks_that_disagree_raise_before_any_transfer(world: World) -> None:
         assert words[1] not in before
     # The group is still usable.
     similarity.logsumexp(x(), x())
-
-
-@on_processes(2)
-def test_a_neighbour_that_failed_is_noticed_while_another_one_takes_nothing(world: World) -> None:
-    class Endless:
-        def wait(self) -> None:
-            pytest.fail("it waited until the timeout")
-
-    class Closed:
-        def wait(self) -> None:
-            raise RuntimeError("Connection closed by peer")
-
-    other = 1 - world.rank
-    exchange = P2PExchange(comm.resolve(group_name(None)), other, other, "a test")
-    exchange.add(x(), 3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "batch_isend_irecv", lambda operations: [Endless(), Closed()])
-        exchange.start()
-    with pytest.raises(CommunicationError, match=f"receiving from rank {other}: Connection closed"):
-        exchange.wait()

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from megabatch import similarity
 from megabatch.errors import CommunicationError
-from megabatch.similarity import settings
-from megabatch.similarity.reductions.softmax_tiles import SoftmaxTiles
+from megabatch.similarity.eager_softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import join, start
 
 #: the group's timeout in seconds; a process that died is noticed at once
@@ -54,31 +53,23 @@ def fail(how: str) -> None:
     raise KeyError("an error of its own")
 
 
-def worker(rank: int, size: int, port: int, folder: Path, how: str, where: str, ring: bool) -> None:
-    """Rank 1 fails at the second chunk of the ring; the others write their error and its time.
-
-    If shards are gathered there is one chunk only, at which it fails.
-    """
+def worker(rank: int, size: int, port: int, folder: Path, how: str, where: str) -> None:
+    """Rank 1 fails in its computation; the others write their error and its time."""
     group = group_of(rank, size, port, TIMEOUTS[how])
-    if ring:
-        settings.set_gather(0)
     x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
     similarity.logsumexp(x, y, group=group)[0].sum().backward()  # opens all connections
     dist.barrier()
-    chunks = 0
     holder, name = (
         (SoftmaxTiles, "forward") if where == "forward" else (SoftmaxTiles, "gradient_block")
     )
     original = getattr(holder, name)
 
-    def count(self, *arguments):  # type: ignore[no-untyped-def]
-        nonlocal chunks
-        chunks += 1
-        if rank == 1 and chunks == (2 if ring else 1):
+    def failing(self, *arguments):  # type: ignore[no-untyped-def]
+        if rank == 1:
             fail(how)
         return original(self, *arguments)
 
-    setattr(holder, name, count)
+    setattr(holder, name, failing)
     clock = Clock()
     try:
         similarity.logsumexp(x, y, group=group)[0].sum().backward()
@@ -94,18 +85,12 @@ def worker(rank: int, size: int, port: int, folder: Path, how: str, where: str, 
 
 
 @pytest.mark.parametrize(
-    ("how", "where", "ring"),
-    [
-        ("killed", "forward", True),
-        ("killed", "backward", True),
-        ("raised and stays", "forward", True),
-        ("killed", "forward", False),
-        ("killed", "backward", False),
-    ],
+    ("how", "where"),
+    [("killed", "forward"), ("killed", "backward"), ("raised and stays", "forward")],
 )
-def test_the_others_raise_in_time(tmp_path: Path, how: str, where: str, ring: bool) -> None:
+def test_the_others_raise_in_time(tmp_path: Path, how: str, where: str) -> None:
     size = 4
-    processes = start(size, worker, tmp_path, how, where, ring)
+    processes = start(size, worker, tmp_path, how, where)
     for process in processes:
         process.join(120)
         assert not process.is_alive()
@@ -114,15 +99,8 @@ def test_the_others_raise_in_time(tmp_path: Path, how: str, where: str, ring: bo
         seconds, cause, message = (tmp_path / str(rank)).read_text().split("\n", 2)
         assert cause.endswith("Error")
         assert float(seconds) < (2 if how == "killed" else TIMEOUTS[how] + 2)
-        if not ring:
-            doing = "exchanging" if where == "forward" else "adding up"
-            assert message.startswith(f"{call}: {doing} all ranks' results, rank {rank}: ")
-            continue
-        left, right = (rank - 1) % size, (rank + 1) % size
-        assert message.startswith(f"{call}: ring step ")
-        assert f"of {size}, rank {rank} (to rank {right}, from rank {left})" in message
-    # A neighbour names the peer that failed.
-    assert not ring or "receiving from rank 1: " in (tmp_path / "2").read_text()
+        doing = "exchanging" if where == "forward" else "adding up"
+        assert message.startswith(f"{call}: {doing} all ranks' results, rank {rank}: ")
 
 
 def absent_worker(rank: int, size: int, port: int, folder: Path) -> None:

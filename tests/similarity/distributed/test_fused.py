@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megabatch import similarity
 from megabatch.similarity import backends
-from megabatch.similarity.distributed import gathered
+from megabatch.similarity.distributed import schedule
 from tests.similarity.distributed.processes import World, on_devices
-from tests.similarity.distributed.test_statistics_ring import leaf
-from tests.similarity.distributed.transfers import grid_of, ring_in_chunks_of
+from tests.similarity.distributed.test_statistics import leaf
+from tests.similarity.distributed.transfers import gathered_in_rounds, grid_of
 
 pytest.importorskip("triton")
 
@@ -43,22 +43,22 @@ def test_fused_kernels(world: World) -> None:
     weights = torch.rand(6, ROWS) * 1e-3
     weights[:, 40:] /= 100
     wholes: dict[tuple[bool, bool], tuple[list[Tensor], Sides]] = {}
-    for sizes, self_similar, numbers, chunk, own_first, columns in (
+    for sizes, self_similar, numbers, size, own_first, columns in (
         ([60, 60], False, None, None, 61, 0),  # gathered
         ([60, 60], False, ids, None, 60, 0),
         ([40, 80], False, None, None, 1, 0),
-        ([40, 80], False, ids, 60 * 24 * 2, 1, 0),
-        ([40, 80], True, ids, 60 * 24 * 2, 1, 0),
+        ([40, 80], False, ids, 2 * 60 * 24 * 2, 1, 0),
+        ([40, 80], True, ids, 2 * 60 * 24 * 2, 1, 0),
         ([40, 80], False, ids, None, 1, 2),  # a grid whose ranks share rows
         ([60, 60], False, None, None, 1, 1),  # and columns
     ):
         with (
             pytest.MonkeyPatch.context() as patch,
-            ring_in_chunks_of(chunk),
+            gathered_in_rounds(size),
             grid_of(columns),
         ):
             patch.setattr(backends, "uses_kernels", lambda x: True)
-            patch.setattr(gathered, "LARGE", own_first)
+            patch.setattr(schedule, "LARGE", own_first)
             case = self_similar, numbers is not None
             if case not in wholes:  # one for all ways of transfer: the interpreter is slow
                 wholes[case] = statistics(x, y, numbers, self_similar, weights, "local")
@@ -108,19 +108,19 @@ def test_the_sigmoid_loss(world: World) -> None:
     weights = torch.rand(ROWS)
     weights[:40] *= 1000
     wholes: dict[tuple[bool, bool], tuple[list[Tensor], Tensor]] = {}
-    for sizes, numbers, weight, chunk, columns in (
+    for sizes, numbers, weight, size, columns in (
         ([60, 60], None, None, None, 0),  # gathered
         ([60, 60], ids, weights, None, 0),
         ([40, 80], None, weights, None, 0),
-        ([0, ROWS], ids, None, 60 * 24 * 2, 0),
-        ([40, 80], ids, weights, 60 * 24 * 2, 0),
+        ([0, ROWS], ids, None, 2 * 60 * 24 * 2, 0),
+        ([40, 80], ids, weights, 2 * 60 * 24 * 2, 0),
         ([40, 80], ids, weights, None, 2),  # a grid whose ranks share rows
         ([40, 80], None, None, None, 2),
     ):
         case = numbers is not None, weight is not None
         with (
             pytest.MonkeyPatch.context() as patch,
-            ring_in_chunks_of(chunk),
+            gathered_in_rounds(size),
             grid_of(columns),
         ):
             patch.setattr(backends, "uses_kernels", lambda x: True)

@@ -12,14 +12,14 @@ from torch.distributed.fsdp import fully_shard
 
 from megabatch import ClipLoss, GradientCache, similarity
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered
-from megabatch.similarity.distributed.comm import P2PExchange, rank_and_size
+from megabatch.similarity.distributed import grid
+from megabatch.similarity.distributed.comm import rank_and_size
 from tests.gathering import gathering_up_to
 from tests.gradient_cache.parallel import batches_of, gradients, new_model, on_one_process
-from tests.similarity.distributed import test_losses, test_sigmoid_ring, test_statistics_ring
+from tests.similarity.distributed import test_losses, test_sigmoid, test_statistics
 from tests.similarity.distributed.processes import World, on_devices, on_processes
-from tests.similarity.distributed.test_statistics_ring import D, some_ids
-from tests.similarity.distributed.transfers import gathered_in_rounds, grid_of
+from tests.similarity.distributed.test_statistics import D, some_ids
+from tests.similarity.distributed.transfers import gathered_in_rounds, grid_of, received_bytes
 
 #: Numbers of columns of grids of so many ranks.
 COLUMNS = {4: [2], 6: [2, 3]}
@@ -36,7 +36,7 @@ def double(*shape: int) -> torch.Tensor:
 
 @on_devices(4, 6)
 def test_log_sum_exps(world: World) -> None:
-    compare = test_statistics_ring.compare
+    compare = test_statistics.compare
     for columns in COLUMNS[world.size]:
         for sizes in shapes_of_shards(world.size):
             ids = some_ids(sum(sizes)), some_ids(sum(sizes))
@@ -56,9 +56,9 @@ def test_a_single_row_or_column_of_ranks(world: World) -> None:
         for sizes in ([3, 3], [5, 2]):
             ids = some_ids(sum(sizes)), some_ids(sum(sizes))
             with grid_of(columns):
-                test_statistics_ring.compare(world, sizes, sizes)
-                test_statistics_ring.compare(world, sizes, sizes, ids=ids)
-                test_sigmoid_ring.compare(world, sizes, sizes, ids, double(sum(sizes)).abs())
+                test_statistics.compare(world, sizes, sizes)
+                test_statistics.compare(world, sizes, sizes, ids=ids)
+                test_sigmoid.compare(world, sizes, sizes, ids, double(sum(sizes)).abs())
 
 
 @on_devices(4)
@@ -66,8 +66,8 @@ def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
     for rows, columns in (([2, 0, 3, 1], [4, 1, 0, 2]), ([0, 0, 5, 1], [3, 3, 0, 0])):
         with grid_of(2):
             ids = some_ids(sum(rows)), some_ids(sum(columns))
-            test_statistics_ring.compare(world, rows, columns, ids=ids)
-            test_sigmoid_ring.compare(world, rows, columns, ids)
+            test_statistics.compare(world, rows, columns, ids=ids)
+            test_sigmoid.compare(world, rows, columns, ids)
 
 
 @on_devices(4, 6)
@@ -76,9 +76,9 @@ def test_sigmoid_sums(world: World) -> None:
         for sizes in shapes_of_shards(world.size):
             ids = some_ids(sum(sizes)), some_ids(sum(sizes))
             with grid_of(columns):
-                test_sigmoid_ring.compare(world, sizes, sizes)
-                test_sigmoid_ring.compare(world, sizes, sizes, ids, double(sum(sizes)).abs())
-                test_sigmoid_ring.compare(world, sizes, sizes, needs=(False, False, True, True))
+                test_sigmoid.compare(world, sizes, sizes)
+                test_sigmoid.compare(world, sizes, sizes, ids, double(sum(sizes)).abs())
+                test_sigmoid.compare(world, sizes, sizes, needs=(False, False, True, True))
 
 
 @on_processes(6)
@@ -101,15 +101,15 @@ def test_every_loss_on_a_mesh(world: World) -> None:
 @on_devices(4)
 def test_rounds(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathered, "fits_grid", lambda *_: True)
+        patch.setattr(grid, "most_sharing", lambda *_: 4)
         for sizes in ([7] * 4, [7, 2, 0, 5]):
             ids = some_ids(sum(sizes)), some_ids(sum(sizes))
             for overlap in (True, False):
                 before = settings.set_overlap(overlap)
                 with grid_of(2), gathered_in_rounds(2 * 3 * D * 8):
-                    test_statistics_ring.compare(world, sizes, sizes)
-                    test_statistics_ring.compare(world, sizes, sizes, ids=ids)
-                    test_sigmoid_ring.compare(world, sizes, sizes, ids)
+                    test_statistics.compare(world, sizes, sizes)
+                    test_statistics.compare(world, sizes, sizes, ids=ids)
+                    test_sigmoid.compare(world, sizes, sizes, ids)
                 settings.set_overlap(before)
 
 
@@ -226,7 +226,6 @@ def test_what_travels(world: World) -> None:
                 gathering_up_to(limit if saves else limit - 1),
                 pytest.MonkeyPatch.context() as patch,
             ):
-                patch.setattr(P2PExchange, "start", lambda self: pytest.fail("a single transfer"))
                 received = received_bytes(patch)
                 rows, cols = similarity.logsumexp(x, y)
                 (rows.sum() + cols.sum()).backward()
@@ -239,22 +238,3 @@ def test_what_travels(world: World) -> None:
                     truth = torch.autograd.grad(rows.sum() + cols.sum(), (x, y))
                 for a, b in zip((x, y), truth, strict=True):
                     torch.testing.assert_close(a.grad, b, rtol=0, atol=1e-11)
-
-
-def received_bytes(patch: pytest.MonkeyPatch) -> list[int]:
-    """A list that receives the bytes that this rank gets from others in each collective."""
-    received: list[int] = []
-
-    def counting(name: str, shards: Any) -> None:
-        function = getattr(gathered, name)
-
-        def call(tensor, group, operation):  # type: ignore[no-untyped-def]
-            received.append((group.size() - 1) * shards(tensor, group.size()))
-            return function(tensor, group, operation)
-
-        patch.setattr(gathered, name, call)
-
-    counting("all_gather", lambda own, n: own.nbytes)
-    counting("all_to_all", lambda parts, n: parts.nbytes // n)
-    counting("reduce_scatter", lambda parts, n: parts.nbytes // n)
-    return received

@@ -19,19 +19,19 @@ from torch import Tensor
 from megabatch import ClipLoss, SigLipLoss
 from megabatch.errors import CommunicationError
 from megabatch.similarity import set_abort_on_lost_rank, settings
-from megabatch.similarity.distributed import gathered
+from megabatch.similarity.distributed import layout, schedule
 from tests.gathering import gathering_up_to
 from tests.similarity.distributed.processes import World, join, on_gpus, start
-from tests.similarity.distributed.test_statistics_ring import leaf
+from tests.similarity.distributed.test_statistics import leaf
 
 #: seconds until the group gives up on a transfer
 TIMEOUT = 100
 
 
 @on_gpus(2, 3, 4)
-def test_large_shards_by_each_schedule(world: World) -> None:
-    """Gathered at once, with own columns first and x's gradient last; in rounds; the ring."""
-    rows, d = gathered.LARGE, 64
+def test_large_shards(world: World) -> None:
+    """Gathered at once, with own columns first, and in rounds."""
+    rows, d = schedule.LARGE, 64
     sizes = [rows] * world.size
     x, y = (F.normalize(torch.randn(sum(sizes), d), dim=1).bfloat16() for _ in range(2))
     numbers = torch.tensor(10.0), torch.tensor(-5.0)
@@ -40,7 +40,7 @@ def test_large_shards_by_each_schedule(world: World) -> None:
         whole = [leaf(t) for t in (x, y, *numbers[:count])]
         truth = loss(group="local")(*whole)
         truth.backward()
-        for bound in (settings.DEFAULT_GATHER, world.size * rows * d * 2 - 1, 0):
+        for bound in (settings.DEFAULT_GATHER, world.size * rows * d * 2 - 1):
             local = [leaf(world.shard(t, sizes)) for t in (x, y)]
             local += [leaf(t) for t in numbers[:count]]
             with gathering_up_to(bound):
@@ -103,7 +103,7 @@ def dying(rank: int, size: int, port: int, folder: Path, within: bool) -> None:
     if rank == 1:
         if not within:
             die()
-        gathered.all_gather = die
+        layout.all_gather = die
     begin = time.monotonic()
     try:
         step()

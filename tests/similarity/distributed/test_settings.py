@@ -43,7 +43,6 @@ def test_ranks_whose_settings_differ(world: World) -> None:
     """Settings that must agree raise an error on every rank before the first transfer."""
     x, y, scale = leaves(torch.float32)
     reported = {
-        "chunk": "chunks of",
         "no gather": "gathered up to 0 bytes",
         "grid": "grid: 2 columns",
         "overlap": "one by one",

@@ -15,7 +15,7 @@ from megabatch import similarity
 from megabatch.errors import CommunicationError
 from megabatch.similarity.distributed import control
 from megabatch.similarity.distributed.waiting import WaitingRanks, ranges
-from megabatch.similarity.reductions.softmax_tiles import SoftmaxTiles
+from megabatch.similarity.eager_softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import join, new_store, start
 
 SIZE = 4

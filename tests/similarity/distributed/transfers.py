@@ -1,4 +1,4 @@
-"""Contexts that choose how features are transferred, and records of the transfers."""
+"""How features are transferred while a check runs, and records of the transfers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import comm, gathered
-from megabatch.similarity.distributed.comm import P2PExchange
+from megabatch.similarity.distributed import comm, layout, schedule
 from tests.gathering import gathering_up_to
-
-
-@contextmanager
-def ring_in_chunks_of(size: int | None) -> Iterator[None]:
-    """Use the ring, with chunks of that many bytes; None: the usual way."""
-    before = settings.set_chunk(size), settings.set_gather(0 if size else None)
-    yield
-    settings.set_chunk(before[0])
-    settings.set_gather(before[1])
 
 
 @contextmanager
@@ -38,46 +28,46 @@ def grid_of(columns: int) -> Iterator[None]:
 
 
 @contextmanager
-def gathered_in_rounds(size: int) -> Iterator[pytest.MonkeyPatch]:
-    """Gather rounds of so many bytes of all ranks' features, which may be less than a tile."""
-    with gathering_up_to(size), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gathered, "TILE", 2)
-        patch.setattr(gathered, "ROUND", 1)
-        yield patch
+def gathered_in_rounds(size: int | None) -> Iterator[pytest.MonkeyPatch]:
+    """Gather rounds of so many bytes of all ranks' features, which may be less than a tile.
 
-
-def bytes_sent(patch: pytest.MonkeyPatch) -> list[int]:
-    """A list that receives the number of bytes that each exchange sends."""
-    sent: list[int] = []
-    add, start = P2PExchange.add, P2PExchange.start
-
-    def count(self: P2PExchange, outgoing: Tensor, *arguments: Any) -> Tensor:
-        self.bytes = getattr(self, "bytes", 0) + outgoing.nbytes
-        return add(self, outgoing, *arguments)
-
-    def record(self: P2PExchange) -> None:
-        if hasattr(self, "bytes"):
-            sent.append(self.bytes)
-        start(self)
-
-    patch.setattr(P2PExchange, "add", count)
-    patch.setattr(P2PExchange, "start", record)
-    return sent
+    None: the usual way.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if size is None:
+            yield patch
+            return
+        patch.setattr(schedule, "TILE", 2)
+        patch.setattr(schedule, "ROUND", 1)
+        with gathering_up_to(size):
+            yield patch
 
 
 def recorded_transfers(patch: pytest.MonkeyPatch) -> list[str]:
-    """A list that receives the name of each collective and exchange, in order."""
+    """A list that receives the name of each collective, in order."""
     done: list[str] = []
     for name in ("all_gather", "all_to_all", "reduce_scatter"):
-        function = getattr(gathered, name)
-
-        def record(*arguments, name=name, function=function):  # type: ignore[no-untyped-def]
-            done.append(name)
-            return function(*arguments)
-
-        patch.setattr(gathered, name, record)
-    patch.setattr(P2PExchange, "start", lambda self: done.append("exchange"))
+        patch.setattr(layout, name, recorded(done, name, getattr(layout, name)))
     return done
+
+
+def received_bytes(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that receives the bytes that this rank gets from others in each collective."""
+    received: list[int] = []
+
+    def counting(name: str, shards: Callable[[Tensor, int], int]) -> None:
+        function = getattr(layout, name)
+
+        def call(tensor: Tensor, group: Any, *others: Any) -> Any:
+            received.append((group.size() - 1) * shards(tensor, group.size()))
+            return function(tensor, group, *others)
+
+        patch.setattr(layout, name, call)
+
+    counting("all_gather", lambda own, n: own.nbytes)
+    counting("all_to_all", lambda parts, n: parts.nbytes // n)
+    counting("reduce_scatter", lambda parts, n: parts.nbytes // n)
+    return received
 
 
 class Copied:
@@ -105,9 +95,11 @@ def transfer_copies(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(comm, name, functools.partial(Copied, getattr(comm, name)))
 
 
-def recorded(events, name, function):  # type: ignore[no-untyped-def]
-    def call(self, *arguments, **options):  # type: ignore[no-untyped-def]
+def recorded(events: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which writes a name to `events` first."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
         events.append(name)
-        return function(self, *arguments, **options)
+        return function(*arguments, **options)
 
     return call

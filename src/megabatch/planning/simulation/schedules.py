@@ -1,8 +1,9 @@
 """The schedules of a loss, as programs on a timeline.
 
-`Grid` models `similarity/distributed/grid.py` on R x C ranks: a rank gathers the rows of the C
+`Grid` models `similarity/distributed/schedule.py` on R x C ranks: a rank gathers the rows of the C
 ranks of its row, then, in rounds, the columns of the R ranks of its column, and computes that
-block. Gathering without a grid (`gathered.py`) is n x 1. `Ring` models `ring.py`.
+block. Gathering without a grid is n x 1. `Ring` models a ring, as Inf-CL's, which the library does
+not have.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import Protocol
 from megabatch.planning.simulation.hardware import Cluster
 from megabatch.planning.simulation.timeline import Side, Timeline, Transfer
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered, hosts, ring
+from megabatch.similarity.distributed import schedule as library
+from megabatch.similarity.distributed.grid import columns_for, most_sharing
 
 #: Rows and columns of a block of the engine on a GPU, for the default workspace.
 BLOCK = 16_384
+#: Bytes of features in a chunk of a ring, and a multiple of rows of larger ones.
+CHUNK, UNIT = 48 << 20, BLOCK
 #: Sweeps of the losses that are simulated. Those of x against itself have another schedule.
 SWEEPS = {"clip": (2, 6), "siglip": (6,), "infonce": (6,)}
 
@@ -76,8 +80,8 @@ class Schedule(Protocol):
         ...
 
     @property
-    def limits(self) -> tuple[int, int]:
-        """Bytes for `megabatch.similarity.set_gather` and `set_chunk`."""
+    def limit(self) -> int:
+        """Bytes for `megabatch.similarity.set_gather`."""
         ...
 
 
@@ -108,9 +112,9 @@ class Grid:
         return 0 if self.shape[1] == 1 else self.shape[1]
 
     @property
-    def limits(self) -> tuple[int, int]:
+    def limit(self) -> int:
         """See `Schedule`."""
-        return self.gather, settings.DEFAULT_CHUNK
+        return self.gather
 
     def sides(self, cluster: Cluster) -> tuple[Side, Side]:
         """The groups that share rows, and the groups that share columns."""
@@ -118,13 +122,12 @@ class Grid:
         return Side(self.shape, 1, local), Side(self.shape, 0, cluster.local // local)
 
     def round_rows(self, work: Workload) -> int:
-        """Rows of each rank's columns in a round, at least those of a tile."""
-        rows = self.shape[0] * work.row_bytes
-        if work.rows * rows <= self.gather:
-            return work.rows
-        most = max(self.gather // gathered.ROUND // rows // gathered.TILE, 1) * gathered.TILE
-        rounds = -(-work.rows // most)
-        return min(work.rows, -(-work.rows // (rounds * gathered.TILE)) * gathered.TILE)
+        """Rows of each rank's columns in a round."""
+        before = settings.set_gather(self.gather)
+        try:
+            return library.round_rows(work.rows, self.shape[0] * work.row_bytes)
+        finally:
+            settings.set_gather(before)
 
     def run(self, work: Workload, timeline: Timeline) -> None:
         """See `Schedule`."""
@@ -191,7 +194,7 @@ class _GridSweep:
             timeline.wait(arriving)
         tail = self._tail() if last and self.gradients else 0.0
         chunks = [ranks]
-        if features and own_first and ranks > 1 and rows >= gathered.LARGE:
+        if features and own_first and ranks > 1 and rows >= library.LARGE:
             chunks = [1, ranks - 1]
         for k, some in enumerate(chunks):
             if k + 1 == len(chunks):
@@ -242,11 +245,11 @@ class Ring:
     """Chunks pass from rank to rank in single transfers; their gradients follow one step behind.
 
     Attributes:
-        chunk: bytes of a chunk. See `megabatch.similarity.set_chunk`.
+        chunk: bytes of a chunk.
         overlap: as in `Grid`.
     """
 
-    chunk: int = settings.DEFAULT_CHUNK
+    chunk: int = CHUNK
     overlap: bool = True
 
     @property
@@ -260,14 +263,14 @@ class Ring:
         return 0
 
     @property
-    def limits(self) -> tuple[int, int]:
-        """See `Schedule`."""
-        return 0, self.chunk
+    def limit(self) -> int:
+        """So that rounds of the library are as large as a chunk, whose memory is similar."""
+        return library.ROUND * self.chunk
 
     def chunk_rows(self, work: Workload) -> int:
-        """Rows of a chunk, as `ring.chunk_rows`."""
+        """Rows of a chunk."""
         rows = max(1, self.chunk // work.row_bytes)
-        return min(work.rows, rows if rows < ring.UNIT else rows // ring.UNIT * ring.UNIT)
+        return min(work.rows, rows if rows < UNIT else rows // UNIT * UNIT)
 
     def run(self, work: Workload, timeline: Timeline) -> None:
         """See `Schedule`."""
@@ -321,15 +324,10 @@ class Ring:
 
 def default(cluster: Cluster, work: Workload) -> Schedule:
     """The schedule that the library takes by itself, for shards of one size."""
-    if cluster.nodes > 1:
-        most = gathered.most_sharing(work.rows, work.row_bytes)
-        cols = hosts.columns_for(cluster.nodes, cluster.local, most)
-        rows = cluster.gpus // max(1, cols)
-        if cols and gathered.fits_grid(cols, rows, work.rows, work.rows, work.row_bytes):
-            return Grid((rows, cols), settings.gather())
-    row = cluster.gpus * work.row_bytes
-    gathers = gathered.round_rows(work.rows, row, cluster.nodes > 1) > 0
-    return Grid((cluster.gpus, 1), settings.gather()) if gathers else Ring(settings.chunk())
+    most = most_sharing(work.rows, work.row_bytes)
+    cols = columns_for(cluster.nodes, cluster.local, most)
+    shape = (cluster.gpus // cols, cols) if cols else (cluster.gpus, 1)
+    return Grid(shape, settings.gather())
 
 
 def reduce_scale(timeline: Timeline) -> None:

@@ -101,14 +101,12 @@ def loss_memory(cluster: Cluster, work: Workload, schedule: Schedule) -> int:
     """
     config = TrainConfig(loss=work.loss, precision="fp32")  # which leaves features as they are
     dtype = torch.float32 if work.item == 4 else torch.bfloat16
-    gather, chunk = schedule.limits
-    before = settings.set_gather(gather), settings.set_chunk(chunk)
+    before = settings.set_gather(schedule.limit)
     try:
         shape = work.rows, work.width, dtype, "cuda", cluster.gpus
         counted = loss_bytes(config, *shape, hosts=cluster.nodes, columns=schedule.columns)
     finally:
-        settings.set_gather(before[0])
-        settings.set_chunk(before[1])
+        settings.set_gather(before)
     return counted - 2 * work.rows * work.row_bytes
 
 

@@ -161,41 +161,49 @@ class Pending:
     """A collective under way; its operands must not change until `wait`."""
 
     def __init__(
-        self, work: dist.Work | None, what: str, group: dist.ProcessGroup, like: Tensor
+        self,
+        result: Tensor,
+        work: dist.Work | None = None,
+        what: str = "",
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`what` names the operation in errors; its result is on the device of `like`."""
-        self._work, self._group, self._like = work, group, like
-        self.what = what
+        """`result` is filled at the end; `what` names the operation in errors."""
+        self.result, self._work, self._what, self._group = result, work, what, group
 
-    def wait(self) -> None:
-        """Wait for its end: on the CPU in this thread, on a GPU in its stream."""
+    def wait(self) -> Tensor:
+        """The result, after its end: on the CPU in this thread, on a GPU in its stream."""
         if self._work is not None:
-            with failures_of(self.what):
-                control.wait(self._work, self._group, self._like)
-            control.track(self._group, self._like, self.what)
+            assert self._group is not None
+            with failures_of(self._what):
+                control.wait(self._work, self._group, self.result)
+            control.track(self._group, self.result, self._what)
         self._work = None
+        return self.result
 
 
-def all_gather(shard: Tensor, group: dist.ProcessGroup, operation: str) -> tuple[Tensor, Pending]:
-    """All ranks' (m, ...) as (n, m, ...), filled at the end; shapes are the same on all ranks."""
-    gathered = shard.new_empty((group.size(), *shard.shape))
+def all_gather(
+    shard: Tensor, group: dist.ProcessGroup, operation: str, out: Tensor | None = None
+) -> Pending:
+    """All ranks' (m, ...) as (n, m, ...); shapes are the same on all ranks.
+
+    out: (n m, ...), contiguous, to be filled; None: a new one.
+    """
+    if out is None:
+        out = shard.new_empty((group.size() * len(shard), *shard.shape[1:]))
     what = _collective(operation, "gathering")
     with failures_of(what):
-        flat = gathered.view(-1, *shard.shape[1:])
-        work = _all_gather(flat, shard.contiguous(), group=group, async_op=True)
-    return gathered, Pending(work, what, group, shard)
+        work = _all_gather(out, shard.contiguous(), group=group, async_op=True)
+    return Pending(out.view(group.size(), *shard.shape), work, what, group)
 
 
-def reduce_scatter(
-    parts: Tensor, group: dist.ProcessGroup, operation: str
-) -> tuple[Tensor, Pending]:
-    """This rank's (m, ...) of the sum over ranks of (n m, ...), in place, filled at the end."""
+def reduce_scatter(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Pending:
+    """This rank's (m, ...) of the sum over ranks of (n m, ...), in place."""
     size, rank = parts.shape[0] // group.size(), group.rank()
     total = parts[rank * size : (rank + 1) * size]
     what = _collective(operation, "adding up all ranks' results")
     with failures_of(what):
         work = _reduce_scatter(total, parts, group=group, async_op=True)
-    return total, Pending(work, what, group, total)
+    return Pending(total, work, what, group)
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:
@@ -217,65 +225,6 @@ def _wait(work: dist.Work | None, group: dist.ProcessGroup, like: Tensor) -> Non
 
 def _collective(operation: str, what: str) -> str:
     return f"{operation}: {what}, rank {dist.get_rank()}"
-
-
-class P2PExchange:
-    """Tensors sent to one rank while as many like them are received from another.
-
-    `add` them, `start`, do something else, `wait`. Sent tensors must not change until then.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, to: int, source: int, what: str) -> None:
-        """`to`, `source`: ranks of the group. `what` names the exchange in errors."""
-        ranks = dist.get_process_group_ranks(group)
-        self.group, self.to, self.source = group, ranks[to], ranks[source]
-        self.what = f"{what}, rank {dist.get_rank()} (to rank {self.to}, from rank {self.source})"
-        self._operations: list[dist.P2POp] = []
-        self._works: list[dist.Work] = []
-        self._added = 0
-
-    def add(
-        self, outgoing: Tensor, size: int, dim: int = 0, incoming: Tensor | None = None
-    ) -> Tensor:
-        """Send a tensor; returns one like it, of `size` along `dim`, which is filled at the end.
-
-        `incoming`: the tensor to fill, contiguous; None: a new one.
-        """
-        if incoming is None:
-            shape = list(outgoing.shape)
-            shape[dim] = size
-            incoming = outgoing.new_empty(shape)
-        sides = (dist.isend, outgoing.contiguous(), self.to), (dist.irecv, incoming, self.source)
-        for kind, tensor, peer in sides:
-            if tensor.numel():
-                tag = self._added  # the same for sender and receiver: both add in one order
-                self._operations.append(dist.P2POp(kind, tensor, peer, self.group, tag))
-        self._added += 1
-        return incoming
-
-    def start(self) -> None:
-        """Begin all transfers."""
-        if self._operations:
-            with failures_of(self.what):
-                self._works = dist.batch_isend_irecv(self._operations)
-
-    def wait(self) -> None:
-        """Wait for all transfers: on the CPU in this thread, on a GPU in its stream."""
-        operations, works = self._operations, self._works
-        each = list(zip(operations, works, strict=False)) if len(works) == len(operations) else []
-        # Receiving first: a rank that fails closes its connections, and the next one thus fails at
-        # once, and so on around a ring. Sending to a host that vanished ends with the timeout.
-        for operation, work in sorted(each, key=lambda one: one[0].op is dist.isend):
-            kind = "sending to" if operation.op is dist.isend else "receiving from"
-            with failures_of(f"{self.what}, {kind} rank {operation.peer}"):
-                work.wait()
-        if not each:  # NCCL's transfers are one
-            with failures_of(self.what):
-                for work in works:
-                    work.wait()
-        if works:
-            control.track(self.group, operations[0].tensor, self.what)
-        self._operations, self._works = [], []
 
 
 @contextmanager

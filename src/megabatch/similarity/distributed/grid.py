@@ -1,227 +1,150 @@
-"""The grid schedule: each rank (r, c) of R x C computes a block of the matrix, not a strip.
-
-Rank (r, c) gathers the rows of the ranks (r, *) and the columns of the ranks (*, c) and computes
-the former against the latter: as many pairs as its own rows against all columns, but it receives
-R - 1 + C - 1 shards instead of R C - 1. Columns are gathered in rounds, as those of any group
-(`gathered`). States of rows are exchanged, and their gradients summed, along (r, *), those of
-columns along (*, c). For x against itself the columns travel half of the way around a ring of the
-ranks (*, c), so that R // 2 + C - 1 shards suffice (`halves`).
-
-All rows of the ranks (r, *) are in memory at once. Shards that are too large for that are gathered
-by all ranks in rounds: their computation takes longer than any transfer (docs/distributed.md).
-"""
+"""The hosts of a group's ranks, and its division into a grid of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import os
+import socket
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from megabatch import torch_internals
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import gathered, grid_groups, halves, ring
-from megabatch.similarity.distributed.gathered import Layout
-from megabatch.similarity.distributed.grid_groups import GridGroups
-from megabatch.similarity.distributed.ranks import Ranks
-from megabatch.similarity.distributed.schedule import (
-    Gathered,
-    OnChunk,
-    Partials,
-    Route,
-    Rows,
-    Shard,
+from megabatch.similarity.distributed import comm, control
+from megabatch.similarity.distributed.comm import failures_of
+
+#: Bytes of a host's name in the exchange.
+LENGTH = 128
+
+
+class GridGroups(NamedTuple):
+    """The groups of this rank (r, c) of a grid of R x C."""
+
+    rows: dist.ProcessGroup  #: the ranks (r, *), which share rows
+    cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
+
+
+_hosts: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
+#: Grids of a group by the setting and the number of columns; None: it is no grid.
+_grids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], GridGroups | None]] = (
+    WeakKeyDictionary()
 )
 
 
-def choose(
-    name: str,
-    sizes: Sequence[Sequence[int]],
-    operation: str,
-    features: Tensor,
-    symmetric: bool = False,
-) -> Ranks:
-    """The schedule of a call over a group; the same on all ranks.
+def grid_groups(
+    name: str, sizes: Sequence[Sequence[int]], row: int, device: torch.device
+) -> GridGroups | None:
+    """The grid of a call: a mesh's, or as the setting and the hosts decide; None: no grid.
 
-    A grid takes no empty shard.
+    A grid takes no empty shard, and no rows that do not fit into memory at once.
 
     Args:
-        name: of the group. sizes: (rows by rank, columns by rank). operation: its name in errors.
-        features: this rank's, (m, d). symmetric: x against itself.
+        name: of the group. sizes: (rows by rank, columns by rank). row: bytes of a row's features.
+        device: of the group's tensors.
+
+    Raises:
+        CommunicationError: a rank is gone or does not come in time.
     """
-    rows, cols = sizes
-    row = features.shape[1] * features.element_size()
-    most = gathered.most_sharing(max(rows), row)
-    takes = min(*rows, *cols) > 0
-    found = grid_groups.find(name, features.device, most, symmetric) if takes else None
-    if found is not None:
-        sharing = found.rows.size(), found.cols.size()
-        if gathered.fits_grid(*sharing, max(rows), max(cols), row, symmetric):
-            return Grid(name, rows, cols, operation, features.device, found)
-    return Ranks(name, cols, operation, features.device)
+    if min(map(min, sizes)) == 0:
+        return None
+    group, of_mesh = comm.resolve(name), comm.mesh_groups(name)
+    most = most_sharing(max(sizes[0]), row)
+    if of_mesh is not None:
+        found: GridGroups | None = GridGroups(*of_mesh)
+    elif group is dist.group.WORLD:
+        found = _of_all(group, settings.grid(), device, most)
+    else:  # the ranks of the world would all have to help make its groups
+        found = None
+    for part in found or ():
+        control.watch_with(part, group)
+    return found if found is not None and found.rows.size() <= most else None
 
 
-class Grid(Ranks):
-    """The ranks of a grid and the sizes of their shards; see `Schedule`."""
-
-    def __init__(
-        self,
-        name: str,
-        rows: Sequence[int],
-        cols: Sequence[int],
-        operation: str,
-        device: torch.device,
-        groups: GridGroups,
-    ) -> None:
-        """As of `Ranks`; `rows`, `cols`: numbers of each by rank of the whole group."""
-        super().__init__(name, cols, operation, device)
-        self._cols, self._col_sizes = groups.cols, self._of(groups.cols, cols)
-        self._features: Tensor | None = None
-        layout = Layout(groups.rows, self._of(groups.rows, rows), operation)
-        self.rows: SharedRows = SharedRows(layout, self.starts[self.rank])
-
-    @property
-    def gathered(self) -> Tensor | None:
-        """Features of the shared rows, then of the shared columns; a later run may start with them.
-
-        They are copied into a tensor for the columns of all ranks, as operators return it. Both fit
-        on any grid of several rows and columns; None if they do not, or were not gathered at once.
-        """
-        rows, cols = self.rows.features, self._features
-        if rows is None or cols is None or len(set(self.sizes)) > 1:
-            return None
-        m, n = len(rows), len(cols)
-        if m + n > self.starts[-1]:
-            return None
-        features = cols.new_empty(self.starts[-1], cols.shape[1])
-        features[:m] = rows
-        features[m : m + n] = cols
-        return features
-
-    @gathered.setter
-    def gathered(self, features: Tensor | None) -> None:
-        self._features = None
-        if features is not None:
-            m, n = self.rows.bounds(0)[-1], sum(self._col_sizes)
-            if m + n <= len(features):
-                self.rows.features, self._features = features[:m], features[m : m + n]
-
-    def _of(self, part: dist.ProcessGroup, sizes: Sequence[int]) -> list[int]:
-        """The sizes of the ranks of a row or column."""
-        by_rank = dict(zip(dist.get_process_group_ranks(self.group), sizes, strict=True))
-        return [by_rank[rank] for rank in dist.get_process_group_ranks(part)]
-
-    def run(
-        self,
-        shards: Sequence[Shard],
-        on_chunk: OnChunk,
-        route: Route,
-        partials: Partials | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """See `Schedule`: the chunks are those of the ranks that share this one's columns."""
-        if route.symmetric:
-            yield from super().run(shards, on_chunk, route, partials, meanwhile)
-            return
-        features = shards[0].tensor
-        assert features is not None
-        n, size = self._cols.size(), max(self._col_sizes)
-        row = n * features.shape[1] * features.element_size()
-        rounds = gathered.rounds_of(size, gathered.round_rows(size, row))
-        ranks = gathered.GatheringRanks(
-            self._cols,
-            self._col_sizes,
-            start=self.starts[self.rank],
-            rows_end=self.rows.end,
-            consecutive=False,
-            operation=self.operation,
-            overlap=settings.overlap(),
-        )
-        carried = partials if route.carried else None
-        self._features = yield from gathered.run(
-            ranks, rounds, shards, on_chunk, carried, meanwhile, self._features
-        )
-
-    def use_buffer(self, features: Tensor, filled: bool) -> None:
-        """See `Ranks`; the shared rows come first."""
-        shared = self.rows.bounds(0)[-1]
-        if shared <= len(features):
-            super().use_buffer(features[shared:], filled)
-        if self._buffer is not None:
-            self.rows.use_buffer(features[:shared], filled)
-
-    def _half(self) -> halves.GridPosition:
-        """A ring of the ranks that share this one's columns."""
-        n = self._cols.size()
-        # No block of these columns has a pair (i, i): see `Chunk.start`.
-        own = ring.Ring(self._cols, self._cols.rank(), n, [self.rows.end] * n, self.operation)
-        bounds = self.rows.bounds(0)
-        return halves.GridPosition(own, self._col_sizes, bounds, self.rows.column, self.rank)
+def most_sharing(rows: int, row: int) -> int:
+    """The number of ranks whose shards of `rows` rows, of `row` bytes each, fit into memory."""
+    return settings.gather() // max(1, rows * row)
 
 
-class SharedRows(Rows):
-    """The rows of the ranks (r, *), one rank after another."""
+def columns_for(hosts: int, ranks: int, most: int) -> int:
+    """Columns of the grid of so many hosts with `ranks` ranks each; 0: no grid.
 
-    shared = True
+    A row of the grid is whole hosts, up to `most` ranks. Of the divisions that leave several rows
+    and columns, it is the one with which a host receives the fewest shards from others.
+    """
+    widths = [w for w in range(1, hosts) if hosts % w == 0 and 1 < w * ranks <= most]
+    received = {w: w * ranks - ranks + ranks * (hosts // w - 1) for w in widths}
+    return min(widths, key=received.__getitem__) * ranks if widths else 0
 
-    def __init__(self, layout: Layout, start: int) -> None:
-        """`start`: index of this rank's own rows, as in `Chunk`."""
-        super().__init__(start - layout.starts[layout.group.rank()])
-        self._layout = layout
-        #: position of this rank's rows among those of these ranks
-        self.column = layout.group.rank()
-        #: those of all rows, once they are gathered; a later `gather` may start with them
-        self.features: Tensor | None = None
-        self._buffer: Tensor | None = None
 
-    @property
-    def end(self) -> int:
-        """Index behind the last row."""
-        return self.start + self._layout.starts[-1]
+def by_rank(group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    """The name of each rank's host; the ranks exchange it once, on first use.
 
-    def bounds(self, own: int) -> list[int]:
-        """See `Rows`."""
-        return self._layout.starts
+    Args:
+        device: of the group's tensors.
 
-    def use_buffer(self, features: Tensor, filled: bool) -> None:
-        """See `Ranks.use_buffer`."""
-        if filled:
-            self.features = features
+    Raises:
+        CommunicationError: a rank is gone or sends nothing in time.
+    """
+    if group not in _hosts:
+        channel = control.channel(group, device)
+        if isinstance(channel, control.SocketChannel):  # these reach one host alone
+            _hosts[group] = [""] * group.size()
         else:
-            self._buffer = features
+            with failures_of(f"hosts of a group, rank {dist.get_rank()}"):
+                rows = channel.gather(_host().encode()[:LENGTH].ljust(LENGTH))
+            _hosts[group] = [row.decode(errors="replace").strip() for row in rows]
+    return _hosts[group]
 
-    def gather(self, shards: Sequence[Shard]) -> Callable[[], Gathered]:
-        """See `Rows`."""
-        layout = self._layout
-        ranks = gathered.GatheringRanks(
-            layout.group, layout.sizes, 0, 0, True, layout.operation, True
-        )
-        coming = gathered.Round(ranks, slice(0, layout.padded), shards, self.features)
-        if not settings.overlap():
-            coming.wait()
 
-        def arrived() -> Gathered:
-            coming.wait()
-            self.features = coming.gathered[0]
-            if self._buffer is not None and self.features is not None:
-                self._buffer.copy_(self.features)
-            return tuple(coming.gathered)
+@functools.lru_cache(maxsize=8)
+def in_order(names: tuple[str, ...]) -> tuple[list[int], int]:
+    """The ranks host by host, and the number of ranks of each host; 0 if they differ in it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks.setdefault(name, []).append(rank)
+    sizes = {len(some) for some in ranks.values()}
+    return [rank for some in ranks.values() for rank in some], sizes.pop() if len(sizes) == 1 else 0
 
-        return arrived
 
-    def exchange(self, states: Tensor) -> Tensor:
-        """See `Rows`."""
-        return self._layout.exchange(states, 1)
+def _of_all(
+    group: dist.ProcessGroup, columns: int, device: torch.device, most: int
+) -> GridGroups | None:
+    """The grid of all ranks with so many columns; -1: as the hosts suggest."""
+    setting, order = columns, list(range(group.size()))
+    if setting < 0:
+        order, on_each = in_order(tuple(by_rank(group, device)))
+        columns = columns_for(len(order) // on_each, on_each, most) if on_each else 0
+    known = _grids.setdefault(group, {})
+    if (setting, columns) not in known:
+        grid = columns > 0 and len(order) % columns == 0
+        known[setting, columns] = _new_groups(group, columns, order, device) if grid else None
+    return known[setting, columns]
 
-    def sum(self, totals: Tensor) -> Tensor:
-        """See `Rows`."""
-        total, pending = self._layout.sum(totals)
-        pending.wait()
-        return total
 
-    def sum_by_rank(self, parts: Tensor) -> Tensor:
-        """See `Rows`."""
-        group = self._layout.group
-        total, pending = gathered.reduce_scatter(parts, group, self._layout.operation)
-        pending.wait()
-        return total[0]
+def _new_groups(
+    group: dist.ProcessGroup, columns: int, order: list[int], device: torch.device
+) -> GridGroups:
+    """New groups of the ranks in this order, row by row."""
+    table = [order[i : i + columns] for i in range(0, len(order), columns)]
+    # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
+    timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
+    rows, _ = dist.new_subgroups_by_enumeration(table, timeout)
+    cols, _ = dist.new_subgroups_by_enumeration(
+        [list(c) for c in zip(*table, strict=True)], timeout
+    )
+    assert isinstance(rows, dist.ProcessGroup)
+    assert isinstance(cols, dist.ProcessGroup)
+    return GridGroups(rows, cols)
+
+
+def _host() -> str:
+    """A name that processes share if they are on one host, in one network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return f"{boot.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # no Linux
+        return socket.gethostname()

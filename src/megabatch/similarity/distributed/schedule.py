@@ -1,215 +1,345 @@
-"""The interface of a schedule, which exchanges rows, columns and results between ranks.
+"""The schedule of a group of ranks: who computes which block, and what travels when.
 
-A schedule brings chunks of other ranks' columns to this rank, and returns this rank's partial
-results for them to their owners. `Local` is the schedule of one process; `ranks.Ranks` that of a
-group, which gathers (`gathered`) or passes chunks around a ring (`ring`). These compute this rank's
-rows against all columns; `grid.Grid` shares rows between ranks as well.
+Rank (r, c) of a grid of R x C ranks gathers the rows of the ranks (r, *) and, in rounds, the
+columns of the ranks (*, c), and computes the former against the latter. An all-to-all returns
+states of the columns to their ranks, a reduce-scatter their gradients; states and gradients of the
+rows are exchanged along (r, *). Without a grid, R is the number of ranks and C is 1: each rank
+computes its own rows against all columns. A grid receives R - 1 + C - 1 shards instead of R C - 1,
+which counts between hosts (docs/distributed.md).
+
+Rounds bound the memory of transfers for any shard size: while one is computed, the next one's
+columns arrive and the gradients of the previous one are summed. A collective per round is faster
+than passing chunks around a ring, where each rank waits for the slowest at each step (262,144 x 768
+on 4 H200s: 179 ms instead of 184; benchmarks/results/transfers-4gpu.json).
+
+The matrix of x against itself is symmetric, so one of two ranks computes the block of their shards:
+rank (r, c) its rows against the columns of the ranks (r - s, c), s < R / 2, and if R is even a half
+of the block at s = R / 2, whose other half that rank computes. At s = 0, it computes its own
+columns against the rows of the (C - 1) / 2 ranks that follow it in its row of the grid, and the
+triangle of its own rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megabatch.similarity import settings
+from megabatch.similarity.distributed import comm
+from megabatch.similarity.distributed.comm import Pending
+from megabatch.similarity.distributed.grid import grid_groups
+from megabatch.similarity.distributed.layout import Gathering, Layout
+from megabatch.similarity.matrix import Side
+from megabatch.similarity.slices import strips
 
-class Route(NamedTuple):
-    """The ranks that a chunk reaches: made by `full`, `rows_only`, `consecutive` or `symmetric`."""
-
-    steps: int  #: number of ranks that a chunk reaches, its owner first
-    carried: range  #: steps whose partial results are passed on; after the last, to the owner
-    symmetric: bool = False  #: x against itself: half of the blocks, see `symmetric`
-    consecutive: bool = False  #: the rows of a chunk must be consecutive among those of all ranks
-
-
-def full(n: int) -> Route:
-    """Chunks reach all n ranks, and partial results return to their owners."""
-    return Route(n, range(n))
-
-
-def rows_only(n: int) -> Route:
-    """Chunks reach all n ranks; there are no partial results."""
-    return Route(n, range(0))
-
-
-def consecutive(n: int) -> Route:
-    """As `rows_only`, and each chunk's rows are consecutive."""
-    return Route(n, range(0), consecutive=True)
+#: With at least this many rows of a rank in a round, its own columns come first, while the others'
+#: arrive (65,536 rows on 4 H200s: 12.07 ms instead of 12.21; hiding-4gpu.json). With fewer,
+#: launches by the host decide the time.
+LARGE = 16_384
+#: Shards above the bound are gathered in rounds of this part of it: features of three rounds and
+#: gradients of two are in memory at once, and smaller rounds are as fast where there are many
+#: (98.9% at 1,048,576 rows on 4 H200s; scaling.json).
+ROUND = 4
+#: Rows of a round are a multiple of this, as those of a GPU's tiles.
+TILE = 128
 
 
-def symmetric(n: int) -> Route:
-    """Chunks reach half of the other ranks, since the block of ranks (r, o) serves (o, r) too.
+class Part(NamedTuple):
+    """A block that a rank computes."""
 
-    If n is even, opposite ranks get each other's chunks; each computes a part of their block, see
-    `halves`. Partial results return to the owner from the last of these ranks.
-    """
-    return Route(n // 2 + 1, range(1, n // 2 + 1), symmetric=True)
-
-
-class Shard(NamedTuple):
-    """A tensor of this rank (or None) that is sent in chunks of its rows along `dim`."""
-
-    tensor: Tensor | None
-    dim: int = 0
-
-    def narrow(self, rows: slice) -> Tensor | None:
-        """These rows."""
-        if self.tensor is None:
-            return None
-        return self.tensor.narrow(self.dim, rows.start, rows.stop - rows.start)
+    rows: slice  #: among those that this rank computes
+    cols: slice  #: among those of the round
+    row_start: int  #: index of the first row among those of all ranks, as in `Matrix`
+    col_start: int  #: of the first column; behind all rows if the block holds no pair (i, i)
+    side: Side  #: the columns
 
 
-class Block(NamedTuple):
-    """A part of the matrix: some of the rows that a rank computes, and columns of a chunk."""
+class Ranks:
+    """The ranks of one call over a group, and this rank's place among them."""
 
-    rows: slice  #: among those of `Rows`
-    cols: slice  #: of the chunk
-
-
-class Partials(NamedTuple):
-    """Partial results for the owner of a chunk: one tensor from each rank, rows along `dim`."""
-
-    empty: Callable[[int], Tensor]  #: a tensor for so many rows, to be written
-    dim: int = 0
-    #: (k, ...) -> k of them merged; the owner then gets (k, ...). None: the owner gets their sum.
-    merge: Callable[[Tensor], Tensor] | None = None
-    #: sets a tensor to the results of no row at all, in place
-    clear: Callable[[Tensor], Tensor] = Tensor.zero_
-
-
-class Chunk(NamedTuple):
-    """Columns of one rank or of several, at this rank."""
-
-    owner: int | None  #: the rank whose columns they are; None: several ranks', or another's
-    rows: slice  #: in its owner's shard, or among all shards one after another
-    start: int  #: index of the first among the columns of all ranks. If these are not consecutive:
-    #: a place where the diagonal does not cross them
-    tensors: tuple[Tensor | None, ...]  #: of the shards, in their order
-    partial: Tensor | None  #: to be written, if the route has partial results; uninitialised
-    blocks: tuple[Block, ...] | None = None  #: to be computed; None: all rows against all columns
-
-    @property
-    def size(self) -> int:
-        """Number of columns."""
-        return self.rows.stop - self.rows.start
-
-    def narrow(self, block: Block, dims: Sequence[int], partials: Partials | None) -> Chunk:
-        """The columns of a block; `dims`: of the tensors, along which they lie.
-
-        Their place is given for rows that begin with the block's.
-        """
-        first, size = block.cols.start, block.cols.stop - block.cols.start
-        tensors = tuple(
-            None if t is None else t.narrow(dim, first, size)
-            for t, dim in zip(self.tensors, dims, strict=True)
-        )
-        partial = self.partial
-        if partial is not None and partials is not None:
-            partial = partial.narrow(partials.dim, first, size)
-        rows = slice(self.rows.start + first, self.rows.start + first + size)
-        return Chunk(self.owner, rows, self.start + first - block.rows.start, tensors, partial)
-
-
-OnChunk = Callable[[Chunk], None]
-Gathered = tuple[Tensor | None, ...]  #: tensors of several shards, in their order
-
-
-class Rows:
-    """The rows that a rank computes against the columns of its chunks: its own.
-
-    `grid.SharedRows` are those of several ranks, each of which computes them against other columns.
-    """
-
-    shared = False
-
-    def __init__(self, start: int) -> None:
-        """`start`: index of the first among the columns of all ranks, as in `Chunk`."""
-        self.start = start
-
-    def bounds(self, own: int) -> list[int]:
-        """Where the rows of each rank begin, and where the last one's end; `own`: of this rank."""
-        return [0, own]
-
-    def gather(self, shards: Sequence[Shard]) -> Callable[[], Gathered]:
-        """Begin to bring these tensors of all rows here; the result waits for them."""
-        tensors = tuple(shard.tensor for shard in shards)
-        return lambda: tensors
-
-    def exchange(self, states: Tensor) -> Tensor:
-        """Exchange states (numbers, rows) of all rows; returns every rank's of this rank's rows.
-
-        Those are (k, numbers, own rows).
-        """
-        return states[None]
-
-    def sum(self, totals: Tensor) -> Tensor:
-        """Sum totals (rows, ...) of all rows over ranks; returns the sums of this rank's rows."""
-        return totals
-
-    def sum_by_rank(self, parts: Tensor) -> Tensor:
-        """Sum parts (ranks that share rows, ...) over these ranks; returns this rank's own part."""
-        return parts[0]
-
-
-class Schedule(Protocol):
-    """Exchanges columns and partial results between this rank and the others."""
-
-    alone: bool  #: this process has all of them
-    rank: int
-    n: int  #: number of ranks
-    starts: list[int]  #: index of each rank's first column among those of all ranks
-    rows: Rows
-
-    def run(
+    def __init__(
         self,
-        shards: Sequence[Shard],
-        on_chunk: OnChunk,
-        route: Route,
-        partials: Partials | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Bring all chunks of the route to this rank.
+        name: str,
+        sizes: Sequence[Sequence[int]],
+        operation: str,
+        features: Tensor,
+        symmetric: bool = False,
+        grid: bool = True,
+    ) -> None:
+        """The same schedule on all ranks.
 
         Args:
-            shards: this rank's columns, the features first.
-            on_chunk: called with each chunk, this rank's own columns included.
-            route: the ranks that chunks reach.
-            partials: how partial results are made and merged, if the route has them.
-            meanwhile: called once after the last chunk, during the last transfer of results.
-
-        Yields:
-            `(rows of this rank's shard, their results from all ranks: see Partials)`, as they
-            arrive. The iterator must be exhausted, as it makes the transfers.
+            name: of the group. sizes: (rows by rank, columns by rank). operation: its name in
+                errors. features: this rank's, (m, d). symmetric: x against itself. grid: whether
+                ranks may share rows.
 
         Raises:
-            CommunicationError: it names the operation, the step, this rank and its neighbours.
+            CommunicationError: a rank is gone or does not come in time.
         """
-        ...
+        self.name, self.operation, self.symmetric = name, operation, symmetric
+        group = comm.resolve(name)
+        self.rank, self.n = group.rank(), group.size()
+        row_sizes, col_sizes = sizes
+        self._even = len(set(col_sizes)) == len(set(row_sizes)) == 1
+        row_bytes = features.shape[1] * features.element_size()
+        groups = grid_groups(name, sizes, row_bytes, features.device) if grid else None
+        self._in_order = groups is None  # the columns of a round are those of all ranks
+        if groups is None:
+            self.rows = Layout(None, [row_sizes[self.rank]], operation)
+            self.cols = Layout(group, col_sizes, operation)
+        else:
+            members = dist.get_process_group_ranks(group)
+            for_each = [dist.get_process_group_ranks(part) for part in groups]
+            shared = [[members.index(rank) for rank in part] for part in for_each]
+            self.rows, self.cols = (
+                Layout(part if part.size() > 1 else None, [own[k] for k in ranks], operation)
+                for part, own, ranks in zip(groups, sizes, shared, strict=True)
+            )
+        #: index of this rank's first column, and row, among those of all ranks
+        self.start = sum(col_sizes[: self.rank])
+        self._row_start = self.start - self.rows.own.start
+        self._step = round_rows(self.cols.padded, len(self.cols.sizes) * row_bytes)
+
+    @property
+    def one_round(self) -> bool:
+        """Whether all columns are gathered at once."""
+        return self._step >= self.cols.padded
+
+    def saved(self, features: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Places in `features` for what is gathered of rows and of columns; None: no place.
+
+        The forward pass fills them, the backward pass need not gather again.
+        """
+        if not (self.one_round and self._even):
+            return None, None
+        n = self.cols.size
+        m = self.rows.size if self.rows.group is not None else 0
+        if not 0 < n + m <= len(features):
+            return None, None
+        return features[n : n + m] if m else None, features[:n]
+
+    def rounds(
+        self, side: Side, saved: Tensor | None = None, filled: bool = False
+    ) -> Iterator[Round]:
+        """Gather this rank's columns and the others' in rounds; the next round is on its way.
+
+        saved, filled: as of `Layout.gather`.
+        """
+        parts = list(strips(self.cols.padded, self._step)) or [slice(0, 0)]
+        coming = Round(self, parts[0], side, saved, filled)
+        for k in range(len(parts)):
+            now = coming
+            if settings.overlap() and k + 1 < len(parts):
+                coming = Round(self, parts[k + 1], side)
+            yield now
+            if not settings.overlap() and k + 1 < len(parts):
+                coming = Round(self, parts[k + 1], side)
+
+    def gather_rows(
+        self, side: Side, saved: Tensor | None = None, filled: bool = False
+    ) -> Gathering:
+        """Begin to gather the rows that this rank computes."""
+        coming = self.rows.gather(side, saved, filled)
+        if not settings.overlap():
+            coming.wait()
+        return coming
 
 
-class Local:
-    """The schedule of one process: all columns at once."""
+class Round:
+    """The columns of one round: these rows of every rank's shard."""
 
-    alone, rank, n = True, 0, 1
-
-    def __init__(self) -> None:
-        self.starts, self.rows = [0], Rows(0)
-
-    def run(
+    def __init__(
         self,
-        shards: Sequence[Shard],
-        on_chunk: OnChunk,
-        route: Route,
-        partials: Partials | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """See `Schedule`."""
-        features, dim = shards[0]
-        assert features is not None
-        rows = slice(0, features.shape[dim])
-        partial = partials.empty(rows.stop) if partials is not None and route.carried else None
-        on_chunk(Chunk(0, rows, 0, tuple(shard.tensor for shard in shards), partial))
-        meanwhile()
-        if partial is not None and partials is not None:
-            yield rows, partial if partials.merge is None else partial[None]
+        ranks: Ranks,
+        part: slice,
+        side: Side,
+        saved: Tensor | None = None,
+        filled: bool = False,
+    ) -> None:
+        self.ranks, self._part = ranks, part
+        pieces = [slice(min(part.start, s), min(part.stop, s)) for s in ranks.cols.sizes]
+        self.layout = Layout(ranks.cols.group, [p.stop - p.start for p in pieces], ranks.operation)
+        self.own = pieces[ranks.cols.rank]  #: of this rank's shard
+        self._side = side.narrow(self.own)
+        self._coming = self.layout.gather(self._side, saved, filled)
+        if not settings.overlap():
+            self._coming.wait()
+
+    def parts(self) -> Iterator[Part]:
+        """The blocks to compute; own columns come first if the others' are on their way."""
+        if self.ranks.symmetric:
+            yield from self._half()
+            return
+        ranks, own = self.ranks, self.layout.own
+        behind = ranks._row_start + ranks.rows.size
+        start = ranks.start + self.own.start
+        rows = slice(0, ranks.rows.size)
+        whole = ranks._in_order and ranks.one_round
+        if whole and not (self._coming.under_way and self.layout.sizes[self.layout.rank] >= LARGE):
+            every = slice(0, self.layout.size)
+            yield Part(rows, every, ranks._row_start, 0, self._coming.wait())
+            return
+        yield Part(rows, own, ranks._row_start, start, self._side)
+        for cols in (slice(own.stop, self.layout.size), slice(0, own.start)):
+            if cols.start < cols.stop:
+                side = self._coming.wait().narrow(cols)
+                yield Part(rows, cols, ranks._row_start, behind, side)
+        self._coming.wait()
+
+    def _half(self) -> Iterator[Part]:
+        """x against itself, apart from this rank's own triangle."""
+        ranks, layout = self.ranks, self.layout
+        behind = ranks._row_start + ranks.rows.size
+        columns, n = self._coming.wait(), len(layout.sizes)
+        for step in range(n // 2 + 1):
+            owner = (layout.rank - step) % n
+            first, last = layout.starts[owner : owner + 2]
+            for rows, skipped in half(
+                ranks.rows.starts, ranks.rows.rank, ranks.cols.sizes, layout.rank, step
+            ):
+                cols = slice(first + max(0, skipped - self._part.start), last)
+                if rows.start < rows.stop and cols.start < cols.stop:
+                    row_start = ranks._row_start + rows.start
+                    yield Part(rows, cols, row_start, behind, columns.narrow(cols))
+
+    def by_rank(self) -> Iterator[tuple[int, Side]]:
+        """Consecutive columns of all ranks, and the index of the first; without a grid."""
+        columns, layout = self._coming.wait(), self.layout
+        if self.ranks.one_round:
+            yield 0, columns
+            return
+        for start, first, last in zip(
+            self.ranks.cols.starts, layout.starts, layout.starts[1:], strict=False
+        ):
+            yield start + self._part.start, columns.narrow(slice(first, last))
+
+    def exchange(self, states: Tensor) -> Tensor:
+        """(ranks, k, own): every rank's states of this rank's columns; each gives (k, size)."""
+        return self.layout.exchange(states)
+
+    def sum(self, totals: Tensor) -> Pending:
+        """Begin to sum all ranks' totals (size, ...) of the columns; see `Layout.sum`."""
+        pending = self.layout.sum(totals)
+        if not settings.overlap():
+            pending.wait()
+        return pending
+
+
+def half(
+    row_starts: Sequence[int], column: int, sizes: Sequence[int], row: int, step: int
+) -> Iterator[tuple[slice, int]]:
+    """Rank (row, column)'s rows against the columns that are `step` ranks before it.
+
+    Yields rows, and how many of the owner's columns to leave out.
+
+    Args:
+        row_starts: where the rows of each rank (row, *) begin; the end of all.
+        sizes: columns of the ranks (*, column).
+    """
+    number, count = len(sizes), len(row_starts) - 1
+    if 0 < 2 * step < number:
+        yield slice(0, row_starts[-1]), 0
+        return
+    if step and 2 * step != number:
+        return
+    # Of two ranks that have the same blocks, the first takes those from its own column on.
+    first = column < count // 2 if step == 0 else row < step
+    begin = column + (1 if step == 0 or not first else 0)
+    whole, halved = divmod(count if step else count - 1, 2)
+    for k in range(begin, begin + whole):
+        start, stop = row_starts[k % count : k % count + 2]
+        yield slice(start, stop), 0
+    if halved:
+        k = (begin + whole) % count
+        start, stop = row_starts[k : k + 2]
+        if first:
+            yield slice(start, start + (stop - start) // 2), 0
+        else:
+            yield slice(start, stop), sizes[(row - step) % number] // 2
+
+
+def round_rows(size: int, row: int) -> int:
+    """Rows of each rank's shard of up to `size` rows that are gathered at a time.
+
+    row: bytes of features of one row of each rank.
+    """
+    limit = settings.gather()
+    if size * row <= limit:
+        return max(1, size)
+    most = max(1, limit // ROUND // row)
+    # Rows of whole tiles, or of many ranks a power of two of each.
+    unit = TILE if most >= TILE else 1 << (most.bit_length() - 1)
+    rounds = -(-size // (most // unit * unit))
+    return -(-size // (rounds * unit)) * unit  # even rounds
+
+
+def saved_rows(features: Tensor, ranks: int, limit: int) -> int:
+    """Number of rows of features that are saved for the backward pass: all ranks' or none.
+
+    They are saved if they take up to `limit` bytes, as those of a round do, and if kernels take
+    them without padding.
+    """
+    whole_lines = features.shape[1] * features.element_size() % 16 == 0
+    return ranks * len(features) if whole_lines and ranks * features.nbytes <= limit else 0
+
+
+def terms() -> str:
+    """Description of the schedule's settings, on which all ranks must agree."""
+    columns = settings.grid()
+    return (
+        f"gathered up to {settings.gather()} bytes, "
+        f"transfers {'overlap' if settings.overlap() else 'one by one'}, "
+        f"grid: {'by hosts' if columns < 0 else f'{columns} columns' if columns else 'never'}"
+    )
+
+
+class Agreement(NamedTuple):
+    """The ranks of a call, and the numbers of rows and columns of each, (2, ranks) int64.
+
+    The sizes are on the CPU; for one process they are (2, 0), on the features' device.
+    """
+
+    ranks: Ranks | None  #: None: this process alone
+    sizes: Tensor
+
+
+def agree(
+    group: str, call: str, description: str, sizes: tuple[int, int], x: Tensor, symmetric: bool
+) -> Agreement:
+    """Let the ranks of a group agree on a call, before anything is sent.
+
+    Args:
+        group: its name; "" for this process alone, without communication.
+        call: the public function's name and, after a comma, more on which ranks must agree.
+        description: of the call's arguments, on which they must agree. sizes: this rank's numbers
+            of rows and columns. symmetric: x against itself.
+
+    Raises:
+        ValueError: the ranks disagree; the message says what each had.
+        CommunicationError: a rank is gone or sends nothing in time.
+    """
+    if not group:
+        return Agreement(None, new_sizes(group, x))
+    common = f"{call}, {description}, {terms()}{comm.shape(group)}"
+    table = torch.tensor(comm.agree(group, common, sizes, x.device), device="cpu").T
+    return Agreement(ranks_again(group, call, table, x, symmetric, ""), table)
+
+
+def ranks_again(
+    group: str, call: str, sizes: Tensor, x: Tensor, symmetric: bool, suffix: str = ", backward"
+) -> Ranks | None:
+    """The ranks of a call whose sizes are known: of its backward pass."""
+    if not group:
+        return None
+    return Ranks(group, sizes.tolist(), call.split(",", 1)[0] + suffix, x, symmetric)
+
+
+def new_sizes(group: str, x: Tensor) -> Tensor:
+    """Sizes as of an `Agreement`, uninitialised, also for fake tensors."""
+    # On the features' device: CUDA graphs of torch.compile hold no result on the CPU.
+    ranks = comm.resolve(group).size() if group else 0
+    return x.new_empty(2, ranks, dtype=torch.int64, device="cpu" if ranks else x.device)

@@ -1,0 +1,188 @@
+"""Blocks of the sigmoid loss in torch operations: see `sigmoid`."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.similarity import eager
+from megabatch.similarity.eager import EagerTiles, buffer_views, row_dots
+from megabatch.similarity.matrix import Matrix
+from megabatch.similarity.slices import strips, within
+
+#: Factor of float16's dS, which is at most 1, so that small entries are normal numbers.
+GAIN = 2.0**15
+
+
+class Need(NamedTuple):
+    """The inputs whose gradients are needed."""
+
+    x: bool
+    y: bool
+    scale: bool
+    bias: bool
+
+    @property
+    def features(self) -> bool:
+        """Whether the gradient of x or of y is needed."""
+        return self.x or self.y
+
+
+class SigmoidCall(NamedTuple):
+    """The part of a call that is the same for all blocks."""
+
+    scale: Tensor  #: ()
+    bias: Tensor  #: ()
+    need: Need
+    bounds: Sequence[int]  #: where the rows of each rank begin, and where the last one's end
+    weight_divisor: Tensor | None = None  #: () by which float16's weights are divided
+    teacher: tuple[Tensor, Tensor] | None = None  #: its scale and bias, for soft labels
+
+
+class DeferredGrad(NamedTuple):
+    """A gradient of features (n, d), stored until the backward pass multiplies it.
+
+    For half-precision features it is stored in their dtype, divided by the number of x's rows, so
+    that a loss that is a mean over these does not round it a second time.
+    """
+
+    values: Tensor  #: (n, d), or (0,) if it is not wanted
+    row_scale: Tensor  #: (n,) powers of two by which float16's rows are divided; else (0,)
+
+    @classmethod
+    def like(cls, features: Tensor, wanted: bool) -> DeferredGrad:
+        """An uninitialised gradient of `features`; empty if it is not wanted."""
+        halves = wanted and features.dtype == torch.float16
+        return cls(
+            features.new_empty(features.shape if wanted else 0),
+            features.new_empty(len(features) if halves else 0, dtype=torch.float32),
+        )
+
+
+class SigmoidTiles(EagerTiles):
+    """See `sweep.Tiles`; `gradient_block` also adds the block's losses to `sums`."""
+
+    def __init__(self, matrix: Matrix, call: SigmoidCall, sums: Tensor) -> None:
+        """`sums`: as `new_sums` makes it, for all blocks of the sweep."""
+        super().__init__(matrix)
+        self.call, self._sums = call, sums
+        self._scratch = self._buffers(1 if call.teacher is None else 2)
+        self._gain: Tensor | None = None
+        if self.x.dtype == torch.float16 and eager.rounds_left(self.x):
+            # A GPU's products take dS in float16, which loses digits below 2^-14.
+            weight = call.weight_divisor
+            self._gain = GAIN / (torch.ones_like(call.scale) if weight is None else weight)
+
+    @staticmethod
+    def new_sums(x: Tensor, y: Tensor, ranks: int) -> Tensor:
+        """Sums by rank that shares rows: of losses, dS, and dS * products if x and y are frozen.
+
+        There are b² terms: a block is summed in float32, the blocks in float64.
+        """
+        return x.new_zeros((ranks, 3, 1), dtype=torch.float64)
+
+    def row_blocks(self) -> Iterator[slice]:
+        """Slices of the rows; each has rows of one rank."""
+        return within(self.call.bounds, lambda rows: strips(rows, self.block_rows))
+
+    def unpack_upstream(self, packed: Tensor | None) -> None:
+        """None: a pair's gradient needs no statistic of its row or column."""
+
+    def pack_upstream(self, upstream: object) -> None:
+        """None: only features and ids are sent."""
+
+    def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
+        call, need, (scratch, *other) = self.call, self.call.need, buffer_views(self._scratch, i, j)
+        s = eager.logits(self.x[i], self.y[j], call.scale, out=scratch).add_(call.bias)
+        block = self.matrix.view(i, j)
+        if call.teacher is None:
+            loss, ds = _loss_and_grad(s, block)
+        else:
+            scale, bias = call.teacher
+            assert block.rows.guide is not None
+            assert block.cols.guide is not None
+            t = eager.logits(block.rows.guide, block.cols.guide, scale, out=other[0]).add_(bias)
+            loss, ds = _soft_loss_and_grad(s, t, block.rows.weight)
+        sums = self._sums[bisect_right(call.bounds, i.start) - 1]
+        sums[0] += loss
+        if need.bias:
+            sums[1] += ds.sum()
+        if need.features:
+            return ds if self._gain is None else ds.mul_(self._gain)
+        if need.scale:
+            one = torch.ones_like(call.scale)
+            sums[2] += (ds * eager.logits(self.x[i], self.y[j], one)).sum()
+        return None
+
+    def sums(self) -> Tensor:
+        """(ranks, 3) float64: see `new_sums`."""
+        return self._sums.squeeze(2)
+
+    def factor(self, divisor: int) -> Tensor:
+        """The factor of the sums of dS times features."""
+        return self.call.scale / (divisor if self._gain is None else divisor * self._gain)
+
+    def defer_grad(
+        self,
+        total: Tensor,
+        side: str,
+        part: slice,
+        factor: Tensor,
+        out: DeferredGrad,
+        rows: Tensor | slice,
+        scale_grad_part: bool,
+    ) -> Tensor | None:
+        """Write factor * total to these rows of `out`; <features, total> if `scale_grad_part`.
+
+        `total` belongs to `part` of the features of `side`, "x" or "y".
+        """
+        features = (self.x if side == "x" else self.y)[part]
+        product = row_dots(features, total, torch.float64) if scale_grad_part else None
+        if product is not None and self._gain is not None:
+            product /= self._gain
+        values = total.mul_(factor)
+        if len(out.row_scale):
+            _, exponent = torch.frexp(values.abs().amax(1).nan_to_num(1, 1))
+            power = torch.ldexp(torch.ones_like(values[:, 0]), exponent.clamp(-100, 100) - 15)
+            out.row_scale[rows] = power
+            values.div_(power[:, None])
+        out.values[rows] = values.to(out.values.dtype)
+        return product
+
+
+def _soft_loss_and_grad(s: Tensor, t: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(sum of the losses, dS) of one block of logits `s`, labels sigmoid(t); destroys `s`."""
+    losses = F.logsigmoid(s).mul_(t.sigmoid())
+    losses.addcmul_(F.logsigmoid(s.neg()), t.neg().sigmoid_()).neg_()
+    # sigmoid(s) - sigmoid(t), whose difference cancels if both are near 1, as a product: of the
+    # larger's sigmoid, of 1 - the smaller's, and of 1 - e^(smaller - larger).
+    low = torch.minimum(s, t)
+    negative = s < t
+    high = torch.maximum(s, t, out=s)
+    ds = torch.expm1(low - high)
+    ds.mul_(high.sigmoid_()).mul_(low.neg_().sigmoid_())
+    ds = torch.where(negative, ds, ds.neg())
+    if weight is None:
+        return losses.sum(), ds
+    return (losses.sum(1) * weight).sum(), ds.mul_(weight[:, None])
+
+
+def _loss_and_grad(s: Tensor, block: Matrix) -> tuple[Tensor, Tensor]:
+    """(sum of the losses, dS) of one block of logits; destroys `s`."""
+    positive, _ = block.masks(s)
+    if positive is not None:
+        s = torch.where(positive, s.neg(), s)
+    # softplus(s) = -logsigmoid(-s): torch's softplus returns its argument above 20.
+    losses = F.logsigmoid(s.neg()).neg_()
+    ds = s.sigmoid_()  # of -z * logit, so that neither sign is a difference 1 - p
+    if positive is not None:
+        ds = torch.where(positive, ds.neg(), ds)
+    weight = block.rows.weight
+    if weight is None:
+        return losses.sum(), ds
+    return (losses.sum(1) * weight).sum(), ds.mul_(weight[:, None])

@@ -1,0 +1,244 @@
+"""Blocks of log-sum-exps in torch operations: see `softmax`."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megabatch.similarity import eager, states
+from megabatch.similarity.eager import EagerTiles, buffer_views, without_autocast
+from megabatch.similarity.matrix import Matrix
+from megabatch.similarity.states import SoftmaxStates
+
+#: (positive, dropped) of a block, as `Matrix.masks` returns them.
+Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"
+
+
+class SoftmaxTiles(SoftmaxStates, EagerTiles):
+    """See `sweep.StateTiles`; an upstream is the tensor that is sent with the columns."""
+
+    def __init__(self, matrix: Matrix, scale: Tensor, saved: Tensor) -> None:
+        """`saved`: a tensor for the logits of the first blocks, which the backward pass reads."""
+        super().__init__(matrix)
+        self.scale = scale
+        self._scratch = self._buffers(2)
+        self._saved = self._saved_blocks(saved)
+
+    # --- forward ----------------------------------------------------------------------------
+
+    def results(self, state: Tensor) -> Tensor:
+        return states.to_logsumexp(state, self.new_results(state.shape[1]))
+
+    def forward(
+        self,
+        rows: Tensor,
+        cols: Tensor | None,
+        overwrite: tuple[bool, bool],
+        to_results: bool = False,
+    ) -> None:
+        states.clear_if(rows, cols, overwrite)
+        for i in self.row_blocks():
+            for j in self.col_blocks(i):
+                mirrored = self.symmetric and i != j
+                other = rows if mirrored else cols
+                others = None if other is None else other[:, j]
+                s, scratch = self._logits(i, j, save=True)
+                forward_tile(s, self._masks(i, j, s, scratch), rows[:, i], others, scratch)
+
+    def merge(self, parts: Tensor) -> Tensor:
+        return states.merge(parts)
+
+    def write_results(self, parts: Tensor, out: Tensor) -> None:
+        states.to_logsumexp(parts[0] if len(parts) == 1 else states.merge(parts), out)
+
+    # --- backward ---------------------------------------------------------------------------
+
+    def make_upstream(self, results: Tensor, gradient: Tensor) -> Tensor:
+        """A side's upstream from its results and their gradients."""
+        return states.upstream(results, gradient)
+
+    def unpack_upstream(self, packed: Tensor | None) -> Tensor | None:
+        return packed
+
+    def pack_upstream(self, upstream: Tensor | None) -> Tensor | None:
+        return upstream
+
+    def upstream_divisor(self, rows: Tensor | None, cols: Tensor | None) -> Tensor | None:
+        """On the CPU dS stays in float32; a GPU's products take float16."""
+        if self.x.dtype != torch.float16 or not eager.rounds_left(self.x):
+            return None
+        return states.upstream_divisor([side for side in (rows, cols) if side is not None])
+
+    def gradient_block(
+        self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
+    ) -> Tensor:
+        s, scratch = self._logits(i, j)
+        return gradient_tile(
+            s,
+            self._masks(i, j, s, scratch),
+            None if rows is None else rows[:, i],
+            None if cols is None else cols[:, j],
+            (buffer_views(self._scratch, i, j)[0], scratch),
+        )
+
+    def _masks(self, i: slice, j: slice, s: Tensor, scratch: Tensor) -> Masks:
+        """Masks of a block of logits `s`; a guide's products overwrite `scratch`."""
+        block = self.matrix.view(i, j)
+        guide_x, guide_y = block.rows.guide, block.cols.guide
+        if guide_x is None or guide_y is None:
+            return block.masks(s)
+        return block.masks(eager.products(guide_x, guide_y, scratch))
+
+    def _logits(self, i: slice, j: slice, save: bool = False) -> tuple[Tensor, Tensor]:
+        """The logits of a block, and a buffer of its size; with `save`, saved ones are written."""
+        saved = self._saved.get((i.start, j.start))
+        first, second = buffer_views(self._scratch, i, j)
+        if saved is not None and not save:
+            return saved, second
+        out = first if saved is None else saved
+        return eager.logits(self.x[i], self.y[j], self.scale, out=out), second
+
+    def _saved_blocks(self, saved: Tensor) -> dict[tuple[int, int], Tensor]:
+        """Views of `saved` for the blocks that fit into it, by their first pair."""
+        blocks: dict[tuple[int, int], Tensor] = {}
+        used = 0
+        for i in self.row_blocks():
+            for j in self.col_blocks(i):
+                m, n = i.stop - i.start, j.stop - j.start
+                if used + m * n > saved.numel():
+                    return blocks
+                blocks[i.start, j.start] = saved[used : used + m * n].view(m, n)
+                used += m * n
+        return blocks
+
+
+@without_autocast
+def forward_tile(
+    s: Tensor, masks: Masks, rows: Tensor, cols: Tensor | None, scratch: Tensor
+) -> None:
+    """Merge a block of logits `s` (m, n) into the states `rows` and `cols`, in place."""
+    positive, dropped = masks
+    if positive is None and dropped is None:
+        shift = merge_sum(rows[:2], s, 1, scratch)
+        if cols is not None and not _merge_shared(cols[:2], scratch, shift):
+            merge_sum(cols[:2], s, 0, scratch)
+        return
+    excluded = either(positive, dropped)
+    negatives = s.masked_fill(excluded, -torch.inf)
+    for state, dim in ((rows, 1), (cols, 0)):
+        if state is None:
+            continue
+        merge_sum(state[:2], negatives, dim, scratch)
+        if positive is not None:
+            merge_sum(state[2:4], s.masked_fill(~positive, -torch.inf), dim, scratch)
+            state[4] += s.masked_fill(~positive, 0).sum(dim)
+            state[5] += positive.sum(dim)
+
+
+def gradient_tile(
+    s: Tensor,
+    masks: Masks,
+    rows: Tensor | None,
+    cols: Tensor | None,
+    buffers: tuple[Tensor, Tensor],
+) -> Tensor:
+    """dS of a block of logits `s`, in their dtype; destroys `s` if that is the first buffer.
+
+    `rows` and `cols` are upstreams; both are combined before dS is rounded for the products.
+    """
+    positive, dropped = masks
+    if positive is None:
+        ds = softmax_grad(s, rows, cols, 0, buffers)
+    else:
+        ds = torch.where(
+            positive,
+            softmax_grad(s, rows, cols, 2, (torch.empty_like(s), torch.empty_like(s))),
+            softmax_grad(s, rows, cols, 0, buffers),
+        )
+    return ds if dropped is None else ds.masked_fill(dropped, 0)
+
+
+def merge_sum(state: Tensor, s: Tensor, dim: int, out: Tensor) -> Tensor:
+    """Merge the exponentials of `s` along `dim` into (largest, shifted sum).
+
+    Leaves e^(s - shift) in `out` and returns the shift.
+    """
+    largest = torch.maximum(state[0], s.amax(dim))
+    # A row without any pair yet keeps -inf as its largest; shift by 0 there, not by -inf.
+    shift = largest.masked_fill(largest == -torch.inf, 0)
+    exponentials = torch.sub(s, shift.unsqueeze(dim), out=out).exp_()
+    state[1].mul_((state[0] - shift).exp_()).add_(exponentials.sum(dim))
+    state[0].copy_(largest)
+    return shift
+
+
+def _merge_shared(state: Tensor, exponentials: Tensor, shift: Tensor) -> bool:
+    """Merge the columns' sums from the rows' e^(s - shift), if these are accurate enough.
+
+    This takes one exponential per logit instead of two. Weighting each row by
+    e^(shift - reference) gives the columns' sums relative to one reference. Terms that underflow
+    are below the smallest normal number, so a sum above its power 2/3 has lost nothing relevant.
+    """
+    if exponentials.device.type != "cpu":  # the check would stall a GPU's stream
+        return False
+    reference = shift.max()
+    sums = (shift - reference).exp_() @ exponentials
+    if (sums < torch.finfo(sums.dtype).tiny ** (2 / 3)).any():
+        return False
+    largest = torch.maximum(state[0], reference)
+    state[1].mul_((state[0] - largest).exp_()).add_(sums.mul_((reference - largest).exp_()))
+    state[0].copy_(largest)
+    return True
+
+
+def softmax_grad(
+    s: Tensor,
+    rows: Tensor | None,
+    cols: Tensor | None,
+    start: int,
+    buffers: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The gradient of each logit in `s`, as a negative pair (start 0) or a positive one (2).
+
+    The first buffer may be `s` itself, which is then destroyed.
+    """
+    scratch, out = buffers
+    if rows is not None and cols is not None and start == 0 and _shareable(rows, cols):
+        reference = rows[0].max()
+        row_factor = (reference - rows[0]).exp_().mul_(rows[1])
+        col_factor = (reference - cols[0]).exp_().mul_(cols[1])
+        torch.add(row_factor[:, None], col_factor, out=out)
+        return out.mul_(torch.sub(s, reference, out=scratch).exp_())
+    if rows is not None:
+        torch.sub(s, rows[start, :, None], out=out).exp_().mul_(rows[start + 1, :, None])
+    else:
+        out.zero_()
+    if cols is not None:
+        exponentials = torch.sub(s, cols[start], out=scratch).exp_()
+        out.addcmul_(exponentials, cols[start + 1])
+    if start == 2 and rows is not None:
+        out += rows[4, :, None]
+    if start == 2 and cols is not None:
+        out += cols[4]
+    return out
+
+
+def _shareable(rows: Tensor, cols: Tensor) -> bool:
+    """Whether one exponential serves both sides of a block: their log-sum-exps differ little.
+
+    If they are within 40 of each other, terms that underflow relative to the largest (e^-87 in
+    float32) are probabilities below e^-47.
+    """
+    if rows.device.type != "cpu":  # the check would stall a GPU's stream
+        return False
+    low, high = torch.aminmax(torch.cat([rows[0], cols[0]]))
+    return bool(high - low < 40)
+
+
+def either(first: Tensor | None, second: Tensor | None) -> Tensor:
+    """The union of two masks, of which one may be None."""
+    if first is None or second is None:
+        return second if first is None else first  # type: ignore[return-value]
+    return first | second

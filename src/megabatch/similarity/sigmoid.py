@@ -1,0 +1,322 @@
+"""The sigmoid loss's sum over all pairs, with its gradients, from one sweep.
+
+The loss is SigLIP's (Zhai et al. 2023, arXiv 2303.15343). A pair's gradient needs no statistic of
+its row or column, so the sweep that sums the loss computes the gradients too: 6 m n d operations
+for both, where a second sweep would make it 8. The gradients of x and y are stored for the backward
+pass (`DeferredGrad`). Labels may be soft, the sigmoids of a teacher's logits; torch operations
+compute these on all devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabatch.similarity import backends, settings
+from megabatch.similarity.arguments import (
+    accumulator_dtype,
+    cast_for_autocast,
+    check_ids,
+    check_same_rows,
+    check_scalar,
+    check_teacher,
+    check_two,
+    check_vector,
+)
+from megabatch.similarity.distributed import comm, schedule
+from megabatch.similarity.distributed.comm import group_name
+from megabatch.similarity.distributed.means import replicated
+from megabatch.similarity.distributed.schedule import Ranks
+from megabatch.similarity.eager import STRIP
+from megabatch.similarity.eager_sigmoid import DeferredGrad, Need, SigmoidCall, SigmoidTiles
+from megabatch.similarity.matrix import PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
+from megabatch.similarity.memory import Run
+from megabatch.similarity.ops import Bundle, new_gradient, reduction
+from megabatch.similarity.settings import AppliedSettings
+from megabatch.similarity.slices import strips
+from megabatch.similarity.sweep import Sweep, products
+from megabatch.torch_internals import transforms_active
+
+Ids: TypeAlias = "str | tuple[Tensor, Tensor]"
+
+
+def softplus_sum(
+    x: Tensor,
+    y: Tensor,
+    scale: float | Tensor,
+    bias: float | Tensor,
+    *,
+    ids: Ids = "paired",
+    weight: Tensor | None = None,
+    teacher: tuple[Tensor, Tensor, float | Tensor, float | Tensor] | None = None,
+    group: object = None,
+) -> Tensor:
+    """Sum over all pairs (i, j) of weight_i * softplus(-z_ij * (scale * <x_i, y_j> + bias)).
+
+    z_ij is +1 if the ids of a pair are equal and -1 otherwise. If gradients are needed, the forward
+    pass computes those of x and y in the same sweep and stores them for the backward pass in the
+    dtype of x, in as much memory as x and y take.
+
+    Args:
+        x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast
+            dtypes may differ if it casts both to one.
+        scale, bias: numbers, or tensors of shape () or (1,); differentiable.
+        ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers. A
+            negative id equals nothing.
+        weight: (m,) factors, one for all pairs of a row of x, without a gradient.
+        teacher: `(u (m, d'), v (n, d'), scale, bias)`, for soft labels T_ij = sigmoid(scale *
+            <u_i, v_j> + bias) instead of `ids`: a pair's loss is T softplus(-logit) + (1 - T)
+            softplus(logit). Dtypes as of a guide in `split_logsumexp`. Torch operations compute
+            this, even on GPUs.
+        group: the processes that share the matrix, each with its own rows of x and of y; as in
+            `logsumexp`. The sum is over this process's rows and all columns. The gradients are
+            computed before the upstream gradient is known, so it must be the same on all
+            processes; if it differs, the gradient of y is NaN.
+
+    Returns:
+        A scalar in float32 (float64 for float64 features).
+
+    Raises:
+        TypeError, ValueError: the message names the argument, its value and what was expected, or
+            what each process had where they disagree.
+        CommunicationError: another process is gone, or did not make its call in time.
+    """
+    check_two(x, y)
+    x, y = cast_for_autocast(x, y)
+    row_ids, col_ids = check_ids(ids, x, y)
+    labels: tuple[Tensor | None, ...] = (None,) * 4
+    if teacher is not None:
+        if row_ids is not None:
+            raise ValueError("ids: expected 'paired' with a teacher's labels, got tensors")
+        labels = check_teacher(teacher, x, y)
+    elif row_ids is None:
+        check_same_rows(x, y)
+    scale, bias = check_scalar("scale", scale, x), check_scalar("bias", bias, x)
+    if weight is not None:
+        weight = check_vector("weight", weight, x.shape[0], x)
+        if weight.requires_grad:
+            raise ValueError("weight: expected a tensor that needs no gradient, got one that does")
+    backends.warn_of_float32(x)
+    need = Need(*(torch.is_grad_enabled() and t.requires_grad for t in (x, y, scale, bias)))
+    if not torch.compiler.is_compiling() and transforms_active():
+        need = Need(*(True,) * 4)  # torch.func.vmap hides what needs a gradient outside of it
+    diagonal = PAIRED if row_ids is None and teacher is None else PLAIN
+    name = group_name(group)
+    if name:
+        scale, bias = replicated(scale, group), replicated(bias, group)
+    tensors = x, y, scale, bias, row_ids, col_ids, weight, *labels
+    return softplus_sums(*tensors, diagonal, *need, name, settings.of_call(x))[0]
+
+
+# --- the operators --------------------------------------------------------------------------------
+
+
+class Operands(NamedTuple):
+    """Operands of the operators."""
+
+    x: Tensor
+    y: Tensor
+    scale: Tensor
+    bias: Tensor
+    row_ids: Tensor | None
+    col_ids: Tensor | None
+    weight: Tensor | None
+    teacher_x: Tensor | None
+    teacher_y: Tensor | None
+    teacher_scale: Tensor | None
+    teacher_bias: Tensor | None
+    diagonal: str  #: of `Matrix`
+    need_x: bool
+    need_y: bool
+    need_scale: bool
+    need_bias: bool
+    group: str
+    settings: Sequence[int]
+
+    @property
+    def need(self) -> Need:
+        """The gradients that the forward pass computes."""
+        return Need(self.need_x, self.need_y, self.need_scale, self.need_bias)
+
+
+class Results(NamedTuple):
+    """The sum, and its gradients; those of x and y are `DeferredGrad`s, empty if not needed.
+
+    In a group the sum is over this rank's rows and all columns, scale's and bias's gradients are of
+    that sum, and y's is of the sum over ranks.
+    """
+
+    loss: Tensor
+    dx: Tensor
+    x_row_scale: Tensor
+    dy: Tensor
+    y_row_scale: Tensor
+    dscale: Tensor
+    dbias: Tensor
+
+
+BUNDLE = Bundle(Operands, Results, wanted=4, outputs=1)
+
+
+def _forward(*flat: Any) -> Results:
+    o = Operands(*flat)
+    with AppliedSettings(o.settings, o.x), torch.cuda.device_of(o.x):
+        terms, own_sizes = _terms(o) if o.group else "", (len(o.x), len(o.y))
+        ranks, _ = schedule.agree(o.group, "softplus_sum", terms, own_sizes, o.x, False)
+        sweep = _sweep(o, ranks)
+        dx, dy = DeferredGrad.like(o.x, o.need_x), DeferredGrad.like(o.y, o.need_y)
+        sums = _sum_and_gradients(sweep, o.need, dx, dy)
+        dtype = accumulator_dtype(o.x.dtype)
+        # Copies: the results of an operator may not share memory.
+        loss, dbias, dscale = (number.to(dtype, copy=True) for number in sums)
+        return Results(loss, *dx, *dy, dscale, dbias)
+
+
+def _sum_and_gradients(
+    sweep: Sweep, need: Need, dx: DeferredGrad, dy: DeferredGrad
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum and its gradients of bias and scale; those of x and y go to `dx` and `dy`."""
+    own, orders = sweep.make(sweep.matrix), sweep.orders
+    factor = own.factor(divisor(sweep.matrix.rows.features))
+    out = {"x": (dx, orders.rows), "y": (dy, orders.cols)}
+    parts: list[Tensor] = []  # of the scale's gradient
+    for side, part, total in products(sweep, own, need.x, need.y):
+        deferred, order = out[side]
+        rows = part if order is None else order[part]
+        with_scale = need.scale and need.x == (side == "x")
+        found = own.defer_grad(total, side, part, factor, deferred, rows, with_scale)
+        parts.extend([] if found is None else [found])
+        del total  # before the next one is made
+    sums = own.sums()
+    loss, dbias, dscale = sums[0] if sweep.ranks is None else sweep.ranks.rows.sum_by_rank(sums)
+    if parts:  # one launch less if there is one part
+        dscale = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    return loss, dbias, dscale
+
+
+def _forward_fake(*flat: Any) -> Results:
+    o = Operands(*flat)
+    dtype = accumulator_dtype(o.x.dtype)
+    total, dscale, dbias = (o.x.new_empty((), dtype=dtype) for _ in range(3))
+    deferred = *DeferredGrad.like(o.x, o.need_x), *DeferredGrad.like(o.y, o.need_y)
+    return Results(total, *deferred, dscale, dbias)
+
+
+def _backward(*flat: Any) -> tuple[Tensor, ...]:
+    """The deferred gradients times the upstream one.
+
+    It is an operator without a derivative that takes all inputs, so that a second derivative is an
+    error and not silently incomplete.
+    """
+    o, results, (gradient,), need = BUNDLE.split(flat)
+    if gradient is None:
+        gradient = torch.zeros_like(results.loss)
+    # The other ranks' part of y's gradient was formed as if they had the same upstream gradient.
+    common = _same_on_all_ranks(gradient, o.group) if o.group and o.need_y else gradient
+    dx, dy = new_gradient(o.x, need[0], o.x), new_gradient(o.y, need[1], o.x)
+    with torch.cuda.device_of(o.x):
+        for out, deferred, factor in (
+            (dx, DeferredGrad(results.dx, results.x_row_scale), gradient),
+            (dy, DeferredGrad(results.dy, results.y_row_scale), common),
+        ):
+            if len(out):
+                _write(out, deferred, factor, divisor(o.x))
+        dscale, dbias = (
+            number * gradient if needed else o.x.new_empty(0)
+            for number, needed in zip(results[-2:], need[2:], strict=True)
+        )
+        return dx, dy, dscale, dbias
+
+
+def _write(out: Tensor, deferred: DeferredGrad, factor: Tensor, divisor: int) -> None:
+    """out = the gradient times two factors, in its dtype."""
+    if backends.uses_kernels(out):
+        from megabatch.similarity.triton.sigmoid_tiles import write_deferred
+
+        if out.stride(1) == 1:
+            write_deferred(deferred, out, factor, divisor)
+        else:  # as features that are stored by columns
+            by_rows = torch.empty_like(deferred.values)
+            write_deferred(deferred, by_rows, factor, divisor)
+            out.copy_(by_rows)
+        return
+    # Two dimensions, so that the product is formed in the factor's dtype and rounded once.
+    factors = (factor * divisor).reshape(1, 1)
+    for i in strips(len(out), STRIP):
+        by_row = deferred.row_scale[i, None] * factors if len(deferred.row_scale) else factors
+        torch.mul(deferred.values[i], by_row, out=out[i])
+
+
+def _same_on_all_ranks(value: Tensor, group: str) -> Tensor:
+    """The value, or NaN if another rank's differs; the host reads nothing from the device."""
+    extremes = torch.stack([value, -value])
+    comm.all_reduce(extremes, group, "softplus_sum, backward", dist.ReduceOp.MAX)
+    return value.masked_fill(extremes.sum() != 0, math.nan)
+
+
+def _forward_bytes(run: Run, o: Operands) -> int:
+    """Accumulators of all columns and a strip of rows; over ranks of all rows."""
+    block, rows = run.block(o.x, o.y) if o.teacher_x is None else run.eager_block(o.x, o.y)
+    totals = len(o.y) + min(rows, len(o.x)) if run.ranks == 1 else run.rows(o.x)
+    received = run.transfer_bytes(o.x)
+    if o.teacher_x is not None:
+        received += run.transfer_bytes(o.teacher_x)
+    return block + run.totals(o.x, totals) + received
+
+
+softplus_sums = reduction(
+    "softplus_sum", BUNDLE, _forward, _forward_fake, _backward, (_forward_bytes, None)
+)
+
+
+def divisor(x: Tensor) -> int:
+    """The factor by which the sum is divided before its gradients are stored."""
+    return max(1, len(x)) if x.element_size() == 2 else 1
+
+
+def _terms(o: Operands) -> str:
+    """Description of the call, on which all ranks must agree."""
+    wanted = ", ".join(name for name, needed in o.need._asdict().items() if needed)
+    return (
+        f"{backends.described(o.x)}, gradients wanted: {wanted or 'none'}, "
+        f"ids: {'given' if o.row_ids is not None else o.diagonal}, "
+        f"weight: {'none' if o.weight is None else 'given'}, "
+        f"teacher: {'none' if o.teacher_x is None else backends.described(o.teacher_x)}"
+    )
+
+
+def _sweep(o: Operands, ranks: Ranks | None) -> Sweep:
+    """The matrix in the order of its ids, and its tiles."""
+    # Each rank sorts its own shard, so that its pairs (i, i) stay on the diagonal.
+    start = 0 if ranks is None else ranks.start
+    rows = Side(o.x, o.row_ids, None, o.weight, o.teacher_x)
+    matrix = Matrix(rows, Side(o.y, o.col_ids, None, None, o.teacher_y), o.diagonal, start, start)
+    bounds = [0, len(o.x)] if ranks is None else ranks.rows.starts
+    teacher = None
+    if o.teacher_scale is not None and o.teacher_bias is not None:
+        teacher = o.teacher_scale, o.teacher_bias
+    call = SigmoidCall(o.scale, o.bias, o.need, bounds, _weight_divisor(o, ranks), teacher)
+    if teacher is not None or not backends.uses_kernels(o.x):
+        sums = SigmoidTiles.new_sums(o.x, o.y, len(bounds) - 1)
+        return Sweep(matrix, Orders(), partial(SigmoidTiles, call=call, sums=sums), ranks)
+    from megabatch.similarity.triton.sigmoid_tiles import SigmoidKernelTiles
+
+    sums = SigmoidKernelTiles.new_sums(o.x, o.y, len(bounds) - 1)
+    return Sweep(*sort_by_id(matrix), partial(SigmoidKernelTiles, call=call, sums=sums), ranks)
+
+
+def _weight_divisor(o: Operands, ranks: Ranks | None) -> Tensor | None:
+    """The largest weight of all ranks, if dS is in float16 and needs weights of at most 1."""
+    if o.weight is None or o.x.dtype != torch.float16:
+        return None
+    largest = o.weight.abs().amax() if len(o.weight) else o.weight.new_zeros(())
+    divisor = largest.masked_fill(largest == 0, 1)
+    if ranks is not None:  # their gradients of y are summed
+        comm.all_reduce(divisor, ranks.name, ranks.operation, dist.ReduceOp.MAX)
+    return divisor

@@ -1,0 +1,412 @@
+"""Log-sum-exps of the rows and columns of a matrix, split by whether a pair's ids are equal.
+
+The method is Inf-CL's (arXiv 2410.17243, section 3: tiles that are never stored) with one sweep
+for both directions, and FlashAttention's running sums (arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megabatch.similarity import backends, eager, settings, states
+from megabatch.similarity.arguments import (
+    accumulator_dtype,
+    cast_for_autocast,
+    check_features,
+    check_guide,
+    check_ids,
+    check_same_rows,
+    check_scalar,
+    check_two,
+    check_vector,
+)
+from megabatch.similarity.distributed import schedule
+from megabatch.similarity.distributed.comm import group_name
+from megabatch.similarity.distributed.schedule import Ranks
+from megabatch.similarity.eager_softmax import SoftmaxTiles
+from megabatch.similarity.matrix import DROPPED, PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
+from megabatch.similarity.memory import Run, gradient_bytes, padded_bytes
+from megabatch.similarity.ops import Bundle, reduction
+from megabatch.similarity.settings import AppliedSettings
+from megabatch.similarity.sweep import SideGradient, Sweep, gradients, in_given_order, reduce
+from megabatch.torch_internals import transforms_active
+
+Ids: TypeAlias = "str | Tensor | tuple[Tensor, Tensor]"
+Guides: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+
+
+# --- public functions -----------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """One side of a similarity matrix, split by whether the ids of a pair are equal; each
+    (rows,)."""
+
+    negative: Tensor  #: log-sum-exp over pairs of different ids; -inf if there are none
+    positive: Tensor  #: log-sum-exp over pairs of equal ids; -inf if there are none
+    positive_sum: Tensor  #: sum of the logits of the pairs of equal ids
+    positive_count: Tensor  #: number of the pairs of equal ids; no gradient
+
+    @classmethod
+    def of(cls, stack: Tensor) -> Split:
+        """The parts of a side of `Stacks`."""
+        if len(stack) == 4:
+            negative, positive, positive_sum, positive_count = stack.unbind()
+            return cls(negative, positive, positive_sum, positive_count.detach())
+        (negative,) = stack.unbind()  # no pair can be positive
+        nothing = torch.zeros_like(negative)
+        return cls(negative, torch.full_like(negative, -math.inf), nothing, nothing)
+
+
+class Stacks(NamedTuple):
+    """Both sides as one tensor each, which a loss of few launches takes; see `Split.of`."""
+
+    rows: Tensor  #: (4, m), or (1, m) if no pair can be positive: the parts of a `Split`
+    columns: Tensor | None  #: (4 or 1, n); None if the side is left out
+    batch: Tensor | None  #: () int64 on the CPU, the rows of all processes; None: one process
+
+
+def logsumexp(
+    x: Tensor,
+    y: Tensor,
+    scale: float | Tensor = 1.0,
+    *,
+    sides: str = "both",
+    group: object = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-sum-exp of scale * x @ y.T along each axis, from one sweep that never stores it.
+
+    Args:
+        x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast
+            dtypes may differ if it casts both to one.
+        scale: a number, or a tensor of shape () or (1,); differentiable.
+        sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
+        group: the processes that share the matrix, each with its own rows of x and of y: None for
+            the default group where torch.distributed is initialised, a process group, a
+            DeviceMesh of one dimension, or of two with all processes (a grid, see
+            docs/distributed.md), or "local" for this process alone. `rows` and `columns` are those
+            of this process's x and y.
+
+    Returns:
+        `(rows (m,), columns (n,))` in float32 (float64 for float64 features); columns is None
+        with `sides="rows"`. A side without any pair is -inf and has zero gradient.
+
+    Raises:
+        TypeError, ValueError: the message names the argument, its value and what was expected, or
+            what each process had where they disagree.
+        CommunicationError: another process is gone, or did not make its call in time.
+    """
+    check_two(x, y)
+    both = _both(sides)
+    x, y = cast_for_autocast(x, y)
+    matrix = Matrix(Side(x), Side(y))
+    operands = _operands(matrix, check_scalar("scale", scale, x), both, group, "logsumexp")
+    rows, columns, *_ = logsumexps(*operands)
+    return rows[0], columns[0] if both else None
+
+
+def split_logsumexp(
+    x: Tensor,
+    y: Tensor | None = None,
+    scale: float | Tensor = 1.0,
+    *,
+    ids: Ids = "paired",
+    positives: str = "ids",
+    ceiling: Tensor | None = None,
+    guide: Guides | None = None,
+    sides: str = "both",
+    group: object = None,
+) -> tuple[Split, Split | None]:
+    """Log-sum-exps of scale * x @ y.T split by whether the ids of a pair are equal.
+
+    Args:
+        x: (m, d) features, any floating dtype.
+        y: (n, d), as in `logsumexp`. None: x against itself, without each row's pair with itself,
+            and at half the cost, as the matrix is symmetric.
+        scale: a number, or a tensor of shape () or (1,); differentiable.
+        ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers;
+            with y=None one vector of ids serves both. A negative id equals no other id.
+        positives: "ids": all pairs of equal ids are positives; or "paired": only (i, i) is, and
+            other pairs of equal ids are left out (known false negatives).
+        ceiling: (m,) logits; pairs of different ids whose logit exceeds their row's ceiling are
+            left out (margin-based false negatives). No gradient flows into it.
+        guide: `(guide_x (m, d'), guide_y (n, d'))`, another model's features of any width; with
+            y=None one matrix serves both. The ceiling then applies to their products <guide_x_i,
+            guide_y_j>, without the scale, instead of the logits. Any floating-point dtype, but
+            float64 if and only if x is; autocast does not cast them. Products and sums are in
+            float32; NaN exceeds no ceiling. No gradient flows into them.
+        sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
+        group: as in `logsumexp`. "paired" means row i and column i of the same process; ids are
+            compared across all processes.
+
+    Returns:
+        `(rows, columns)`, each a `Split`, in float32 (float64 for float64 features); columns is
+        None with `sides="rows"`. A log-sum-exp over no pairs is -inf and has zero gradient.
+
+    Raises:
+        TypeError, ValueError, CommunicationError: as `logsumexp`.
+    """
+    options: dict[str, Any] = {
+        "positives": positives,
+        "ceiling": ceiling,
+        "guide": guide,
+        "sides": sides,
+    }
+    stacks = split_stacks(x, y, scale, ids=ids, group=group, **options)
+    rows = Split.of(stacks.rows)
+    if stacks.columns is None or stacks.columns is stacks.rows:
+        return rows, None if stacks.columns is None else rows
+    return rows, Split.of(stacks.columns)
+
+
+def split_stacks(
+    x: Tensor,
+    y: Tensor | None,
+    scale: float | Tensor,
+    *,
+    ids: Ids = "paired",
+    positives: str = "ids",
+    ceiling: Tensor | None = None,
+    guide: Guides | None = None,
+    sides: str = "both",
+    group: object = None,
+    terms: str = "",
+) -> Stacks:
+    """`split_logsumexp` for losses: each side as one tensor, and the number of all rows.
+
+    `terms`: a description of more on which all processes must agree; if it differs, each raises.
+    """
+    both = _both(sides)
+    if y is None:
+        check_features("x", x)
+        (x,) = cast_for_autocast(x)
+    else:
+        check_two(x, y)
+        x, y = cast_for_autocast(x, y)
+    row_ids, col_ids = check_ids(ids, x, x if y is None else y, one=y is None)
+    if positives not in ("ids", "paired"):
+        raise ValueError(f"positives: expected 'ids' or 'paired', got {positives!r}")
+    if positives == "paired" and y is None:
+        raise ValueError("positives: expected 'ids' with y=None, got 'paired'")
+    paired = positives == "paired" or row_ids is None
+    if paired and y is not None:
+        check_same_rows(x, y)
+    scale = check_scalar("scale", scale, x)
+    if ceiling is not None:
+        ceiling = check_vector("ceiling", ceiling, x.shape[0], x)
+    if guide is not None and ceiling is None:
+        raise ValueError("ceiling: expected one for the guide's similarities, got None")
+    guides = (None, None) if guide is None else check_guide(guide, x, y)
+    diagonal = DROPPED if y is None else PAIRED if paired else PLAIN
+    # A ceiling or two vectors of ids make the matrix asymmetric: all tiles are computed.
+    symmetric = y is None and ceiling is None and row_ids is col_ids
+    rows = Side(x, row_ids, ceiling, None, guides[0])
+    cols = rows if symmetric else Side(x if y is None else y, col_ids, None, None, guides[1])
+    matrix = Matrix(rows, cols, diagonal, symmetric=symmetric)
+    call = f"split_logsumexp, {terms}" if terms else "split_logsumexp"
+    operands = _operands(matrix, scale, both and not symmetric, group, call)
+    row_stack, col_stack, sizes, _ = logsumexps(*operands)
+    columns = (row_stack if symmetric else col_stack) if both else None
+    return Stacks(row_stack, columns, sizes[0].sum() if operands.group else None)
+
+
+def _both(sides: str) -> bool:
+    if sides not in ("both", "rows"):
+        raise ValueError(f"sides: expected 'both' or 'rows', got {sides!r}")
+    return sides == "both"
+
+
+def _operands(
+    matrix: Matrix, scale: Tensor, cols_wanted: bool, group: object, call: str
+) -> Operands:
+    x, y = matrix.rows.features, None if matrix.symmetric else matrix.cols.features
+    backends.warn_of_float32(x)
+    inputs, grad = {"x": x, "y": y, "scale": scale}, torch.is_grad_enabled()
+    wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
+    # Nothing is saved under torch.func, which may hold any number of calls' logits.
+    save = bool(wanted) and (torch.compiler.is_compiling() or not transforms_active())
+    rows, cols = matrix.rows, matrix.cols
+    return Operands(
+        *(x, y, scale, rows.ids, cols.ids, rows.ceiling, rows.guide, cols.guide),
+        matrix.diagonal,
+        cols=cols_wanted,
+        save=save,
+        call=call,
+        wanted=", ".join(wanted),
+        group=group_name(group),
+        settings=settings.of_call(x),
+    )
+
+
+# --- the operators --------------------------------------------------------------------------------
+
+
+class Operands(NamedTuple):
+    """Operands of the operators; y None: x against itself."""
+
+    x: Tensor
+    y: Tensor | None
+    scale: Tensor
+    row_ids: Tensor | None
+    col_ids: Tensor | None
+    ceiling: Tensor | None
+    guide_x: Tensor | None
+    guide_y: Tensor | None
+    diagonal: str  #: of `Matrix`
+    cols: bool  #: whether the columns' side is wanted
+    save: bool  #: whether something may be saved for the backward pass
+    call: str  #: the public function's name, and more on which all ranks must agree
+    wanted: str  #: names of the inputs that need gradients
+    group: str  #: its name, "" for this process alone
+    settings: Sequence[int]  #: of the call, see `settings.Settings`
+
+
+class Results(NamedTuple):
+    """Results of the forward operator."""
+
+    rows: Tensor  #: as of `Stacks`
+    columns: Tensor  #: likewise; empty if they are not wanted
+    sizes: Tensor  #: of all ranks, see `schedule.Agreement`
+    saved: Tensor  #: the first blocks' logits, or in a group all ranks' columns
+
+
+BUNDLE = Bundle(Operands, Results, wanted=3, outputs=2)
+
+
+def _forward(*flat: Any) -> Results:
+    o = Operands(*flat)
+    with AppliedSettings(o.settings, o.x), torch.cuda.device_of(o.x):
+        own_sizes = len(o.x), len(o.x if o.y is None else o.y)
+        terms = _terms(o) if o.group else ""
+        ranks, sizes = schedule.agree(o.group, o.call, terms, own_sizes, o.x, o.y is None)
+        saved = _new_saved(o, sizes.shape[1])
+        sweep = _sweep(o, ranks, saved)
+        tiles = sweep.make(sweep.matrix)
+        if ranks is not None:
+            rows, columns = reduce(sweep, tiles, o.cols)
+        else:
+            row_state, col_state = tiles.new_state(tiles.m), None
+            if o.cols:
+                col_state = tiles.new_state(tiles.n)
+            tiles.forward(row_state, col_state, (True, True), to_results=True)
+            rows = tiles.results(row_state)
+            columns = None if col_state is None else tiles.results(col_state)
+        return Results(*in_given_order(rows, columns, sweep.orders), sizes, saved)
+
+
+def _forward_fake(*flat: Any) -> Results:
+    o = Operands(*flat)
+    has_positives = o.row_ids is not None or o.diagonal == PAIRED
+    rows = states.new_results(o.x.shape[0], has_positives, o.x)
+    columns = rows.new_empty(0)
+    if o.cols:
+        columns = states.new_results((o.x if o.y is None else o.y).shape[0], has_positives, o.x)
+    sizes = schedule.new_sizes(o.group, o.x)
+    return Results(rows, columns, sizes, _new_saved(o, sizes.shape[1]))
+
+
+def _backward(*flat: Any) -> tuple[Tensor, ...]:
+    o, results, (row_gradient, col_gradient), need = BUNDLE.split(flat)
+    if o.group:  # other ranks wait for this one's part, whether or not its own loss used it
+        if row_gradient is None:
+            row_gradient = torch.zeros_like(results.rows)
+        if o.cols and col_gradient is None:
+            col_gradient = torch.zeros_like(results.columns)
+    sides = (
+        SideGradient(results.rows, row_gradient),
+        SideGradient(results.columns, col_gradient if o.cols else None),
+    )
+    with AppliedSettings(o.settings, o.x), torch.cuda.device_of(o.x):
+        ranks = schedule.ranks_again(o.group, o.call, results.sizes, o.x, o.y is None)
+        need_x, need_y, need_scale = need
+        sweep = _sweep(o, ranks, results.saved)
+        return gradients(sweep, o.scale, sides, (need_x, need_y, need_scale))
+
+
+def _forward_bytes(run: Run, o: Operands) -> int:
+    block, _rows = run.block(o.x, o.y)
+    block = block if run.on_cpu else block // 4
+    return block + run.transfer_bytes(o.x) + _guide_bytes(run, o)
+
+
+def _backward_bytes(run: Run, o: Operands) -> int:
+    return gradient_bytes(run, o.x, o.y, 5) + _guide_bytes(run, o)
+
+
+def _guide_bytes(run: Run, o: Operands) -> int:
+    """Bytes of the guide's columns from other ranks, and of copies for the kernels.
+
+    In torch operations its products and wider copies reuse the logits' buffers.
+    """
+    if o.guide_x is None:
+        return 0
+    copies = 0 if run.on_cpu else padded_bytes(o.guide_x, o.guide_y)
+    return run.transfer_bytes(o.guide_x) + copies
+
+
+logsumexps = reduction(
+    "logsumexps", BUNDLE, _forward, _forward_fake, _backward, (_forward_bytes, _backward_bytes)
+)
+
+
+def _terms(o: Operands) -> str:
+    """Description of the call, on which all ranks must agree."""
+    return (
+        f"{'x against itself' if o.y is None else 'x against y'}, {backends.described(o.x)}, "
+        f"gradients wanted: {o.wanted or 'none'}, "
+        f"sides: {'both' if o.cols or o.y is None else 'rows'}, "
+        f"ids: {'none' if o.row_ids is None else 'given'}, diagonal: {o.diagonal}, "
+        f"ceiling: {'none' if o.ceiling is None else 'given'}, "
+        f"guide: {'none' if o.guide_y is None else backends.described(o.guide_y)}"
+    )
+
+
+def _new_saved(o: Operands, ranks: int) -> Tensor:
+    """An empty tensor for what is saved for the backward pass; ranks: of the group, 0 alone.
+
+    The shape must be known without the other ranks, so the tensor may remain unused: see
+    `Ranks.saved`.
+    """
+    limits, columns = settings.Settings(*o.settings), o.x if o.y is None else o.y
+    if not o.save:
+        return o.x.new_empty(0)
+    if ranks == 0:
+        size = saved_logits(o.x, columns, limits.workspace)
+        return o.x.new_empty(size, dtype=accumulator_dtype(o.x.dtype))
+    rows = schedule.saved_rows(columns, ranks, limits.gather)
+    return columns.new_empty(rows, columns.shape[1])
+
+
+def saved_logits(x: Tensor, y: Tensor, limit: int) -> int:
+    """Number of logits saved for the backward pass: as many as fit next to a block.
+
+    Both passes must have this workspace, of `limit` bytes, as it decides the shape of blocks. Only
+    the CPU saves logits, where blocks take little of the workspace.
+    """
+    if x.device.type != "cpu":
+        return 0
+    left = limit - eager.block_bytes(*eager.block_shape(x, limit), x)
+    return max(0, min(left // accumulator_dtype(x.dtype).itemsize, x.shape[0] * y.shape[0]))
+
+
+def _sweep(o: Operands, ranks: Ranks | None, saved: Tensor) -> Sweep:
+    """The matrix in the order of its ids, and its tiles."""
+    rows = Side(o.x, o.row_ids, o.ceiling, None, o.guide_x)
+    cols = rows if o.y is None else Side(o.y, o.col_ids, None, None, o.guide_y)
+    # Each rank sorts its own shard, so that its pairs (i, i) stay on the diagonal.
+    start = 0 if ranks is None else ranks.start
+    matrix = Matrix(rows, cols, o.diagonal, start, start, o.y is None)
+    if not all(backends.uses_kernels(t) for t in (o.x, o.guide_x, o.guide_y) if t is not None):
+        logits = saved if ranks is None else saved[:0]
+        tiles = partial(SoftmaxTiles, scale=o.scale, saved=logits)
+        return Sweep(matrix, Orders(), tiles, ranks, saved if len(saved) else None)
+    from megabatch.similarity.triton.softmax import SoftmaxKernelTiles
+
+    tiles_on_gpu = partial(SoftmaxKernelTiles, scale=o.scale)
+    return Sweep(*sort_by_id(matrix), tiles_on_gpu, ranks, saved if len(saved) else None)

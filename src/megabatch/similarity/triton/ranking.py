@@ -1,0 +1,190 @@
+"""Ranks and the best columns on one GPU, tile by tile.
+
+Ranks: one kernel first finds each row's target and its score, then counts the columns above it.
+The best columns: a kernel writes a block of scores and the largest of each 128 columns. A row's k
+best are in the k chunks whose largest are; only those are given to torch's `topk`, which passes
+over its input several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from megabatch.similarity import settings
+from megabatch.similarity.slices import strips
+from megabatch.similarity.triton.blocking import TILE, cdiv
+from megabatch.similarity.triton.configs import forward_config
+from megabatch.similarity.triton.launch import kernel
+from megabatch.similarity.triton.operands import aligned, new_descriptor
+from megabatch.similarity.triton.tiles import logits_tile, swizzle
+
+#: Column tiles per program of `ranks`, and row tiles whose programs run together.
+COL_TILES, GROUP = 8, 16
+#: Columns of a block of scores: in a wider block, `topk` sees a smaller share of them.
+WIDEST = 65_536
+
+
+class FusedScores:
+    """The scores of x (m, d) against chunks of columns; see `ranking.Scores`."""
+
+    def __init__(self, x: Tensor, ids: Tensor | None) -> None:
+        self.x, self.ids = aligned(x), None if ids is None else ids.contiguous()
+        self.config = forward_config(x)
+        # Masks of a tile's ids spill from 4 warps' registers (sm_90: 150 bytes a thread).
+        self.warps = self.config.warps if ids is None else 8
+
+    def find(self, y: Tensor, target: Tensor, score: Tensor) -> None:
+        """Write row i's score of its target to score[i] if target[i] is one of these columns."""
+        self.count(y, target, score, None, None, None)
+
+    def count(
+        self,
+        y: Tensor,
+        target: Tensor,
+        score: Tensor,
+        ids: Tensor | None,
+        above: Tensor | None,
+        equal: Tensor | None,
+    ) -> None:
+        """Add to `above` and `equal`, int64 (m,), the columns that score so; see `ranks`.
+
+        Both None: `find`, by the same kernel.
+        """
+        y, config = aligned(y), self.config
+        target, ids = target.contiguous(), None if ids is None else ids.contiguous()
+        (m, d), n = self.x.shape, len(y)
+        if m == 0 or n == 0:
+            return
+        ranks.launch(
+            cdiv(m, TILE) * cdiv(n, TILE * COL_TILES),
+            x=new_descriptor(self.x, config.bk), y=new_descriptor(y, config.bk),
+            target=target, score=score, above=above, equal=equal,
+            row_ids=None if ids is None else self.ids, col_ids=ids, m=m, n=n, d=d,
+            BM=TILE, BN=TILE, BK=config.bk, COL_TILES=COL_TILES, GROUP=GROUP, FIND=above is None,
+            IDS=ids is not None, num_warps=self.warps, num_stages=config.stages,
+        )  # fmt: skip
+
+    def best(self, y: Tensor, ids: Tensor | None, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield (rows, scores, columns) of the best, part by part; see `ranking.Scores`."""
+        y, config = aligned(y), self.config
+        ids = None if ids is None else ids.contiguous()
+        (m, d), n = self.x.shape, len(y)
+        if m == 0 or n == 0:
+            return
+        out = self.x.new_empty(_block(m, n, settings.workspace(self.x)), dtype=torch.float32)
+        tops = out.new_empty(len(out), out.shape[1] // TILE)
+        xd, yd = new_descriptor(self.x, config.bk), new_descriptor(y, config.bk)
+        for i in strips(m, len(out)):
+            for j in strips(n, out.shape[1]):
+                rows, columns = i.stop - i.start, j.stop - j.start
+                tiles = cdiv(columns, TILE)
+                scores.launch(
+                    cdiv(rows, TILE) * tiles, x=xd, y=yd, out=out, tops=tops,
+                    row_ids=None if ids is None else self.ids, col_ids=ids,
+                    row_start=i.start, col_start=j.start, m=rows, n=columns, d=d,
+                    out_stride=out.stride(0), tops_stride=tops.stride(0),
+                    BM=TILE, BN=TILE, BK=config.bk, GROUP=GROUP, IDS=ids is not None,
+                    num_warps=8, num_stages=config.stages,  # 4 spill 1.4 kB by Triton 3.6
+                )  # fmt: skip
+                block = out[:rows, : tiles * TILE], tops[:rows, :tiles]
+                value, column = _best(*block, min(k, columns))
+                yield i, value, column + j.start
+
+
+def _block(m: int, n: int, workspace: int) -> tuple[int, int]:
+    """Rows and columns of a block of scores; the selection gets a quarter of the workspace."""
+    columns = min(cdiv(n, TILE) * TILE, WIDEST)
+    rows = workspace * 3 // 4 // (4 * columns * TILE) * TILE
+    return min(max(TILE, rows), m), columns
+
+
+def _best(s: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`s.topk(k, dim=1)` of scores (m, n) whose tiles' largest are `tops` (m, n / TILE)."""
+    if 4 * k * TILE > s.shape[1]:
+        value, column = s.topk(k, dim=1)
+        return value, column
+    chunks = tops.topk(k, dim=1).indices
+    index = chunks[:, :, None].expand(-1, -1, TILE)
+    candidates = s.unflatten(1, (-1, TILE)).gather(1, index).flatten(1)
+    value, at = candidates.topk(k, dim=1)
+    return value, chunks.gather(1, at // TILE) * TILE + at % TILE
+
+
+@kernel
+def ranks(
+    x, y, target, score, above, equal, row_ids, col_ids, m, n, d,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COL_TILES: tl.constexpr,
+    GROUP: tl.constexpr, FIND: tl.constexpr, IDS: tl.constexpr,
+):  # fmt: skip
+    """FIND: score[i] = x[i] @ y[target[i]], if that is a column; otherwise count the other columns.
+
+    One kernel does both, so that a target's score is bit for bit the one in its tile when columns
+    are counted. Counts are integers: their sums do not depend on the order of the programs.
+    """
+    ti, part = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN * COL_TILES), GROUP)
+    i = ti * BM + tl.arange(0, BM)
+    targets = tl.load(target + i, mask=i < m, other=-1)
+    first = part * COL_TILES
+    last = tl.minimum(first + COL_TILES, tl.cdiv(n, BN))
+    if FIND:  # loop from the tile of the first to that of the last target of these rows
+        here = (targets >= first * BN) & (targets < tl.minimum(last * BN, n))
+        low = tl.min(tl.where(here, targets // BN, last), 0)
+        last = (tl.max(tl.where(here, targets // BN, first - 1), 0) + 1).to(tl.int32)
+        first = low.to(tl.int32)
+    else:
+        own = tl.load(score + i, mask=i < m, other=0.0)
+        higher = tl.zeros((BM,), tl.int32)
+        ties = tl.zeros((BM,), tl.int32)
+    if IDS:
+        ids = tl.load(row_ids + i, mask=i < m, other=-1)
+    for tj in tl.range(first, last):
+        s = logits_tile(x, y, ti * BM, tj * BN, d, BM, BN, BK)
+        j = tj * BN + tl.arange(0, BN)
+        is_target = targets[:, None] == j[None, :]
+        if FIND:
+            found = tl.sum(tl.where(is_target, s, 0.0), 1)
+            inside = (targets >= tj * BN) & (targets < tl.minimum(tj * BN + BN, n))
+            tl.store(score + i, found, mask=inside)
+        else:
+            counted = (j < n)[None, :] & ~is_target
+            if IDS:
+                others = tl.load(col_ids + j, mask=j < n, other=-1)
+                counted = counted & ~((ids[:, None] == others[None, :]) & (ids >= 0)[:, None])
+            # Not s > own: a row whose target's score is NaN counts every column as above.
+            higher += tl.sum((counted & ~(s <= own[:, None])).to(tl.int32), 1)
+            ties += tl.sum((counted & (s == own[:, None])).to(tl.int32), 1)
+    if not FIND:
+        tl.atomic_add(above + i, higher.to(tl.int64), mask=i < m, sem="relaxed")
+        tl.atomic_add(equal + i, ties.to(tl.int64), mask=i < m, sem="relaxed")
+
+
+@kernel
+def scores(
+    x, y, out, tops, row_ids, col_ids, row_start, col_start, m, n, d, out_stride,
+    tops_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    IDS: tl.constexpr,
+):  # fmt: skip
+    """out = x @ y.T of a block of m rows and n columns; tops[i, tile] = largest of row i there.
+
+    Pairs of equal ids get -inf, and so do columns past n, up to a whole tile. A NaN is inf in
+    `tops`, so that a selection by them finds it.
+    """
+    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
+    i = ti * BM + tl.arange(0, BM)
+    j = tj * BN + tl.arange(0, BN)
+    s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
+    wanted = (i < m)[:, None] & (j < n)[None, :]
+    if IDS:
+        own = tl.load(row_ids + row_start + i, mask=i < m, other=-1)
+        others = tl.load(col_ids + col_start + j, mask=j < n, other=-1)
+        wanted = wanted & ~((own[:, None] == others[None, :]) & (own >= 0)[:, None])
+    s = tl.where(wanted, s, float("-inf"))
+    rows = i.to(tl.int64)
+    tl.store(out + (rows * out_stride)[:, None] + j[None, :], s, mask=(i < m)[:, None])
+    largest = tl.max(tl.where(s != s, float("inf"), s), 1)
+    tl.store(tops + rows * tops_stride + tj, largest, mask=i < m)

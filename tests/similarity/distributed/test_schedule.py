@@ -1,0 +1,380 @@
+"""The schedule of a group: which blocks each rank computes, what travels, when, and in how much
+memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import accumulate, combinations, product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megabatch import ClipLoss, SigLipLoss, similarity
+from megabatch.similarity import settings, sweep
+from megabatch.similarity.distributed import comm, control, layout, schedule
+from megabatch.similarity.distributed.comm import Pending
+from megabatch.similarity.eager_sigmoid import SigmoidTiles
+from megabatch.similarity.eager_softmax import SoftmaxTiles
+from tests.gathering import gathering_up_to
+from tests.similarity.distributed import test_gradients
+from tests.similarity.distributed.processes import World, on_devices, on_processes
+from tests.similarity.distributed.test_statistics import D, compare, some_ids
+from tests.similarity.distributed.transfers import (
+    gathered_in_rounds,
+    grid_of,
+    received_bytes,
+    recorded,
+    recorded_transfers,
+    transfer_copies,
+)
+
+ROW = 12 * 4  #: bytes of 12 float32 numbers
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 5, None])
+def test_the_bound_of_gathering(size: int | None) -> None:
+    before = settings.set_gather(size)
+    assert settings.set_gather(before) == (settings.DEFAULT_GATHER if size is None else size)
+    for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="size: expected"):
+            settings.set_gather(wrong)  # type: ignore[arg-type]
+    assert settings.set_gather(None) == before
+
+
+@pytest.mark.parametrize("columns", [0, 3, None])
+def test_the_setting_of_the_grid(columns: int | None) -> None:
+    before = settings.set_grid(columns)
+    assert settings.set_grid(before) == columns
+    for wrong, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="columns: expected"):
+            settings.set_grid(wrong)  # type: ignore[arg-type]
+    assert settings.set_grid(None) == before
+
+
+def test_set_chunk_says_that_it_has_no_effect() -> None:
+    with pytest.warns(DeprecationWarning, match="set_gather bounds what is gathered at once"):
+        similarity.set_chunk(1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("limit", "size", "rows"),
+    [
+        (900 * 16, 900, 900),
+        (4 * 300 * 16, 1300, 256),  # six rounds of up to 256, of the 300 that are allowed
+        (4 * 1000 * 16, 4100, 896),  # five of up to 896: not four and a small one
+        (4 * 100 * 16, 1000, 64),  # less than a tile of each rank
+        (0, 1000, 1),
+        (0, 0, 1),
+    ],
+)
+def test_rounds_are_even_and_of_whole_tiles(limit: int, size: int, rows: int) -> None:
+    with gathering_up_to(limit):
+        assert schedule.round_rows(size, 16) == rows
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(3 * 48, 9), (3 * 48 - 1, 0), (0, 0)])
+def test_features_that_are_saved(limit: int, rows: int) -> None:
+    assert schedule.saved_rows(torch.empty(3, 4), 3, limit) == rows
+    assert schedule.saved_rows(torch.empty(3, 5), 3, 1 << 20) == 0
+
+
+@on_processes(2)
+def test_ranks_whose_bounds_differ(world: World) -> None:
+    x = torch.randn(3, 4)
+    with (
+        gathering_up_to(100 + world.rank),
+        pytest.raises(ValueError, match=r"gathered up to 100 bytes.*gathered up to 101 bytes"),
+    ):
+        similarity.logsumexp(x, x)
+
+
+@on_processes(2, 4)
+def test_one_handshake_per_loss(world: World) -> None:
+    agree, calls = comm.agree, []
+    x, y = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "agree", lambda *words: (calls.append(words), agree(*words))[1])
+        ClipLoss()(x, y, 2.0).backward()
+        SigLipLoss()(x, y, 2.0, -1.0).backward()
+    assert len(calls) == 2
+
+
+# --- x against itself -----------------------------------------------------------------------------
+
+GRIDS = [(rows, columns) for rows, columns in product(range(1, 7), range(1, 7))]
+
+
+def computed(shape: tuple[int, int], rank: int, sizes: list[int]) -> Counter[Any]:
+    """The pairs of rows that a rank of a grid computes besides its own triangle."""
+    (number, columns), (r, c) = shape, divmod(rank, shape[1])
+    starts = list(accumulate(sizes, initial=0))
+    own_row = sizes[r * columns : (r + 1) * columns]
+    bounds, pairs = list(accumulate(own_row, initial=0)), Counter[Any]()
+    for step in range(number):
+        owner = (r - step) % number * columns + c
+        for rows, skipped in schedule.half(bounds, c, sizes[c::columns], r, step):
+            for i, j in product(range(rows.start, rows.stop), range(skipped, sizes[owner])):
+                pairs[frozenset((starts[r * columns] + i, starts[owner] + j))] += 1
+    return pairs
+
+
+@pytest.mark.parametrize("shape", GRIDS)
+def test_each_pair_of_rows_is_computed_once(shape: tuple[int, int]) -> None:
+    n = shape[0] * shape[1]
+    for sizes in ([2] * n, [(5 * k + 1) % 4 for k in range(n)]):
+        found = sum((computed(shape, rank, sizes) for rank in range(n)), Counter[Any]())
+        owner = [rank for rank, size in enumerate(sizes) for _ in range(size)]
+        apart = [p for p in combinations(range(sum(sizes)), 2) if owner[p[0]] != owner[p[1]]]
+        assert found == Counter(map(frozenset, apart))
+
+
+@pytest.mark.parametrize("shape", GRIDS)
+def test_all_ranks_compute_as_much(shape: tuple[int, int]) -> None:
+    n = shape[0] * shape[1]
+    counts = [computed(shape, rank, [4] * n).total() for rank in range(n)]
+    assert counts == [8 * (n - 1)] * n  # (n - 1) / 2 blocks of 16 pairs
+
+
+@on_devices(2, 4, 6)
+def test_x_against_itself(world: World) -> None:
+    """In float64, to 1e-11."""
+    n = world.size
+    for columns in {2: (1, 2), 4: (0, 2, 4), 6: (2, 3)}[n]:
+        for sizes in ([3] * n, [9, 1, 4, 2, 1, 5][:n], [0, 4, 0, 1, 3, 0][:n]):
+            ids = (some_ids(sum(sizes)),) * 2
+            for size in (None, 2 * n * D * 8):
+                with grid_of(columns), gathered_in_rounds(size):
+                    compare(world, sizes)
+                    compare(world, sizes, ids=ids, needs=(True, False, False))
+                    compare(world, sizes, needs=(False, False, True))
+
+
+@on_processes(4)
+def test_gradient_caching_of_x_against_itself_on_a_grid(world: World) -> None:
+    with grid_of(2):
+        for sizes in ([3] * 4, [4, 1, 2, 3]):
+            compared = test_gradients.under_ddp, test_gradients.cached
+            test_gradients.compare(world, *compared, sizes)
+
+
+# --- which transfers ------------------------------------------------------------------------------
+
+
+@on_processes(3)
+def test_transfers(world: World) -> None:
+    x, y = (torch.randn(7, 10, requires_grad=True) for _ in range(2))
+    uneven = torch.randn(6 + (world.rank > 0), 10, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        done = recorded_transfers(patch)
+        for other in (y, uneven):
+            rows, columns = similarity.logsumexp(x, other)
+            assert columns is not None
+            assert done == ["all_gather", "all_to_all"]
+            done.clear()
+            (rows.sum() + columns.sum()).backward()
+            # The features, and the upstream of the columns.
+            assert done == ["all_gather", "all_gather", "reduce_scatter"]
+            done.clear()
+        similarity.softplus_sum(x, y, 1.0, 0.0).backward()
+        assert done == ["all_gather", "reduce_scatter"]
+        done.clear()
+        similarity.topk(x.detach(), y.detach(), 2)
+        assert done == ["all_gather"]
+
+
+@on_processes(2)
+def test_the_backward_pass_uses_the_gathered_features(world: World) -> None:
+    x, y = (torch.randn(7, 12, requires_grad=True) for _ in range(2))
+    for other in (y, None):
+        with pytest.MonkeyPatch.context() as patch:
+            done = recorded_transfers(patch)
+            rows, _ = similarity.split_logsumexp(x, other)
+            rows.negative.sum().backward()
+            # The backward pass gathers the upstream of the columns alone.
+            assert done == ["all_gather", "all_to_all", "all_gather", "reduce_scatter"]
+
+
+@on_processes(2)
+def test_a_smaller_bound_before_the_backward_pass(world: World) -> None:
+    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
+    found = []
+    for bound in (None, 2 * 2 * ROW, 0):
+        rows, columns = similarity.logsumexp(x, y)
+        assert columns is not None
+        with gathered_in_rounds(bound):
+            found.append(torch.autograd.grad(rows.sum() + columns.sum(), (x, y)))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@on_processes(6)
+def test_bytes_of_x_against_itself(world: World) -> None:
+    """Each rank receives 8 d m [(R - 1) + (C - 1)] bytes in bfloat16, 24 in float64.
+
+    Features that fit are saved for the backward pass.
+    """
+    m, d = 4, 16
+    for columns, saves in ((0, False), (0, True), (2, False), (3, True)):
+        shards = 6 // columns - 1 + columns - 1 if columns else 5
+        for dtype, each in ((torch.bfloat16, 8), (torch.float64, 24)):
+            x = torch.randn(m, d, dtype=dtype, requires_grad=True)
+            each = each - x.element_size() if saves else each
+            with (
+                grid_of(columns),
+                gathered_in_rounds(6 * x.nbytes - (not saves)) as patch,
+            ):
+                received = received_bytes(patch)
+                similarity.split_logsumexp(x)[0].negative.sum().backward()
+            # Statistics are vectors: a state and an upstream of two numbers a row each.
+            statistics = 2 * 2 * (4 if dtype == torch.bfloat16 else 8) * m * shards
+            if not columns and not saves:  # in two rounds
+                shards *= 1
+            assert sum(received) == each * d * m * shards + statistics
+
+
+@on_processes(2)
+def test_the_watchdog_is_told_of_every_transfer(world: World) -> None:
+    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
+    scale, me = torch.tensor(2.0, requires_grad=True), f"rank {world.rank}"
+    tracked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "track", lambda group, like, what: tracked.append(what))
+        sum(map(torch.sum, similarity.logsumexp(x, y, scale))).backward()
+    assert tracked == [
+        f"logsumexp: gathering, {me}",
+        f"logsumexp: exchanging all ranks' results, {me}",
+        f"logsumexp, backward: gathering, {me}",
+        f"logsumexp, backward: adding up all ranks' results, {me}",
+        f"logsumexp, backward: all-reduce, {me}",
+    ]
+
+
+# --- when -----------------------------------------------------------------------------------------
+
+
+@on_processes(2)
+def test_transfers_of_a_round_overlap_the_computation_of_others(world: World) -> None:
+    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
+    for overlap in (True, False):
+        switched = settings.set_overlap(overlap)
+        with gathered_in_rounds(2 * 2 * ROW) as patch:  # three
+            rows, columns = similarity.logsumexp(x, y)
+            assert columns is not None
+            done = recorded_transfers(patch)
+            patch.setattr(sweep, "add_strip", recorded(done, "compute", sweep.add_strip))
+            (rows.sum() + columns.sum()).backward()
+        settings.set_overlap(switched)
+        steps = [step for i, step in enumerate(done) if i == 0 or step != done[i - 1]]
+        round_ = ["all_gather", "compute", "reduce_scatter"]
+        assert steps == ([*round_, *round_, *round_[1:]] if overlap else round_ * 3)
+
+
+@on_processes(2)
+def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
+    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
+    for own_first, overlap in ((6, True), (6, False), (7, True)):
+        events: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(schedule, "LARGE", own_first)
+            forward = recorded(events, "compute", SoftmaxTiles.forward)
+            patch.setattr(SoftmaxTiles, "forward", forward)
+            patch.setattr(Pending, "wait", recorded(events, "wait", Pending.wait))
+            switched = settings.set_overlap(overlap)
+            similarity.logsumexp(x, y)
+            settings.set_overlap(switched)
+        hidden = ["compute", "wait", "compute"]
+        assert events == (hidden if own_first == 6 and overlap else ["wait", "compute"])
+
+
+@on_processes(2)
+def test_the_gradient_of_x_is_written_during_the_last_transfer(world: World) -> None:
+    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
+    rows, columns = similarity.logsumexp(x, y)
+    assert columns is not None
+    with pytest.MonkeyPatch.context() as patch:
+        done = recorded_transfers(patch)
+        write_grad = SoftmaxTiles.write_grad
+
+        def write(self: Any, total: Tensor, side: str, *others: Any) -> Any:
+            done.append(side)
+            return write_grad(self, total, side, *others)
+
+        patch.setattr(Pending, "wait", recorded(done, "wait", Pending.wait))
+        patch.setattr(SoftmaxTiles, "write_grad", write)
+        (rows.sum() + columns.sum()).backward()
+    assert [step for step in done if step != "wait" or done[-2] == "wait"][-3:] == [
+        "x",
+        "wait",
+        "y",
+    ]
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class Alive:
+    """Counts the tensors of a given size that a function returned and that are still in memory."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, holder: object, name: str, numbers: int) -> None:
+        self.at_each: list[int] = []  #: their number whenever one more was made
+        self._storages: list[StorageWeakRef] = []
+        make: Callable[..., Any] = getattr(holder, name)
+
+        def recording_storage(*arguments: Any) -> Any:
+            made = make(*arguments)
+            tensor = made.result if isinstance(made, Pending) else made
+            if tensor.numel() == numbers:
+                self.at_each.append(self.now())
+                self._storages.append(StorageWeakRef(tensor.untyped_storage()))
+            return made
+
+        patch.setattr(holder, name, recording_storage)
+
+    def now(self) -> int:
+        return sum(not storage.expired() for storage in self._storages)
+
+
+@on_processes(2)
+def test_memory_holds_features_of_three_rounds_and_gradients_of_two(world: World) -> None:
+    """planning.loss counts on it."""
+    x, y = (torch.randn(12, 12, requires_grad=True) for _ in range(2))
+    one = torch.tensor(1.0)
+    for tiles, sweeps, loss in (
+        (SoftmaxTiles, 2, lambda: sum(map(torch.sum, similarity.logsumexp(x, y)))),
+        (SigmoidTiles, 1, lambda: similarity.softplus_sum(x, y, one, one)),
+    ):
+        with gathered_in_rounds(2 * 2 * ROW) as patch:  # six
+            transfer_copies(patch)
+            features = Alive(patch, layout, "all_gather", 4 * 12)
+            gradients = Alive(patch, tiles, "new_total", 4 * 12)
+            loss().backward()
+        assert features.at_each == [0, 1, *[2] * 4] * sweeps
+        assert gradients.at_each == [0, *[1] * 5]
+
+
+@on_processes(2)
+def test_memory_holds_gradients_of_one_round_when_that_of_x_is_written(world: World) -> None:
+    """planning.loss counts on it."""
+    x, y = (torch.randn(12, 12, requires_grad=True) for _ in range(2))
+    write_grad, found = SoftmaxTiles.write_grad, []
+    with gathered_in_rounds(2 * 2 * ROW) as patch:  # six
+        transfer_copies(patch)
+        features = Alive(patch, layout, "all_gather", 4 * 12)
+        gradients = Alive(patch, SoftmaxTiles, "new_total", 4 * 12)
+
+        def write(self: Any, total: Tensor, side: str, *others: Any) -> Any:
+            if side == "x":
+                found.append((features.now(), gradients.now()))
+            return write_grad(self, total, side, *others)
+
+        patch.setattr(SoftmaxTiles, "write_grad", write)
+        sum(map(torch.sum, similarity.logsumexp(x, y))).backward()
+    assert found == [(0, 1)], found

@@ -1,0 +1,279 @@
+"""Kernels take their arguments by name; known kinds of arguments go to the compiled kernel."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import megabatch as mb
+from megabatch.similarity.triton import launch as module
+from megabatch.similarity.triton import (
+    paired,
+    ranking,
+    sigmoid,
+    softmax_backward,
+    softmax_combine,
+    softmax_forward,
+    tiles,
+)
+from megabatch.similarity.triton.launch import VARYING, Kernel, kernel, kinds
+
+WIDE = torch.zeros(8, 64, dtype=torch.float16)
+
+
+def example(x, y, n, row_start, B: tl.constexpr, FLAG: tl.constexpr):  # type: ignore[no-untyped-def]
+    pass
+
+
+class Jitted:
+    """Record each launch: through Triton ("bound"), or directly."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def bound(*arguments: Any, **options: Any) -> Compiled:
+            self.launches.append(("bound", grid, arguments, options))
+            return Compiled(self)
+
+        return bound
+
+
+class Compiled:
+    def __init__(self, jitted: Jitted) -> None:
+        self.jitted = jitted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: self.jitted.launches.append(("directly", grid, arguments))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(module, "JITFunction", Jitted)
+    monkeypatch.setattr(module, "past_binding", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found = kernel(example)
+    found.jitted = Jitted()
+    return found
+
+
+USUAL = {"x": WIDE, "y": None, "n": 32, "row_start": 0, "B": 128, "FLAG": True}
+
+
+def how_launched(made: Kernel) -> list[str]:
+    return [how for how, *_ in made.jitted.launches]
+
+
+def test_the_second_launch_is_of_the_compiled_kernel(made: Kernel) -> None:
+    made.launch(7, **USUAL, num_warps=8)
+    made.launch(9, **USUAL | {"x": WIDE[2:], "n": 48}, num_warps=8)
+    first, second = made.jitted.launches
+    assert first[:2] == ("bound", (7,))
+    assert first[2][1:] == (None, 32, 0, 128, True)
+    assert first[3] == {"num_warps": 8, "num_stages": 3}
+    assert second[:2] == ("directly", (9, 1, 1))
+    assert second[2][0].data_ptr() == WIDE[2:].data_ptr()
+    assert second[2][1:] == (None, 48, 0, 128, True)
+
+
+def test_arguments_are_passed_in_the_order_of_the_signature(
+    made: Kernel,
+) -> None:
+    for names in (USUAL, reversed(USUAL)):
+        made.launch(1, **{name: USUAL[name] for name in names})
+    bound, directly = (arguments for _, _, arguments, *_ in made.jitted.launches)
+    assert bound == directly == tuple(USUAL.values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'x'"),
+        ({"FLAG": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'FLAG'"),
+        ({"z": 1}, r"example.launch\(\) got an unexpected keyword argument 'z'"),
+    ],
+)
+def test_arguments_that_are_missing_or_unknown(
+    made: Kernel, changed: dict[str, Any], message: str
+) -> None:
+    arguments = {k: v for k, v in (USUAL | changed).items() if v is not ...}
+    with pytest.raises(TypeError, match=message):
+        made.launch(1, **arguments)
+
+
+def test_arguments_go_by_name_only(made: Kernel) -> None:
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2"):
+        made.launch(1, WIDE, **{k: v for k, v in USUAL.items() if k != "x"})
+
+
+def test_constants_come_last_in_a_signature() -> None:
+    def mixed(x, B: tl.constexpr, n):  # type: ignore[no-untyped-def]
+        pass
+
+    with pytest.raises(TypeError, match=r"mixed: its tl.constexpr must come last"):
+        kernel(mixed)
+
+
+def test_numbers_that_vary_are_not_specialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    jitted = kernel(example).jitted
+    assert [p.name for p in jitted.params if p.do_not_specialize] == ["n", "row_start"]
+
+
+def test_numbers_that_vary_are_some_kernels_arguments() -> None:
+    """A number renamed in a kernel but not in `VARYING` would be specialised and recompiled."""
+    modules = (paired, ranking, sigmoid, softmax_backward, softmax_combine, softmax_forward, tiles)
+    kernels = [k for m in modules for k in vars(m).values() if isinstance(k, Kernel)]
+    assert set(VARYING) <= {name for k in kernels for name in k.jitted.arg_names}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": WIDE.float()},
+        {"x": WIDE[:, 1:]},  # not at a multiple of 16 bytes
+        {"n": 33},
+        {"n": 1},
+        {"n": 1 << 40},
+        {"n": None},
+        {"x": None},
+        {"x": TensorDescriptor.from_tensor(WIDE, [4, 64])},
+        {"x": None, "y": WIDE},
+        {"B": 64},
+        {"num_warps": 8},
+        {"num_stages": 2},
+    ],
+)
+def test_arguments_that_need_another_kernel_go_through_triton(
+    made: Kernel, changed: dict[str, Any]
+) -> None:
+    made.launch(1, **USUAL)
+    made.launch(1, **USUAL | changed)
+    made.launch(1, **USUAL | changed)
+    assert how_launched(made) == ["bound", "bound", "directly"]
+
+
+def test_descriptors_of_other_tiles_need_another_kernel(made: Kernel) -> None:
+    for width in (64, 32, 64):
+        box = TensorDescriptor.from_tensor(WIDE, [4, width])
+        made.launch(1, **USUAL | {"x": box})
+    assert how_launched(made) == ["bound", "bound", "directly"]
+
+
+def test_every_device_has_a_compiled_kernel_of_its_own(
+    made: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for device in (0, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        made.launch(1, **USUAL)
+    assert how_launched(made) == ["bound", "bound", "directly"]
+
+
+def test_untested_versions_of_triton_launch_through_it(
+    made: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "past_binding", False)
+    for _ in range(3):
+        made.launch(1, **USUAL)
+    assert how_launched(made) == ["bound"] * 3
+
+
+def test_direct_launches_are_for_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, expected in (("3.6.0", True), ("3.6.1+git0", True), ("3.60.0", False)):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert runpy.run_path(module.__file__)["past_binding"] is expected
+
+
+@pytest.mark.parametrize("name", module.PURPOSES)
+def test_undocumented_names_of_triton(name: str) -> None:
+    """A version of Triton that fails here must not join `TESTED`; a GPU tests the launch itself."""
+    purpose = f"triton.{name}, which megabatch needs {module.PURPOSES[name]}"
+    try:
+        found = reduce(getattr, name.split("."), triton)
+    except AttributeError:
+        pytest.fail(f"this Triton has no {purpose}")
+    if name.endswith("run"):
+        body = inspect.getsource(found).rstrip()
+        assert body.endswith("return kernel"), purpose
+    if name.endswith("__getitem__"):
+        assert list(inspect.signature(found).parameters) == ["self", "grid"], purpose
+        assert re.search(r"def runner\(\*args, stream=None\)", inspect.getsource(found)), purpose
+
+
+@pytest.mark.gpu
+def test_direct_launches_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run this with a new version of Triton before it joins `TESTED`."""
+    found, bound, counts = [], [], []  # type: ignore[var-annotated]
+    bind = Kernel._bind
+    monkeypatch.setattr(Kernel, "_bind", lambda *given: (bound.append(1), bind(*given))[1])
+    for past_binding in (False, True):
+        monkeypatch.setattr(module, "past_binding", past_binding)
+        for rows in (1000, 999, 1000, 1024):  # launches of new kinds, and known ones
+            torch.manual_seed(rows)
+            x, y = (torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            mine = x.requires_grad_(), y.requires_grad_()
+            loss = mb.ClipLoss()(*mine, 2.0) + mb.SigLipLoss()(*mine, 2.0, -3.0)
+            found.append([loss, *torch.autograd.grad(loss, mine)])
+        counts.append(len(bound))
+    assert counts[1] - counts[0] < counts[0]  # the third batch launched known kernels directly
+    for through_triton, direct in zip(found[:4], found[4:], strict=True):
+        for a, b in zip(through_triton, direct, strict=True):
+            assert torch.equal(a, b)
+
+
+def two(a, b):  # type: ignore[no-untyped-def]
+    pass
+
+
+_made = JITFunction(two)
+_bound = create_function_from_signature(
+    _made.signature, _made.params, make_backend(GPUTarget("cuda", 90, 32))
+)
+numbers = st.one_of(
+    st.integers(-(2**40), 2**40), st.integers(-40, 40), st.integers(0, 99).map(lambda n: 16 * n)
+)
+tensors = st.builds(
+    lambda offset, dtype: torch.zeros(64, dtype=dtype)[offset:],
+    st.integers(0, 20),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+)
+
+
+def similar(argument: Any, data: st.DataObject) -> Any:
+    """An argument that is often of the same kind."""
+    if isinstance(argument, int):
+        return argument + data.draw(st.sampled_from([0, 1, 15, 16, -32, 2**31, -(2**31)]))
+    if isinstance(argument, torch.Tensor):
+        return argument[data.draw(st.integers(0, 9)) :]
+    return argument
+
+
+@settings(deadline=None)
+@given(st.tuples(*2 * [st.one_of(numbers, tensors, st.none(), st.booleans())]), st.data())
+def test_arguments_of_one_kind_have_one_specialisation_in_triton(
+    one: tuple[Any, ...], data: st.DataObject
+) -> None:
+    other = tuple(similar(argument, data) for argument in one)
+    if kinds(one) == kinds(other):
+        assert _bound(*one)[1] == _bound(*other)[1]
+
+
+def test_numbers_of_one_divisibility_are_of_one_kind() -> None:
+    assert kinds((100, 160, 0, WIDE, None)) == kinds((101, 320, 0, WIDE[1:], None))

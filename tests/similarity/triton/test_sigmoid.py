@@ -1,0 +1,396 @@
+"""The sigmoid loss's kernels against float64: on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import megabatch as mb
+from megabatch import similarity
+from megabatch.similarity import backends, settings
+from tests.similarity.features import MAKERS
+
+pytest.importorskip("triton")
+from megabatch.similarity.triton import configs
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+#: TF32 cuts both factors to 11 bits: a logit of 10 may be off by 10 * 2^-9; most are smaller.
+TF32 = 6e-3
+HALVES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
+EPS = torch.finfo(torch.float32).eps
+#: Error of a logit in float32's ulps: a tensor core adds less exactly than float32.
+ULPS = 8 if GPU else 4
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
+    before = similarity.set_workspace(1 << 20)  # blocks of 512
+    yield
+    similarity.set_workspace(before)
+
+
+class Exact(NamedTuple):
+    """The loss and its gradients in float64, and bounds of errors."""
+
+    loss: Tensor
+    gradients: list[Tensor]  #: of x, y, scale, bias
+    noise: list[Tensor]  #: errors of the loss and of each row of these, from float32 logits
+    rounded: list[Tensor]  #: errors of the rows of x and y if dS is rounded once
+
+
+def exact(
+    x: Tensor, y: Tensor, scale: float, bias: float, ids: Any, weight: Tensor | None
+) -> Exact:
+    half = x.dtype
+    x, y = x.double(), y.double()
+    products = x @ y.T
+    z = scale * products + bias
+    if isinstance(ids, str):
+        positive = torch.eye(len(x), len(y), dtype=torch.bool, device=x.device)
+    else:
+        positive = (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
+    weights = torch.ones_like(x[:, 0]) if weight is None else weight.double()
+    u = torch.where(positive, -z, z)
+    loss = (weights[:, None] * (u.clamp(min=0) + torch.log1p((-u.abs()).exp()))).sum()
+    ds = torch.where(positive, -u.sigmoid(), u.sigmoid()) * weights[:, None]
+
+    def gradients(ds: Tensor) -> list[Tensor]:
+        return [scale * ds @ y, scale * ds.T @ x, (ds * products).sum(), ds.sum()]
+
+    # A logit is off by some ulps of the terms that it sums, and dS by the same relative error.
+    off = ds.abs() * ULPS * EPS * (abs(scale) * x.norm(dim=1)[:, None] * y.norm(dim=1) + abs(bias))
+    off += ULPS * EPS * ds.abs()
+    noise = [off.sum() + 2**-21 * loss, abs(scale) * off @ y.norm(dim=1)]
+    noise += [abs(scale) * off.T @ x.norm(dim=1), (off * products.abs()).sum(), off.sum()]
+    # Scale dS into float16's range, as the kernels do.
+    size = 2.0**15 / weights.abs().max().clamp(min=1e-300) if half == torch.float16 else 1.0
+    once = gradients((ds * size).to(half).double() / size)
+    true = gradients(ds)
+    rounded = [(a - b).norm(dim=1) for a, b in zip(once[:2], true[:2], strict=True)]
+    noise[3] += torch.finfo(half).eps * (ds * products).abs().sum()
+    return Exact(loss, true, noise, rounded)
+
+
+def run(
+    x: Tensor, y: Tensor, scale: float, bias: float, ids: Any, weight: Any, upstream: float = 1.0
+) -> tuple[Tensor, list[Tensor]]:
+    inputs = [t.detach().requires_grad_() for t in (x, y)]
+    inputs += [torch.tensor(v, device=x.device, requires_grad=True) for v in (scale, bias)]
+    total = similarity.softplus_sum(*inputs, ids=ids, weight=weight)
+    (upstream * total).backward()
+    return total.detach(), [t.grad for t in inputs]
+
+
+def check(
+    x: Tensor,
+    y: Tensor,
+    scale: float,
+    bias: float,
+    ids: Any = "paired",
+    weight: Any = None,
+    upstream: float = 1.0,
+) -> None:
+    x, y = x.to(DEVICE), y.to(DEVICE)
+    if not isinstance(ids, str):
+        ids = tuple(t.to(DEVICE) for t in ids)
+    weight = None if weight is None else weight.to(DEVICE)
+    truth = exact(x, y, scale, bias, ids, weight)
+    loss, gradients = run(x, y, scale, bias, ids, weight, upstream)
+    assert abs(loss - truth.loss) <= truth.noise[0]
+    half = torch.finfo(x.dtype).eps
+    for i in range(2):
+        mine, true = gradients[i].double() / upstream, truth.gradients[i]
+        theirs, size = truth.rounded[i], true.norm(dim=1)
+        # The median row too, as a row of dS may be exact by chance. Gradients are rounded twice:
+        # when they are stored, and when they are multiplied by `upstream`.
+        limit = 1.5 * theirs.maximum(theirs.median()) + half * size + 2 * truth.noise[1 + i]
+        limit += torch.finfo(x.dtype).tiny / upstream
+        assert ((mine - true).norm(dim=1) <= limit).all(), i
+    for i in (2, 3):
+        assert abs(gradients[i] / upstream - truth.gradients[i]) <= truth.noise[1 + i] + 1e-30
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("scale", "bias"), [(0.01, -10.0), (10.0, -10.0), (10.0, 0.0), (100.0, 5.0), (200.0, -30.0)]
+)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_every_kind_of_features(maker: str, scale: float, bias: float, dtype: torch.dtype) -> None:
+    x, y = MAKERS[maker](140, 140, 24)
+    check(x.to(dtype), y.to(dtype), scale, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("scale", "bias"), [(10.0, -10.0), (100.0, -10.0), (100.0, 30.0)])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_every_kind_of_features_over_many_blocks(
+    maker: str, scale: float, bias: float, dtype: torch.dtype
+) -> None:
+    x, y = MAKERS[maker](2501, 2501, 200)
+    check(x.to(dtype), y.to(dtype), scale, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["paired", "ids", "weighted ids"])
+@pytest.mark.parametrize(("m", "d"), [(8192, 768), (5003, 700), (4096, 512)])
+def test_large(m: int, d: int, kind: str, dtype: torch.dtype) -> None:
+    """Many blocks of the default workspace."""
+    similarity.set_workspace(None)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    x, y = (t.to(dtype) for t in MAKERS["learnt"](m, m, d))
+    ids: Any = "paired" if kind == "paired" else (torch.randint(-1, m, (m,)),) * 2
+    weight = torch.rand(m) if kind == "weighted ids" else None
+    try:
+        if dtype != torch.float32:
+            check(x, y, 10.0, -10.0, ids, weight, 1 / m)
+            return
+        x, y = x.cuda(), y.cuda()
+        ids = ids if isinstance(ids, str) else tuple(t.cuda() for t in ids)
+        weight = weight if weight is None else weight.cuda()
+        truth = exact(x, y, 10.0, -10.0, ids, weight)
+        loss, gradients = run(x, y, 10.0, -10.0, ids, weight)
+        assert abs(loss - truth.loss) <= TF32 * truth.loss
+        for mine, true in zip(gradients, truth.gradients, strict=True):
+            assert (mine - true).norm() <= TF32 * true.norm()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "d"), [(1, 1, 8), (1, 300, 3), (129, 1, 64), (140, 260, 72), (530, 130, 17)]
+)
+def test_any_sizes_ids_and_weights(
+    m: int, n: int, d: int, weighted: bool, dtype: torch.dtype
+) -> None:
+    x, y = (t.to(dtype) for t in MAKERS["random"](m, n, d))
+    ids = torch.randint(-1, 9, (m,)), torch.randint(-1, 9, (n,))
+    check(x, y, 10.0, -3.0, ids, torch.rand(m) * 50 if weighted else None, 0.3)
+
+
+def test_weights_may_be_zero_and_negative() -> None:
+    x, y = (t.half() for t in MAKERS["random"](130, 140, 16))
+    ids = torch.arange(130), torch.arange(140)
+    check(x, y, 10.0, -3.0, ids, torch.randn(130) * (torch.arange(130) % 3 > 0))
+    none = torch.zeros(130, device=DEVICE)
+    loss, gradients = run(x.to(DEVICE), y[:130].to(DEVICE), 9.0, 0.0, "paired", none)
+    assert loss == 0
+    assert not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("launch", [(4, 2), (2, 1)])
+def test_other_launches_give_the_same(launch: tuple[int, int]) -> None:
+    """Several row tiles per program, dS in two parts; the masked kernel recomputes some tiles."""
+    x, y = MAKERS["clustered"](450, 300, 16)
+    ids = torch.randint(-1, 40, (450,)), torch.randint(-1, 40, (300,))
+    x[130:140] *= 8  # logits whose exponentials multiply beyond float32
+    config = configs.Config(rows=launch[0], split=launch[1], group=2)
+    with configs.override({"sigmoid": config}):
+        check(x.half(), y.half(), 10.0, -2.0, ids)
+        check(x.half()[:300], y.half(), 10.0, -2.0, "paired", torch.rand(300))
+
+
+@pytest.mark.parametrize(("scale", "bias"), [(5.0, 60.0), (0.0, 300.0), (200.0, 10.0)])
+def test_logits_whose_exponentials_leave_float32(scale: float, bias: float) -> None:
+    x, y = (t.half() for t in MAKERS["random"](140, 140, 16))
+    check(x, y, scale, bias, upstream=1e-3)
+
+
+@pytest.mark.parametrize("bias", [-16.0, -25.0])
+def test_small_terms_survive_float16(bias: float) -> None:
+    """e^-16 is float16's smallest number, and 1 + e^-16 is float32's 1."""
+    x, y = (t.half() for t in MAKERS["random"](140, 150, 24))
+    ids = torch.full((140,), -1), torch.full((150,), -1)
+    check(x, y, 1.0, bias, ids, upstream=1e6)
+    loss, _ = run(x.to(DEVICE), y.to(DEVICE), 0.0, bias, tuple(t.to(DEVICE) for t in ids), None)
+    exactly = 140 * 150 * torch.tensor(bias).double().exp()
+    torch.testing.assert_close(loss.cpu().double(), exactly, rtol=ULPS * EPS * -bias, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_gradient_of_a_mean_is_rounded_once(dtype: torch.dtype) -> None:
+    """It is stored with the factor 1 / rows, so that the backward pass rounds it no second time."""
+    x, y = (t.to(DEVICE, dtype) for t in MAKERS["random"](150, 150, 32))
+    _, once = run(x, y, 10.0, -3.0, "paired", None, 1 / 150)
+    _, scaled = run(x, y, 10.0, -3.0, "paired", None, 64 / 150)
+    for a, b in zip(once[:2], scaled[:2], strict=True):
+        large = b.abs() > 64 * torch.finfo(dtype).tiny
+        assert torch.equal(a[large] * 64, b[large])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_features_give_non_finite_results(value: float) -> None:
+    x, y = (t.half().to(DEVICE) for t in MAKERS["random"](200, 200, 16))
+    x[150, 5] = value
+    loss, gradients = run(x, y, 10.0, -10.0, "paired", None)
+    assert not loss.isfinite()
+    assert not gradients[1].isfinite().all()
+    assert gradients[0][:128].isfinite().all()
+
+
+@pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (3,), (1, 2), (2, 3)])
+def test_gradients_of_some_inputs_alone(needed: tuple[int, ...]) -> None:
+    x, y = (t.half().to(DEVICE) for t in MAKERS["random"](140, 150, 16))
+    ids = torch.arange(140, device=DEVICE), torch.arange(150, device=DEVICE)
+    everything = [x, y, torch.tensor(8.0, device=DEVICE), torch.tensor(-4.0, device=DEVICE)]
+    results = []
+    for wanted in ((0, 1, 2, 3), needed):
+        inputs = [t.clone().requires_grad_(k in wanted) for k, t in enumerate(everything)]
+        total = similarity.softplus_sum(*inputs, ids=ids)
+        if wanted:
+            total.backward()
+        results.append([total.detach(), *(t.grad for t in inputs)])
+    whole, part = results
+    torch.testing.assert_close(whole[0], part[0], rtol=1e-6, atol=0)
+    for k in range(4):
+        if k in needed:
+            torch.testing.assert_close(part[k + 1], whole[k + 1], rtol=1e-3, atol=1e-5)
+        else:
+            assert part[k + 1] is None
+
+
+def test_no_pairs() -> None:
+    x = torch.randn(3, 8, device=DEVICE, dtype=torch.float16)
+    for m, n in ((3, 0), (0, 3), (0, 0)):
+        ids = tuple(torch.arange(k, device=DEVICE) for k in (m, n))
+        loss, gradients = run(x[:m], x[:n], 2.0, -1.0, ids, None)
+        assert loss == 0
+        assert not any(g.any() for g in gradients)
+
+
+def test_strided_features_and_the_same_bits() -> None:
+    x, y = (t.to(DEVICE, torch.float16) for t in MAKERS["clustered"](150, 150, 24))
+    wide = torch.cat([y, y], dim=1)[:, :24]
+    odd = torch.cat([y[:, :1], y], dim=1)[:, 1:]
+    first, *others = (
+        run(a, b, 20.0, -5.0, "paired", None)
+        for a, b in ((x, y), (x, y), (x.T.contiguous().T, wide), (x, odd))
+    )
+    for loss, gradients in others:
+        assert loss == first[0]
+        assert all(torch.equal(a, b) for a, b in zip(gradients, first[1], strict=True))
+
+
+def test_float32() -> None:
+    """The interpreter multiplies in float32, a GPU in TF32."""
+    x, y = (t.float().to(DEVICE) for t in MAKERS["learnt"](140, 140, 24))
+    truth = exact(x, y, 10.0, -5.0, "paired", None)
+    loss, gradients = run(x, y, 10.0, -5.0, "paired", None)
+    tolerance = TF32 if GPU else 2e-6
+    assert abs(loss - truth.loss) <= tolerance * truth.loss
+    for mine, true in zip(gradients, truth.gradients, strict=True):
+        assert (mine - true).norm() <= tolerance * true.norm()
+
+
+def test_size_of_the_stored_gradients() -> None:
+    """2 d bytes per row in half precision; float16 takes one more number per row, its scale."""
+    for dtype in HALVES:
+        x = torch.randn(140, 16, device=DEVICE, dtype=dtype)
+        numbers = [torch.tensor(v, device=DEVICE) for v in (2.0, -1.0)]
+        plain = ("paired", *[True] * 4, "", settings.of_call(x))
+        stored = torch.ops.megabatch.softplus_sum(x, x, *numbers, *[None] * 7, *plain)
+        rows = 140 if dtype == torch.float16 else 0
+        assert [r.dtype for r in stored[1:5:2]] == [dtype, dtype]
+        assert [r.numel() for r in stored] == [1, 140 * 16, rows, 140 * 16, rows, 1, 1]
+
+
+def test_a_small_batch_takes_one_row_tile_per_program() -> None:
+    x = torch.empty(20, 8, dtype=torch.float16)
+    assert configs.sigmoid_config(x).rows == 1
+
+
+# --- on a GPU only -------------------------------------------------------------------------------
+
+
+def made(b: int = 1000, d: int = 96) -> list[Tensor]:
+    x, y = (F.normalize(torch.randn(b, d, device="cuda"), dim=1).bfloat16() for _ in range(2))
+    return [x, y, torch.tensor(10.0, device="cuda"), torch.tensor(-10.0, device="cuda")]
+
+
+def gradients_of(call: Any, inputs: list[Tensor]) -> list[Tensor]:
+    mine = [t.detach().clone().requires_grad_() for t in inputs]
+    loss = call(*mine)
+    loss.backward()
+    return [loss.detach(), *(t.grad for t in mine)]
+
+
+@pytest.mark.gpu
+def test_compiles_without_a_graph_break() -> None:
+    loss, inputs = mb.SigLipLoss(), made()
+    compiled = torch.compile(lambda *a: loss(*a), fullgraph=True)
+    for a, b in zip(gradients_of(compiled, inputs), gradients_of(loss, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_opcheck() -> None:
+    x, y, scale, bias = made(300)
+    ids = torch.arange(300, device="cuda") % 50
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for sides, diagonal in (((None, None), "paired"), ((ids, ids), "plain")):
+        for features in ((x, y), (x.half(), y.half())):
+            plain = (diagonal, *[True] * 4, "", [*settings.of_call(x)])
+            arguments = (*features, scale, bias, *sides, *[None] * 5, *plain)
+            with torch.no_grad():
+                torch.library.opcheck(
+                    torch.ops.megabatch.softplus_sum.default, arguments, test_utils=tests
+                )
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_forward_and_backward() -> None:
+    loss, inputs = mb.SigLipLoss(), made()
+    static = [t.detach().clone().requires_grad_() for t in inputs]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            for t in static:
+                t.grad = None
+            loss(*static).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    for t in static:
+        t.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = loss(*static)
+        value.backward()
+    replayed = made()
+    with torch.no_grad():
+        for t, other in zip(static, replayed, strict=True):
+            t.copy_(other)
+    graph.replay()
+    ours = [value.detach(), *(t.grad for t in static)]
+    for a, b in zip(ours, gradients_of(loss, replayed), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_memory() -> None:
+    """A step takes 4 b d bytes and 640 MiB beside inputs and gradients; 512 MiB are workspace."""
+    similarity.set_workspace(None)
+    b, d = 70_000, 512
+    inputs = [t.requires_grad_() for t in made(b, d)]
+    mb.SigLipLoss()(*inputs).backward()
+    for t in inputs:
+        t.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    mb.SigLipLoss()(*inputs).backward()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - 2 * 2 * b * d
+    assert extra <= 4 * b * d + (640 << 20)

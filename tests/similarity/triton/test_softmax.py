@@ -1,0 +1,311 @@
+"""The fused softmax kernels against dense float64, on a GPU or in Triton's interpreter.
+
+The interpreter has no bfloat16 products, so bfloat16 is tested on a GPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch import similarity
+from megabatch.similarity import backends, dense
+from megabatch.similarity.triton import softmax
+from megabatch.similarity.triton.configs import Config
+from tests.similarity.features import MAKERS
+from tests.similarity.test_precision import FACTOR, careful_dense, float32_noise, truth
+from tests.similarity.test_statistics import some_ids, weighted_sum
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+HALVES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
+
+pytest.importorskip("triton")
+# Kernels compute infinities that they mask or recompute; the interpreter's NumPy warns of each.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
+    before = similarity.set_workspace(1 << 20)  # blocks of 512: several per side on the GPU
+    yield
+    similarity.set_workspace(before)
+
+
+def make(maker: str, m: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x, y = MAKERS[maker](m, n, d)
+    return x.to(DEVICE, dtype), y.to(DEVICE, dtype)
+
+
+def leaves(*values: Tensor | float, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [
+        torch.as_tensor(v, dtype=dtype, device=DEVICE).clone().detach().requires_grad_()
+        for v in values
+    ]
+
+
+def flat(sides) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    return [part.cpu().double() for side in sides for part in side]
+
+
+def check(ours, truth, mine: list[Tensor], theirs: list[Tensor]) -> None:  # type: ignore[no-untyped-def]
+    """Compare values to the rounding of float32 logits, gradients to that of half precision."""
+    for a, b in zip(flat(ours), flat(truth), strict=True):
+        assert torch.equal(a == -torch.inf, b == -torch.inf)
+        finite = b.isfinite()
+        size = max(1.0, float(b[finite].detach().abs().max())) if finite.any() else 1.0
+        torch.testing.assert_close(a[finite], b[finite], rtol=0, atol=2e-6 * size)
+    weighted_sum(flat(ours)).backward()
+    weighted_sum(flat(truth)).backward()
+    for a, b in zip(mine, theirs, strict=True):
+        size = b.grad.norm()
+        if b.dim() == 0:  # a sum over all of x, whose terms may cancel
+            size = theirs[0].grad.norm() * theirs[0].detach().norm() / b.detach().abs()
+        # dS and the gradient are each rounded once; with random upstreams no errors cancel.
+        assert (a.grad.double() - b.grad).norm() <= torch.finfo(mine[0].dtype).eps * size + 1e-7
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("scale", [0.01, 14.3, 100.0, 200.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_clip_meets_the_per_row_criterion(maker: str, scale: float, dtype: torch.dtype) -> None:
+    x, y = make(maker, 300 if GPU else 150, 300 if GPU else 150, 40, dtype)
+    _check_clip(x, y, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("scale", [1.0, 14.3, 100.0, 200.0])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_clip_meets_the_per_row_criterion_over_many_blocks(
+    maker: str, scale: float, dtype: torch.dtype
+) -> None:
+    _check_clip(*make(maker, 2501, 2501, 200, dtype), scale)
+
+
+def _check_clip(x: Tensor, y: Tensor, scale: float) -> None:
+    import megabatch as mb
+
+    exact, peer = truth(x, y, scale), careful_dense(x, y, scale)
+    noises = float32_noise(x, y, scale)
+    a, b = leaves(x, y)
+    (s,) = leaves(scale, dtype=torch.float32)
+    rows, columns = similarity.split_logsumexp(a, b, s)
+    assert columns is not None
+    mb.ClipLoss()(a, b, s).backward()
+    eps = torch.finfo(torch.float32).eps
+    for mine, i in ((rows.negative, 0), (columns.negative, 1)):
+        limit = FACTOR * (peer[i] - exact[i]).abs().max() + 8 * eps * (1 + exact[i].abs())
+        assert ((mine - exact[i]).abs() <= limit).all()
+    half = torch.finfo(x.dtype).eps / 2
+    tiny = max(torch.finfo(x.dtype).smallest_normal, 4e-21 * scale / len(x))
+    for mine, i in ((a.grad, 2), (b.grad, 3)):
+        size = exact[i].norm(dim=1)
+        errors = (mine.double() - exact[i]).norm(dim=1)
+        theirs = (peer[i].double() - exact[i]).norm(dim=1)
+        limit = FACTOR * theirs.maximum(theirs.median()) + half * size + 4 * noises[i - 2] + tiny
+        worst = (errors / limit).argmax()
+        assert (errors <= limit).all(), (worst, errors[worst], limit[worst], size[worst])
+    terms = (x.double() * exact[2]).sum(1).abs().sum() / scale
+    limit = 2 * half * terms + 4 * noises[2] + FACTOR * abs(peer[4] - exact[4])
+    assert abs(s.grad - exact[4]) <= limit
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("ceiling", [False, True])
+@pytest.mark.parametrize("ids", ["paired", "some", "paired among some"])
+@pytest.mark.parametrize("maker", ["random", "duplicated", "outliers"])
+def test_split_logsumexp(maker: str, ids: str, ceiling: bool, dtype: torch.dtype) -> None:
+    m, n, d = (150, 200, 24) if ids == "some" else (150, 150, 24)
+    x, y = make(maker, m, n, d, dtype)
+    chosen = ids if ids == "paired" else tuple(t.to(DEVICE) for t in some_ids(m, n, 20))
+    options = {"ids": chosen, "positives": "ids" if ids == "some" else "paired"}
+    limit = torch.full((m,), 0.1234 * 20, device=DEVICE) if ceiling else None
+    mine, theirs = leaves(x, y), leaves(x, y, dtype=torch.float64)
+    mine += leaves(20.0, dtype=torch.float32)
+    theirs += leaves(20.0, dtype=torch.float64)
+    ours = similarity.split_logsumexp(*mine, ceiling=limit, **options)
+    wide = None if limit is None else limit.double()
+    check(ours, dense.split_logsumexp(*theirs, ceiling=wide, **options), mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "case", ["paired", "some", "paired among some", "rows", "float32", "itself"]
+)
+def test_a_guide(case: str, dtype: torch.dtype) -> None:
+    """The guide has another width; the pairs that it leaves out have the largest logits."""
+    m, n, d = (150, 200, 24) if case == "some" else (150, 150, 24)
+    x, y = make("clustered", m, n, d, dtype)
+    y = x if case == "itself" else y
+    ids = tuple(t.to(DEVICE) for t in some_ids(m, n, 20))
+    chosen = "paired" if case in ("paired", "rows", "float32") else ids
+    options = {"ids": chosen, "positives": "paired" if "paired" in case else "ids"}
+    guide_x, guide_y = (F.pad(t[:, :20].float(), (0, 11)) + 0.01 for t in (x, y))
+    if case != "float32":
+        guide_x, guide_y = guide_x.to(dtype), guide_y.to(dtype)
+    # The limit lies in the largest gap of each row, so that rounding does not decide; one row
+    # keeps every pair, one none.
+    ordered = (guide_x.double() @ guide_y.double().T).sort(1).values
+    gap = ordered.diff()[:, 20:-20].argmax(1, keepdim=True) + 20
+    limit = ((ordered.gather(1, gap) + ordered.gather(1, gap + 1)) / 2)[:, 0].float()
+    limit[:2] = torch.tensor([9.0, -9.0])
+    # Logits spread widely: a reference taken from pairs left out would underflow the others.
+    scale = -60.0 if case == "float32" else 60.0
+    mine, theirs = leaves(x, y), leaves(x, y, dtype=torch.float64)
+    if case == "itself":
+        mine[1], theirs[1] = None, None
+    mine += leaves(scale, dtype=torch.float32)
+    theirs += leaves(scale, dtype=torch.float64)
+    guide = guide_x, guide_y
+    sides = "rows" if case == "rows" else "both"
+    ours = similarity.split_logsumexp(*mine, ceiling=limit, guide=guide, sides=sides, **options)
+    wide = guide_x.double(), guide_y.double()
+    truth = dense.split_logsumexp(*theirs, ceiling=limit.double(), guide=wide, **options)
+    if case == "rows":
+        ours, truth = ours[:1], truth[:1]
+    check(ours, truth, [t for t in mine if t is not None], [t for t in theirs if t is not None])
+
+
+@pytest.mark.parametrize("ids", ["paired", "some"])
+@pytest.mark.parametrize("maker", ["random", "clustered"])
+def test_self_similarity(maker: str, ids: str) -> None:
+    m = 1300 if GPU else 270
+    x, _ = make(maker, m, 1, 24, torch.float16)
+    rows = some_ids(m, m, 15)[0].to(DEVICE)
+    eye = torch.arange(m, device=DEVICE)
+    mine = leaves(x) + leaves(14.3, dtype=torch.float32)
+    theirs = leaves(x, 14.3, dtype=torch.float64)
+    ours = similarity.split_logsumexp(
+        mine[0], None, mine[1], ids="paired" if ids == "paired" else rows
+    )
+    truth = dense.split_logsumexp(
+        theirs[0], None, theirs[1], ids=(eye, eye) if ids == "paired" else (rows, rows)
+    )
+    check(ours, truth, mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("maker", "rows", "split", "workspace"),
+    [  # blocks of 512, or one block
+        ("clustered", 2, 1, 512 << 10),
+        ("random", 1, 2, 512 << 20),
+        ("spread", 4, 1, 512 << 20),
+    ],
+)
+def test_upper_triangle_of_a_block_on_the_diagonal(
+    maker: str, rows: int, split: int, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lower triangle mirrors it: sums of rows serve columns, and dS is stored twice."""
+    for side in ("forward", "backward"):
+        one = Config(rows=rows, group=2, split=split, stages=2)
+        monkeypatch.setattr(softmax, f"{side}_config", lambda x, one=one: one)
+    similarity.set_workspace(workspace)
+    m = 2300 if GPU else 530 if workspace < 512 << 20 else 400
+    x, _ = make("random" if maker == "spread" else maker, m, 1, 8, torch.float16)
+    if maker == "spread":  # some rows have logits 30 times as large, others only 0
+        x[::7] *= 30
+        x[200:320] *= 0
+    ids = torch.arange(m, device=DEVICE) // 40
+    for own in ("paired", ids):
+        mine = leaves(x) + leaves(14.3, dtype=torch.float32)
+        theirs = leaves(x, 14.3, dtype=torch.float64)
+        eye = torch.arange(m, device=DEVICE) if isinstance(own, str) else own
+        ours = similarity.split_logsumexp(mine[0], None, mine[1], ids=own)
+        truth = dense.split_logsumexp(theirs[0], None, theirs[1], ids=(eye, eye))
+        check(ours, truth, mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("m", "n", "d"),
+    [(1, 1, 8), (1, 300, 8), (129, 5, 13), (260, 131, 70), (640, 128, 64), (530, 650, 8)],
+)
+def test_any_sizes(m: int, n: int, d: int, dtype: torch.dtype) -> None:
+    x, y = make("random", m, n, d, dtype)
+    mine = leaves(x, y) + leaves(30.0, dtype=torch.float32)
+    theirs = leaves(x, y, 30.0, dtype=torch.float64)
+    ours = similarity.logsumexp(*mine)
+    check([ours], [dense.logsumexp(*theirs)], mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("m", "n"), [(3, 0), (0, 3), (0, 0)])
+def test_a_side_without_rows(m: int, n: int, dtype: torch.dtype) -> None:
+    x, y = make("random", m, n, 8, dtype)
+    ids = torch.zeros(m, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
+    mine = leaves(x, y) + leaves(30.0, dtype=torch.float32)
+    sides = similarity.split_logsumexp(*mine, ids=(ids[0].to(DEVICE), ids[1].to(DEVICE)))
+    for side, size in zip(sides, (m, n), strict=True):
+        assert side is not None
+        assert side.negative.tolist() == side.positive.tolist() == [-torch.inf] * size
+        assert side.positive_sum.tolist() == [0.0] * size
+    sum(side.positive_sum.sum() for side in sides if side is not None).backward()  # type: ignore[union-attr]
+    assert all(value.grad is not None and not value.grad.any() for value in mine)
+
+
+@pytest.mark.parametrize("sides", ["rows", "columns"])
+def test_one_side_only(sides: str) -> None:
+    x, y = make("random", 200, 150, 24, torch.float16)
+    mine = leaves(x, y) + leaves(30.0, dtype=torch.float32)
+    theirs = leaves(x, y, 30.0, dtype=torch.float64)
+    truth = dense.logsumexp(*theirs)
+    if sides == "rows":
+        check([[similarity.logsumexp(*mine, sides="rows")[0]]], [[truth[0]]], mine, theirs)
+    else:
+        check([[similarity.logsumexp(*mine)[1]]], [[truth[1]]], mine, theirs)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_gradients_of_some_inputs_alone(needed: tuple[int, ...]) -> None:
+    x, y = make("random", 140, 150, 24, torch.float16)
+    full = leaves(x, y) + leaves(9.0, dtype=torch.float32)
+    some = [leaf.detach().clone().requires_grad_(i in needed) for i, leaf in enumerate(full)]
+    for inputs in (full, some):
+        sum(side.sum() for side in similarity.logsumexp(*inputs)).backward()
+    for i in range(3):
+        if i in needed:
+            torch.testing.assert_close(some[i].grad, full[i].grad, rtol=1e-3, atol=1e-4)
+        else:
+            assert some[i].grad is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_features_give_non_finite_results(value: float) -> None:
+    x, y = make("random", 200, 200, 24, torch.float16)
+    x[150, 2] = value
+    rows, columns = similarity.logsumexp(x, y, 10.0)
+    assert columns is not None
+    assert not rows[150].isfinite()
+    assert rows[:150].isfinite().all()
+    assert not columns.isfinite().all()
+    assert not similarity.split_logsumexp(x, y, 10.0)[0].negative[150].isfinite()
+
+
+def test_small_upstream_gradients_survive_float16() -> None:
+    """With millions of rows, 1 / (2 b) times a small probability is below float16's range."""
+    x, y = make("random", 150, 150, 24, torch.float16)
+    mine, theirs = leaves(x, y), leaves(x, y, dtype=torch.float64)
+    for inputs, module in ((mine, similarity), (theirs, dense)):
+        rows, columns = module.logsumexp(*inputs, 1.0)
+        ((rows.sum() + columns.sum()) * 1e-3).backward()
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a.grad.double() - b.grad).norm() <= 2e-3 * b.grad.norm()
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    x, y = make("clustered", 700 if GPU else 200, 700 if GPU else 200, 48, torch.float16)
+    results = []
+    for _ in range(2):
+        mine = leaves(x, y) + leaves(50.0, dtype=torch.float32)
+        rows, columns = similarity.split_logsumexp(*mine)
+        assert columns is not None
+        (rows.negative.sum() + columns.negative.sum()).backward()
+        results.append([rows.negative, columns.negative, *(leaf.grad for leaf in mine)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
