@@ -87,7 +87,7 @@ class Ranks:
         self._even = len(set(col_sizes)) == len(set(row_sizes)) == 1
         row_bytes = features.shape[1] * features.element_size()
         groups = grid_groups(name, sizes, row_bytes, features.device) if grid else None
-        self._in_order = groups is None  # the columns of a round are those of all ranks
+        self.in_order = groups is None  # the columns of a round are those of all ranks
         if groups is None:
             self.rows = Layout(None, [row_sizes[self.rank]], operation)
             self.cols = Layout(group, col_sizes, operation)
@@ -101,7 +101,7 @@ class Ranks:
             )
         #: index of this rank's first column, and row, among those of all ranks
         self.start = sum(col_sizes[: self.rank])
-        self._row_start = self.start - self.rows.own.start
+        self.row_start = self.start - self.rows.own.start
         self._step = round_rows(self.cols.padded, len(self.cols.sizes) * row_bytes)
 
     @property
@@ -175,25 +175,25 @@ class Round:
             yield from self._half()
             return
         ranks, own = self.ranks, self.layout.own
-        behind = ranks._row_start + ranks.rows.size
+        behind = ranks.row_start + ranks.rows.size
         start = ranks.start + self.own.start
         rows = slice(0, ranks.rows.size)
-        whole = ranks._in_order and ranks.one_round
+        whole = ranks.in_order and ranks.one_round
         if whole and not (self._coming.under_way and self.layout.sizes[self.layout.rank] >= LARGE):
             every = slice(0, self.layout.size)
-            yield Part(rows, every, ranks._row_start, 0, self._coming.wait())
+            yield Part(rows, every, ranks.row_start, 0, self._coming.wait())
             return
-        yield Part(rows, own, ranks._row_start, start, self._side)
+        yield Part(rows, own, ranks.row_start, start, self._side)
         for cols in (slice(own.stop, self.layout.size), slice(0, own.start)):
             if cols.start < cols.stop:
                 side = self._coming.wait().narrow(cols)
-                yield Part(rows, cols, ranks._row_start, behind, side)
+                yield Part(rows, cols, ranks.row_start, behind, side)
         self._coming.wait()
 
     def _half(self) -> Iterator[Part]:
         """x against itself, apart from this rank's own triangle."""
         ranks, layout = self.ranks, self.layout
-        behind = ranks._row_start + ranks.rows.size
+        behind = ranks.row_start + ranks.rows.size
         columns, n = self._coming.wait(), len(layout.sizes)
         for step in range(n // 2 + 1):
             owner = (layout.rank - step) % n
@@ -203,7 +203,7 @@ class Round:
             ):
                 cols = slice(first + max(0, skipped - self._part.start), last)
                 if rows.start < rows.stop and cols.start < cols.stop:
-                    row_start = ranks._row_start + rows.start
+                    row_start = ranks.row_start + rows.start
                     yield Part(rows, cols, row_start, behind, columns.narrow(cols))
 
     def by_rank(self) -> Iterator[tuple[int, Side]]:
