@@ -132,9 +132,7 @@ def _execute(words: list[str]) -> None:
 
 def _leave(code: int) -> NoReturn:
     """As the interpreter ends: threads, then what libraries registered."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -14,12 +14,12 @@ NAME = "one-ahead"
 
 
 def working() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == NAME]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(NAME)]
 
 
 def test_each_in_order_by_another_thread():
     made = list(one_ahead(lambda i: (i, threading.current_thread().name), range(4), NAME))
-    assert made == [(i, NAME) for i in range(4)]
+    assert made == [(i, f"{NAME}_0") for i in range(4)]
     assert list(one_ahead(str, [], NAME)) == []
     assert not working()
 

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch
 from megabatch import torch_internals
-from megabatch.torch_internals import PURPOSES, InternalsError, private
+from megabatch.planning.compiled import partitioned
+from megabatch.torch_internals import InternalsError, private
 from tests import programs
 
 SOURCES = Path(megabatch.__file__).parent
@@ -77,8 +79,8 @@ def attention() -> None:
         )
         mask = torch.empty(5, 5, device="cuda", dtype=torch.bfloat16)
         plain = torch_internals.flash_attention(query, key, value, 0.0, False)
-        masked = torch_internals.masked_attention(query, key, value, mask, 0.0, False)
-    for out in (plain, masked):
+        masked = torch_internals.masked_attention(query, key, value, mask, True, 0.0, False)
+    for out, *_ in (plain, masked):
         assert (out.shape, out.stride()) == (query.shape, query.stride())
 
 
@@ -97,8 +99,8 @@ def partition() -> None:
             y = x.sin().cos()
             return [y, *torch.autograd.grad([y], [x], [gradient])]
 
-        whole = torch_internals.traced(joint, given, compiled=True)
-        first, second = torch_internals.partitioned_as_compiled(whole, 1, 1, [])
+        whole = make_fx(joint, torch_internals.decompositions())(*given)
+        first, second = partitioned(whole, 1, 1, [])
     results = next(node for node in first.graph.nodes if node.op == "output").args[0]
     assert [str(node) for node in results[1:]] == ["primals_1"]
     assert len([node for node in second.graph.nodes if node.op == "placeholder"]) == 2
@@ -163,7 +165,8 @@ def compiled_inside() -> None:
     assert torch.equal(module(torch.ones(2)), before + 1)
 
 
-def recompiles() -> None:
+def compiler() -> None:
+    """A function is compiled three times before it runs uncompiled, and inside DDP in one piece."""
     compiled = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -171,32 +174,19 @@ def recompiles() -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=2):
-        torch_internals.allow_recompiles(3)
-        torch_internals.allow_recompiles(1)
+    with torch._dynamo.config.patch(recompile_limit=2, optimize_ddp=True), group_of_one():
+        torch_internals.configure_compiler(3)
+        torch_internals.configure_compiler(1)
         twice = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
         for size in range(2, 7):
             twice(torch.ones(size))
-    torch._dynamo.reset()
-    assert len(compiled) == 3
-
-
-def whole_in_ddp() -> None:
-    compiled = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(optimize_ddp=True), group_of_one():
-        torch_internals.compile_for_ddp_in_one_piece()
+        assert len(compiled) == 3
         model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
         model.forward = torch.compile(model.forward, backend=backend)
         small = 0.001  # MiB: a bucket for each layer
         DistributedDataParallel(model, bucket_cap_mb=small)(torch.ones(2, 32))
     torch._dynamo.reset()
-    assert len(compiled) == 1
+    assert len(compiled) == 4
 
 
 def compile_errors() -> None:
@@ -321,57 +311,76 @@ def parametrizations() -> None:
     assert layer.weight.requires_grad
 
 
+def constants() -> None:
+    def marked() -> None: ...
+
+    def by_torch() -> None: ...
+
+    torch_internals.constant_in_graphs(marked)
+    torch.compiler.assume_constant_result(by_torch)
+    assert vars(marked) == vars(by_torch) != {}
+
+
+#: The private names in `torch_internals`, as they are written there.
 CHECKS: dict[str, Callable[[], None]] = {
-    "_C._are_functorch_transforms_active": transforms,
-    "distributed.distributed_c10d._resolve_process_group": resolved,
-    "distributed.distributed_c10d._get_process_group_store": store,
-    "distributed.ProcessGroup._get_backend": backend,
-    "nn.Module._compiled_call_impl": compiled_in_place,
-    "nn.Module._call_impl": compiled_inside,
-    "_dynamo.config.recompile_limit": recompiles,
-    "_dynamo.config.optimize_ddp": whole_in_ddp,
-    "_dynamo.exc.TorchDynamoException": compile_errors,
-    "nn.Module._forward_pre_hooks": hooks,
-    "nn.Module._forward_hooks": hooks,
-    "_dynamo.OptimizedModule._orig_mod": compiled_as_a_whole,
-    "distributed.fsdp.FSDPModule._get_fsdp_state": fsdp,
-    "nn.parallel.DistributedDataParallel._delay_all_reduce_params": delayed,
-    "nn.parallel.DistributedDataParallel._get_active_ddp_module": around,
-    "_C._autograd._get_current_graph_task_keep_graph": retained,
-    "_C._will_engine_execute_node": executed,
-    "Tensor._backward_hooks": tensor_hooks,
-    "Tensor._post_accumulate_grad_hooks": accumulation_hooks,
-    "Tensor._version": version,
-    "nn.utils.parametrize._cache_enabled": parametrizations,
-    "nn.utils.parametrize._cache": parametrizations,
-    "ops.aten._scaled_dot_product_flash_attention": attention,
-    "ops.aten._scaled_dot_product_cudnn_attention": attention,
-    "_subclasses.fake_tensor.FakeTensorMode": fake,
-    "utils._python_dispatch.TorchDispatchMode": dispatch,
-    "utils._pytree.tree_leaves": leaves,
-    "utils._pytree.tree_flatten": containers,
-    "utils._pytree.tree_unflatten": containers,
-    "_functorch.partitioners.min_cut_rematerialization_partition": partition,
-    "_inductor.decomposition.select_decomp_table": partition,
-    "UntypedStorage._cdata": storages,
+    "_are_functorch_transforms_active": transforms,
+    "_dynamo.config": compiler,
+    "_dynamo.exc:TorchDynamoException": compile_errors,
+    "_resolve_process_group": resolved,
+    "_get_process_group_store": store,
+    "_get_backend": backend,
+    "_timeout": backend,
+    "_cache_enabled": parametrizations,
+    "_cache": parametrizations,
+    "_compiled_call_impl": compiled_in_place,
+    "_call_impl": compiled_inside,
+    "_orig_mod": compiled_as_a_whole,
+    "_forward_pre_hooks": hooks,
+    "_forward_hooks": hooks,
+    "_get_fsdp_state": fsdp,
+    "_fsdp_param_group": fsdp,
+    "_fsdp_param_groups": fsdp,
+    "_get_active_ddp_module": around,
+    "_delay_all_reduce_params": delayed,
+    "_version": version,
+    "_backward_hooks": tensor_hooks,
+    "_post_accumulate_grad_hooks": accumulation_hooks,
+    "_cdata": storages,
+    "_autograd._get_current_graph_task_keep_graph": retained,
+    "_will_engine_execute_node": executed,
+    "_python_dispatch:TorchDispatchMode": dispatch,
+    "_subclasses.fake_tensor:FakeTensorMode": fake,
+    "_pytree:tree_flatten": containers,
+    "_pytree:tree_unflatten": containers,
+    "_inductor.decomposition:select_decomp_table": partition,
+    "_functorch.partitioners:min_cut_rematerialization_partition": partition,
+    "_scaled_dot_product_flash_attention": attention,
+    "_scaled_dot_product_cudnn_attention": attention,
+    "_dynamo_marked_constant": constants,
 }
 
 
-@pytest.mark.parametrize("name", PURPOSES)
-def test_a_private_name_of_torch(name: str) -> None:
+@pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: check.__name__)
+def test_private_names_of_torch(check: Callable[[], None]) -> None:
     try:
-        CHECKS[name]()
+        check()
     except Exception as error:
-        pytest.fail(
-            f"torch {torch.__version__}: torch.{name} is not what megabatch needs "
-            f"{PURPOSES[name]}: {type(error).__name__}: {error}"
-        )
+        names = ", ".join(name for name, known in CHECKS.items() if known is check)
+        pytest.fail(f"torch {torch.__version__}: not what megabatch needs: {names}: {error!r}")
 
 
-def test_a_torch_without_a_name_is_told_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PURPOSES, "cuda._gone", "for a test")
-    with pytest.raises(InternalsError, match=r"has no torch.cuda._gone, .* needs for a test"):
-        private("cuda._gone")
+def test_every_private_name_is_checked() -> None:
+    source = inspect.getsource(torch_internals).replace("torch._C:", "torch:")
+    written = re.findall(r'(?<=["._:])_[a-z]+[\w.:]*(?=")|(?<=\w\.)_[a-z]\w*', source)
+    modules = {"_dynamo", "_python_dispatch"}
+    assert {*written} - modules == {*CHECKS}
+
+
+def test_a_torch_without_a_name_is_told_what_it_is_for() -> None:
+    for path in ("torch.cuda:_gone", "torch._gone:name"):
+        name = path.replace(":", ".")
+        with pytest.raises(InternalsError, match=rf"has no {name}, .* needs for a test; use"):
+            private(path, "for a test")
 
 
 def private_names(path: Path) -> list[str]:
@@ -413,16 +422,6 @@ def test_no_private_name_of_torch_anywhere_else() -> None:
     assert others == {}
 
 
-def test_constants_of_graphs_are_marked_as_torch_marks_them() -> None:
-    def marked() -> None: ...
-
-    def by_torch() -> None: ...
-
-    torch_internals.constant_in_graphs(marked)
-    torch.compiler.assume_constant_result(by_torch)
-    assert vars(marked) == vars(by_torch) != {}
-
-
 def test_it_needs_neither_triton_nor_the_trainer() -> None:
     """The core imports it."""
     program = (
@@ -434,8 +433,3 @@ def test_it_needs_neither_triton_nor_the_trainer() -> None:
     )
     done = programs.run(["-c", program])
     assert done.stdout.strip() == "False", done.stderr
-
-
-def test_every_name_is_used() -> None:
-    source = inspect.getsource(torch_internals).partition("# --- transforms")[2]
-    assert all(name.rpartition(".")[2] in source for name in PURPOSES)

@@ -26,7 +26,7 @@ import torch.nn.parallel
 import torch.utils.data
 
 from megabatch import cli
-from megabatch.extras import DISTRIBUTIONS
+from megabatch.imports import DISTRIBUTIONS
 
 Outcome = tuple[str | None, object, str]
 

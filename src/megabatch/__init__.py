@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megabatch.lazy import lazy
+from megabatch.imports import lazy
 
 if TYPE_CHECKING:
     from megabatch import similarity
@@ -39,21 +39,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_PACKAGES = (
-    *("data", "evaluation", "gradient_cache", "losses", "models", "planning", "similarity"),
-    "training",
-)
-
-__getattr__ = lazy(
-    __name__,
-    dict.fromkeys(__all__, "megabatch.losses")
-    | {
-        "GradientCache": "megabatch.gradient_cache",
-        "SortedByLength": "megabatch.gradient_cache",
-        "retrieval_metrics": "megabatch.evaluation.retrieval",
-    }
-    | {name: f"megabatch.{name}" for name in _PACKAGES},
-)
+__getattr__ = lazy(__name__)
 
 
 def __dir__() -> list[str]:

@@ -8,9 +8,8 @@ import os
 import sys
 
 from megabatch import __version__
-from megabatch.errors import UsageError, printable
-from megabatch.extras import named_extras
-from megabatch.words import did_you_mean
+from megabatch.errors import UsageError, did_you_mean, printable
+from megabatch.imports import named_extras
 
 COMMANDS = {
     "train": ("megabatch.training.command", "train two towers on pairs"),
@@ -54,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     command, options = words[0], words[1:]
     if command not in COMMANDS:
-        return _complain(_unknown(command))
+        hint = did_you_mean(command, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        return _complain(f"unknown command {command!r}{hint}")
     try:
         with named_extras("bench" if command in ("bench", "tune") else "train"):
             return int(importlib.import_module(COMMANDS[command][0]).main(options))
@@ -80,11 +80,6 @@ def _versions() -> str:
         kernels = f"Triton {triton.__version__}"
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return f"megabatch {__version__} (torch {torch.__version__}, {kernels}, {cuda})"
-
-
-def _unknown(command: str) -> str:
-    hint = did_you_mean(command, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
-    return f"unknown command {command!r}{hint}"
 
 
 def _complain(message: str, command: str = "", code: int = 2) -> int:

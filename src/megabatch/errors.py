@@ -1,10 +1,11 @@
-"""Errors that a command shows to its user."""
+"""Errors that a command shows to its user, and the words of their messages."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class UsageError(Exception):
@@ -36,6 +37,15 @@ def naming(option: str) -> Iterator[None]:
         raise UsageError(f"{option}: {error}") from error
 
 
+def checks_alone() -> bool:
+    """Whether a command may check its options before anything else, in this process alone.
+
+    If a launcher (torchrun, srun) started several, they check together, later: an error is then
+    printed once.
+    """
+    return not {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys()
+
+
 def printable(name: str) -> str:
     """A file's name with escapes for bytes that are not UTF-8, which no file could hold."""
     return name.encode(errors="backslashreplace").decode()
@@ -52,10 +62,19 @@ def all_of(reasons: Sequence[str]) -> str:
     return reasons[0] if len(reasons) == 1 else "\n  - ".join(["several things:", *reasons])
 
 
-def checks_alone() -> bool:
-    """Whether a command may check its options before anything else, in this process alone.
+def are(number: int) -> str:
+    """The verb after so many."""
+    return "is" if number == 1 else "are"
 
-    If a launcher (torchrun, srun) started several, they check together, later: an error is then
-    printed once.
-    """
-    return not {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys()
+
+def plural(number: int, noun: str) -> str:
+    """A number and its noun: `1 pair`, `4,096 pairs`, `0 batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
+    """The end of a message about an unknown name: `; did you mean ViT-B-32?`, or nothing."""
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), lower, n=most)
+    return f"; did you mean {' or '.join(lower[name] for name in close)}?" if close else ""

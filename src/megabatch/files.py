@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -62,14 +63,10 @@ def new_folder(output: Path) -> Iterator[Path]:
     """
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UsageError(f"{output} exists and is not an empty folder; choose another --output")
+    partial = output.parent / f".{output.name}.partial-{secrets.token_hex(4)}"
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}.partial-"))
-    except OSError as error:
-        raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
-    try:
+        partial.mkdir(parents=True)
         yield partial
-        partial.chmod(0o777 & ~_umask())  # mkdtemp's folders are for their owner alone
         os.replace(partial, output)
     except OSError as error:
         raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
@@ -93,7 +90,9 @@ def folder_problem(folder: Path) -> str:
         return f"{existing} cannot be written to: {error.strerror or error}"
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def default_cache_dir() -> Path:
+    """Return `$MEGABATCH_CACHE`, else `$XDG_CACHE_HOME/megabatch`, else `~/.cache/megabatch`."""
+    if chosen := os.environ.get("MEGABATCH_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megabatch"

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megabatch.words import did_you_mean
+from megabatch.errors import did_you_mean
 
 Mark = TypeVar("Mark")
 

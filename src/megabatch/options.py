@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import MISSING, dataclass, field
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-from megabatch.errors import UsageError, all_of
+from megabatch.errors import UsageError, all_of, did_you_mean
 from megabatch.hints import (
     Details,
     Positional,
@@ -27,7 +27,6 @@ from megabatch.hints import (
     settings_of,
     wanted,
 )
-from megabatch.words import did_you_mean
 
 T = TypeVar("T")
 

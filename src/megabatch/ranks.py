@@ -6,6 +6,7 @@ engine's handshakes use, and wait for no device. Only `all_gather_rows` moves te
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,20 +43,15 @@ def lost_rank_told(stage: str, rank: int, size: int, within: str) -> Iterator[No
     try:
         yield
     except RuntimeError as error:
-        if size == 1 or not _is_communication(error):
+        known = isinstance(error, (CommunicationError, dist.DistError))
+        # Gloo raises plain RuntimeErrors.
+        words = ("gloo", "nccl", "connection closed", "timed out waiting")
+        if size == 1 or not (known or any(word in str(error).lower() for word in words)):
             raise
         raise Gone(
             f"rank {rank} of {size}, {stage}: another process is gone, or did not respond within "
             f"{within}: {one_line(error, 400)}"
         ) from error
-
-
-def _is_communication(error: RuntimeError) -> bool:
-    if isinstance(error, (CommunicationError, dist.DistError)):
-        return True
-    # Gloo raises plain RuntimeErrors.
-    text = str(error).lower()
-    return any(word in text for word in ("gloo", "nccl", "connection closed", "timed out waiting"))
 
 
 def is_first(group: object = None) -> bool:
@@ -108,22 +104,16 @@ def all_gather_values(value: Any, group: object) -> list[Any]:
     name = group_name(group)
     if not name:
         return [value]
-    channel = control.channel(comm.resolve(name), _device(name))
     data = json.dumps(value).encode()
-    try:
-        rows = channel.gather(len(data).to_bytes(8, "little"))
-        sizes = [int.from_bytes(row, "little") for row in rows]
-        received = [bytearray() for _ in sizes]
-        for start in range(0, max(sizes), _CHUNK):
-            length = min(_CHUNK, max(sizes) - start)
-            rows = channel.gather(data[start : start + length].ljust(length))
-            for part, row in zip(received, rows, strict=True):
-                part += row
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"gathering values from all ranks, rank {dist.get_rank()}: {error}"
-        ) from error
-    return [json.loads(part[:size]) for part, size in zip(received, sizes, strict=True)]
+    with comm.failures_of(f"gathering values from all ranks, rank {dist.get_rank()}"):
+        channel = control.channel(comm.resolve(name), _device(name))
+        sizes = channel.gather(len(data).to_bytes(8, "little"))
+        most = max(int.from_bytes(size, "little") for size in sizes)
+        chunks = [
+            channel.gather(data[start : start + _CHUNK].ljust(min(_CHUNK, most - start)))
+            for start in range(0, most, _CHUNK)
+        ]
+    return [json.loads(b"".join(parts)) for parts in zip(*chunks, strict=True)]
 
 
 def all_gather_numbers(call: str, numbers: Sequence[int], group: object) -> list[list[int]]:
@@ -140,12 +130,11 @@ def all_gather_numbers(call: str, numbers: Sequence[int], group: object) -> list
     name = group_name(group)
     if not name:
         return [list(numbers)]
-    table: list[list[int]] = [[] for _ in range(rank_and_size(group)[1])]
-    for start in range(0, max(1, len(numbers)), _NUMBERS):
-        rows = comm.agree(name, call, numbers[start : start + _NUMBERS], _device(name))
-        for known, row in zip(table, rows, strict=True):
-            known += row
-    return table
+    tables = [
+        comm.agree(name, call, numbers[start : start + _NUMBERS], _device(name))
+        for start in range(0, max(1, len(numbers)), _NUMBERS)
+    ]
+    return [list(itertools.chain(*rows)) for rows in zip(*tables, strict=True)]
 
 
 def on_all_ranks(work: Callable[[], T], group: object) -> T:

@@ -18,9 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megabatch.errors import UsageError, all_of, one_line
+from megabatch.errors import UsageError, all_of, did_you_mean, one_line
 from megabatch.hints import is_reference, option
-from megabatch.words import did_you_mean
 
 #: Settings that may be references.
 SETTINGS = ("model", "loss")
@@ -38,7 +37,7 @@ def is_url(source: str) -> bool:
 
 
 def absent(sources: str) -> list[str]:
-    """Those of some data sources that are plain paths, no patterns or URLs, and do not exist."""
+    """The data sources that are plain paths, no patterns or URLs, and do not exist."""
     if Path(sources).exists():
         return []
     return [
@@ -60,17 +59,15 @@ def named(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def refuse_references(settings: Mapping[str, Any], file: Path | str) -> None:
     """Raise a UsageError if settings that were read from a file name code to run."""
-    reasons = [
-        f"{file}: {name} = {value!r} would run {_code_of(name, value)}, for which only the command "
-        "line may ask; --trust allows it if you trust this file"
-        for name, value in named(settings).items()
-    ]
+    reasons = []
+    for name, value in named(settings).items():
+        code = "a command" if name in SOURCES else f"code, the module {value.partition(':')[0]}"
+        reasons.append(
+            f"{file}: {name} = {value!r} would run {code}, for which only the command line may "
+            "ask; --trust allows it if you trust this file"
+        )
     if reasons:
         raise UsageError(all_of(reasons))
-
-
-def _code_of(name: str, value: str) -> str:
-    return "a command" if name in SOURCES else f"code, the module {value.partition(':')[0]}"
 
 
 def load(reference: str, setting: str) -> Any:
@@ -103,7 +100,7 @@ def load(reference: str, setting: str) -> Any:
 
 
 def call(found: Any, label: str, **arguments: Any) -> Any:
-    """Call a loaded class or function with those of the arguments that its signature has.
+    """Call a loaded class or function with the arguments that its signature has.
 
     Raises:
         UsageError: it needs others, or it fails.
@@ -118,7 +115,7 @@ def call(found: Any, label: str, **arguments: Any) -> Any:
 
 
 def accepted(found: Any, names: Collection[str], label: str, *, positional: int = 0) -> set[str]:
-    """Those of the names that a callable has as parameters, after `positional` first ones.
+    """The names that a callable has as parameters, after `positional` first ones.
 
     Raises:
         UsageError: it needs a parameter of another name.
@@ -127,8 +124,8 @@ def accepted(found: Any, names: Collection[str], label: str, *, positional: int 
         parameters = list(inspect.signature(found).parameters.values())
     except (TypeError, ValueError):  # written in C
         parameters = []
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    rest = named[positional:]
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    rest = [p for p in parameters if p.kind not in variadic][positional:]
     unknown = [p.name for p in rest if p.default is p.empty and p.name not in names]
     if unknown:
         raise UsageError(
@@ -158,13 +155,11 @@ def _import(name: str, label: str) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if name == missing or name.startswith(f"{missing}."):
+    except Exception as error:
+        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+        if lacking and f"{name}.".startswith(f"{lacking}."):
             raise UsageError(
-                f"{label}: there is no module {missing}, neither installed nor in the working "
+                f"{label}: there is no module {lacking}, neither installed nor in the working "
                 f"directory {folder}"
             ) from error
-        raise failure(f"{label}: importing {name}", error) from error
-    except Exception as error:
         raise failure(f"{label}: importing {name}", error) from error

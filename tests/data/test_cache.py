@@ -7,7 +7,7 @@ import pytest
 
 from megabatch.data import cache
 from megabatch.data.cache import read_arrays, write_arrays
-from megabatch.paths import default_cache_dir
+from megabatch.files import default_cache_dir
 
 
 def test_cache_folder(monkeypatch, tmp_path: Path):

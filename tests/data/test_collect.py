@@ -143,7 +143,7 @@ def test_closing_tells_the_maker_to_stop() -> None:
     next(coming)
     coming.close()
     assert stop.is_set()
-    assert "megabatch-batches" not in [thread.name for thread in threading.enumerate()]
+    assert "megabatch-batches_0" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_memory_is_used_again_when_no_tensor_refers_to_it() -> None:

@@ -52,7 +52,7 @@ def copied(**options: Any) -> PairLoader:
 
 
 def copying() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "megabatch-data"]
+    return [thread for thread in threading.enumerate() if thread.name == "megabatch-data_0"]
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

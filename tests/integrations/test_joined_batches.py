@@ -69,4 +69,4 @@ def test_joined_batches_end_in_the_middle() -> None:
     steps = iter(JoinedBatches(NumberedBatches(), 2, ahead=True))
     next(steps)
     steps.close()
-    assert "megabatch-joined-batches" not in [thread.name for thread in threading.enumerate()]
+    assert "megabatch-joined-batches_0" not in [thread.name for thread in threading.enumerate()]

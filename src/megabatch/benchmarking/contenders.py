@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.benchmarking import truth
-from megabatch.errors import UsageError
-from megabatch.words import did_you_mean
+from megabatch.errors import UsageError, did_you_mean
 
 #: (x (b, d), y (n, d), scale (), and for a loss that has one: bias ()) -> loss ()
 LossFunction = Callable[..., Tensor]

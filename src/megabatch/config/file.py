@@ -11,10 +11,9 @@ from typing import Any, get_args
 
 from megabatch import files
 from megabatch.config.settings import TrainConfig
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, did_you_mean
 from megabatch.hints import accepts, settings_of, wanted
 from megabatch.references import named, refuse_references
-from megabatch.words import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -15,6 +15,7 @@ from megabatch.config.settings import (
     resolve_device,
     tracker_names,
 )
+from megabatch.errors import did_you_mean
 from megabatch.hints import (
     accepts,
     is_reference,
@@ -24,7 +25,6 @@ from megabatch.hints import (
     with_value,
 )
 from megabatch.losses.registry import TRAINABLE, losses_with
-from megabatch.words import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 
 from megabatch.config.problems import Conflict, conflicts
 from megabatch.config.settings import TrainConfig
+from megabatch.errors import plural
 from megabatch.hints import option, settings_of, with_value
 from megabatch.models import names
-from megabatch.words import plural
 
 
 class Level(IntEnum):

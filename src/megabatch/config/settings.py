@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from megabatch.errors import plural
 from megabatch.hints import Details, Interval, Reference, parse_bytes
 from megabatch.losses.registry import LossName, describe_duplicates, describe_losses
-from megabatch.words import plural
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megabatch.lazy import lazy
+from megabatch.imports import lazy
 
 if TYPE_CHECKING:
     from megabatch.data.glyphs import GlyphPairs, GlyphSet, load_glyphs
@@ -24,10 +24,4 @@ __all__ = [
     "open_pairs",
 ]
 
-__getattr__ = lazy(
-    __name__,
-    dict.fromkeys(__all__, "megabatch.data.pairs")
-    | dict.fromkeys(("GlyphPairs", "GlyphSet", "load_glyphs"), "megabatch.data.glyphs")
-    | dict.fromkeys(("Batch", "PairLoader"), "megabatch.data.loader")
-    | {"open_pairs": "megabatch.data.sources"},
-)
+__getattr__ = lazy(__name__)

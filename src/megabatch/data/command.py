@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, plural
 from megabatch.hints import Interval, settings_of, with_value
 from megabatch.options import Positional, parse_one_of
 from megabatch.references import absent
-from megabatch.words import plural
 
 if TYPE_CHECKING:
     from PIL import Image

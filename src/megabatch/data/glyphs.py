@@ -25,7 +25,7 @@ from PIL import Image, ImageDraw, ImageFont, features
 from megabatch.data.cache import read_arrays, write_arrays
 from megabatch.data.pairs import Pair
 from megabatch.errors import UsageError
-from megabatch.paths import default_cache_dir
+from megabatch.files import default_cache_dir
 
 SIZE = 32  # pixels per side
 EM = 24  # font size in pixels: 19 glyphs of 20 fit without shrinking

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from megabatch.errors import UsageError
-from megabatch.words import plural
+from megabatch.errors import UsageError, plural
 
 _LINES_FOR_NAMES = 1_000
 _PIECE = 100_000  # rows held as Python objects before they are converted to an array

@@ -26,8 +26,7 @@ from megabatch.data.late import Decoder, LateImages, UndecodedPairs, keep
 from megabatch.data.order import Order, Request, Requests, Share, parts_of
 from megabatch.data.pairs import PairDataset
 from megabatch.data.workers import WorkerLoader
-from megabatch.errors import UsageError
-from megabatch.words import plural
+from megabatch.errors import UsageError, plural
 
 _PIECES = 64  # of a batch, over all workers (one each if there are more)
 

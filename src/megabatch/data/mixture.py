@@ -10,8 +10,7 @@ import numpy as np
 
 from megabatch.data.order import Part
 from megabatch.data.pairs import ArrayDataset, Pair, PairDataset
-from megabatch.errors import UsageError
-from megabatch.words import plural
+from megabatch.errors import UsageError, plural
 
 SEPARATOR = "::"
 

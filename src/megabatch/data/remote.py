@@ -23,8 +23,7 @@ from webdataset.gopen import gopen_pipe
 from webdataset.shardlists import expand_urls
 
 from megabatch.errors import UsageError, one_line
-from megabatch.files import replacing
-from megabatch.paths import default_cache_dir
+from megabatch.files import default_cache_dir, replacing
 from megabatch.references import COMMAND, is_url
 
 #: What stores tell of a file that changes with its content, each under a name of its own.

@@ -16,7 +16,7 @@ from megabatch.data.mixture import SEPARATOR, check_factors, mix
 from megabatch.data.pairs import PairDataset
 from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError, one_line
-from megabatch.extras import named_extras
+from megabatch.imports import named_extras
 from megabatch.references import COMMAND, is_url
 
 TABLES = (".csv", ".tsv", ".parquet")

@@ -7,7 +7,7 @@ from xml.parsers import expat
 
 from PIL import Image
 
-from megabatch.extras import named_extras
+from megabatch.imports import named_extras
 
 SVG_SIZE = 224  # default for the pixels of the longer side
 

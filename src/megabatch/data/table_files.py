@@ -14,8 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from megabatch.data.json_lines import json_names, read_json
-from megabatch.errors import UsageError, one_line
-from megabatch.words import plural
+from megabatch.errors import UsageError, one_line, plural
 
 TEXT_TABLES = (".csv", ".tsv")
 #: Field separators of text tables, the most usual first.

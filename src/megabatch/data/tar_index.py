@@ -15,9 +15,8 @@ import numpy as np
 from webdataset.tariterators import base_plus_ext
 
 from megabatch.data.cache import read_arrays, write_arrays
-from megabatch.errors import UsageError
-from megabatch.paths import default_cache_dir
-from megabatch.words import are, plural
+from megabatch.errors import UsageError, are, plural
+from megabatch.files import default_cache_dir
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "svg", "bmp", "ppm")
 #: Members of a sample besides its image: a caption, a JSON document, a class index.

@@ -6,7 +6,7 @@
 
 from typing import TYPE_CHECKING
 
-from megabatch.lazy import lazy
+from megabatch.imports import lazy
 
 if TYPE_CHECKING:
     from megabatch.evaluation.retrieval import chance_metrics, retrieval_metrics
@@ -14,11 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["chance_metrics", "evaluate_run", "retrieval_metrics"]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "chance_metrics": "megabatch.evaluation.retrieval",
-        "evaluate_run": "megabatch.evaluation.run",
-        "retrieval_metrics": "megabatch.evaluation.retrieval",
-    },
-)
+__getattr__ = lazy(__name__)

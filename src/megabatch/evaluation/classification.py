@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, plural
 from megabatch.evaluation.answers import Answers
 from megabatch.evaluation.embed import Embedded, Encoder
 from megabatch.evaluation.probe import choose_and_fit, neighbour_votes
@@ -26,7 +26,6 @@ from megabatch.evaluation.zeroshot import Prompts, class_features
 from megabatch.ranks import all_gather_rows, local_range
 from megabatch.similarity import ranks, topk
 from megabatch.similarity.eager import block_shape
-from megabatch.words import plural
 
 KS = (1, 5)
 _ROWS = 4096  # images per block of scores

@@ -13,10 +13,9 @@ from megabatch.data.image_files import ImageFiles
 from megabatch.data.pairs import BadSample, decode_image
 from megabatch.data.table_files import Column, MappedColumn
 from megabatch.data.tables import Table, Wanted, is_text, look_at_images, no_rows, open_table
-from megabatch.errors import UsageError, naming, one_line
+from megabatch.errors import UsageError, naming, one_line, plural
 from megabatch.evaluation.caption_texts import clean_captions, some_are_empty
 from megabatch.evaluation.samples import Captions, Sample
-from megabatch.words import plural
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from megabatch import files
 from megabatch.data.glyphs import GlyphSet, load_glyphs
 from megabatch.data.mixture import SEPARATOR
-from megabatch.errors import UsageError, naming
+from megabatch.errors import UsageError, naming, plural
 from megabatch.evaluation.captions import GLYPHS, open_val_data, reading_of
 from megabatch.evaluation.classification import ClassTask, Neighbours, score_classes
 from megabatch.evaluation.config import DIGITS, METHODS, EvalConfig, check, choose_device
@@ -38,12 +38,11 @@ from megabatch.evaluation.zeroshot import (
     read_names,
     read_templates,
 )
-from megabatch.extras import named_extras
+from megabatch.imports import named_extras
 from megabatch.models import glyph
 from megabatch.ranks import is_first, on_all_ranks
 from megabatch.references import refuse_references
 from megabatch.similarity.distributed.comm import rank_and_size
-from megabatch.words import plural
 
 
 def _ignored(_: object) -> None:

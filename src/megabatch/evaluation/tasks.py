@@ -12,14 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.data.glyphs import GlyphSet
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, plural
 from megabatch.evaluation.answers import Answers
 from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.retrieval import chance_by_answers, expected_recalls, metrics_by_answers
 from megabatch.evaluation.samples import Captions, Samples, first_of
 from megabatch.similarity import topk
-from megabatch.words import plural
 
 KS = (1, 5, 10)
 _QUERIES_PER_BLOCK = 2048  # of the pixel baseline

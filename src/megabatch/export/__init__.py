@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from megabatch.lazy import lazy
+from megabatch.imports import lazy
 
 if TYPE_CHECKING:
     from megabatch.export.run import export_run
 
 __all__ = ["export_run"]
 
-__getattr__ = lazy(__name__, {"export_run": "megabatch.export.run"})
+__getattr__ = lazy(__name__)

@@ -12,9 +12,9 @@ from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
 from megabatch.export import clip, hugging_face, openclip, sentence_transformers
 from megabatch.export.options import Target, Weights
-from megabatch.extras import named_extras
 from megabatch.files import new_folder
 from megabatch.hints import is_reference
+from megabatch.imports import named_extras
 from megabatch.models import Towers
 from megabatch.models.hf_text_pair import TextPair
 from megabatch.models.hf_two_towers import HuggingFaceTwoTowers

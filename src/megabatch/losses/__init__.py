@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megabatch.lazy import lazy
+from megabatch.imports import lazy
 
 if TYPE_CHECKING:
     from megabatch.losses.clip import ClipLoss
@@ -30,18 +30,4 @@ __all__ = [
 ]
 
 # Imported on first access, as the registry in this package is read without torch.
-__getattr__ = lazy(
-    __name__,
-    {
-        "ClipLoss": "megabatch.losses.clip",
-        "DCLLoss": "megabatch.losses.dcl",
-        "DistillClipLoss": "megabatch.losses.distill",
-        "InfoNCELoss": "megabatch.losses.infonce",
-        "MatryoshkaLoss": "megabatch.losses.matryoshka",
-        "MultiModalLoss": "megabatch.losses.multimodal",
-        "NTXentLoss": "megabatch.losses.ntxent",
-        "SigLipLoss": "megabatch.losses.siglip",
-        "SincereLoss": "megabatch.losses.sincere",
-        "SupConLoss": "megabatch.losses.supcon",
-    },
-)
+__getattr__ = lazy(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megabatch.lazy import lazy
+from megabatch.imports import lazy
 
 if TYPE_CHECKING:
     from megabatch.models.options import ModelOptions
@@ -12,13 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelOptions", "Towers", "TwoTowers", "available", "create"]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "ModelOptions": "megabatch.models.options",
-        "Towers": "megabatch.models.towers",
-        "TwoTowers": "megabatch.models.two_towers",
-        "available": "megabatch.models.registry",
-        "create": "megabatch.models.registry",
-    },
-)
+__getattr__ = lazy(__name__)

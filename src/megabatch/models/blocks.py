@@ -15,11 +15,7 @@ from megabatch.errors import one_line
 from megabatch.models.layers import Tower, tower_of
 from megabatch.models.patches import PatchConvolution
 from megabatch.models.pixels import PixelNormalization
-from megabatch.torch_internals import (
-    allow_recompiles,
-    compile_for_ddp_in_one_piece,
-    mark_compiled_in_place,
-)
+from megabatch.torch_internals import configure_compiler, mark_compiled_in_place
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -79,8 +75,7 @@ class CompiledBlocks:
         lists = lists_to_compile(module)
         self._compiled = set(lists)  # all but the lists that cannot be
         # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
-        allow_recompiles(8 * max(map(len, lists.values()), default=1))
-        compile_for_ddp_in_one_piece()
+        configure_compiler(8 * max(map(len, lists.values()), default=1))
         for name, members in lists.items():
             forward = _forward_of_its_own()
             dynamic = tower_of(name) in varying

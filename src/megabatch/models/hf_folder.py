@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.errors import UsageError, one_line
-from megabatch.extras import named_extras
+from megabatch.errors import UsageError, one_line, plural
+from megabatch.imports import named_extras
 from megabatch.models import weights
 from megabatch.models.names import has_weights
-from megabatch.words import plural
 
 #: Default for tokens per text: a larger one costs time for every short text.
 CONTEXT_LENGTH = 128

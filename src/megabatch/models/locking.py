@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, plural
 from megabatch.models.layers import Tower, tower_of, tower_parameters
-from megabatch.words import plural
 
 
 def lock(

@@ -8,10 +8,9 @@ import re
 import sys
 from pathlib import Path
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, did_you_mean
 from megabatch.hints import is_reference
 from megabatch.models import weights
-from megabatch.words import did_you_mean
 
 #: Our own models, each with a line on it.
 OWN = {

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megabatch.lazy import lazy
+from megabatch.imports import lazy
 
 if TYPE_CHECKING:
     from megabatch.planning.machine import Machine, this_machine
@@ -12,15 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Machine", "NoPlan", "Plan", "make_plan", "print_plan", "this_machine", "to_json"]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "Machine": "megabatch.planning.machine",
-        "this_machine": "megabatch.planning.machine",
-        "NoPlan": "megabatch.planning.plan",
-        "Plan": "megabatch.planning.plan",
-        "make_plan": "megabatch.planning.make",
-        "print_plan": "megabatch.planning.show",
-        "to_json": "megabatch.planning.show",
-    },
-)
+__getattr__ = lazy(__name__)

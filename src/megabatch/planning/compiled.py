@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from megabatch.models.blocks import lists_to_compile
 from megabatch.planning.counter import MemoryCounter
 from megabatch.planning.fused import Pass, pass_of, storages
-from megabatch.torch_internals import flattened, partitioned_as_compiled, traced, unflattened
+from megabatch.torch_internals import decompositions, flattened, partition, unflattened
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def compiled_graphs(function: Callable[..., Any], tensors: list[Tensor]) -> Grap
     inputs = [
         Layout.of(t).empty(t.device).requires_grad_(gradients and t.requires_grad) for t in tensors
     ]
-    forward = traced(flat, inputs)
+    forward = make_fx(flat)(*inputs)
     layouts = tuple(Layout.of(o) if isinstance(o, Tensor) else o for o in outputs)
     if not any(isinstance(o, Tensor) and o.requires_grad for o in outputs):
         return Graphs(layouts, structure, pass_of(forward.graph))
@@ -182,10 +183,32 @@ def compiled_graphs(function: Callable[..., Any], tensors: list[Tensor]) -> Grap
         return [*results, *(by_input.get(i) for i in range(len(inputs)))]
 
     tangents = [torch.empty_like(made[i]) for i in ends]
-    whole = traced(joint, [*inputs, *tangents], compiled=True)
+    whole = make_fx(joint, decompositions())(*inputs, *tangents)
     static = [i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter) or t.is_leaf]
-    first, second = partitioned_as_compiled(whole, len(inputs), len(made), static)
+    first, second = partitioned(whole, len(inputs), len(made), static)
     return _graphs_of(first, second, len(inputs), layouts, structure)
+
+
+def partitioned(
+    joint: fx.GraphModule, inputs: int, outputs: int, static: list[int]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Divide a trace of both passes as torch.compile does.
+
+    Args:
+        joint: takes the inputs and the outputs' gradients, and returns outputs and the inputs'
+            gradients.
+        inputs, outputs: their numbers.
+        static: indices of the inputs that stay where they are, as parameters do.
+
+    Returns:
+        the passes; the first one returns the outputs and what the second one needs of it.
+    """
+    given = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    for i, node in enumerate(given):  # the names by which the partitioner tells them apart
+        name = f"primals_{i + 1}" if i < inputs else f"tangents_{i - inputs + 1}"
+        node.name = node.target = name
+    joint.recompile()
+    return partition(joint, None, num_fwd_outputs=outputs, static_lifetime_input_indices=static)
 
 
 def moved_to_cpu(module: fx.GraphModule) -> fx.GraphModule:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
+from megabatch.errors import plural
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.models import Towers
 from megabatch.planning.lengths import TextLengths
@@ -17,7 +18,6 @@ from megabatch.planning.simulation.hardware import (
     encoding_named,
     usual_cluster,
 )
-from megabatch.words import plural
 
 
 def make_plan(

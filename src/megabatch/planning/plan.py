@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, are, plural
 from megabatch.hints import is_reference
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
@@ -26,7 +26,6 @@ from megabatch.planning.simulation.hardware import Cluster, Encoding
 from megabatch.planning.simulation.schedules import not_simulated
 from megabatch.planning.state import state_bytes
 from megabatch.planning.towers import AUTOCAST, Sample, sample_of
-from megabatch.words import are, plural
 
 #: Bytes of Python objects per image file.
 _FILE_OVERHEAD = 500

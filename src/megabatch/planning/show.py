@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megabatch.errors import plural
 from megabatch.planning.plan import PHASES, Plan
 from megabatch.planning.seconds import StepSeconds
 from megabatch.planning.simulation.hardware import DATASHEETS, MEASURED, datasheet
-from megabatch.words import plural
 
 
 def print_plan(plan: Plan, console: Console) -> None:

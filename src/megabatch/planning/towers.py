@@ -222,10 +222,13 @@ def _fused_attention(
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    made: tuple[Tensor, ...]
     if attn_mask is None:
-        return torch_internals.flash_attention(query, key, value, dropout_p, is_causal)
-    bias = attn_mask.to(query.dtype)
-    return torch_internals.masked_attention(query, key, value, bias, dropout_p, is_causal)
+        made = torch_internals.flash_attention(query, key, value, dropout_p, is_causal)
+    else:
+        bias = attn_mask.to(query.dtype)
+        made = torch_internals.masked_attention(query, key, value, bias, True, dropout_p, is_causal)
+    return made[0]
 
 
 @contextlib.contextmanager

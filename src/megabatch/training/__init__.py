@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from megabatch.lazy import lazy
+from megabatch.imports import lazy
 
 if TYPE_CHECKING:
     from megabatch.config.file import load_config, save_config
@@ -11,12 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainConfig", "load_config", "save_config", "train"]
 
-__getattr__ = lazy(
-    __name__,
-    {
-        "TrainConfig": "megabatch.config.settings",
-        "load_config": "megabatch.config.file",
-        "save_config": "megabatch.config.file",
-        "train": "megabatch.training.session",
-    },
-)
+__getattr__ = lazy(__name__)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from torch import nn
 
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
+from megabatch.errors import plural
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.training.world import World
-from megabatch.words import plural
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:

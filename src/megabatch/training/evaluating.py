@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError, naming
-from megabatch.extras import MissingLibrary, named_extras
+from megabatch.imports import MissingLibrary, named_extras
 from megabatch.training.world import World
 
 # Evaluation needs matplotlib and scikit-learn, so it is imported only if requested.

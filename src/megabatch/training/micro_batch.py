@@ -20,7 +20,7 @@ from megabatch.config.settings import (
     unmeasured_micro_batch,
 )
 from megabatch.data import Batch
-from megabatch.errors import OutOfMemory
+from megabatch.errors import OutOfMemory, plural
 from megabatch.gradient_cache.by_length import Orders
 from megabatch.gradient_cache.division import MicroBatch
 from megabatch.gradient_cache.feed import to_device
@@ -35,7 +35,6 @@ from megabatch.training.batch_norm import batch_norms
 from megabatch.training.encoders import CachedStep
 from megabatch.training.parallel import Layout
 from megabatch.training.world import World
-from megabatch.words import plural
 
 #: The first size that is tried, and the smallest unless it does not fit.
 FIRST = UNMEASURED_MICRO_BATCH

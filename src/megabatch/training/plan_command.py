@@ -12,10 +12,9 @@ from megabatch.config.command_line import Start, check, configure, parser
 from megabatch.config.problems import problems
 from megabatch.config.resolve import name_defaults, resolve
 from megabatch.config.settings import TrainConfig, resolve_device, unmeasured_micro_batch
-from megabatch.errors import UsageError, all_of
+from megabatch.errors import UsageError, all_of, did_you_mean, plural
 from megabatch.hints import Interval, is_reference, parse_bytes
 from megabatch.planning.simulation.hardware import DATASHEETS, datasheet
-from megabatch.words import did_you_mean, plural
 
 if TYPE_CHECKING:
     from megabatch.models import Towers

@@ -15,7 +15,7 @@ from torch import Tensor
 from megabatch.config.file import save_config
 from megabatch.config.settings import activation_bytes, tracker_names
 from megabatch.data import Batch
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, plural
 from megabatch.evaluation.run_folder import read_metrics
 from megabatch.hints import is_reference
 from megabatch.planning.plan import NoPlan, graph_bytes
@@ -37,7 +37,6 @@ from megabatch.training.setup import Setup
 from megabatch.training.trackers import Trackers
 from megabatch.training.trainer import Trainer, TrainingStopped
 from megabatch.training.validation import Validation, in_words, record
-from megabatch.words import plural
 
 
 class Run:

@@ -28,7 +28,7 @@ from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
-from megabatch.errors import UsageError, all_of, naming
+from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.hints import is_reference, option, with_value
 from megabatch.losses import own
 from megabatch.losses.objective import create_objective
@@ -43,7 +43,6 @@ from megabatch.training import batch_norm, evaluating, trackers
 from megabatch.training.optimizer import DEFAULT_WARMUP, warmup_steps
 from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
-from megabatch.words import plural
 
 T = TypeVar("T")
 

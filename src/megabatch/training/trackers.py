@@ -30,7 +30,7 @@ from megabatch import files
 from megabatch.config.file import to_dict
 from megabatch.config.settings import TrainConfig, tracker_names
 from megabatch.errors import one_line
-from megabatch.extras import MissingLibrary, missing, named_extras
+from megabatch.imports import MissingLibrary, missing, named_extras
 
 Ended = Literal["finished", "interrupted", "failed"]
 

@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.config.settings import TrainConfig, resolve_device
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, plural
 from megabatch.ranks import Gone, all_gather_values, lost_rank_told
 from megabatch.similarity import set_abort_on_lost_rank
-from megabatch.words import plural
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from megabatch.paths import default_cache_dir
+from megabatch.files import default_cache_dir
 from megabatch.similarity.backends import capability
 
 FORMAT = 1

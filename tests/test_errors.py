@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabatch.words import are, plural
+from megabatch.errors import are, plural
 
 
 @pytest.mark.parametrize(

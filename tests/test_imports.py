@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megabatch.extras import DISTRIBUTIONS, EXTRAS, MissingLibrary, missing, named_extras
+from megabatch.imports import DISTRIBUTIONS, MissingLibrary, missing, named_extras
 from tests.data.samples import png, write_tar
 from tests.models.tiny_bert import save_tiny_bert
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 
 SMALL = "--steps 1 --global-batch-size 2 --micro-batch-size 2 --device cpu --plan off --output new"
 TRAIN = f"train --model glyph-small --train-data pairs.csv {SMALL}"
+WATCHED = f"{TRAIN} --report-to tensorboard,wandb,mlflow"
 BENCH = "bench loss --batch-size 8 --width 8 --contenders megabatch --device cpu"
 
 #: By command, the libraries that it cannot do without.
@@ -32,7 +27,7 @@ NEEDS = {
     f"train --model glyph-small --train-data glyphs {SMALL}": "matplotlib",
     f"{TRAIN} --evaluate --val-data pairs.csv": "torchvision",
     f"{TRAIN} --opt lamb": "timm",
-    f"{TRAIN} --report-to tensorboard,wandb,mlflow": "alembic mlflow sqlalchemy wandb",
+    WATCHED: "alembic mlflow sqlalchemy wandb",
     f"train --model ViT-B-32 --train-data pairs.csv {SMALL}": "open_clip",
     f"train --model hf:bert --train-data texts.jsonl {SMALL}": "tokenizers transformers",
     "plan --model glyph-small --device cpu": "numpy PIL psutil rich",
@@ -50,7 +45,7 @@ NEEDS = {
 CASES = [(asked, library) for asked, names in NEEDS.items() for library in names.split()]
 
 UNNEEDED = "jinja2 matplotlib open_clip resvg_py sklearn timm tokenizers torchvision transformers"
-ALL = " ".join(sorted(set().union(*EXTRAS.values())))
+ALL = " ".join(sorted({*" ".join([*NEEDS.values(), UNNEEDED, "simplejpeg tomli"]).split()}))
 HELPFUL = ("train", "plan", "eval", "export", "data icons", "tune")
 HELP = [f"{command} --help" for command in HELPFUL]
 WITHOUT = [(TRAIN, UNNEEDED), *((asked, ALL) for asked in [*HELP, "bench loss --help"])]
@@ -100,7 +95,8 @@ def test_a_missing_library_is_named_with_its_extra(
 ) -> None:
     assert (asked, library) in ended, f"no error names it: {ended}"
     code, text = ended[asked, library]
-    extra = next(e for e in ("train", "hf", "watch") if library in EXTRAS[e])
+    others = {"hf": "tokenizers transformers", "watch": NEEDS[WATCHED]}
+    extra = next((extra for extra, names in others.items() if library in names.split()), "train")
     extra = "bench" if asked == BENCH else extra
     sentence = f"{DISTRIBUTIONS.get(library, library)} is not installed, which this needs: pip "
     told = text.splitlines()[0 if is_python(asked) else -1]
@@ -118,18 +114,13 @@ def test_what_is_not_needed_is_not_asked_for(
     assert code == 0, text
 
 
-def test_the_extras_are_the_projects() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for extra, modules in EXTRAS.items():
-        listed = project["optional-dependencies"][extra]
-        names = {re.split(r"[ ;>=]", line)[0].replace("-", "_").lower() for line in listed}
-        ours = {DISTRIBUTIONS.get(module, module).replace("-", "_").lower() for module in modules}
-        assert ours == names
-
-
 def test_the_commands_own_extra_is_named_first() -> None:
     assert missing("psutil", "bench").endswith("'megabatch[bench]'")
     assert missing("psutil").endswith("'megabatch[train]'")
+    assert missing("tomli").endswith("'megabatch[train]'")  # which has a condition, too
+    assert missing("siglip_kernel") == (
+        "siglip_kernel is not installed, which this needs: pip install 'megabatch[peers]'"
+    )
     assert missing("scipy", "bench").endswith("'megabatch[bench]'")  # which sklearn needs itself
 
 

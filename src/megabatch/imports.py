@@ -1,0 +1,95 @@
+"""Imports that wait until they are needed, and the extra to install if a library is missing."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megabatch.errors import UsageError
+
+#: Libraries whose distribution has another name than their module.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "mlflow": "mlflow-skinny",
+    "open_clip": "open_clip_torch",
+    "resvg_py": "resvg-py",
+    "sklearn": "scikit-learn",
+}
+
+
+class MissingLibrary(UsageError, ImportError):
+    """A library that the call needs is not installed."""
+
+
+@contextlib.contextmanager
+def named_extras(extra: str = "train") -> Iterator[None]:
+    """Name the extra to install if an import inside fails.
+
+    Args:
+        extra: the running command's, preferred, and assumed for dependencies of its libraries.
+
+    Raises:
+        MissingLibrary: instead of a ModuleNotFoundError, except for megabatch's own modules.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module in ("", "megabatch"):
+            raise
+        raise MissingLibrary(missing(module, extra)) from error
+
+
+def missing(module: str, extra: str = "train") -> str:
+    """One sentence: the missing library and the command that installs it.
+
+    The command names the running command's extra if that has the library or none has, else the
+    first extra that has it.
+    """
+    import importlib.metadata  # slow
+
+    library = DISTRIBUTIONS.get(module, module)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        listed = "\n".join(importlib.metadata.requires("megabatch") or ())
+        name = library.replace("_", "[-_]")
+        found = re.findall(rf"^{name}\b(?!-).*extra == .(\w+)", listed, re.MULTILINE)
+        extra = extra if extra in found or not found else found[0]
+    return f"{library} is not installed, which this needs: pip install 'megabatch[{extra}]'"
+
+
+def lazy(package: str) -> Callable[[str], Any]:
+    """The `__getattr__` (PEP 562) of a package that imports submodules and public names when used.
+
+    So `megabatch train --help` does not import torch, and a package is usable without the libraries
+    that only some of its names need. Modules of names are those that the package's `if
+    TYPE_CHECKING:` block imports them from, which is read from its source.
+
+    Returns:
+        A function that raises MissingLibrary, an ImportError, if the module of a name needs a
+        library that is not installed.
+    """
+
+    @functools.cache
+    def places() -> dict[str, str | None]:
+        nodes = ast.walk(ast.parse(pkgutil.get_data(package, "__init__.py") or b""))
+        found = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        return {alias.name: node.module for node in found for alias in node.names}
+
+    def get(name: str) -> Any:
+        with named_extras():
+            if importlib.util.find_spec(f"{package}.{name}"):
+                return importlib.import_module(f"{package}.{name}")
+            if place := places().get(name):
+                value = getattr(importlib.import_module(place), name)
+                setattr(sys.modules[package], name, value)
+                return value
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get
