@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -72,11 +73,10 @@ def main(argv: list[str] | None = None) -> int:
 def _versions() -> str:
     import torch
 
-    try:
+    kernels = "no Triton"
+    with contextlib.suppress(ImportError):  # it exists for Linux only
         import triton
-    except ImportError:  # it exists for Linux only
-        kernels = "no Triton"
-    else:
+
         kernels = f"Triton {triton.__version__}"
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return f"megabatch {__version__} (torch {torch.__version__}, {kernels}, {cuda})"

@@ -65,15 +65,11 @@ def missing(module: str, extra: str = "train") -> str:
 
 
 def lazy(package: str) -> Callable[[str], Any]:
-    """The `__getattr__` (PEP 562) of a package that imports submodules and public names when used.
+    """A package's `__getattr__` (PEP 562), which imports submodules and public names when used.
 
     So `megabatch train --help` does not import torch, and a package is usable without the libraries
-    that only some of its names need. Modules of names are those that the package's `if
-    TYPE_CHECKING:` block imports them from, which is read from its source.
-
-    Returns:
-        A function that raises MissingLibrary, an ImportError, if the module of a name needs a
-        library that is not installed.
+    that only some of its names need; using the others raises MissingLibrary. The package's `if
+    TYPE_CHECKING:` block, read from its source, has the names and their modules.
     """
 
     @functools.cache
@@ -85,7 +81,7 @@ def lazy(package: str) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         with named_extras():
             if importlib.util.find_spec(f"{package}.{name}"):
-                return importlib.import_module(f"{package}.{name}")
+                return importlib.import_module(f"{package}.{name}")  # sets the attribute
             if place := places().get(name):
                 value = getattr(importlib.import_module(place), name)
                 setattr(sys.modules[package], name, value)

@@ -156,5 +156,4 @@ def on_all_ranks(work: Callable[[], T], group: object) -> T:
 
 def _device(name: str) -> torch.device:
     """A device of the group's backends; the CPU if it has one for it."""
-    on_cpu = control.has_cpu_backend(comm.resolve(name))
-    return torch.device("cpu" if on_cpu else "cuda")
+    return torch.device("cpu" if control.has_cpu_backend(comm.resolve(name)) else "cuda")

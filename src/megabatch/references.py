@@ -28,12 +28,10 @@ SOURCES = ("train_data", "val_data")
 #: The beginning of a source that is a command.
 COMMAND = "pipe:"
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-
 
 def is_url(source: str) -> bool:
     """Whether a data source has the form of a URL, such as s3://bucket/a.tar."""
-    return _URL.match(source) is not None
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", source) is not None
 
 
 def absent(sources: str) -> list[str]:
@@ -52,7 +50,7 @@ def named(settings: Mapping[str, Any]) -> dict[str, str]:
     """The settings that name code to run, by name: of a model, a loss or data."""
     found = [name for name in SETTINGS if is_reference(settings.get(name))]
     for name in SOURCES:
-        if any(one.startswith(COMMAND) for one in str(settings.get(name)).split("::")):
+        if any(source.startswith(COMMAND) for source in str(settings.get(name)).split("::")):
             found.append(name)
     return {name: settings[name] for name in found}
 
