@@ -88,9 +88,11 @@ resolve_group: Callable[[str], dist.ProcessGroup] = _function(
 group_store: Callable[[dist.ProcessGroup], dist.Store] = _function(
     f"{_C10D}:_get_process_group_store", "for the store by which a group's ranks found each other"
 )
-group_backend: Callable[[dist.ProcessGroup, torch.device], Any] = _function(
-    "torch.distributed:ProcessGroup._get_backend", "to transfer a group's bytes from a device"
-)
+
+
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend that transfers a group's tensors on this kind of device."""
+    return group._get_backend(device)
 
 
 def backend_timeout(backend: Any) -> timedelta:

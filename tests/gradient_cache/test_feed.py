@@ -22,7 +22,7 @@ from tests.gradient_cache.towers import (
     pairs,
 )
 
-FEED = "megabatch-feed"
+FEED = "megabatch-feed_0"
 
 
 class Compressed:
