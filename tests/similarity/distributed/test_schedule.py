@@ -295,6 +295,21 @@ def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
 
 
 @on_processes(2)
+def test_the_own_triangle_is_computed_while_the_others_columns_arrive(world: World) -> None:
+    x = torch.randn(6, 12, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        events = recorded_transfers(patch)
+        patch.setattr(Pending, "wait", recorded(events, "wait", Pending.wait))
+        for name in ("forward", "gradient_block"):
+            patch.setattr(SoftmaxTiles, name, recorded(events, name, getattr(SoftmaxTiles, name)))
+        total = similarity.split_logsumexp(x)[0].negative.sum()
+        assert events[:4] == ["all_gather", "forward", "wait", "forward"]
+        events.clear()
+        total.backward()
+        assert events[:4] == ["all_gather", "gradient_block", "wait", "gradient_block"]
+
+
+@on_processes(2)
 def test_the_gradient_of_x_is_written_during_the_last_transfer(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     rows, columns = similarity.logsumexp(x, y)

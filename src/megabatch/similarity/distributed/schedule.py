@@ -125,19 +125,21 @@ class Ranks:
     def rounds(
         self, side: Side, saved: Tensor | None = None, filled: bool = False
     ) -> Iterator[Round]:
-        """Gather this rank's columns and the others' in rounds; the next round is on its way.
+        """Gather this rank's columns and the others' in rounds.
+
+        The first round is on its way at once, each other one while the round before is computed.
 
         saved, filled: as of `Layout.gather`.
         """
         parts = list(strips(self.cols.padded, self._step)) or [slice(0, 0)]
-        coming = Round(self, parts[0], side, saved, filled)
-        for k in range(len(parts)):
-            now = coming
-            if settings.overlap() and k + 1 < len(parts):
-                coming = Round(self, parts[k + 1], side)
+        return self._rounds(Round(self, parts[0], side, saved, filled), parts[1:], side)
+
+    def _rounds(self, now: Round, others: Sequence[slice], side: Side) -> Iterator[Round]:
+        for part in others:
+            coming = Round(self, part, side) if settings.overlap() else None
             yield now
-            if not settings.overlap() and k + 1 < len(parts):
-                coming = Round(self, parts[k + 1], side)
+            now = Round(self, part, side) if coming is None else coming
+        yield now
 
     def gather_rows(
         self, side: Side, saved: Tensor | None = None, filled: bool = False
