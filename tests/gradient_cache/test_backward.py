@@ -341,7 +341,7 @@ def test_copies_and_pickles(size):
     step(*batches).backward()
     expected = gradients(model)
     for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
-        (copied,) = other._settings.encoders
+        (copied,) = other._encoders
         copied.zero_grad()
         other(*batches).backward()
         assert_same_gradients(gradients(copied), expected)

@@ -1,7 +1,6 @@
 """Warnings if nothing averages the encoders' gradients over the ranks, and if the passes differ."""
 
 import functools
-import itertools
 import math
 import warnings
 
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache import GradientCache
-from megabatch.gradient_cache.checks import PARAMETERS, DriftCheck
+from megabatch.gradient_cache.checks import weights_differ
 from tests.gradient_cache.towers import Tower, TwoTowers, biased_loss, clip_loss, pairs
 from tests.similarity.distributed.processes import World, on_processes
 
@@ -103,55 +102,28 @@ def test_a_local_group_compares_nothing(world: World) -> None:
     assert warnings_of_training(world, lambda tower: tower, group="local") == []
 
 
+def differ(parameters):
+    """Whether parameters by name are found to differ over the ranks."""
+    return weights_differ(2, parameters.items(), None)
+
+
 @on_processes(2)
-def test_sharded_weights_are_not_compared(world: World) -> None:
-    tower = Tower().float()
-    check = DriftCheck()
-    check.numbers([])
-    sharded = fully_shard(tower, mesh=init_device_mesh("cpu", (world.size,)))
-    assert check.numbers(list(sharded.named_parameters())) == [0] * PARAMETERS
-    check = DriftCheck()
-    check.numbers([])
-    parameters = list(sharded_by_fsdp1(Tower().float()).named_parameters())
-    assert check.numbers(parameters) == [0] * PARAMETERS
-
-
-def test_parameters_are_compared_in_two_steps_only():
-    compared = []
-
-    def parameters(step):
-        compared.append(step)
-        yield from Tower().named_parameters()
-
-    check = DriftCheck()
-    lengths = {len(check.numbers(parameters(step))) for step in range(1, 15)}
-    assert compared == [2, 10]
-    assert lengths == {PARAMETERS}
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 100])
-def test_the_last_of_any_number_of_parameters_is_compared(count, monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    torch.manual_seed(0)
-    named = [(f"p{i}", nn.Parameter(torch.randn(3))) for i in range(count)]
-    other = [(name, nn.Parameter(p.detach() + (name == f"p{count - 1}"))) for name, p in named]
-    table, check = [], DriftCheck()
-    for parameters in (named, other):
-        check = DriftCheck()
-        check.numbers([])
-        table.append(check.numbers(parameters))
-    with pytest.warns(UserWarning, match=f"the elements of p{count - 1} add up to"):
-        check.compare(table, [0, 1])
-
-
-def test_nan_equals_nan():
-    named = [("a", nn.Parameter(torch.tensor(math.nan))), ("b", nn.Parameter(torch.zeros(2)))]
-    check = DriftCheck()
-    check.numbers([])
-    numbers = check.numbers(named)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check.compare(list(itertools.repeat(numbers, 3)), [0, 1, 2])
+def test_the_parameters_that_are_compared(world: World) -> None:
+    """The last of any number is; shards are not; NaN equals NaN."""
+    for count in (1, 2, 4, 5, 100):
+        same = {f"p{i}": nn.Parameter(torch.tensor([math.nan, i])) for i in range(count)}
+        assert not differ(same)
+        other = same | {f"p{count - 1}": nn.Parameter(torch.tensor([1.0 * world.rank]))}
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert differ(other)
+        assert len(seen) == (world.rank == 0)
+        assert all(f"the elements of p{count - 1} add up to" in str(w.message) for w in seen)
+    torch.manual_seed(world.rank)
+    mesh = init_device_mesh("cpu", (world.size,))
+    for shard in (lambda tower: fully_shard(tower, mesh=mesh), sharded_by_fsdp1):
+        assert not differ(dict(shard(Tower().float()).named_parameters()))
+    assert differ(dict(Tower().named_parameters()))
 
 
 class OwnGenerator(Tower):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.gradient_cache.division import (
+from megabatch.gradient_cache.by_length import (
     MicroBatch,
     equal_rows,
     equal_token_runs,

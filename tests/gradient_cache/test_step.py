@@ -168,8 +168,11 @@ def test_inputs_of_a_frozen_encoder_get_their_gradients():
         ({"encoders": (abs, 3)}, TypeError, "encoders.*int"),
         ({"encoders": "model"}, TypeError, "encoders.*str"),
         ({"loss": None}, TypeError, "loss.*NoneType"),
-        ({"scaler": torch.amp.GradScaler("cpu")}, TypeError, r"scaler\.scale\(step\(...\)\)\.back"),
-        ({"scalar": 2.0}, TypeError, "unexpected keyword argument 'scalar'"),
+        (
+            {"scaler": torch.amp.GradScaler("cpu")},
+            TypeError,
+            "unexpected keyword argument 'scaler'",
+        ),
         ({"group": "world"}, TypeError, "group.*world"),
     ],
 )

@@ -1,28 +1,21 @@
-"""The autograd node of a step's loss, and questions to autograd's graph and its backward pass."""
+"""The autograd node of a step's loss, questions to autograd's graph, and sums of gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from megabatch.torch_internals import (
-    accumulation_hooks,
-    tensor_hooks,
-    version_of,
-    will_execute,
-)
+from megabatch.torch_internals import accumulation_hooks, tensor_hooks, version_of, will_execute
 
-
-class Backward(Protocol):
-    """The backward function of a loss's node."""
-
-    def __call__(self, upstream: Tensor, nodes: Sequence[Any]) -> Sequence[Tensor | None]:
-        """Return the gradients of the node's inputs; `nodes`: autograd's node of each input."""
+#: From the loss's gradient, and autograd's node of each input, to the inputs' gradients.
+Backward: TypeAlias = Callable[[Tensor, Sequence[Any]], Sequence["Tensor | None"]]
 
 
 def attach(value: Tensor, inputs: Sequence[Tensor], backward: Backward) -> Tensor:
@@ -95,22 +88,19 @@ def reached_from(outputs: Iterable[Tensor], stop_at: Iterable[Tensor] = ()) -> R
     """Follow the graph of `outputs` to its leaves, or to the tensors of `stop_at`."""
     found = Reached()
     seen: set[Any] = {None, *(tensor.grad_fn for tensor in stop_at)}
-    stack = []
+    stack: list[Any] = []
     for output in outputs:
-        if output.grad_fn is not None:
-            stack.append(output.grad_fn)
-        elif output.requires_grad:
+        stack.append(output.grad_fn)
+        if output.grad_fn is None and output.requires_grad:
             found.leaves[id(output)] = output
     while stack:
-        node: Any = stack.pop()
+        node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        if not node.next_functions:
-            leaf = getattr(node, "variable", None)
-            if leaf is not None:
-                found.leaves[id(leaf)] = leaf
-            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.leaves[id(leaf)] = leaf
         if isinstance(node, BackwardCFunction):
             found.reentrant |= type(node).__name__ == "CheckpointFunctionBackward"
         stack.extend(function for function, _ in node.next_functions)
@@ -130,34 +120,128 @@ def is_accumulated(node: Any) -> bool:
 
 def add_to_grad(leaf: Tensor, gradient: Tensor | None) -> None:
     """Add to `.grad` without calling hooks: DDP's would reduce it now."""
-    if gradient is None:
-        return
-    if leaf.grad is None:
-        leaf.grad = gradient
-    else:
+    if gradient is not None and leaf.grad is not None:
         leaf.grad.add_(gradient)
+    elif gradient is not None:
+        leaf.grad = gradient
 
 
-def set_hooks_aside(tensor: Tensor, *, but: int) -> dict[int, Any]:
-    """Remove a tensor's hooks (`Tensor.register_hook`), except the one with id `but`.
+class GradientSums:
+    """For each of a node's inputs, the sum of its gradients so far.
 
-    Returns:
-        The removed hooks, for `put_hooks_back`.
+    A hook takes a leaf's gradient as soon as it is computed, one parameter at a time, as
+    `.backward()` would add it to `.grad`: a micro-batch's whole gradient is never in memory
+    together with the sum. The leaf's own hooks see only the sum, when it leaves the node.
+
+    If `.grad` already has a gradient, as under gradient accumulation, a second tensor of that size
+    would raise the peak. Gradients are then added to `.grad`, and the node returns a zero that
+    takes the memory of one number. Not if the leaf has a hook, which would see the zero.
     """
-    hooks: Any = tensor_hooks(tensor)  # autograd holds this very dictionary
-    aside = {key: hook for key, hook in hooks.items() if key != but}
-    for key in aside:
+
+    def __init__(self, inputs: Sequence[Tensor], accumulated: Sequence[bool]) -> None:
+        """`accumulated`: for each input, whether its gradient goes to `.grad`."""
+        self._inputs = inputs
+        self._known = {id(tensor) for tensor in inputs}
+        self._in_place = {
+            id(tensor)
+            for tensor, to_grad in zip(inputs, accumulated, strict=False)
+            if to_grad and _has_plain_gradient(tensor) and not tensor_hooks(tensor)
+        }
+        self._sums: dict[int, Tensor] = {}
+        self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Whether the tensor is one of the inputs."""
+        return id(tensor) in self._known
+
+    def add_from(
+        self,
+        outputs: Sequence[Tensor],
+        upstream: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        others: Sequence[Tensor] = (),
+    ) -> list[Tensor | None]:
+        """Backpropagate through the graph of `outputs`, and add the gradients of `tensors`.
+
+        Returns:
+            The gradients of `others`, None for those that got none.
+        """
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        with contextlib.ExitStack() as stack:
+            for leaf in tensors:
+                if leaf.is_leaf:
+                    stack.enter_context(_only_hook(leaf, functools.partial(self._take, leaf)))
+            gradients = torch.autograd.grad(
+                outputs, [*tensors, *others], upstream, allow_unused=True
+            )
+        for tensor, gradient in zip(tensors, gradients, strict=False):
+            if not tensor.is_leaf:
+                self.add(tensor, gradient)
+        return list(gradients[len(tensors) :])
+
+    def add(self, tensor: Tensor, gradient: Tensor | None) -> None:
+        """Add a gradient of one of the inputs."""
+        if gradient is None:
+            return
+        key = id(tensor)
+        total = tensor.grad if key in self._in_place else self._sums.get(key)
+        if total is None:
+            # It may be shared with another parameter's gradient (of a + b), or be expanded.
+            total = _copy(gradient, tensor)
+        elif _is_plain(total):
+            total.add_(gradient)
+        else:
+            total = total + gradient
+        self._sums[key] = total
+
+    def results(self) -> list[Tensor | None]:
+        """Return the node's gradient for each input; None for those that got none."""
+        sums, self._sums = self._sums, {}
+        for key in self._in_place & sums.keys():
+            sums[key] = self._zero(sums[key])
+        return [sums.get(id(tensor)) for tensor in self._inputs]
+
+    def _take(self, leaf: Tensor, gradient: Tensor) -> Tensor | None:
+        self.add(leaf, gradient)
+        return self._zero(gradient) if _is_plain(gradient) else None
+
+    def _zero(self, like: Tensor) -> Tensor:
+        key = like.dtype, like.device
+        if key not in self._zeros:
+            self._zeros[key] = torch.zeros((), dtype=like.dtype, device=like.device)
+        return self._zeros[key].expand(like.shape)
+
+
+def _has_plain_gradient(tensor: Tensor) -> bool:
+    gradient = tensor.grad if tensor.is_leaf else None
+    return gradient is not None and _is_plain(gradient) and not gradient.requires_grad
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is neither sparse nor of a subclass such as DTensor."""
+    return type(tensor) is Tensor and tensor.layout is torch.strided
+
+
+def _copy(gradient: Tensor, like: Tensor) -> Tensor:
+    """Copy the gradient in the layout that `.grad` should have, so that autograd takes it over."""
+    if not (_is_plain(gradient) and like.layout is torch.strided):
+        return gradient.clone()
+    return torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
+
+
+@contextlib.contextmanager
+def _only_hook(leaf: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Call this hook on the leaf's gradient inside, and none of its own."""
+    own = {**(tensor_hooks(leaf) or {})}
+    handle = leaf.register_hook(hook)
+    hooks: Any = tensor_hooks(leaf)  # autograd holds this very dictionary
+    for key in own:
         del hooks[key]
-    return aside
-
-
-def put_hooks_back(tensor: Tensor, aside: dict[int, Any]) -> None:
-    """Undo `set_hooks_aside`, keeping the order in which hooks were registered."""
-    if aside:
-        hooks: Any = tensor_hooks(tensor)
-        everything = dict(sorted({**hooks, **aside}.items()))
-        hooks.clear()
-        hooks.update(everything)
+    try:
+        yield
+    finally:
+        handle.remove()
+        hooks.update(own)
 
 
 def is_from_torch(hook: Callable[..., Any]) -> bool:
@@ -166,11 +250,11 @@ def is_from_torch(hook: Callable[..., Any]) -> bool:
     return module.split(".")[0] == "torch"
 
 
-def spare_hooks(leaf: Tensor) -> None:
-    """Let a leaf's hooks be called only if it gets a gradient.
+def call_hooks_only_with_gradient(leaf: Tensor) -> None:
+    """Let the hooks of a leaf that gets no gradient here be called only if it gets another one.
 
-    Autograd calls those of all inputs of a node, also where the node gives no gradient. Hooks keep
-    their handles, and do the same as before otherwise. PyTorch's own may count such calls.
+    Autograd calls the hooks of all inputs of a node, also where the node gives no gradient. Hooks
+    keep their handles, and do the same as before otherwise. PyTorch's own may count such calls.
     """
     for hooks, kind in ((tensor_hooks(leaf), _IfDefined), (accumulation_hooks(leaf), _IfAdded)):
         for key, hook in [*(hooks or {}).items()]:
@@ -194,14 +278,13 @@ class _IfAdded:
 
     def __init__(self, hook: Any, leaf: Tensor) -> None:
         self.hook = hook
-        self.before: tuple[Tensor | None, int] | None = _with_version(leaf.grad)
+        self._before: tuple[int, int] | None = _identity(leaf.grad)
 
     def __call__(self, leaf: Tensor) -> None:
-        before, self.before = self.before, None
-        gradient, version = _with_version(leaf.grad)
-        if before is None or gradient is not before[0] or version != before[1]:
+        before, self._before = self._before, None
+        if _identity(leaf.grad) != before:
             self.hook(leaf)
 
 
-def _with_version(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    return tensor, 0 if tensor is None else version_of(tensor)
+def _identity(tensor: Tensor | None) -> tuple[int, int]:
+    return id(tensor), 0 if tensor is None else version_of(tensor)

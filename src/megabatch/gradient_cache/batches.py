@@ -1,9 +1,10 @@
 """Encoders' batches: tensors, or nested mappings, lists and tuples of tensors.
 
 Instead of a tensor there may be an object that makes its rows on access, with `len(rows)` and
-`rows[slice] -> Tensor`, such as compressed images. Beside them there may be lists or tuples with an
-item for each row, such as captions. Anything else in a batch, such as a string or a flag, is passed
-to the encoder unchanged with each micro-batch.
+`rows[slice] -> Tensor`, such as compressed images: the same rows each time, without the global
+generators of torch, Python or NumPy, perhaps in another thread than the caller's. Beside them there
+may be lists or tuples with an item for each row, such as captions. Anything else in a batch, such
+as a string or a flag, is passed to the encoder unchanged with each micro-batch.
 """
 
 from __future__ import annotations
@@ -11,31 +12,36 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
+import torch
 from torch import Tensor
 
+#: With two rows batch normalisation has statistics, and an output with one number per row differs
+#: in shape from a single number.
+PLACEHOLDER_ROWS = 2
 
-class Rows(Protocol):
-    """Rows that are made on access, and are the same each time.
 
-    If a device is given, they are accessed from another thread than the caller's. They must not use
-    the global generators of torch, Python or NumPy, whose state the encoders' random numbers depend
-    on.
-    """
+class Items:
+    """A list or tuple with an item for each row, none of which is a tensor; a slice is another."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        """Take them as they are."""
+        self.values = values
 
     def __len__(self) -> int:
-        """Number of rows."""
+        return len(self.values)
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        """The rows start:stop; there may be none."""
+    def __getitem__(self, rows: slice) -> Sequence[Any]:
+        return self.values[rows]
 
-
-Leaf: TypeAlias = "Tensor | Rows"
+    def in_order(self, order: Tensor) -> Items:
+        """The items of these rows."""
+        return Items(type(self.values)(self.values[i] for i in order.tolist()))  # type: ignore[call-arg]
 
 
 class CutRows:
-    """A tensor as `Rows` in another order; a slice has as many columns as its first row needs.
+    """A tensor's rows in another order; a slice has as many columns as its first row needs.
 
     tensor: (rows, columns, ...), or (rows,), of which nothing is cut.
     """
@@ -59,22 +65,53 @@ class CutRows:
         return columns.index_select(0, order)
 
 
-class Items:
-    """A list or tuple with an item for each row, none of which is a tensor; a slice is another."""
+def leaves(batch: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, and other objects with rows, of a batch with their paths for messages."""
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from leaves(value, f"{name}[{key!r}]")
+    elif isinstance(batch, (list, tuple)):
+        for i, value in enumerate(batch):
+            yield from leaves(value, f"{name}[{i}]")
+    elif _has_rows(batch):
+        yield name, batch
 
-    def __init__(self, values: Sequence[Any]) -> None:
-        """Take them as they are."""
-        self.values = values
 
-    def __len__(self) -> int:
-        return len(self.values)
+def mapped(
+    batch: Any,
+    function: Callable[[Any], Any],
+    of_list: Callable[[Any], Any] = lambda values: None,
+) -> Any:
+    """Apply `function` to each leaf of the batch, in containers of the same types.
 
-    def __getitem__(self, rows: slice) -> Sequence[Any]:
-        return self.values[rows]
+    `of_list` may return something in place of a list or tuple; None: it is a container.
+    """
+    if isinstance(batch, Mapping):
+        part = {key: mapped(value, function, of_list) for key, value in batch.items()}
+        plain = type(batch) is dict or not isinstance(batch, MutableMapping)
+        return part if plain else filled(batch, part)
+    if isinstance(batch, (list, tuple)):
+        if (instead := of_list(batch)) is not None:
+            return instead
+        values = [mapped(value, function, of_list) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return function(batch) if _has_rows(batch) else batch
 
-    def in_order(self, order: Tensor) -> Items:
-        """The items of these rows."""
-        return Items(type(self.values)(self.values[i] for i in order.tolist()))  # type: ignore[call-arg]
+
+def _has_rows(value: Any) -> bool:
+    text = isinstance(value, (str, bytes, bytearray, memoryview))
+    return not text and hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
+def filled(mapping: Any, items: Mapping[Any, Any]) -> Any:
+    """Copy a mapping, keeping its class, with these items instead of its own.
+
+    For Hugging Face's BatchEncoding and ModelOutput (the latter has no `update`).
+    """
+    copied = copy.copy(mapping)
+    for key, value in items.items():
+        copied[key] = value
+    return copied
 
 
 def with_items(batch: Any, rows: int) -> Any:
@@ -90,39 +127,8 @@ def with_items(batch: Any, rows: int) -> Any:
     return mapped(batch, lambda leaf: leaf, items)
 
 
-#: With two rows batch normalisation has statistics, and an output with one number per row differs
-#: in shape from a single number.
-PLACEHOLDER_ROWS = 2
-
-
-def leaves(batch: Any, name: str = "batch") -> Iterator[tuple[str, Leaf]]:
-    """Yield the tensors and `Rows` of a batch, each with its path for messages."""
-    if isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from leaves(value, f"{name}[{key!r}]")
-    elif isinstance(batch, (list, tuple)):
-        for i, value in enumerate(batch):
-            yield from leaves(value, f"{name}[{i}]")
-    elif _is_leaf(batch):
-        yield name, batch
-
-
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor) or _makes_rows(value)
-
-
-def _makes_rows(value: Any) -> bool:
-    text = isinstance(value, (str, bytes, bytearray, memoryview))
-    return not text and hasattr(value, "__len__") and hasattr(value, "__getitem__")
-
-
-def tensors_in(batch: Any) -> list[Tensor]:
-    """All tensors of a nested batch, those of `CutRows` included."""
-    return list(named_tensors(batch, "batch").values())
-
-
-def named_tensors(batch: Any, name: str) -> dict[str, Tensor]:
-    """The same, each with its path for messages."""
+def named_tensors(batch: Any, name: str = "batch") -> dict[str, Tensor]:
+    """All tensors of a nested batch, also those in `CutRows`, by their paths."""
     found = {
         path: leaf.tensor if isinstance(leaf, CutRows) else leaf
         for path, leaf in leaves(batch, name)
@@ -152,25 +158,22 @@ def take(batch: Any, rows: slice) -> Any:
     """Slice every leaf of the batch (views), in containers of the same types.
 
     Raises:
-        TypeError, ValueError: a `Rows` object did not return a tensor with as many rows.
+        TypeError, ValueError: an object that makes rows did not return a tensor with as many.
     """
     return mapped(batch, lambda leaf: _taken(leaf, rows))
 
 
 def _taken(leaf: Any, rows: slice) -> Any:
+    part = leaf[rows]
     if isinstance(leaf, (Tensor, Items)):
-        return leaf[rows]
-    tensor = leaf[rows]
-    kind, wanted = type(leaf).__name__, f"[{rows.start}:{rows.stop}]"
-    if not isinstance(tensor, Tensor):
-        got = type(tensor).__name__
-        raise TypeError(f"batch: expected {kind}{wanted} to be a tensor, got {got}")
-    if tensor.ndim == 0 or len(tensor) != rows.stop - rows.start:
-        shape = (*tensor.shape,)
-        raise ValueError(
-            f"batch: expected {rows.stop - rows.start} rows of {kind}{wanted}, got shape {shape}"
-        )
-    return tensor
+        return part
+    wanted = f"{type(leaf).__name__}[{rows.start}:{rows.stop}]"
+    if not isinstance(part, Tensor):
+        raise TypeError(f"batch: expected {wanted} to be a tensor, got {type(part).__name__}")
+    count = rows.stop - rows.start
+    if part.ndim == 0 or len(part) != count:
+        raise ValueError(f"batch: expected {count} rows of {wanted}, got shape {(*part.shape,)}")
+    return part
 
 
 def placeholder(batch: Any) -> Any:
@@ -182,34 +185,9 @@ def placeholder(batch: Any) -> Any:
     return mapped(empty, lambda tensor: tensor.new_ones((PLACEHOLDER_ROWS, *tensor.shape[1:])))
 
 
-def mapped(
-    batch: Any,
-    function: Callable[[Any], Any],
-    of_list: Callable[[Any], Any] = lambda values: None,
-) -> Any:
-    """Apply `function` to each leaf of the batch, in containers of the same types.
-
-    `of_list` may return something in place of a list or tuple; None: it is a container.
-    """
-    if isinstance(batch, Mapping):
-        part = {key: mapped(value, function, of_list) for key, value in batch.items()}
-        if type(batch) is dict or not isinstance(batch, MutableMapping):
-            return part
-        return filled(batch, part)
-    if isinstance(batch, (list, tuple)):
-        if (instead := of_list(batch)) is not None:
-            return instead
-        values = [mapped(value, function, of_list) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return function(batch) if _is_leaf(batch) else batch
-
-
-def filled(mapping: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """Copy a mapping, keeping its class, with these items instead of its own.
-
-    For Hugging Face's BatchEncoding and ModelOutput (the latter has no `update`).
-    """
-    copied = copy.copy(mapping)
-    for key, value in items.items():
-        copied[key] = value
-    return copied
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move to the device; from the host asynchronously, through pinned memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.requires_grad:
+        # Unpinned memory would be copied synchronously, at a fraction of the speed.
+        tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -1,17 +1,29 @@
-"""Batches of padded sequences: sorted by length, and cut to what each micro-batch needs."""
+"""Micro-batches of equal rows, or of padded sequences sorted by length and cut, of equal tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+import bisect
+import itertools
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from megabatch.gradient_cache.batches import CutRows, Items, Leaf, leaves, mapped, with_items
-from megabatch.gradient_cache.division import MicroBatch, equal_rows, equal_tokens, growth
-from megabatch.gradient_cache.feed import to_device
+from megabatch.gradient_cache.batches import (
+    CutRows,
+    Items,
+    leaves,
+    mapped,
+    to_device,
+    with_items,
+)
 from megabatch.gradient_cache.outputs import Key
+
+#: Lengths of sorted sequences: a number of columns, and how many rows need it, the longest first.
+Runs: TypeAlias = "Sequence[tuple[int, int]]"
 
 
 class SortedByLength:
@@ -25,12 +37,10 @@ class SortedByLength:
     only on its first `lengths[i]` columns, such as a text tower with a causal mask, or with a mask
     for padding.
 
-    There are as many micro-batches as for a batch that is not sorted, and they have nearly equal
-    numbers of tokens (rows times columns): few rows if sequences are long, and many if they are
-    short. `micro_batch_size` is the mean number of rows. No micro-batch has more tokens than that
-    many rows of the longest sequence, so memory that grows with tokens is bounded as in a padded
-    batch. If the same encoder also takes other batches, one call has different numbers of rows from
-    each.
+    There are as many micro-batches as for a batch that is not sorted, but with nearly equal numbers
+    of tokens (rows times columns) instead of rows. `micro_batch_size` is the mean number of rows.
+    No micro-batch has more tokens than that many rows of the longest sequence. If the same encoder
+    also takes other batches, one call has different numbers of rows from each.
     """
 
     def __init__(
@@ -85,8 +95,7 @@ class SortedByLength:
             ),
         )
         self._order = order
-        self._place = torch.empty_like(order)
-        self._place[order] = torch.arange(len(order))
+        self._place = order.argsort()
 
     def in_batch_order(self, output: Tensor) -> Tensor:
         """An encoder's output (rows, ...), in the batch's order."""
@@ -108,91 +117,21 @@ class SortedByLength:
         return growth(self._runs, self._columns, count)
 
 
-class Orders:
-    """The orders in which an encoder takes its batches, and their division into micro-batches.
-
-    An output has the rows and the order of the SortedByLength that names it, or that is the only
-    batch; otherwise those of the batches that are not sorted.
-    """
-
-    def __init__(self, name: str, batches: Mapping[str, Any]) -> None:
-        """`name`: of the encoder, for messages.
-
-        Raises:
-            ValueError: it takes several batches, and one of them does not name its outputs.
-        """
-        self.name = name
-        self._sorted = {k: b for k, b in batches.items() if isinstance(b, SortedByLength)}
-        if len(batches) > 1 and not all(batch.outputs for batch in self._sorted.values()):
-            raise ValueError(
-                f"batches: {name} takes {len(batches)}, so a SortedByLength must name its outputs "
-                "(outputs=...)"
-            )
-
-    def micro_batches(self, rows: int, size: int) -> list[MicroBatch]:
-        """The micro-batches; `size`: the rows of one, or their mean in sorted batches."""
-        divided = equal_rows(rows, size)
-        by_length = {k: batch.micro_batches(len(divided)) for k, batch in self._sorted.items()}
-        return [
-            MicroBatch(part, {k: parts[i] for k, parts in by_length.items()})
-            for i, part in enumerate(divided)
-        ]
-
-    def rows_of(self, key: Key, micro_batch: MicroBatch) -> slice:
-        """The rows that a per-sample output has in a micro-batch."""
-        name = self._batch_of(key)
-        return micro_batch.rows if name is None else micro_batch.of(name)
-
-    def in_batch_order(self, key: Key, output: Tensor) -> Tensor:
-        """A per-sample output of the whole batch, in the batch's order."""
-        name = self._batch_of(key)
-        return output if name is None else self._sorted[name].in_batch_order(output)
-
-    def in_own_order(self, key: Key, gradient: Tensor) -> Tensor:
-        """The gradient of such an output, in the order in which the encoder took the rows."""
-        name = self._batch_of(key)
-        return gradient if name is None else self._sorted[name].in_own_order(gradient)
-
-    def described(self, key: Key) -> str:
-        """An output for messages, with the batch that names it if batches do."""
-        name, named = self._batch_of(key), any(b.outputs for b in self._sorted.values())
-        by = "no SortedByLength names" if name is None else f"outputs= of {name} names"
-        return f"output {key!r} of {self.name}" + f", which {by}," * named
-
-    def check(self, per_sample: Collection[Key]) -> None:
-        """Raise a ValueError if a batch names an output that is not per sample."""
-        for key in (key for batch in self._sorted.values() for key in batch.outputs):
-            if key not in per_sample:
-                raise ValueError(
-                    f"outputs: {key!r} of a SortedByLength is not a per-sample output of "
-                    f"{self.name}; expected one of {', '.join(map(repr, per_sample))}"
-                )
-
-    def _batch_of(self, key: Key) -> str | None:
-        """The name of the sorted batch that an output belongs to."""
-        for name, batch in self._sorted.items():
-            if not batch.outputs or key in batch.outputs:
-                return name
-        return None
-
-
-def in_encoders_order(batches: Mapping[str, Any]) -> dict[str, Any]:
-    """The batches, with the sorted ones as nested `Rows`."""
-    return {
-        name: batch.rows if isinstance(batch, SortedByLength) else batch
-        for name, batch in batches.items()
-    }
-
-
 def _columns(batch: Any, lengths: Tensor) -> int:
-    """The number of columns of a batch's tensors, 1 if all have one dimension; checks shapes."""
+    """The number of columns of a batch's tensors; checks their shapes."""
     if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.ndim != 1:
         got = f"{lengths.dtype} {(*lengths.shape,)}" if isinstance(lengths, Tensor) else lengths
         raise TypeError(f"lengths: expected a tensor of integers (rows,), got {got!r}")
     columns: dict[int, str] = {}
     for name, leaf in leaves(batch):
-        _check_rows(name, leaf, len(lengths))
-        if isinstance(leaf, Tensor) and leaf.ndim > 1:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(leaf).__name__}")
+        if leaf.requires_grad:
+            raise ValueError(f"{name}: it requires a gradient, which would be lost when sorted")
+        if leaf.ndim == 0 or len(leaf) != len(lengths):
+            shape = (*leaf.shape,)
+            raise ValueError(f"{name}: expected {len(lengths)} rows, as lengths has, got {shape}")
+        if leaf.ndim > 1:
             columns.setdefault(leaf.shape[1], name)
     if len(columns) != 1:
         found = ", ".join(f"{name} with {count}" for count, name in columns.items())
@@ -222,10 +161,108 @@ def _check_padding(name: str, mask: Tensor, lengths: Tensor) -> None:
         )
 
 
-def _check_rows(name: str, leaf: Leaf, rows: int) -> None:
-    if not isinstance(leaf, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(leaf).__name__}")
-    if leaf.requires_grad:
-        raise ValueError(f"{name}: it requires a gradient, which would not reach it when sorted")
-    if leaf.ndim == 0 or len(leaf) != rows:
-        raise ValueError(f"{name}: expected {rows} rows, as lengths has, got {(*leaf.shape,)}")
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows that an encoder gets at a time; an idle one has none.
+
+    Attributes:
+        rows: of the batches that are encoded in their own order.
+        by_length: of those that are sorted by length, by the batch's name.
+    """
+
+    rows: slice
+    by_length: Mapping[str, slice] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there are no rows, as on a rank that has fewer micro-batches than another."""
+        return self.rows.start == self.rows.stop
+
+    def of(self, batch: str) -> slice:
+        """The rows of a batch."""
+        return self.by_length.get(batch, self.rows)
+
+
+def divided(rows: int, size: int, by_length: Mapping[str, SortedByLength]) -> list[MicroBatch]:
+    """The micro-batches; `size`: the rows of one, or their mean in the sorted batches."""
+    equal = equal_rows(rows, size)
+    cut = {name: batch.micro_batches(len(equal)) for name, batch in by_length.items()}
+    return [
+        MicroBatch(part, {name: parts[i] for name, parts in cut.items()})
+        for i, part in enumerate(equal)
+    ]
+
+
+def equal_rows(rows: int, size: int) -> list[slice]:
+    """Micro-batches of `size` rows; the last one may have fewer."""
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def equal_tokens(runs: Runs, count: int) -> list[slice]:
+    """Divide sorted sequences so that the largest number of tokens is as small as possible.
+
+    The tokens of a micro-batch are its rows times the columns of its first row.
+
+    Args:
+        runs: the sequences.
+        count: number of micro-batches, at most that of rows. Each has at least one row.
+    """
+    found = equal_token_runs(runs, count)
+    sizes = [size for size, _, number in found for _ in range(number)]
+    ends = itertools.accumulate(sizes)
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def equal_token_runs(runs: Runs, count: int) -> list[tuple[int, int, int]]:
+    """The micro-batches of `equal_tokens`, of which few differ, in as much time as there are runs.
+
+    Returns:
+        Rows, columns of the first row, and how many micro-batches in a row have them.
+    """
+    spare = sum(n for _, n in runs) - count  # beyond a row for each micro-batch
+    return _packed(runs, fewest_tokens(runs, count), spare)
+
+
+def fewest_tokens(runs: Runs, count: int) -> int:
+    """The tokens of the largest micro-batch in `equal_tokens`; 0 without any row."""
+    if not runs:
+        return 0
+    longest = runs[0][0]
+    most = -(-sum(n for _, n in runs) // count) * longest  # as with equal rows
+
+    def suffices(limit: int) -> bool:  # with more tokens in each micro-batch, fewer are needed
+        return sum(number for *_, number in _packed(runs, limit)) <= count
+
+    return longest + bisect.bisect_left(range(longest, most), True, key=suffices)
+
+
+def growth(runs: Runs, columns: int, count: int) -> float:
+    """How many times as many tokens the largest micro-batch has if one row needs all `columns`.
+
+    For other batches of similar sequences, the longest of which may be longer. At least 1.
+    """
+    if not runs:
+        return 1.0
+    (longest, n), *others = runs
+    longer = [(columns, 1), (longest, n - 1), *others]
+    return fewest_tokens(longer, count) / fewest_tokens(runs, count)
+
+
+def _packed(runs: Runs, limit: int, spare: int = sys.maxsize) -> list[tuple[int, int, int]]:
+    """Give each micro-batch as many rows as have at most `limit` tokens.
+
+    `spare`: how many more rows than micro-batches there may be.
+    """
+    found: list[tuple[int, int, int]] = []
+    start = end = 0
+    for columns, n in runs:
+        end += n
+        while start < end:
+            size = min(limit // columns, 1 + spare)
+            number = -(-(end - start) // size)  # the last of them may reach into the next run
+            if size > 1:
+                number = min(number, spare // (size - 1))
+            found.append((size, columns, number))
+            spare -= number * (size - 1)
+            start += number * size
+    return found

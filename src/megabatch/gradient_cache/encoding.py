@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.arguments import call
-from megabatch.gradient_cache.autograd import add_to_grad, reached_from
-from megabatch.gradient_cache.batches import tensors_in
-from megabatch.gradient_cache.buffers import UpdatedBuffers
-from megabatch.gradient_cache.by_length import Orders
-from megabatch.gradient_cache.checks import PassesCheck, Versions, check_ddp_around, check_hooks
-from megabatch.gradient_cache.division import MicroBatch
+from megabatch.gradient_cache.autograd import GradientSums, add_to_grad, reached_from
+from megabatch.gradient_cache.by_length import MicroBatch
+from megabatch.gradient_cache.checks import PassesCheck
 from megabatch.gradient_cache.feed import Feed, Parts
 from megabatch.gradient_cache.frozen import FrozenParts
 from megabatch.gradient_cache.offload import allocated
 from megabatch.gradient_cache.outputs import OutputForm, Outputs, assembled
 from megabatch.gradient_cache.state import (
     RandomState,
-    are_prepared,
-    check_all_used,
+    UpdatedBuffers,
+    Watched,
     cuda_devices,
-    get_random_state,
-    gradient_wrappers,
     keep_running_statistics,
-    modules_in,
-    no_sync,
-    parameters_in,
-    prepare,
-    reduces_by_itself,
-    set_random_state,
-    sync_settings,
-    with_sync,
 )
-from megabatch.gradient_cache.sums import GradientSums
+from megabatch.gradient_cache.wrappers import (
+    Wrappers,
+    check_ddp_around,
+    modules_in,
+    parameters_in,
+    reduces_by_itself,
+)
 from megabatch.torch_internals import ddp_around
 
 
@@ -51,7 +43,7 @@ class Encoding:
     has the GPU memory of each micro-batch's graph, in bytes, by the number of the micro-batch.
 
     The last `kept` micro-batches are encoded once: `forward` records their graphs, which wait in
-    `graphs`, by their outputs, for `backward_kept`. The graph of `forward_once` waits there, too.
+    `graphs`, by their outputs, for the backward pass. With `once` the only micro-batch is.
 
     `inputs` are the tensors that get gradients: trainable parameters, and batches that require a
     gradient. `direct`: gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP,
@@ -60,50 +52,48 @@ class Encoding:
 
     def __init__(
         self,
-        name: str,
         encoder: Any,
         feed: Feed,
         form: OutputForm,
         feature_dtype: torch.dtype | None = None,
-        orders: Orders | None = None,
     ) -> None:
-        """Find the encoder's modules, parameters and wrappers; `name` is for messages."""
-        self.name = name
+        """Find the encoder's modules, parameters and wrappers."""
+        self.name = feed.name  # for messages
         self.encoder = encoder
         self.feed = feed
         self.form = form
-        self.feature_dtype = feature_dtype
-        self._check: PassesCheck | None = None
-        self._first: Outputs = {}  # of micro-batch 0, to be compared
-        self.orders = orders or Orders(name, {})
-        self.micro_batches: list[MicroBatch] = []
         self.modules = modules_in(encoder)
-        self.wrappers = gradient_wrappers(self.modules)
-        self._sync = sync_settings(self.wrappers)
-        self._no_sync = no_sync(self.wrappers)
+        self.wrappers = Wrappers(self.modules)
         parameters = parameters_in(encoder)
-        tensors = tensors_in(feed.batches)
-        self.devices = cuda_devices(tensors, parameters.values())
+        self.inputs = [t for t in (*parameters.values(), *feed.tensors) if t.requires_grad]
+        self.devices = cuda_devices((*parameters.values(), *feed.tensors))
         if feed.device is not None and feed.device.type == "cuda":
             self.devices.add(feed.device)
-        self.inputs = [t for t in (*parameters.values(), *tensors) if t.requires_grad]
-        self.direct = bool(self.wrappers) or reduces_by_itself(self.modules)
-        self._may_keep = not reduces_by_itself(self.modules)
         self.requires_grad = isinstance(encoder, nn.Module) and any(
             parameter.requires_grad for parameter in parameters.values()
         )
-        self.versions = Versions(parameters, feed.named, self.wrappers)
+        self._fsdp1 = reduces_by_itself(self.modules)
+        self.direct = bool(self.wrappers) or self._fsdp1
+        self._hidden_parameters = False
+        self._ddp_around = ddp_around()
+        self._parameters: dict[int, Watched] = {}
+        self._watch((f"parameter {name}", p) for name, p in parameters.items())
+        self._batches = [
+            Watched(*item) for item in feed.watched.items() if not item[1].is_inference()
+        ]
         self.buffers = UpdatedBuffers(self.modules)
-        self.random_states: list[RandomState] = []
+        self.micro_batches: list[MicroBatch] = []
+        self.kept = 0
+        self.once = False
+        self.graphs: list[Outputs] = []
         self.cached: Outputs = {}
         self.gradients: Outputs = {}
-        self.activations: dict[int, int] = {}
-        self.kept = 0
-        self.graphs: list[Outputs] = []
-        self._preparation = object()
-        self._ddp_around = ddp_around()
-        self._hidden_leaves = False
         self.per_sample: set[Any] = set()
+        self.activations: dict[int, int] = {}
+        self._feature_dtype = feature_dtype
+        self._random_states: list[RandomState] = []
+        self._check: PassesCheck | None = None
+        self._first: Outputs = {}  # of micro-batch 0, to be compared
 
     @functools.cached_property
     def frozen(self) -> FrozenParts:
@@ -118,62 +108,44 @@ class Encoding:
         passes. FSDP1 cannot hold back its reduction, and reduces only the gradients of its latest
         forward pass: it keeps none.
         """
-        possible = len(self.micro_batches) - bool(self.wrappers) if self._may_keep else 0
+        none = self.once or self._fsdp1
+        possible = 0 if none else len(self.micro_batches) - bool(self.wrappers)
         self.kept = min(most, possible)
-
-    @property
-    def recomputed(self) -> int:
-        """Number of micro-batches, the first ones, that `backward` encodes again."""
-        return len(self.micro_batches) - self.kept
 
     def release(self) -> None:
         """Free the graphs that were kept, and features to be compared."""
         self.graphs, self._first = [], {}
 
-    def forward(self, *, second_pass: bool, check: PassesCheck | None = None) -> None:
+    def forward(self, *, check: PassesCheck | None = None) -> None:
         """Encode all micro-batches: with a graph those to be kept, without one the others.
 
-        For a `second_pass`, save the random state before each of them. `check` compares the first
-        one's features in both passes.
+        Before each of them the random state is saved for the second pass, unless autograd is off.
+        `check` compares the first one's features in both passes.
         """
         self._check, pieces = check, []
+        if self.once:
+            self.wrappers.prepare()
         feed = contextlib.closing(self.feed(self.micro_batches))
-        with with_sync(self._no_sync), feed as fed:
+        with self.wrappers.synchronising(self.once), feed as fed:
             for i, (micro_batch, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
-                if not second_pass:
-                    pieces.append(self._evaluate_one(micro_batch, parts))
-                elif i < self.recomputed:
-                    pieces.append(self._forward_one(i, micro_batch, parts))
-                    if i == 0 and self._check is not None:
-                        self._first = pieces[0]
-                else:
-                    pieces.append(self._forward_kept(i, micro_batch, parts))
+                encode = self._forward_one if torch.is_grad_enabled() else self._evaluate_one
+                pieces.append(encode(i, micro_batch, parts))
                 del parts
+        if check is not None and not self.once:
+            self._first = pieces[0]
         if any(piece.keys() != pieces[0].keys() for piece in pieces):
             raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
         for key in pieces[0]:
             self._cache(key, [piece[key] for piece in pieces])
-        self.orders.check(self.per_sample)
+        self.feed.check_outputs(self.per_sample)
 
-    def forward_once(self) -> None:
-        """Encode the only micro-batch, keeping its graph for `backward_once`.
+    def changed_parameter(self) -> str:
+        """The name of a parameter that was changed since this object was made; "" if none was."""
+        return _first_changed(self._parameters.values())
 
-        Wrappers prepare here for the gradients that they will reduce over ranks.
-        """
-        before = allocated(self.devices)
-        (micro_batch,) = self.micro_batches
-        self.random_states.append(get_random_state(self.devices))
-        self._preparation = prepare(self.wrappers)
-        with contextlib.closing(self.feed([micro_batch])) as fed:
-            (parts,) = fed
-            with self._updates_of(micro_batch):
-                graph = self._encode(parts)
-        self.graphs = [graph]
-        self.activations[0] = allocated(self.devices) - before
-        self._inspect_graph(graph)
-        for key, output in self._without_graph(graph).items():
-            self._cache(key, [output])
-        self.orders.check(self.per_sample)
+    def changed(self) -> str:
+        """The same, of parameters and batches."""
+        return self.changed_parameter() or _first_changed(self._batches)
 
     def take_gradients(self, gradients: Outputs, store: Callable[[Tensor], Tensor]) -> None:
         """Replace the cached outputs by their gradients; `store` moves those per sample."""
@@ -182,36 +154,19 @@ class Encoding:
         for key in self.per_sample:
             gradient = gradients[key]
             if gradient is not None:
-                gradients[key] = store(self.orders.in_own_order(key, gradient))
+                gradients[key] = store(self.feed.in_own_order(key, gradient))
 
     def has_gradients(self) -> bool:
-        """Whether any output got a gradient, so that `backward` has work to do."""
+        """Whether any output got a gradient, so that a backward pass has work to do."""
         return any(gradient is not None for gradient in self.gradients.values())
-
-    def backward_once(self, sums: GradientSums) -> None:
-        """Backpropagate through the graph of the only micro-batch, and free it."""
-        graph = self.graphs.pop()
-        if not are_prepared(self.wrappers, self._preparation):  # the sum of two losses
-            del graph
-            self.backward(sums, synchronise=True)
-            return
-        if self.wrappers and not self.has_gradients():
-            # They wait for all of their gradients, and would refuse the next step.
-            self.gradients = {
-                key: None if output is None else torch.zeros_like(output)
-                for key, output in graph.items()
-            }
-        with with_sync(self._sync):
-            self._backpropagate(graph, self.micro_batches[0], True, sums)
-        self.gradients = {}
 
     def backward_kept(self, sums: GradientSums) -> None:
         """Backpropagate through the graphs that were kept, and free one after the other."""
         if not self.has_gradients():
             self.release()
-        with with_sync(self._no_sync):
+        with self.wrappers.synchronising(False):
             for micro_batch in self.micro_batches[len(self.micro_batches) - len(self.graphs) :]:
-                last = not self.recomputed and len(self.graphs) == 1
+                last = self.kept == len(self.micro_batches) and len(self.graphs) == 1
                 self._backpropagate(self.graphs.pop(0), micro_batch, last, sums)
 
     def backward(self, sums: GradientSums, *, synchronise: bool) -> None:
@@ -220,68 +175,61 @@ class Encoding:
         With `synchronise`, DDP and FSDP2 do in the last micro-batch what they were set to do when
         the step was called: reduce the gradients over ranks, unless under `no_sync`.
         """
-        micro_batches = self.micro_batches[: self.recomputed]
-        prepare(self.wrappers)
+        if self.once and self.wrappers.are_prepared():
+            self._backward_once(sums)
+            return
+        self.graphs = []  # with `once`, of the sum of two losses: DDP is prepared for the other one
+        micro_batches = self.micro_batches[: len(self.micro_batches) - self.kept]
+        self.wrappers.prepare()
         feed = contextlib.closing(self.feed(micro_batches))
         with keep_running_statistics(self.modules), self.buffers.second_pass(), feed as fed:
             for i, (micro_batch, parts) in enumerate(zip(micro_batches, fed, strict=True)):
                 last = i == len(micro_batches) - 1
-                set_random_state(self.random_states[i])
-                self.buffers.set_for(i)
-                with with_sync(self._sync if last and synchronise else self._no_sync):
+                self._random_states[i].restore()
+                self.buffers.restore(i)
+                with self.wrappers.synchronising(last and synchronise):
                     self._backward_one(i, micro_batch, parts, last, sums)
                 del parts
         self.gradients = {}
 
-    def single_output(self) -> Tensor:
-        """Return the cached output of an encoder that must have only one."""
-        output = next(iter(self.cached.values()), None)
-        if len(self.cached) != 1 or output is None:
-            got = ", ".join(type(value).__name__ for value in self.cached.values())
-            raise TypeError(
-                "encoders: with several encoders each must return one tensor (or outputs= select "
-                f"one), but {self.name} returned ({got})"
-            )
-        return output
-
     # These are functions so that a micro-batch's graph is freed when they return.
 
+    def _evaluate_one(self, i: int, micro_batch: MicroBatch, parts: Parts) -> Outputs:
+        with self._statistics_of(micro_batch):
+            return self._without_graph(self._encode(parts))
+
     def _forward_one(self, i: int, micro_batch: MicroBatch, parts: Parts) -> Outputs:
-        self.random_states.append(get_random_state(self.devices))
+        encoded_twice = len(self.micro_batches) - self.kept
+        keep = self.once or i >= encoded_twice
+        if i == encoded_twice:
+            # Autocast caches casts of weights; those made without a graph pass no gradient on.
+            torch.clear_autocast_cache()
         # Only the outputs show whether a frozen module, or a callable that is not a module, depends
         # on a parameter. Record graphs until one does: the earlier ones are empty.
-        graph = not self.requires_grad or (i == 0 and bool(self.frozen))
-        first_pass = self.frozen.first_pass(i)
-        with self._updates_of(micro_batch), torch.set_grad_enabled(graph), first_pass:
+        graph = keep or not self.requires_grad or (i == 0 and bool(self.frozen))
+        buffers = self.buffers.first_pass(idle=micro_batch.idle, compare=self._check is not None)
+        frozen = self.frozen.recorded()
+        self._random_states.append(RandomState(self.devices))
+        before = allocated(self.devices)
+        with self._statistics_of(micro_batch), buffers, torch.set_grad_enabled(graph), frozen:
             outputs = self._encode(parts)
         if graph:
             self._inspect_graph(outputs)
+        if keep:
+            self.activations[i] = allocated(self.devices) - before
+            self._keep_graph(outputs)
         return self._without_graph(outputs)
 
-    def _forward_kept(self, i: int, micro_batch: MicroBatch, parts: Parts) -> Outputs:
-        if i == self.recomputed:
-            # Autocast caches casts of weights; those made without a graph pass no gradient on.
-            torch.clear_autocast_cache()
-        before = allocated(self.devices)
-        self.random_states.append(get_random_state(self.devices))
-        with self._updates_of(micro_batch):
-            outputs = self._encode(parts)
-        self.activations[i] = allocated(self.devices) - before
-        self._inspect_graph(outputs)
+    def _keep_graph(self, outputs: Outputs) -> None:
         # Leaves that were not found are FSDP2's whole parameters. Otherwise their wrapper may not
         # have been found either, and would synchronise only in the first of several backward
         # passes.
-        if self.requires_grad and (self.wrappers or not self._hidden_leaves):
+        found = self.requires_grad and (bool(self.wrappers) or not self._hidden_parameters)
+        if self.once or found:
             self.graphs.append(outputs)
         else:
             self.kept = 0
-            self.release()
-        return self._without_graph(outputs)
-
-    def _evaluate_one(self, micro_batch: MicroBatch, parts: Parts) -> Outputs:
-        with self._statistics_of(micro_batch):
-            outputs = self._encode(parts)
-        return self._without_graph(outputs)
+            self.graphs = []
 
     def _inspect_graph(self, outputs: Outputs) -> None:
         """Find out from a graph which leaves the outputs depend on."""
@@ -295,40 +243,41 @@ class Encoding:
         leaves = [leaf for leaf in reached.leaves.values() if isinstance(leaf, nn.Parameter)]
         hidden = [leaf for leaf in leaves if id(leaf) not in known]
         self.inputs += hidden
-        self._hidden_leaves |= bool(hidden)
+        self._hidden_parameters |= bool(hidden)
         self.direct |= bool(hidden) or reached.reentrant
 
     def _graph_inputs(self) -> list[Tensor]:
         """Batches that are results of another graph."""
         return [tensor for tensor in self.inputs if not tensor.is_leaf]
 
-    @contextlib.contextmanager
-    def _updates_of(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Note the values of buffers before a micro-batch; keep an idle one out of them."""
-        compare = self._check is not None
-        buffers = self.buffers.first_pass(idle=micro_batch.idle, compare=compare)
-        with self._statistics_of(micro_batch), buffers:
-            yield
-
-    def _statistics_of(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+    def _statistics_of(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Keep an idle micro-batch's rows, which are no data, out of running statistics."""
-        if micro_batch.idle:
-            return keep_running_statistics(self.modules)
-        return contextlib.nullcontext()
+        return keep_running_statistics(self.modules if micro_batch.idle else [])
 
     def _without_graph(self, outputs: Outputs) -> Outputs:
         return {key: None if out is None else self._to_cache(out) for key, out in outputs.items()}
 
     def _to_cache(self, output: Tensor) -> Tensor:
-        output = output.detach()
-        narrow = self.feature_dtype is not None and output.ndim > 1 and output.is_floating_point()
-        return output.to(self.feature_dtype) if narrow else output
+        narrow = self._feature_dtype is not None and output.ndim > 1 and output.is_floating_point()
+        return output.detach().to(self._feature_dtype if narrow else output.dtype)
+
+    def _backward_once(self, sums: GradientSums) -> None:
+        graph = self.graphs.pop()
+        if self.wrappers and not self.has_gradients():
+            # They wait for all of their gradients, and would refuse the next step.
+            self.gradients = {
+                key: None if output is None else torch.zeros_like(output)
+                for key, output in graph.items()
+            }
+        with self.wrappers.synchronising(True):
+            self._backpropagate(graph, self.micro_batches[0], True, sums)
+        self.gradients = {}
 
     def _backward_one(
         self, i: int, micro_batch: MicroBatch, parts: Parts, last: bool, sums: GradientSums
     ) -> None:
         before = allocated(self.devices)
-        with self.frozen.second_pass(i):
+        with self.frozen.replayed(i):
             encoded = self._encode(parts)
         self.activations[i] = allocated(self.devices) - before
         if i == 0 and self._check is not None:
@@ -346,7 +295,7 @@ class Encoding:
             if output is None or gradient is None or not output.requires_grad:
                 continue
             if key in self.per_sample:
-                rows = self.orders.rows_of(key, micro_batch)
+                rows = self.feed.rows_of(key, micro_batch)
                 outputs.append(output[: rows.stop - rows.start])  # no row if it is idle
                 # From the host it is copied while the backward pass is being launched.
                 upstream.append(gradient[rows].to(output, non_blocking=True))
@@ -360,17 +309,41 @@ class Encoding:
         known = [leaf for leaf in reached.leaves.values() if leaf in sums]
         others = [leaf for leaf in reached.leaves.values() if leaf not in sums]
         hidden = [leaf for leaf in others if isinstance(leaf, nn.Parameter)]
-        check_hooks(self.name, self.versions, reached.leaves.values() if self.direct else hidden)
+        self._check_weights(reached.leaves.values() if self.direct else hidden)
         if self.direct or reached.reentrant or hidden:
             if len(self.micro_batches) > 1 and not self.wrappers:
                 check_ddp_around(self.name, self._ddp_around)
             if last and not reached.reentrant:
-                check_all_used(self.name, self.wrappers, reached.leaves)
+                self.wrappers.check_all_used(self.name, reached.leaves)
             torch.autograd.backward(outputs, upstream)
             return
         gradients = sums.add_from(outputs, upstream, [*known, *graph_inputs], others)
         for leaf, gradient in zip(others, gradients, strict=True):
             add_to_grad(leaf, gradient)
+
+    def _watch(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        for name, parameter in parameters:
+            whole = self.wrappers.shard and not hasattr(parameter, "device_mesh")
+            if not (whole or parameter.is_inference() or id(parameter) in self._parameters):
+                self._parameters[id(parameter)] = Watched(name, parameter)
+
+    def _check_weights(self, leaves: Iterable[Tensor]) -> None:
+        """Check that no earlier micro-batch's backward pass has changed weights.
+
+        An optimizer in a hook on gradients does, where hooks see each micro-batch's gradient.
+        `leaves`: of the graph, with parameters that may be out of sight, to be watched as well.
+        """
+        hidden = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        self._watch((f"a parameter {(*p.shape,)}, out of sight,", p) for p in hidden)
+        changed = self.changed_parameter()
+        if changed:
+            raise RuntimeError(
+                f"GradientCache: {changed} of {self.name} was changed during the backward pass, "
+                "before its last micro-batch: a hook on gradients steps an optimizer. Here hooks "
+                "are called for each micro-batch (with DistributedDataParallel, a reentrant "
+                "checkpoint, or a parameter that is out of sight, inside an encoder): call "
+                "optimizer.step() after loss.backward() instead. Weights have changed: start anew"
+            )
 
     def _encode(self, parts: Parts) -> Outputs:
         *positional, named = parts
@@ -378,16 +351,19 @@ class Encoding:
 
     def _cache(self, key: Any, pieces: list[Tensor | None]) -> None:
         """Assemble one output from its micro-batches, as a leaf for the loss's gradient."""
-        name = f"encoders: {self.orders.described(key)}"
-        divided = [self.orders.rows_of(key, micro_batch) for micro_batch in self.micro_batches]
+        name = f"encoders: {self.feed.described(key)}"
+        divided = [self.feed.rows_of(key, micro_batch) for micro_batch in self.micro_batches]
         kept = [rows.stop - rows.start for rows in divided]
         encoded = [self.feed.encoded(rows) for rows in divided]
         whole, per_sample = assembled(name, pieces, kept, encoded)
-        if per_sample:
+        if whole is not None and per_sample:
             self.per_sample.add(key)
-        if per_sample and whole is not None:
-            whole = self.orders.in_batch_order(key, whole)
+            whole = self.feed.in_batch_order(key, whole)
         if whole is not None:
             differentiable = whole.is_floating_point() or whole.is_complex()
             whole = whole.requires_grad_(self.requires_grad and differentiable)
         self.cached[key] = whole
+
+
+def _first_changed(watched: Iterable[Watched]) -> str:
+    return next((tensor.name for tensor in watched if tensor.changed()), "")

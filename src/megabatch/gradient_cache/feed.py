@@ -1,4 +1,4 @@
-"""Loading micro-batches to the device: the next one is prepared while one is computed."""
+"""One encoder's batches: their order, their division, and their way to the device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from megabatch.ahead import one_ahead
 from megabatch.gradient_cache.batches import (
     PLACEHOLDER_ROWS,
     Items,
+    batch_size,
     leaves,
     mapped,
+    named_tensors,
     placeholder,
     take,
-    tensors_in,
+    to_device,
     with_items,
 )
-from megabatch.gradient_cache.division import MicroBatch
+from megabatch.gradient_cache.by_length import MicroBatch, SortedByLength, divided
+from megabatch.gradient_cache.outputs import Key
 
 #: A micro-batch's rows of each batch; the last element is a dict of those passed by keyword.
 Parts: TypeAlias = "tuple[Any, ...]"
@@ -30,53 +33,73 @@ _THREAD = "megabatch-feed"
 
 
 class Feed:
-    """Iterates over the micro-batches of a step's batches, on the given device if there is one.
+    """The batches of an encoder, which takes them one micro-batch at a time, on a device.
 
-    A thread prepares the next one while the caller works with one: it slices or decodes the rows,
-    pins them and copies them on a stream of its own. Before that it waits until the GPU has
-    finished with the previous one, so the device holds the rows of two micro-batches at most.
+    An output of the encoder has the rows and the order of the SortedByLength that names it, or that
+    is the only batch; otherwise those of the batches that are not sorted.
+
+    Attributes:
+        rows: of each batch; 0 is legal.
+        named: batches by name, in the order in which the encoder takes their rows.
+        tensors: those of the batches, by their paths.
     """
 
     def __init__(
         self,
-        named: Mapping[str, Any],
-        keywords: Collection[str],
-        rows: int,
-        device: torch.device | None,
+        name: str,
+        batches: Mapping[str, Any],
+        keywords: Collection[str] = (),
+        device: torch.device | None = None,
     ) -> None:
-        """`named`: batches by name; `keywords`: names of those passed by keyword.
+        """Check the batches.
 
-        `rows`: number of rows of each batch; 0 is legal.
+        Args:
+            name: of the encoder, for messages.
+            batches: by name.
+            keywords: the names of those that are passed by keyword.
+            device: None: they stay where they are.
+
+        Raises:
+            ValueError: numbers of rows differ; there are several batches, and one that is sorted by
+                length does not name its outputs.
         """
-        self.named = named
-        self.rows = rows
+        self.name = name
+        self._sorted = {k: b for k, b in batches.items() if isinstance(b, SortedByLength)}
+        if len(batches) > 1 and not all(batch.outputs for batch in self._sorted.values()):
+            raise ValueError(
+                f"batches: {name} takes {len(batches)}, so a SortedByLength must name its outputs "
+                "(outputs=...)"
+            )
+        named = {**batches, **{k: batch.rows for k, batch in self._sorted.items()}}
+        self.names = " and ".join(named)
+        self.rows = rows = batch_size(named)
+        self.watched = {p: t for k, b in named.items() for p, t in named_tensors(b, k).items()}
         self._keywords = keywords
         # A rank without rows still takes part in the collectives.
-        self.batches = {
-            name: with_items(batch, rows) if rows else placeholder(batch)
-            for name, batch in named.items()
+        self._batches = {
+            k: with_items(b, rows) if rows else placeholder(b) for k, b in named.items()
         }
+        self.tensors = list(named_tensors(self._batches).values())
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self._ahead = device is not None and _worth_a_thread(self.batches, device)
+
+    def divided(self, size: int) -> list[MicroBatch]:
+        """The micro-batches; `size`: the rows of one, or their mean in sorted batches."""
+        return divided(self.rows, size, self._sorted)
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Generator[Parts, None, None]:
         """Yield the rows of each micro-batch; for an idle one (no rows), rows to be dropped.
 
-        An error in the thread is raised here. Closing the generator (`contextlib.closing`) waits
-        for the thread's end.
+        A thread prepares the next one while the caller works with one: it slices or decodes the
+        rows, pins them and copies them on a stream of its own. An error in the thread is raised
+        here. Closing the generator (`contextlib.closing`) waits for the thread's end.
         """
-
-        def load(i: int) -> Parts:
-            return self._load(micro_batches[i])
-
-        if not self._ahead:
-            return (load(i) for i in range(len(micro_batches)))
-        assert self.device is not None
+        if self.device is None or not self._worth_a_thread(self.device):
+            return (self._load(micro_batch) for micro_batch in micro_batches)
         if self.device.type == "cuda":
-            return _on_cuda(load, len(micro_batches), self.device)
-        return one_ahead(load, range(len(micro_batches)), _THREAD)
+            return _on_cuda(self._load, micro_batches, self.device)
+        return one_ahead(self._load, micro_batches, _THREAD)
 
     def encoded(self, rows: slice) -> int:
         """Number of rows that an encoder gets for a micro-batch's `rows`; there may be none.
@@ -86,9 +109,44 @@ class Feed:
         """
         return rows.stop - rows.start or (1 if rows.stop else PLACEHOLDER_ROWS)
 
+    def rows_of(self, key: Key, micro_batch: MicroBatch) -> slice:
+        """The rows that a per-sample output has in a micro-batch."""
+        name = self._batch_of(key)
+        return micro_batch.rows if name is None else micro_batch.of(name)
+
+    def in_batch_order(self, key: Key, output: Tensor) -> Tensor:
+        """A per-sample output of the whole batch, in the batch's order."""
+        name = self._batch_of(key)
+        return output if name is None else self._sorted[name].in_batch_order(output)
+
+    def in_own_order(self, key: Key, gradient: Tensor) -> Tensor:
+        """The gradient of such an output, in the order in which the encoder took the rows."""
+        name = self._batch_of(key)
+        return gradient if name is None else self._sorted[name].in_own_order(gradient)
+
+    def described(self, key: Key) -> str:
+        """An output for messages, with the batch that names it if batches do."""
+        name, named = self._batch_of(key), any(b.outputs for b in self._sorted.values())
+        by = "no SortedByLength names" if name is None else f"outputs= of {name} names"
+        return f"output {key!r} of {self.name}" + f", which {by}," * named
+
+    def check_outputs(self, per_sample: Collection[Key]) -> None:
+        """Raise a ValueError if a batch names an output that is not per sample."""
+        for key in (key for batch in self._sorted.values() for key in batch.outputs):
+            if key not in per_sample:
+                raise ValueError(
+                    f"outputs: {key!r} of a SortedByLength is not a per-sample output of "
+                    f"{self.name}; expected one of {', '.join(map(repr, per_sample))}"
+                )
+
+    def _batch_of(self, key: Key) -> str | None:
+        """The name of the sorted batch that an output belongs to."""
+        named = (name for name, b in self._sorted.items() if not b.outputs or key in b.outputs)
+        return next(named, None)
+
     def _load(self, micro_batch: MicroBatch) -> Parts:
         loaded = {}
-        for name, batch in self.batches.items():
+        for name, batch in self._batches.items():
             rows = micro_batch.of(name)
             start = 0 if micro_batch.idle else rows.start
             loaded[name] = take(batch, slice(start, start + self.encoded(rows)))
@@ -97,27 +155,22 @@ class Feed:
         named = {name: loaded.pop(name) for name in self._keywords}
         return (*loaded.values(), named)
 
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move to the device; from the host asynchronously, through pinned memory."""
-    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.requires_grad:
-        # Unpinned memory would be copied synchronously, at a fraction of the speed.
-        tensor = tensor if tensor.is_pinned() else tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def _worth_a_thread(batches: Mapping[str, Any], device: torch.device) -> bool:
-    tensors = tensors_in(batches)
-    if any(tensor.requires_grad for tensor in tensors):
-        return False  # the move is part of the graph, which belongs to the caller's thread
-    made = len(tensors) < sum(not isinstance(leaf, Items) for _, leaf in leaves(batches))
-    return made or (device.type == "cuda" and any(t.device.type == "cpu" for t in tensors))
+    def _worth_a_thread(self, device: torch.device) -> bool:
+        if any(tensor.requires_grad for tensor in self.tensors):
+            return False  # the move is part of the graph, which belongs to the caller's thread
+        sources = [leaf for _, leaf in leaves(self._batches) if not isinstance(leaf, Items)]
+        moved = device.type == "cuda" and any(t.device.type == "cpu" for t in self.tensors)
+        return moved or len(self.tensors) < len(sources)  # some rows are made on access
 
 
 def _on_cuda(
-    load: Callable[[int], Parts], count: int, device: torch.device
+    load: Callable[[MicroBatch], Parts], micro_batches: Sequence[MicroBatch], device: torch.device
 ) -> Generator[Parts, None, None]:
-    """`one_ahead`, with the loads on a CUDA stream of their own."""
+    """`one_ahead`, with the loads on a CUDA stream of their own.
+
+    Before a load it waits until the GPU has finished with the previous micro-batch, so the device
+    holds the rows of two at most.
+    """
     stream = _stream(device)
     # The batches' tensors on the GPU may still be being computed.
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -129,13 +182,14 @@ def _on_cuda(
             # this, inputs of many micro-batches could pile up.
             used[i - 2].synchronize()
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            return load(i), stream.record_event()
+            return load(micro_batches[i]), stream.record_event()
 
-    with contextlib.closing(one_ahead(load_on_stream, range(count), _THREAD)) as loaded:
+    order = range(len(micro_batches))
+    with contextlib.closing(one_ahead(load_on_stream, order, _THREAD)) as loaded:
         for parts, ready in loaded:
             current = torch.cuda.current_stream(device)
             current.wait_event(ready)
-            for tensor in tensors_in(parts):
+            for tensor in named_tensors(parts).values():
                 if tensor.is_cuda:  # its memory belongs to the other stream
                     tensor.record_stream(current)
             yield parts

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.autograd import is_from_torch
-from megabatch.gradient_cache.state import RandomState, get_random_state, set_random_state
+from megabatch.gradient_cache.state import RandomState
 from megabatch.torch_internals import (
     COMPILED_CALL,
     forward_hooks,
@@ -28,6 +28,15 @@ from megabatch.torch_internals import (
     is_compiled_in_place,
     version_of,
 )
+
+
+@dataclass
+class _Call:
+    """An output, with its version and the random state right after the call."""
+
+    output: Tensor
+    version: int
+    random_state: RandomState
 
 
 class FrozenParts:
@@ -42,96 +51,68 @@ class FrozenParts:
     """
 
     def __init__(self, modules: list[nn.Module], devices: Iterable[torch.device]) -> None:
-        self._parts = [_Part(module, set(devices)) for module in _largest_frozen(modules)]
+        """Find them; `devices`: of the random numbers that they may draw."""
+        self._devices = set(devices)
+        self._calls: dict[nn.Module, list[list[_Call | None]]] = {
+            part: [] for part in _largest_frozen(modules)
+        }
 
     def __bool__(self) -> bool:
         """Whether there is any."""
-        return bool(self._parts)
+        return bool(self._calls)
 
     @contextlib.contextmanager
-    def first_pass(self, micro_batch: int) -> Iterator[None]:
-        """Record the parts' outputs; the graph of micro-batch 0 shows which parts are constant."""
+    def recorded(self) -> Iterator[None]:
+        """Record the parts' outputs for the next micro-batch, which is encoded inside.
+
+        The first one needs a graph, which shows the parts that are constant.
+        """
+        # A forward pass sets attributes in all micro-batches or in none.
+        first = [part for part, calls in self._calls.items() if not calls]
+        before = [_attributes(part) for part in first]
         with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.recording(micro_batch))
+            for part, calls in self._calls.items():
+                calls.append([])
+                record = functools.partial(self._record, calls[-1])
+                stack.enter_context(_forward_replaced(part, record))
             yield
+        changed = {
+            part
+            for part, attributes in zip(first, before, strict=True)
+            if not _same(attributes, _attributes(part))
+        }
+        for part, calls in [*self._calls.items()]:
+            if part in changed or None in calls[-1] or len(calls[-1]) != len(calls[0]):
+                del self._calls[part]
 
     @contextlib.contextmanager
-    def second_pass(self, micro_batch: int) -> Iterator[None]:
-        """Return each recorded output, once, instead of running the parts."""
+    def replayed(self, micro_batch: int) -> Iterator[None]:
+        """Return each recorded output of a micro-batch, once, instead of running the parts."""
         with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.replaying(micro_batch))
-            yield
-
-
-@dataclass
-class _Call:
-    """An output, with the random state and the tensor's version right after the call."""
-
-    output: Tensor
-    version: int
-    random_state: RandomState
-
-
-class _Part:
-    """A frozen module with its outputs in the first pass, by micro-batch and in order."""
-
-    def __init__(self, module: nn.Module, devices: set[torch.device]) -> None:
-        self.module = module
-        self.devices = devices
-        self.constant = True
-        self.calls: dict[int, list[_Call]] = {}
-
-    @contextlib.contextmanager
-    def recording(self, micro_batch: int) -> Iterator[None]:
-        """Record the outputs inside, unless the part is known not to be constant."""
-        if not self.constant:
-            yield
-            return
-        calls = self.calls[micro_batch] = []
-        # Attributes are compared in one micro-batch only: a forward pass sets them in all or none.
-        before = _attributes(self.module) if micro_batch == 0 else None
-        with _forward_replaced(self.module, functools.partial(self._record, calls)):
-            yield
-        changed = before is not None and not _same(before, _attributes(self.module))
-        if self.constant and (changed or len(calls) != len(self.calls[0])):
-            self._drop()
-
-    @contextlib.contextmanager
-    def replaying(self, micro_batch: int) -> Iterator[None]:
-        """Return the recorded outputs instead of computing them."""
-        calls = self.calls.pop(micro_batch, [])
-        if not calls:
-            yield
-            return
-        with _forward_replaced(self.module, functools.partial(self._replay, calls)):
+            for part, calls in self._calls.items():
+                replay = functools.partial(self._replay, calls[micro_batch])
+                stack.enter_context(_forward_replaced(part, replay))
             yield
 
     def _record(
-        self, calls: list[_Call], forward: Callable[..., Any], *args: Any, **kw: Any
+        self, calls: list[_Call | None], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        output = forward(*args, **kw)
+        output = forward(*args, **kwargs)
         features = isinstance(output, Tensor) and output.ndim == 2 and not output.requires_grad
         if features and not output.is_inference():  # inference tensors do not count changes
-            calls.append(_Call(output, version_of(output), get_random_state(self.devices)))
+            calls.append(_Call(output, version_of(output), RandomState(self._devices)))
         else:
-            self._drop()
+            calls.append(None)  # run it again
         return output
 
     def _replay(
-        self, calls: list[_Call], forward: Callable[..., Any], *args: Any, **kw: Any
+        self, calls: list[_Call], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         call = calls.pop(0) if calls else None
         if call is None or version_of(call.output) != call.version:
-            return forward(*args, **kw)
-        set_random_state(call.random_state)  # as after the part's own random numbers
+            return forward(*args, **kwargs)
+        call.random_state.restore()  # as after the part's own random numbers
         return call.output
-
-    def _drop(self) -> None:
-        """Run the part in the second pass, like any other module."""
-        self.constant = False
-        self.calls.clear()
 
 
 @contextlib.contextmanager
@@ -162,35 +143,19 @@ def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterat
 
 def _largest_frozen(modules: list[nn.Module]) -> list[nn.Module]:
     """Frozen children of other modules, except those that cannot be skipped unnoticed."""
-    parameters = [p for module in modules for p in module.parameters(recurse=False)]
-    if all(parameter.requires_grad for parameter in parameters):
+    if all(p.requires_grad for module in modules for p in module.parameters(recurse=False)):
         return []
-    not_called = _not_called_themselves(modules)
-    parts = [
-        child
-        for parent in modules
-        if parent not in not_called and not _frozen(parent)
-        for child in parent.children()
-        if _frozen(child) and not _has_hooks_inside(child)
-    ]
-    return list(dict.fromkeys(parts))
+    # These run in another form: compiled with their parent, or as copies in threads.
+    roots = (m for m in modules if is_compiled(m) or isinstance(m, nn.DataParallel))
+    not_called = {inner for root in roots for inner in root.modules()}
+    parents = (m for m in modules if m not in not_called and not _frozen(m))
+    children = dict.fromkeys(child for parent in parents for child in parent.children())
+    return [child for child in children if _frozen(child) and not _has_hooks_inside(child)]
 
 
 def _frozen(module: nn.Module) -> bool:
-    found = False
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            return False
-        found = True
-    return found
-
-
-def _not_called_themselves(modules: list[nn.Module]) -> set[nn.Module]:
-    """Modules that run in another form: compiled with their parent, or as copies in threads."""
-    roots = (
-        module for module in modules if is_compiled(module) or isinstance(module, nn.DataParallel)
-    )
-    return {inner for root in roots for inner in root.modules()}
+    required = [parameter.requires_grad for parameter in module.parameters()]
+    return bool(required) and not any(required)
 
 
 def _has_hooks_inside(part: nn.Module) -> bool:
@@ -198,45 +163,29 @@ def _has_hooks_inside(part: nn.Module) -> bool:
 
     PyTorch's own hooks, such as FSDP2's, only serve that forward pass.
     """
-    compiled = is_compiled_in_place(part)
-    return any(
-        not is_from_torch(hook)
-        for module in part.modules()
-        if module is not part or compiled
-        for hook in forward_hooks(module)
-    )
+    skipped = [m for m in part.modules() if m is not part or is_compiled_in_place(part)]
+    return not all(is_from_torch(hook) for module in skipped for hook in forward_hooks(module))
 
 
-def _attributes(part: nn.Module) -> list[dict[str, Any]]:
-    """The attributes of all modules of a part, with the members of containers.
+def _attributes(part: nn.Module) -> list[Any]:
+    """All that the modules of a part refer to, with names and the members of containers.
 
     Parameters are left out: FSDP2 exchanges them during a forward pass.
     """
-    return [
-        {name: _members(value) for name, value in vars(module).items() if name != "_parameters"}
-        for module in part.modules()
-    ]
+    found: list[Any] = []
+    for module in part.modules():
+        for name, value in vars(module).items():
+            if name == "_parameters":
+                continue
+            found += [name, value]
+            found += [*value, *value.values()] if isinstance(value, dict) else ()
+            found += value if isinstance(value, (list, tuple, set)) else ()
+    return found
 
 
-def _members(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [value, *value.keys(), *value.values()]
-    return [value, *value] if isinstance(value, (list, tuple, set)) else [value]
-
-
-def _same(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> bool:
-    """Whether all attributes are the same objects, or equal numbers or strings."""
+def _same(before: list[Any], after: list[Any]) -> bool:
+    """Whether both have the same objects, or equal numbers or strings, in the same order."""
     return len(before) == len(after) and all(
-        old.keys() == new.keys()
-        and all(
-            len(values) == len(new[name]) and all(map(_identical, values, new[name]))
-            for name, values in old.items()
-        )
+        old is new or (isinstance(old, (int, float, str)) and type(old) is type(new) and old == new)
         for old, new in zip(before, after, strict=True)
-    )
-
-
-def _identical(old: Any, new: Any) -> bool:
-    return old is new or (
-        isinstance(old, (int, float, str)) and type(old) is type(new) and old == new
     )

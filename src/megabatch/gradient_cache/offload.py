@@ -1,4 +1,4 @@
-"""Whether the gradients of features wait on the GPU or on the host for the second pass."""
+"""The memory that steps take, and whether gradients of features wait on the host because of it."""
 
 from __future__ import annotations
 
@@ -33,44 +33,34 @@ class StepMemory:
     def measured(self, encoder: str, graphs: Iterable[int]) -> None:
         """Note the memory of each micro-batch's graph."""
         self.graphs[encoder] = [*graphs]
-        known = self.activations.get(encoder, 0)
-        self.activations[encoder] = max(self.graphs[encoder], default=known)
-        self.activations[encoder] = max(known, self.activations[encoder])
+        largest = max(self.graphs[encoder], default=0)
+        self.activations[encoder] = max(largest, self.activations.get(encoder, 0))
 
     def second_pass_begins(self, devices: Iterable[torch.device]) -> None:
         """Note the peak so far."""
         self.peak_before_second_pass = sum(map(torch.cuda.max_memory_allocated, devices))
 
-
-class OffloadPolicy:
-    """Decides from the memory that earlier second passes took.
-
-    The gradients of features, O(b d), are needed one micro-batch at a time. On the host they leave
-    more memory for activations, at the price of two copies. They stay on the GPU if they fit in
-    addition to the activations; before the first second pass that is unknown, and they go to the
-    host.
-    """
-
-    def __init__(self) -> None:
-        self.memory = StepMemory()
-
     def fits(
         self, gradients: Iterable[Tensor], modules: Iterable[nn.Module], *, graphs: bool
     ) -> bool:
-        """Whether these gradients can stay on their GPU while the modules run again.
+        """Whether these gradients of features can stay on their GPU while the modules run again.
+
+        They are needed one micro-batch at a time. On the host they leave more memory for
+        activations, at the price of two copies. Before the first second pass its memory is unknown,
+        and they do not fit.
 
         graphs: whether graphs of micro-batches are in memory already, which go backward first.
         """
         sizes: dict[torch.device, int] = {}
         for gradient in gradients:
             sizes[gradient.device] = sizes.get(gradient.device, 0) + gradient.nbytes
-        large = {device: n for device, n in sizes.items() if device.type == "cuda" and n >= SMALL}
-        if not large:
-            return True
-        if not self.memory.activations:
-            return False
-        one = max(self.memory.activations.values())
-        need = (BACKWARD - graphs) * one + _missing_gradients(modules)
+        large = [device for device, n in sizes.items() if device.type == "cuda" and n >= SMALL]
+        if not large or not self.activations:
+            return not large
+        parameters = {p for module in modules for p in module.parameters(recurse=False)}
+        # For a shard (DTensor), nbytes is that of the whole parameter, which FSDP needs.
+        missing = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
+        need = (BACKWARD - graphs) * max(self.activations.values()) + missing
         return all(free(device) >= need for device in large)
 
 
@@ -91,9 +81,3 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor.cpu()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def _missing_gradients(modules: Iterable[nn.Module]) -> int:
-    parameters = {p for module in modules for p in module.parameters(recurse=False)}
-    # For a shard (DTensor), nbytes is that of the whole parameter, which FSDP needs temporarily.
-    return sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)

@@ -25,9 +25,9 @@ class OutputForm:
     def __init__(self, name: str, wanted: Sequence[Key] | None) -> None:
         """`name`: of the encoder, for messages; `wanted`: keys to be cached, None for all."""
         self.name = name
-        self.wanted = wanted
+        self._wanted = wanted
         self._by_keyword = False
-        self._empty: MutableMapping[Any, Any] | None = None
+        self._empty: Any = None  # of the class that reaches the loss as one object
 
     def read(self, output: Any) -> Outputs:
         """Return the tensors that are to be cached.
@@ -37,10 +37,12 @@ class OutputForm:
             ValueError: a wanted one is missing.
         """
         if isinstance(output, Tensor):
-            items: dict[Any, Any] = {0: output}
-        elif isinstance(output, Mapping):
-            items = dict(output)
-            self._remember_class(output)
+            output = (output,)
+        if isinstance(output, Mapping):
+            items: dict[Any, Any] = dict(output)
+            self._by_keyword = type(output) is dict or not isinstance(output, MutableMapping)
+            if not self._by_keyword and self._empty is None:
+                self._empty = filled(output, dict.fromkeys(output))
         elif isinstance(output, (tuple, list)):
             items = dict(enumerate(output))
         else:
@@ -48,15 +50,18 @@ class OutputForm:
                 f"encoders: expected {self.name} to return a tensor, or a tuple or mapping of "
                 f"tensors, got {type(output).__name__}"
             )
-        if self.wanted is not None:
-            items = {key: self._wanted(items, key) for key in self.wanted}
-        for key, value in items.items():
+        for key in self._wanted or ():
+            if key not in items:
+                present = ", ".join(map(repr, items))
+                raise ValueError(f"outputs: expected {self.name} to return {key!r}, got {present}")
+        chosen = items if self._wanted is None else {key: items[key] for key in self._wanted}
+        for key, value in chosen.items():
             if value is not None and not isinstance(value, Tensor):
                 raise TypeError(
                     f"encoders: output {key!r} of {self.name} is of type {type(value).__name__}, "
                     "expected a tensor or None (outputs= names those that are to be cached)"
                 )
-        return items
+        return chosen
 
     def arguments(self, cached: Outputs) -> tuple[list[Any], dict[Any, Any]]:
         """Return the loss's positional and keyword arguments."""
@@ -66,16 +71,17 @@ class OutputForm:
             return [], {key: tensor for key, tensor in cached.items() if tensor is not None}
         return list(cached.values()), {}
 
-    def _remember_class(self, output: Mapping[Any, Any]) -> None:
-        self._by_keyword = True
-        if self._empty is None and type(output) is not dict and isinstance(output, MutableMapping):
-            self._empty = filled(output, dict.fromkeys(output))
 
-    def _wanted(self, items: dict[Any, Any], key: Key) -> Any:
-        if key in items:
-            return items[key]
-        present = ", ".join(map(repr, items))
-        raise ValueError(f"outputs: expected {self.name} to return {key!r}, got {present}")
+def single(name: str, cached: Outputs) -> Tensor:
+    """Return the cached output of an encoder that must have only one; `name` is for messages."""
+    output = next(iter(cached.values()), None)
+    if len(cached) != 1 or output is None:
+        got = ", ".join(type(value).__name__ for value in cached.values())
+        raise TypeError(
+            "encoders: with several encoders each must return one tensor (or outputs= select "
+            f"one), but {name} returned ({got})"
+        )
+    return output
 
 
 def assembled(
@@ -108,20 +114,15 @@ def assembled(
         return tensors[0], False
     if shapes == [(n, *shapes[0][1:]) for n in encoded]:
         return torch.cat([tensor[:n] for tensor, n in zip(tensors, kept, strict=True)]), True
+    found, rows = (" or ".join(map(str, dict.fromkeys(every))) for every in (shapes, encoded))
     raise ValueError(
-        f"{name} has shape {_either(shapes)} in micro-batches of {_either(encoded)} rows; "
-        "expected a row per sample, or shape () or (1,)"
+        f"{name} has shape {found} in micro-batches of {rows} rows; expected a row per sample, or "
+        "shape () or (1,)"
     )
 
 
 def _all_equal(tensors: list[Tensor]) -> bool:
     """Whether all are equal, NaN equal to NaN: the one value that a step reads back to the host."""
-    if len(tensors) == 1:
-        return True
     values, first = torch.stack(tensors), tensors[0]
     both_nan = (values != values) & (first != first)
-    return bool(((values == first) | both_nan).all())
-
-
-def _either(values: list[Any]) -> str:
-    return " or ".join(str(value) for value in dict.fromkeys(values))
+    return len(tensors) == 1 or bool(((values == first) | both_nan).all())

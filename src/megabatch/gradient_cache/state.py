@@ -1,267 +1,140 @@
-"""State of the encoders' surroundings: generators, gradient reduction, running statistics."""
+"""The state that both passes must find: random numbers, settings, buffers, unchanged tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import itertools
 import random
 import sys
-from collections.abc import Container, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.torch_internals import (
-    delays_all_reduce,
-    fsdp_groups,
-)
+from megabatch.torch_internals import parametrizations_not_cached, version_of
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+AUTOCAST_DEVICES = ("cpu", "cuda")
 
-#: Items of a list up to which it may be one of models; datasets are longer.
-SHORT = 64
+#: Elements up to which integers may be state. Larger ones are tables, or quantised weights.
+INTEGERS = 1 << 16
+
+#: Names of buffers that forward passes change by `buffer.data`, which has a version of its own.
+_uncounted: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-def cuda_devices(*tensors: Iterable[Tensor]) -> set[torch.device]:
+def cuda_devices(tensors: Iterable[Tensor] = ()) -> set[torch.device]:
     """The CUDA devices of the tensors, and the current one if CUDA is initialised."""
-    devices = {tensor.device for tensor in itertools.chain(*tensors) if tensor.is_cuda}
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     if torch.cuda.is_initialized():
         devices.add(torch.device("cuda", torch.cuda.current_device()))
     return devices
 
 
-class RandomState(NamedTuple):
-    """The state of the global generators: PyTorch's, Python's, and NumPy's if it is imported."""
-
-    by_device: dict[torch.device, Tensor]
-    python: tuple[Any, ...]
-    numpy: dict[str, Any] | None
-
-
-def get_random_state(devices: Iterable[torch.device]) -> RandomState:
-    """The state of all generators: PyTorch's are the CPU's and those of the CUDA devices.
+class RandomState:
+    """The state of PyTorch's generators on the CPU and CUDA devices, of Python's and NumPy's.
 
     Some models draw their masks or their layers by Python or NumPy (SpecAugment in transformers).
     """
-    on_devices = {device: torch.cuda.get_rng_state(device) for device in devices}
-    numpy = sys.modules.get("numpy.random")
-    return RandomState(
-        {torch.device("cpu"): torch.get_rng_state()} | on_devices,
-        random.getstate(),
-        None if numpy is None else numpy.get_state(legacy=False),
-    )
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        """Save the current state."""
+        self._cpu = torch.get_rng_state()
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy.random")
+        self._numpy = None if numpy is None else numpy.get_state(legacy=False)
+
+    def restore(self) -> None:
+        """Make it the current state again."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
 
 
-def set_random_state(state: RandomState) -> None:
-    """Restore a state from `get_random_state`."""
-    for device, of_device in state.by_device.items():
-        if device.type == "cpu":
-            torch.set_rng_state(of_device)
-        else:
-            torch.cuda.set_rng_state(of_device, device)
-    random.setstate(state.python)
-    if state.numpy is not None:
-        sys.modules["numpy.random"].set_state(state.numpy)
+class ForwardContext:
+    """The settings of a step's call that a forward pass depends on besides its inputs.
+
+    Autocast, default dtype and device, precision of float32 products, train or eval mode, streams.
+    The second pass runs when `.backward()` is called: usually outside autocast, perhaps after a
+    call of `eval()`, or under another default dtype.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> None:
+        """Save the current settings."""
+        self._modules = [*modules]
+        self._settings = _settings(self._modules)
+        self._device = _default_device()
+        self._autocast = {
+            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in AUTOCAST_DEVICES
+        }
+        self._cache_enabled = torch.is_autocast_cache_enabled()
+        self._streams = [torch.cuda.current_stream(device) for device in devices]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the saved settings inside, and afterwards those of the caller."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(parametrizations_not_cached())
+            for stream in self._streams:
+                stack.enter_context(_on_stream(stream))
+            for kind, (dtype, enabled) in self._autocast.items():
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache_enabled))
+            if self._device != _default_device():
+                stack.enter_context(self._device)
+            current = _settings(self._modules)
+            for name in self._settings.keys() & current.keys():
+                (change, wanted), (_, found) = self._settings[name], current[name]
+                if wanted != found:
+                    stack.callback(change, found)
+                    change(wanted)
+            yield
 
 
-def modules_in(function: Any) -> list[nn.Module]:
-    """The modules, with submodules, that a callable is, is a method of, or refers to."""
-    modules = (module for root in _roots_in(function) for module in root.modules())
-    return list(dict.fromkeys(modules))
-
-
-def parameters_in(function: Any) -> dict[str, Tensor]:
-    """The parameters of the modules in `modules_in`, by name."""
-    if isinstance(function, nn.Module):
-        return dict(function.named_parameters())
-    roots = _roots_in(function)
-    return {
-        f"{type(root).__name__} {i}: {name}" if len(roots) > 1 else name: parameter
-        for i, root in enumerate(roots)
-        for name, parameter in root.named_parameters()
+def _settings(modules: Iterable[nn.Module]) -> dict[Any, tuple[Callable[[Any], Any], Any]]:
+    """For each setting, the function that changes it, and its value."""
+    found: dict[Any, tuple[Callable[[Any], Any], Any]] = {
+        module: (functools.partial(setattr, module, "training"), module.training)
+        for module in modules
     }
-
-
-def _roots_in(function: Any) -> list[nn.Module]:
-    return list(dict.fromkeys(_found_in(function, set())))
-
-
-def _found_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """The modules that a callable is made of, refers to, or has among its object's attributes."""
-    if isinstance(value, nn.Module):
-        yield value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        if isinstance(value, functools.partial):
-            inside = [value.func, *value.args, *value.keywords.values()]
-        elif inspect.ismethod(value):
-            inside = [value.__self__]
-        elif inspect.isfunction(value):
-            scope = inspect.getclosurevars(value)
-            # Among the globals there are libraries' functions, which lead anywhere.
-            inside = [*scope.nonlocals.values(), *_modules_among(scope.globals.values())]
-            inside += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        else:
-            inside = _modules_among([value, *getattr(value, "__dict__", {}).values()])
-        for part in inside:
-            yield from _found_in(part, seen)
-
-
-def _modules_among(values: Iterable[Any]) -> list[nn.Module]:
-    """Those that are modules, or items of a short list, tuple or dict."""
-    found: list[nn.Module] = []
-    for value in values:
-        items = value.values() if isinstance(value, dict) else value
-        short = isinstance(value, (list, tuple, dict)) and len(value) <= SHORT
-        found += [item for item in (items if short else [value]) if isinstance(item, nn.Module)]
+    found["dtype"] = torch.set_default_dtype, torch.get_default_dtype()
+    # Set by the newer per-backend names, the precision cannot be read: PyTorch refuses to mix them.
+    with contextlib.suppress(RuntimeError):
+        precision = torch.get_float32_matmul_precision()
+        found["precision"] = torch.set_float32_matmul_precision, precision
     return found
 
 
-def gradient_wrappers(modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules that reduce gradients over ranks: those of DDP and FSDP2."""
-    wrappers: list[nn.Module] = []
-    for module in modules:
-        if isinstance(module, DistributedDataParallel):
-            if module.static_graph:  # PyTorch's no_sync then fails in an internal assertion
-                raise ValueError(
-                    "encoders: DistributedDataParallel(static_graph=True) cannot hold back its "
-                    "synchronisation; expected static_graph=False"
-                )
-            if delays_all_reduce(module):  # by a hook, which no_sync does not hold back
-                raise ValueError(
-                    "encoders: DistributedDataParallel(delay_all_reduce_named_params=...) cannot "
-                    "hold back the reduction of these parameters; expected None"
-                )
-            wrappers.append(module)
-        elif hasattr(module, "set_requires_gradient_sync"):
-            wrappers.append(module)
-    return wrappers
-
-
-def reduces_by_itself(modules: Iterable[nn.Module]) -> bool:
-    """Whether FSDP1 is among them, which reduces gradients in each micro-batch."""
-    names = {cls.__name__ for module in modules for cls in type(module).__mro__}
-    return "FullyShardedDataParallel" in names
-
-
-def sync_settings(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]:
-    """The current settings of each wrapper, which a user's `no_sync` may have changed."""
-    return {wrapper: _sync(wrapper) for wrapper in wrappers}
+def _default_device() -> torch.device:
+    # torch.get_default_device() of PyTorch 2.9 raises after torch.set_default_device(None).
+    return torch.empty(0).device
 
 
 @contextlib.contextmanager
-def with_sync(settings: dict[nn.Module, Sync]) -> Iterator[None]:
-    """Apply these settings inside, and restore the previous ones afterwards."""
-    before = sync_settings(settings)
-    try:
-        for wrapper, sync in settings.items():
-            _set_sync(wrapper, sync)
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run on this stream, after the current stream's earlier work and before its later work."""
+    current = torch.cuda.current_stream(stream.device)
+    if stream == current:
         yield
-    finally:
-        for wrapper, sync in before.items():
-            _set_sync(wrapper, sync)
-
-
-def prepare(wrappers: Iterable[nn.Module]) -> object:
-    """Announce a forward pass with a graph, in which wrappers prepare to reduce gradients.
-
-    Returns:
-        A token for `are_prepared`.
-    """
-    preparation = object()
-    for wrapper in wrappers:
-        _prepared[wrapper] = preparation
-    return preparation
-
-
-def are_prepared(wrappers: Iterable[nn.Module], preparation: object) -> bool:
-    """Whether no wrapper has been prepared for another forward pass since.
-
-    DDP does not reduce the gradients of the earlier one.
-    """
-    return all(_prepared[wrapper] is preparation for wrapper in wrappers)
-
-
-_prepared: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
-
-
-class UnusedParameters(RuntimeError):
-    """DistributedDataParallel waits for gradients that never come; `names`: of the parameters."""
-
-    def __init__(self, encoder: str, names: list[str]) -> None:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        self.names = f"{', '.join(names[:5])}{more}"
-        super().__init__(
-            f"GradientCache: {encoder} is wrapped in DistributedDataParallel, which waits for a "
-            f"gradient of every trainable parameter, and there is none of {self.names}: freeze "
-            "what is not used, call the wrapper itself, or pass find_unused_parameters=True"
-        )
-
-
-def check_all_used(encoder: str, wrappers: Iterable[nn.Module], reached: Container[int]) -> None:
-    """Check, before gradients are reduced, that DDP will get all that it waits for.
-
-    Args:
-        encoder: its name, for messages.
-        wrappers: of the encoder.
-        reached: ids of the tensors that will get a gradient.
-
-    Raises:
-        UnusedParameters: it will not, and would fail in the next step with another message.
-    """
-    for wrapper in wrappers:
-        if not isinstance(wrapper, DistributedDataParallel):
-            continue
-        if wrapper.find_unused_parameters or not wrapper.require_backward_grad_sync:
-            continue
-        waited_for = {
-            name: id(parameter) in reached
-            for name, parameter in wrapper.module.named_parameters()
-            if parameter.requires_grad and name not in wrapper.parameters_to_ignore
-        }
-        unused = [name for name, is_reached in waited_for.items() if not is_reached]
-        # A wrapper that the encoder refers to, but does not call, waits for nothing.
-        if 0 < len(unused) < len(waited_for):
-            raise UnusedParameters(encoder, unused)
-
-
-class Sync(NamedTuple):
-    """Whether a wrapper's gradients are reduced to the shards' ranks, and over replicas."""
-
-    reduce: bool
-    all_reduce: bool
-
-
-def no_sync(wrappers: Iterable[nn.Module]) -> dict[nn.Module, Sync]:
-    """Settings that leave the wrappers' gradients on their ranks."""
-    return dict.fromkeys(wrappers, Sync(False, False))
-
-
-def _sync(wrapper: nn.Module) -> Sync:
-    if isinstance(wrapper, DistributedDataParallel):
-        return Sync(wrapper.require_backward_grad_sync, wrapper.require_backward_grad_sync)
-    groups = fsdp_groups(wrapper)
-    return Sync(
-        all(group.reduce_grads for group in groups), all(group.all_reduce_grads for group in groups)
-    )
-
-
-def _set_sync(wrapper: Any, sync: Sync) -> None:
-    if isinstance(wrapper, DistributedDataParallel):
-        wrapper.require_backward_grad_sync = sync.reduce
         return
-    wrapper.set_requires_gradient_sync(sync.reduce, recurse=False)
-    wrapper.set_requires_all_reduce(sync.all_reduce, recurse=False)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
 
 
 @contextlib.contextmanager
-def keep_running_statistics(modules: list[nn.Module]) -> Iterator[None]:
+def keep_running_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let training-mode normalisation use a batch's statistics inside without recording them."""
     with contextlib.ExitStack() as stack:
         for module in modules:
@@ -274,3 +147,124 @@ def keep_running_statistics(modules: list[nn.Module]) -> Iterator[None]:
                 stack.callback(setattr, module, "momentum", module.momentum)
                 module.momentum = 0.0
         yield
+
+
+class Watched:
+    """A tensor with its version, and with its memory, which `tensor.data = ...` replaces."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        """Save them; the name is for messages."""
+        self.name = name
+        self.tensor = tensor
+        self._version = version_of(tensor)
+        # As the old memory is held, the new one cannot have its address.
+        self._memory = tensor.detach() if _stays_in_place(tensor) else None
+
+    def changed(self) -> bool:
+        """Whether it was changed since; other memory with the same values is no change."""
+        if version_of(self.tensor) != self._version:
+            return True
+        before, now = self._memory, self.tensor.detach()
+        if before is None or before.data_ptr() == now.data_ptr() or before.shape != now.shape:
+            return False
+        return not torch.equal(before.to(now), now)
+
+
+def _stays_in_place(tensor: Tensor) -> bool:
+    """Whether nobody moves it: not FSDP1, DeepSpeed, or DistributedDataParallel's own precision."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    moved = any(hasattr(tensor, name) for name in ("_fsdp_flattened", "ds_id", "_mp_param"))
+    return plain and not tensor.is_meta and not moved
+
+
+class SavedBuffer(Watched):
+    """A module's buffer with its value, to be restored."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        """Copy its value."""
+        super().__init__(name, getattr(module, name))
+        self.module = module
+        self._value = self.tensor.detach().clone()
+
+    def changed(self) -> bool:
+        """Whether it was changed in place since, or another tensor is in its place."""
+        replaced = getattr(self.module, self.name) is not self.tensor
+        return replaced or self.name in _uncounted.get(self.module, ()) or super().changed()
+
+    def compare(self) -> None:
+        """Find a change that `changed` does not see, and remember the buffer for later steps."""
+        if not self.changed() and not torch.equal(self.tensor, self._value):
+            _uncounted.setdefault(self.module, set()).add(self.name)
+
+    def restore(self) -> None:
+        """Undo changes."""
+        if getattr(self.module, self.name) is not self.tensor:
+            setattr(self.module, self.name, self.tensor)
+        with torch.no_grad():
+            self.tensor.copy_(self._value)
+
+
+class UpdatedBuffers:
+    """The buffers that forward passes update, such as the vectors of `spectral_norm` or a queue.
+
+    In the second pass each micro-batch finds them as it did in the first, so that both compute the
+    same function; afterwards they are as `backward()` found them, so that each micro-batch counts
+    once. Running statistics of batch and instance normalisation are left out: in training mode they
+    change no output.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        """`modules`: of the encoder, submodules included."""
+        self._candidates = [
+            (module, name)
+            for module in modules
+            if not isinstance(module, BATCH_NORMS + INSTANCE_NORMS)
+            for name, buffer in module.named_buffers(recurse=False)
+            if _may_be_state(buffer)
+        ]
+        self._of_micro_batches: list[list[SavedBuffer]] = []
+
+    @contextlib.contextmanager
+    def first_pass(self, *, idle: bool, compare: bool = False) -> Iterator[None]:
+        """Save the buffers for a micro-batch that is encoded inside; the first one tells which.
+
+        An idle one's rows are no data, and leave no trace. `compare`: their values, too, for which
+        a GPU must be waited for.
+        """
+        saved = self._save()
+        yield
+        if not self._of_micro_batches:
+            for buffer in saved if compare else ():
+                buffer.compare()
+            saved = [buffer for buffer in saved if buffer.changed()]
+            self._candidates = [(buffer.module, buffer.name) for buffer in saved]
+        if idle:
+            _restore(saved)
+        self._of_micro_batches.append(saved)
+
+    @contextlib.contextmanager
+    def second_pass(self) -> Iterator[None]:
+        """Leave the buffers afterwards as they were before."""
+        found = self._save()
+        try:
+            yield
+        finally:
+            _restore(found)
+
+    def restore(self, micro_batch: int) -> None:
+        """Restore the buffers that a micro-batch found in the first pass."""
+        _restore(self._of_micro_batches[micro_batch])
+
+    def _save(self) -> list[SavedBuffer]:
+        return [SavedBuffer(module, name) for module, name in self._candidates]
+
+
+def _restore(saved: Iterable[SavedBuffer]) -> None:
+    for buffer in saved:
+        buffer.restore()
+
+
+def _may_be_state(buffer: Tensor) -> bool:
+    if buffer.is_inference():  # does not count changes
+        return False
+    return buffer.is_floating_point() or buffer.numel() <= INTEGERS

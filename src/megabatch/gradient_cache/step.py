@@ -20,34 +20,35 @@ see one gradient per step.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from megabatch.gradient_cache.arguments import Settings
-from megabatch.gradient_cache.autograd import attach
-from megabatch.gradient_cache.batches import batch_size
-from megabatch.gradient_cache.by_length import Orders, in_encoders_order
-from megabatch.gradient_cache.checks import (
-    DriftCheck,
-    PassesCheck,
-    UnusedLoss,
-    out_of_memory_on_all_ranks,
+from megabatch.gradient_cache.arguments import (
+    check_types,
+    checked_encoders,
+    checked_input_names,
+    checked_outputs,
+    named_batches,
+    per_encoder,
 )
-from megabatch.gradient_cache.division import MicroBatch
+from megabatch.gradient_cache.by_length import MicroBatch
+from megabatch.gradient_cache.checks import (
+    WEIGHTS_COMPARED,
+    PassesCheck,
+    PendingLoss,
+    weights_differ,
+)
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
-from megabatch.gradient_cache.offload import OffloadPolicy, StepMemory
+from megabatch.gradient_cache.offload import StepMemory
 from megabatch.gradient_cache.outputs import OutputForm
-from megabatch.gradient_cache.second_pass import SecondPass, checked_loss
-from megabatch.gradient_cache.state import parameters_in
+from megabatch.gradient_cache.second_pass import Step, checked_loss, loss_arguments
+from megabatch.gradient_cache.wrappers import parameters_in
 from megabatch.ranks import all_gather_numbers, global_ranks
-from megabatch.torch_internals import parametrizations_not_cached
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,67 +66,18 @@ class GradientCache:
         optimizer.step()
 
     The value is a loss like any other: divide it for gradient accumulation, let a GradScaler scale
-    it, add another cached loss, clip gradients afterwards, or return it from a `training_step` or a
-    `compute_loss`. Under `torch.no_grad()` a step only computes the loss.
+    it, add another loss, clip gradients afterwards, or return it to a trainer. Under
+    `torch.no_grad()` a step only computes the loss.
 
     In exact arithmetic the gradient is that of the undivided batch; with dropout, that of one graph
-    through the same micro-batches with the same random states. The first pass goes encoder by
-    encoder, micro-batch by micro-batch. The second pass runs under the same conditions: autocast,
-    default dtype and device, float32 matmul precision, train or eval mode, `no_sync`, random
-    states. Random states are those of PyTorch's generators (CPU and CUDA), Python's and NumPy's.
-    Afterwards they, and buffers that a forward pass updates, are as `backward()` found them. A
-    warning appears if an encoder gives different features in the second pass because it depends on
-    anything else; a few steps compare those of the first micro-batch. Batch normalisation uses each
-    micro-batch's own statistics, so it is **not exact**; its running statistics are updated once by
-    each micro-batch.
+    through the same micro-batches with the same random numbers. Batch normalisation uses each
+    micro-batch's own statistics, so it is **not exact**.
 
-    **Outputs.** A tensor whose first dimension equals the number of rows in every micro-batch is
-    per sample: the micro-batches' tensors are concatenated. A tensor of shape () or (1,) is shared
-    by all samples (a scale, a bias): it must have the same value in every micro-batch, is used
-    once, and its gradient is backpropagated in the last micro-batch. Anything else is an error. If
-    all micro-batches have one row, shape (1,) counts as shared.
-
-    **A single micro-batch.** If every rank and every encoder has only one micro-batch, it is
-    encoded once, as in a step without gradient caching: its graph is kept for the backward pass.
-
-    **Kept micro-batches.** With `kept_micro_batches=k` the last k micro-batches of each encoder are
-    encoded with a graph in the first pass, and not again: their activations stay in memory, and are
-    backpropagated first in the second pass, before others take memory. Gradients are the same up to
-    rounding. With DistributedDataParallel and FSDP2 inside, the micro-batch that synchronises is
-    always encoded again. With FSDP1, and for encoders with parameters that cannot be found, none
-    are kept. If memory runs out on one of several ranks while graphs are kept, all of them raise a
-    `torch.OutOfMemoryError`, before any gradient is reduced; after clearing `.grad` they may repeat
-    the step with fewer.
-
-    **Frozen encoders** run once: if no output requires a gradient, there is no second pass. A
-    module with trainable parameters is known to need one; for anything else (a locked tower, a
-    method, a function) the first pass records a graph until an output requires a gradient. A locked
-    tower inside a model runs once, too: the second pass skips the largest modules without trainable
-    parameters that return a vector per sample, unless something trainable comes before them,
-    skipping them could make a difference (a hook inside, attributes that they set), or
-    torch.compile has compiled the whole model.
-
-    **Gradients leave together**, when the second pass is done: an exception in it changes no
-    `.grad`. (If `.grad` already holds a gradient, and the parameter has no hook, gradients are
-    added to it at once, to save memory.) Tensors that `loss` uses directly, including those in
-    `loss_kwargs`, get their gradients in the same backward pass.
-
-    **Several processes.** With DistributedDataParallel and FSDP2 (`fully_shard`) each wrapped
-    module synchronises its gradients once per step, in the last micro-batch of its encoder. Its
-    gradients go to `.grad` in each micro-batch, so `torch.autograd.grad` and
-    `backward(inputs=...)` are errors there. A wrapper around the whole training step synchronises
-    when the gradients leave the node. A rank with fewer micro-batches than another encodes one row
-    for each missing one and drops the outputs; a rank without any row encodes two rows of ones.
-    Wrappers, and batch normalisation, are found inside modules and partials, among the modules that
-    a function refers to, and among the attributes of an object that is called or whose method is;
-    with a wrapper that is hidden deeper, gradients are correct, but it synchronises in each
-    micro-batch. Encoders that nothing synchronises drift apart: at the beginning of the second and
-    the tenth step a few weights are compared across ranks, and a warning names one that differs.
-    The ranks of a group tell each other which call they make; if one skips `backward()`, the errors
-    of the others name it.
-
-    `torch.compile` leaves a step out of its graphs; encoders and losses may be compiled. Compiled
-    autograd raises an error.
+    An output whose first dimension equals the number of rows in every micro-batch is per sample. A
+    tensor of shape () or (1,) is shared by all samples (a scale, a bias), and must have the same
+    value in every micro-batch. Anything else is an error. DistributedDataParallel and `fully_shard`
+    belong inside the encoders or around the whole training step: gradients are reduced once per
+    step. The documentation's page on gradient caching has the whole contract.
     """
 
     def __init__(
@@ -141,7 +93,6 @@ class GradientCache:
         input_names: Sequence[str] = (),
         outputs: int | str | Sequence[int | str] | None = None,
         kept_micro_batches: int | Sequence[int] = 0,
-        **unknown: Any,
     ) -> None:
         """Check the arguments.
 
@@ -181,25 +132,30 @@ class GradientCache:
                 between steps.
 
         Raises:
-            TypeError: an argument has a wrong type; `scaler` is no longer an argument.
+            TypeError: an argument has a wrong type.
             ValueError: there is no encoder; micro_batch_size is below 1; kept_micro_batches is
                 negative; feature_dtype is not a floating point type; the number of names, sizes or
                 outputs does not match the encoders.
         """
-        self._settings = Settings.checked(
-            encoders, loss, micro_batch_size, group, device, feature_dtype, input_names, outputs,
-            kept_micro_batches, unknown,
-        )  # fmt: skip
+        self._encoders, self._several = checked_encoders(encoders)
+        check_types(loss, group, feature_dtype)
+        n = len(self._encoders), self._several
+        self._sizes = per_encoder("micro_batch_size", micro_batch_size, *n, least=1)
+        self._input_names = checked_input_names(input_names, *n)
+        self._outputs = checked_outputs(outputs, *n)
+        self._device = None if device is None else torch.device(device)
+        self._feature_dtype = feature_dtype
         self.kept_micro_batches = kept_micro_batches
+        self._kept_counts()
         self.loss = loss
         self.group = group
         self.gradients_on_host = gradients_on_host
-        self._offload = OffloadPolicy()
-        self._drift = DriftCheck()
+        #: GPU memory of the steps so far.
+        self.memory = StepMemory()
         self._passes = PassesCheck()
+        self._weights_differ = False
         self._steps = 0
-        self._keeps = False
-        self._last: UnusedLoss | None = None
+        self._pending: PendingLoss | None = None
 
     def __call__(self, /, *batches: Any, **keywords: Any) -> Tensor:
         """Compute the loss of `batches`; its `backward()` adds their gradients to `.grad`.
@@ -239,133 +195,89 @@ class GradientCache:
         """
         return _uncompiled_step()(self, batches, keywords)
 
-    @property
-    def memory(self) -> StepMemory:
-        """GPU memory of the steps so far."""
-        return self._offload.memory
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_pending": None}
 
     def _step(self, batches: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
         training = torch.is_grad_enabled()
-        if training and self._last is not None:
-            self._last.raise_if_left_out()
-        loss_kwargs = {k: v for k, v in keywords.items() if k not in self._settings.input_names}
-        encodings = self._encodings(self._settings.named_batches(batches, keywords))
-        self._divide(encodings, training)
-        return (self._train if training else self._evaluate)(encodings, loss_kwargs)
-
-    def _train(self, encodings: list[Encoding], loss_kwargs: dict[str, Any]) -> Tensor:
-        once = all(len(e.micro_batches) == 1 for e in encodings) and _distinct(encodings)
-        call = f"GradientCache, backward pass of step {self._steps}"
-        second_pass = SecondPass(
-            encodings,
-            once=once,
-            offload=self._offload,
-            gradients_on_host=self.gradients_on_host,
-            announce=lambda: self._begin_backward(unused, call),
-            kept_backward=lambda: self._memory_for_kept("kept graphs"),
-        )
+        if training and self._pending is not None:
+            self._pending.raise_if_left_out()
+        loss_kwargs = {k: v for k, v in keywords.items() if k not in self._input_names}
+        encodings = self._encodings(batches, keywords)
+        keeps = self._divide(encodings, training)
+        if not training:
+            for encoding in encodings:
+                encoding.forward()
+            args, kwargs = loss_arguments(encodings, self._several)
+            return checked_loss(self.loss(*args, **kwargs, **loss_kwargs)).detach().reshape(())
+        on_host = self.gradients_on_host
+        step = Step(encodings, self._several, self._steps, self.group, self.memory, on_host)
         check = self._passes if self._passes.wanted(self._steps) else None
-        try:
-            # As below: weights that are cached without a graph pass no gradient on.
-            with self._memory_for_kept("first pass"), parametrizations_not_cached():
-                for encoding in encodings:
-                    if once:
-                        encoding.forward_once()
-                    else:
-                        encoding.forward(second_pass=True, check=check)
-            second_pass.check_forward_passes()
-            # Autocast caches casts of weights; those made without a graph pass no gradient on.
-            torch.clear_autocast_cache()
-            args, kwargs = self._loss_arguments(encodings)
-            value = second_pass.loss_of(self.loss, args, kwargs, loss_kwargs)
-            del args, kwargs
-        except BaseException:
-            for encoding in encodings:  # the traceback refers to them
-                encoding.release()
-            raise
-        self._last = unused = UnusedLoss(second_pass.inputs)
-        return attach(value, second_pass.inputs, second_pass)
+        value = step.first_pass(self.loss, loss_kwargs, keeps, check)
+        self._pending = step.pending
+        return value
 
-    def _memory_for_kept(self, part: str) -> AbstractContextManager[None]:
-        """If activations are kept, raise an error on all ranks when memory runs out inside on
-        one."""
-        if not self._keeps or len(global_ranks(self.group)) == 1:
-            return contextlib.nullcontext()
-        call = f"GradientCache, {part} of step {self._steps}"
-        return out_of_memory_on_all_ranks(call, self.group)
+    def _encodings(self, batches: Sequence[Any], keywords: Mapping[str, Any]) -> list[Encoding]:
+        """The encoders with their batches, which are not divided yet."""
+        names, count = self._input_names, len(self._encoders)
+        found = []
+        for i, named in enumerate(named_batches(batches, keywords, names, count, self._several)):
+            name = f"encoder {i}" if self._several else "the model"
+            by_keyword = [] if self._several else [key for key in named if key in names]
+            feed = Feed(name, named, by_keyword, self._device)
+            form = OutputForm(name, self._outputs[i])
+            found.append(Encoding(self._encoders[i], feed, form, self._feature_dtype))
+        return found
 
-    def _evaluate(self, encodings: list[Encoding], loss_kwargs: dict[str, Any]) -> Tensor:
-        for encoding in encodings:
-            encoding.forward(second_pass=False)
-        args, kwargs = self._loss_arguments(encodings)
-        return checked_loss(self.loss(*args, **kwargs, **loss_kwargs)).detach().reshape(())
+    def _divide(self, encodings: list[Encoding], training: bool) -> bool:
+        """Set each encoding's micro-batches, with empty ones if other ranks have more.
 
-    def _begin_backward(self, unused: UnusedLoss, call: str) -> None:
-        all_gather_numbers(call, [], self.group)
-        unused.used()
-
-    def _loss_arguments(self, encodings: list[Encoding]) -> tuple[list[Any], dict[str, Any]]:
-        if not self._settings.several:
-            return encodings[0].form.arguments(encodings[0].cached)
-        return [encoding.single_output() for encoding in encodings], {}
-
-    def _encodings(self, batches: list[tuple[dict[str, Any], list[str]]]) -> list[Encoding]:
-        settings = self._settings
-        made = []
-        for i, (encoder, (named, keywords)) in enumerate(
-            zip(settings.encoders, batches, strict=True)
-        ):
-            name = f"encoder {i}" if settings.several else "the model"
-            orders = Orders(name, named)
-            named = in_encoders_order(named)
-            feed = Feed(named, keywords, batch_size(named), settings.device)
-            form = OutputForm(name, settings.outputs[i])
-            made.append(Encoding(name, encoder, feed, form, settings.feature_dtype, orders))
-        return made
-
-    def _divide(self, encodings: list[Encoding], training: bool) -> None:
-        """Set each encoding's micro-batches, with empty ones if other ranks have more."""
-        for encoding, size in zip(encodings, self._settings.micro_batch_sizes, strict=True):
-            encoding.micro_batches = encoding.orders.micro_batches(encoding.feed.rows, size)
+        Returns:
+            Whether graphs may be kept.
+        """
+        for encoding, size in zip(encodings, self._sizes, strict=True):
+            encoding.micro_batches = encoding.feed.divided(size)
         counts, kept = self._agreed([len(e.micro_batches) for e in encodings], training)
-        self._keeps = any(kept)
+        wrappers = [wrapper for encoding in encodings for wrapper in encoding.wrappers]
+        # A wrapper takes no second forward pass before the backward pass of the first.
+        once = set(counts) == {1} and len(set(wrappers)) == len(wrappers)
         for encoding, count, most in zip(encodings, counts, kept, strict=True):
             idle = MicroBatch(slice(encoding.feed.rows, encoding.feed.rows))
             encoding.micro_batches += [idle] * (count - len(encoding.micro_batches))
             if not count:
-                which = (
-                    f"{' and '.join(encoding.feed.named)}: " if len(encodings) > 1 else "batches: "
-                )
-                raise ValueError(f"{which}expected at least one row over all processes, got 0")
+                which = encoding.feed.names if len(encodings) > 1 else "batches"
+                raise ValueError(f"{which}: expected at least one row over all processes, got 0")
+            encoding.once = once and training
             encoding.keep(most)
+        return any(kept)
 
     def _agreed(self, counts: list[int], training: bool) -> tuple[list[int], list[int]]:
         """The maximum over ranks of each count of micro-batches, the minimum of those to be kept.
 
-        A few steps compare weights along with them.
+        A few steps compare weights, too.
         """
         self._steps += training
-        kept = [*self._settings.kept_counts(self.kept_micro_batches if training else 0)]
-        ranks = global_ranks(self.group)
-        if len(ranks) == 1:
+        kept = list(self._kept_counts()) if training else [0] * len(counts)
+        if len(global_ranks(self.group)) == 1:
             return counts, kept
         what = f"step {self._steps}" if training else "evaluation"
         call = f"GradientCache, {what} of {len(counts)} batches"
-        weights = self._drift.numbers(self._parameters()) if training else []
-        table = all_gather_numbers(call, [*counts, *kept, *weights], self.group)
-        n = len(counts)
-        if training:
-            self._drift.compare([row[2 * n :] for row in table], ranks)
+        table = all_gather_numbers(call, [*counts, *kept], self.group)
+        if training and self._steps in WEIGHTS_COMPARED and not self._weights_differ:
+            self._weights_differ = weights_differ(self._steps, self._parameters(), self.group)
         columns = [*zip(*table, strict=True)]
-        return [*map(max, columns[:n])], [*map(min, columns[n : 2 * n])]
+        n = len(counts)
+        return [*map(max, columns[:n])], [*map(min, columns[n:])]
+
+    def _kept_counts(self) -> tuple[int, ...]:
+        """For each encoder, the number of micro-batches whose graphs may be kept."""
+        kept, count = self.kept_micro_batches, len(self._encoders)
+        return per_encoder("kept_micro_batches", kept, count, self._several, least=0)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The encoders' parameters, with their names for messages."""
-        for i, encoder in enumerate(self._settings.encoders):
-            of = f" of encoder {i}" if self._settings.several else ""
+        for i, encoder in enumerate(self._encoders):
+            of = f" of encoder {i}" if self._several else ""
             for name, parameter in parameters_in(encoder).items():
                 yield f"{name}{of}", parameter
 
@@ -376,9 +288,3 @@ def _uncompiled_step() -> Callable[..., Tensor]:
     instance, and so the encoders, alive until the garbage collector runs."""
     step: Callable[..., Tensor] = torch.compiler.disable(GradientCache._step)
     return step
-
-
-def _distinct(encodings: list[Encoding]) -> bool:
-    """Whether no wrapper gets two forward passes before the first one's backward pass."""
-    wrappers = [wrapper for encoding in encodings for wrapper in encoding.wrappers]
-    return len(set(wrappers)) == len(wrappers)

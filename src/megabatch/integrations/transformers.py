@@ -21,7 +21,7 @@ from transformers import Trainer
 from transformers.utils import is_sagemaker_mp_enabled
 
 from megabatch.gradient_cache import GradientCache
-from megabatch.gradient_cache.state import parameters_in
+from megabatch.gradient_cache.wrappers import parameters_in
 from megabatch.losses import ClipLoss, SigLipLoss
 from megabatch.models.pooling import Pooling, pool
 from megabatch.torch_internals import uncompiled

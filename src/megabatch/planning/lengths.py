@@ -12,7 +12,7 @@ import torch
 
 from megabatch.data.late import UndecodedPairs
 from megabatch.data.pairs import BadSample, PairDataset
-from megabatch.gradient_cache.division import equal_token_runs, growth
+from megabatch.gradient_cache.by_length import equal_token_runs, growth
 from megabatch.models import Towers
 from megabatch.models.layers import Tower
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
-from megabatch.gradient_cache.by_length import Orders, in_encoders_order
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.offload import StepMemory
 from megabatch.models.layers import Tower
@@ -147,12 +146,10 @@ class CachedStep:
         assert self.locked is not None
         tower, name = OneTower(self.module, self.locked), f"{self.locked}_features"
         batches = {name: self._sorted(self.locked, inputs)}
-        orders = Orders("the locked tower", batches)
-        feed = Feed(in_encoders_order(batches), [], len(inputs), self.device)
-        micro_batches = orders.micro_batches(len(inputs), self.micro_batch_size)
-        with contextlib.closing(feed(micro_batches)) as parts:
+        feed = Feed("the locked tower", batches, device=self.device)
+        with contextlib.closing(feed(feed.divided(self.micro_batch_size))) as parts:
             features = torch.cat([tower(part)[name] for part, _ in parts])
-        return orders.in_batch_order(name, features)
+        return feed.in_batch_order(name, features)
 
 
 def ids_of(batch: Batch) -> Tensor:

@@ -21,10 +21,9 @@ from megabatch.config.settings import (
 )
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, plural
-from megabatch.gradient_cache.by_length import Orders
-from megabatch.gradient_cache.division import MicroBatch
-from megabatch.gradient_cache.feed import to_device
-from megabatch.gradient_cache.state import gradient_wrappers, no_sync, with_sync
+from megabatch.gradient_cache.batches import to_device
+from megabatch.gradient_cache.by_length import MicroBatch, divided
+from megabatch.gradient_cache.wrappers import Wrappers
 from megabatch.models.locking import locked_towers
 from megabatch.planning.kept import kept_at_most, kept_count
 from megabatch.planning.loss import loss_bytes
@@ -343,7 +342,6 @@ class Trials:
     ) -> None:
         self._module, self._locked, self._device = step.module, step.locked, step.device
         self._sorted = step.sorted_towers(batch)
-        self._orders = Orders("the module", self._sorted)
         self._samples = {
             tower: to_device(inputs[:_SAMPLE], self._device)
             for tower, inputs in (("image", batch.images), ("text", batch.texts))
@@ -377,7 +375,7 @@ class Trials:
         spread = min(count, _SPREAD) if self._sorted else 1
         # All micro-batches of whole texts are the same, except the last one, which may be smaller.
         places = [int((i + 0.5) * count / spread) if self._sorted else 0 for i in range(spread)]
-        micro_batches = self._orders.micro_batches(self._pairs, size)
+        micro_batches = divided(self._pairs, size, self._sorted)
         timed_ones = [micro_batches[i] for i in places]
         parts = [self._inputs(micro_batch, copies) for micro_batch in timed_ones]
         graph = self._graph(parts[spread // 2])
@@ -449,7 +447,7 @@ def without_a_trace(layout: Layout, device: torch.device) -> Iterator[None]:
     """
     module = layout.module
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    unsynchronised = with_sync(no_sync(gradient_wrappers(list(layout.model.modules()))))
+    unsynchronised = Wrappers(layout.model.modules()).synchronising(False)
     devices = [device] if device.type == "cuda" else []
     layout.gather_weights()
     try:
