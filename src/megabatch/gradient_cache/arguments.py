@@ -1,4 +1,4 @@
-"""Checks of a GradientCache's arguments."""
+"""Checks of a GradientCache's arguments: a TypeError or ValueError names the wrong one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from torch import nn
 from megabatch.gradient_cache.outputs import Key
 
 
-def check_types(loss: Any, group: Any, feature_dtype: Any) -> None:
-    """Check the arguments that need not be converted.
+def check_encoders(encoders: Sequence[Any]) -> None:
+    """Check that there are some, and that they can be called."""
+    if not encoders:
+        raise ValueError("encoders: expected at least one, got none")
+    for encoder in encoders:
+        if not callable(encoder):
+            raise TypeError(f"encoders: expected callables, got {type(encoder).__name__}")
 
-    Raises:
-        TypeError, ValueError: one is wrong; the message names it.
-    """
+
+def check_options(loss: Any, group: Any, feature_dtype: Any) -> None:
+    """Check the arguments that are the same for all encoders."""
     if not callable(loss):
         raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
-    is_group = group is None or (isinstance(group, str) and group == "local")
-    if not is_group and torch.distributed.is_available():
+    known = group is None or (isinstance(group, str) and group == "local")
+    if not known and torch.distributed.is_available():
         from torch.distributed.device_mesh import DeviceMesh
 
-        is_group = isinstance(group, (torch.distributed.ProcessGroup, DeviceMesh))
-    if not is_group:
+        known = isinstance(group, (torch.distributed.ProcessGroup, DeviceMesh))
+    if not known:
         raise TypeError(
             f'group: expected a process group, None or "local", or a DeviceMesh, got {group!r}'
         )
@@ -36,28 +41,8 @@ def check_types(loss: Any, group: Any, feature_dtype: Any) -> None:
         raise ValueError(f"feature_dtype: expected a floating point type, got {feature_dtype}")
 
 
-def checked_encoders(encoders: Any) -> tuple[tuple[Any, ...], bool]:
-    """The encoders, and whether there is one for each batch.
-
-    Raises:
-        TypeError, ValueError: there is none, or one that cannot be called.
-    """
-    several = isinstance(encoders, (tuple, list, nn.ModuleList))
-    each = tuple(encoders) if several else (encoders,)
-    if not each:
-        raise ValueError("encoders: expected at least one, got none")
-    for encoder in each:
-        if not callable(encoder):
-            raise TypeError(f"encoders: expected callables, got {type(encoder).__name__}")
-    return each, several
-
-
 def per_encoder(name: str, value: Any, count: int, several: bool, least: int) -> tuple[int, ...]:
-    """One number for each of `count` encoders, from a value that may be a single one for all.
-
-    Raises:
-        TypeError, ValueError: it is neither one number nor one per encoder, or below `least`.
-    """
+    """One number for each of `count` encoders, from a value that may be a single one for all."""
     numbers = tuple(value) if several and isinstance(value, (tuple, list)) else (value,) * count
     if len(numbers) != count:
         raise ValueError(
@@ -72,11 +57,7 @@ def per_encoder(name: str, value: Any, count: int, several: bool, least: int) ->
 
 
 def checked_input_names(value: Any, count: int, several: bool) -> tuple[str, ...]:
-    """The keywords of a call that are batches.
-
-    Raises:
-        TypeError, ValueError: they are no strings, or not one per encoder.
-    """
+    """The keywords of a call that are batches."""
     names = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else None
     if names is None or not all(isinstance(name, str) for name in names):
         raise TypeError(f"input_names: expected a sequence of strings, got {value!r}")
@@ -86,11 +67,7 @@ def checked_input_names(value: Any, count: int, several: bool) -> tuple[str, ...
 
 
 def checked_outputs(value: Any, count: int, several: bool) -> tuple[tuple[Key, ...] | None, ...]:
-    """For each encoder, the keys of the outputs to be cached; None for all.
-
-    Raises:
-        TypeError, ValueError: they are no keys, or not one per encoder.
-    """
+    """For each encoder, the keys of the outputs to be cached; None for all."""
     if value is None:
         return (None,) * count
     keys = (value,) if isinstance(value, (int, str)) else tuple(value)
@@ -105,28 +82,18 @@ def checked_outputs(value: Any, count: int, several: bool) -> tuple[tuple[Key, .
 
 
 def named_batches(
-    batches: Sequence[Any],
-    keywords: Mapping[str, Any],
-    names: Sequence[str],
-    count: int,
-    several: bool,
+    batches: Sequence[Any], by_name: Mapping[str, Any], count: int, several: bool
 ) -> list[dict[str, Any]]:
-    """For each of `count` encoders, its batches by name.
-
-    Raises:
-        TypeError: the number of batches is wrong.
-    """
-    by_position = {f"batch {i}": batch for i, batch in enumerate(batches)}
-    by_name = {name: keywords[name] for name in names if name in keywords}
-    given = {**by_position, **by_name}
+    """For each of `count` encoders, its batches by name."""
+    given = {f"batch {i}": batch for i, batch in enumerate(batches)} | {**by_name}
     if not given:
         raise TypeError("batches: expected at least one, got none")
     if not several:
         return [given]
-    if by_position and by_name:
+    if batches and by_name:
         raise TypeError(
-            f"batches: expected all by position or all by keyword ({', '.join(names)}), got "
-            f"{len(by_position)} by position"
+            f"batches: expected all by position or all by keyword, got {len(batches)} by position "
+            f"and {', '.join(by_name)} by keyword"
         )
     if len(given) != count:
         raise TypeError(f"batches: expected one per encoder, {count}, got {len(given)}")
@@ -134,11 +101,7 @@ def named_batches(
 
 
 def call(name: str, encoder: Any, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Call an encoder, `name` for messages, with the rows of its batches.
-
-    Raises:
-        TypeError: it cannot take a batch that is a mapping as one argument, but takes keywords.
-    """
+    """Call an encoder, `name` for messages; explain why one that takes keywords fails."""
     try:
         return encoder(*positional, **keywords)
     except (AttributeError, TypeError) as error:

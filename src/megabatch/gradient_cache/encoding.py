@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from megabatch.gradient_cache.by_length import MicroBatch
 from megabatch.gradient_cache.checks import PassesCheck
 from megabatch.gradient_cache.feed import Feed, Parts
 from megabatch.gradient_cache.frozen import FrozenParts
-from megabatch.gradient_cache.offload import allocated
+from megabatch.gradient_cache.offload import allocated, to_host
 from megabatch.gradient_cache.outputs import OutputForm, Outputs, assembled
 from megabatch.gradient_cache.state import (
-    RandomState,
-    UpdatedBuffers,
+    ForwardState,
     Watched,
     cuda_devices,
     keep_running_statistics,
+    possible_state,
 )
 from megabatch.gradient_cache.wrappers import (
     Wrappers,
@@ -34,64 +34,64 @@ from megabatch.gradient_cache.wrappers import (
 )
 from megabatch.torch_internals import ddp_around
 
+#: An earlier micro-batch's backward pass changed weights, where hooks see each one's gradient.
+_BY_HOOK = (
+    "during the backward pass, before its last micro-batch",
+    "a hook on gradients steps an optimizer. Here hooks are called for each micro-batch (with "
+    "DistributedDataParallel, a reentrant checkpoint, or a parameter that is out of sight, inside "
+    "an encoder): call optimizer.step() after loss.backward() instead. Weights have changed: start "
+    "anew",
+)
+
 
 class Encoding:
     """An encoder with its batches in one step, and the state between the passes.
 
-    After `forward`, `cached` holds the outputs of the whole batch as leaves of the loss's graph,
-    and `per_sample` the keys of those that have a row per sample. After `backward`, `activations`
-    has the GPU memory of each micro-batch's graph, in bytes, by the number of the micro-batch.
-
     The last `kept` micro-batches are encoded once: `forward` records their graphs, which wait in
-    `graphs`, by their outputs, for the backward pass. With `once` the only micro-batch is.
+    `graphs` for the backward pass. With `once` the only micro-batch is.
 
-    `inputs` are the tensors that get gradients: trainable parameters, and batches that require a
-    gradient. `direct`: gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP,
-    FSDP2, reentrant checkpoints and parameters that are not visible from outside need it.
+    Attributes:
+        inputs: the tensors that get gradients: parameters, and batches that require a gradient.
+        direct: whether gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP,
+            FSDP2, reentrant checkpoints and parameters that are not visible from outside need it.
+        cached: outputs of the whole batch, leaves of the loss's graph, and then their `gradients`.
+        per_sample: the keys of those that have a row per sample.
+        activations: bytes of each micro-batch's graph on GPUs, by the number of the micro-batch.
     """
 
     def __init__(
-        self,
-        encoder: Any,
-        feed: Feed,
-        form: OutputForm,
-        feature_dtype: torch.dtype | None = None,
+        self, encoder: Any, feed: Feed, form: OutputForm, feature_dtype: torch.dtype | None
     ) -> None:
         """Find the encoder's modules, parameters and wrappers."""
         self.name = feed.name  # for messages
-        self.encoder = encoder
-        self.feed = feed
-        self.form = form
+        self.encoder, self.feed, self.form = encoder, feed, form
         self.modules = modules_in(encoder)
         self.wrappers = Wrappers(self.modules)
         parameters = parameters_in(encoder)
-        self.inputs = [t for t in (*parameters.values(), *feed.tensors) if t.requires_grad]
-        self.devices = cuda_devices((*parameters.values(), *feed.tensors))
+        tensors = [*parameters.values(), *feed.tensors]
+        self.inputs = [tensor for tensor in tensors if tensor.requires_grad]
+        self.devices = cuda_devices(tensors)
         if feed.device is not None and feed.device.type == "cuda":
             self.devices.add(feed.device)
-        self.requires_grad = isinstance(encoder, nn.Module) and any(
-            parameter.requires_grad for parameter in parameters.values()
-        )
+        trained = any(parameter.requires_grad for parameter in parameters.values())
+        self.requires_grad = isinstance(encoder, nn.Module) and trained
         self._fsdp1 = reduces_by_itself(self.modules)
         self.direct = bool(self.wrappers) or self._fsdp1
         self._hidden_parameters = False
         self._ddp_around = ddp_around()
         self._parameters: dict[int, Watched] = {}
         self._watch((f"parameter {name}", p) for name, p in parameters.items())
-        self._batches = [
-            Watched(*item) for item in feed.watched.items() if not item[1].is_inference()
-        ]
-        self.buffers = UpdatedBuffers(self.modules)
+        self._batches = [Watched(k, t) for k, t in feed.watched.items() if not t.is_inference()]
+        self._buffers = possible_state(self.modules)
+        self._states: list[ForwardState] = []  # before each micro-batch
         self.micro_batches: list[MicroBatch] = []
-        self.kept = 0
-        self.once = False
+        self.kept, self.once = 0, False
         self.graphs: list[Outputs] = []
         self.cached: Outputs = {}
         self.gradients: Outputs = {}
         self.per_sample: set[Any] = set()
         self.activations: dict[int, int] = {}
         self._feature_dtype = feature_dtype
-        self._random_states: list[RandomState] = []
         self._check: PassesCheck | None = None
         self._first: Outputs = {}  # of micro-batch 0, to be compared
 
@@ -139,22 +139,36 @@ class Encoding:
             self._cache(key, [piece[key] for piece in pieces])
         self.feed.check_outputs(self.per_sample)
 
-    def changed_parameter(self) -> str:
-        """The name of a parameter that was changed since this object was made; "" if none was."""
-        return _first_changed(self._parameters.values())
+    def state(self) -> ForwardState:
+        """The current state that the encoder's forward passes change."""
+        return ForwardState(self.devices, self._buffers)
 
-    def changed(self) -> str:
-        """The same, of parameters and batches."""
-        return self.changed_parameter() or _first_changed(self._batches)
+    def check_unchanged(self, by: str, advice: str, *, batches: bool) -> None:
+        """Raise a RuntimeError if a parameter, or one of the batches, was changed in this step."""
+        for watched in (*self._parameters.values(), *(self._batches if batches else ())):
+            if watched.changed():
+                raise RuntimeError(
+                    f"GradientCache: {watched.name} of {self.name} was changed {by}: {advice}"
+                )
 
-    def take_gradients(self, gradients: Outputs, store: Callable[[Tensor], Tensor]) -> None:
-        """Replace the cached outputs by their gradients; `store` moves those per sample."""
+    def trained(self) -> list[Tensor]:
+        """The cached outputs that get a gradient."""
+        return [t for t in self.cached.values() if t is not None and t.requires_grad]
+
+    def take_gradients(self, found: list[Tensor | None]) -> None:
+        """Replace the outputs by their gradients, taken from the end of those that were found."""
+        for key, tensor in reversed(self.cached.items()):
+            gradient = found.pop() if tensor is not None and tensor.requires_grad else None
+            if gradient is not None and key in self.per_sample:
+                gradient = self.feed.in_own_order(key, gradient)
+            self.gradients[key] = gradient
         self.cached = {}
-        self.gradients = gradients
+
+    def move_gradients_to_host(self) -> None:
+        """Let the gradients of per-sample outputs wait on the host."""
         for key in self.per_sample:
-            gradient = gradients[key]
-            if gradient is not None:
-                gradients[key] = store(self.feed.in_own_order(key, gradient))
+            gradient = self.gradients[key]
+            self.gradients[key] = None if gradient is None else to_host(gradient)
 
     def has_gradients(self) -> bool:
         """Whether any output got a gradient, so that a backward pass has work to do."""
@@ -178,15 +192,14 @@ class Encoding:
         if self.once and self.wrappers.are_prepared():
             self._backward_once(sums)
             return
-        self.graphs = []  # with `once`, of the sum of two losses: DDP is prepared for the other one
+        self.graphs = []  # with `once`, for the sum of two losses: DDP is prepared for the other
         micro_batches = self.micro_batches[: len(self.micro_batches) - self.kept]
         self.wrappers.prepare()
         feed = contextlib.closing(self.feed(micro_batches))
-        with keep_running_statistics(self.modules), self.buffers.second_pass(), feed as fed:
+        with keep_running_statistics(self.modules), feed as fed:
             for i, (micro_batch, parts) in enumerate(zip(micro_batches, fed, strict=True)):
                 last = i == len(micro_batches) - 1
-                self._random_states[i].restore()
-                self.buffers.restore(i)
+                self._states[i].restore()
                 with self.wrappers.synchronising(last and synchronise):
                     self._backward_one(i, micro_batch, parts, last, sums)
                 del parts
@@ -207,29 +220,28 @@ class Encoding:
         # Only the outputs show whether a frozen module, or a callable that is not a module, depends
         # on a parameter. Record graphs until one does: the earlier ones are empty.
         graph = keep or not self.requires_grad or (i == 0 and bool(self.frozen))
-        buffers = self.buffers.first_pass(idle=micro_batch.idle, compare=self._check is not None)
-        frozen = self.frozen.recorded()
-        self._random_states.append(RandomState(self.devices))
+        state = self.state()
+        self._states.append(state)
         before = allocated(self.devices)
-        with self._statistics_of(micro_batch), buffers, torch.set_grad_enabled(graph), frozen:
+        statistics, frozen = self._statistics_of(micro_batch), self.frozen.recorded()
+        with statistics, torch.set_grad_enabled(graph), frozen:
             outputs = self._encode(parts)
+        if i == 0:
+            self._buffers = state.keep_updated(compare=self._check is not None)
+        if micro_batch.idle:  # its rows are no data, and leave no trace
+            state.restore_buffers()
         if graph:
             self._inspect_graph(outputs)
-        if keep:
-            self.activations[i] = allocated(self.devices) - before
-            self._keep_graph(outputs)
-        return self._without_graph(outputs)
-
-    def _keep_graph(self, outputs: Outputs) -> None:
         # Leaves that were not found are FSDP2's whole parameters. Otherwise their wrapper may not
         # have been found either, and would synchronise only in the first of several backward
         # passes.
         found = self.requires_grad and (bool(self.wrappers) or not self._hidden_parameters)
-        if self.once or found:
+        if keep and (self.once or found):
             self.graphs.append(outputs)
-        else:
-            self.kept = 0
-            self.graphs = []
+            self.activations[i] = allocated(self.devices) - before
+        elif keep:
+            self.kept, self.graphs = 0, []
+        return self._without_graph(outputs)
 
     def _inspect_graph(self, outputs: Outputs) -> None:
         """Find out from a graph which leaves the outputs depend on."""
@@ -255,11 +267,14 @@ class Encoding:
         return keep_running_statistics(self.modules if micro_batch.idle else [])
 
     def _without_graph(self, outputs: Outputs) -> Outputs:
-        return {key: None if out is None else self._to_cache(out) for key, out in outputs.items()}
-
-    def _to_cache(self, output: Tensor) -> Tensor:
-        narrow = self._feature_dtype is not None and output.ndim > 1 and output.is_floating_point()
-        return output.detach().to(self._feature_dtype if narrow else output.dtype)
+        cached = {
+            key: None if output is None else output.detach() for key, output in outputs.items()
+        }
+        for key, output in cached.items():
+            narrow = output is not None and output.ndim > 1 and output.is_floating_point()
+            if narrow and self._feature_dtype is not None:
+                cached[key] = output.to(self._feature_dtype)
+        return cached
 
     def _backward_once(self, sums: GradientSums) -> None:
         graph = self.graphs.pop()
@@ -309,7 +324,10 @@ class Encoding:
         known = [leaf for leaf in reached.leaves.values() if leaf in sums]
         others = [leaf for leaf in reached.leaves.values() if leaf not in sums]
         hidden = [leaf for leaf in others if isinstance(leaf, nn.Parameter)]
-        self._check_weights(reached.leaves.values() if self.direct else hidden)
+        in_sight = () if not self.direct else reached.leaves.values()
+        parameters = [leaf for leaf in (*hidden, *in_sight) if isinstance(leaf, nn.Parameter)]
+        self._watch((f"a parameter {(*p.shape,)}, out of sight,", p) for p in parameters)
+        self.check_unchanged(*_BY_HOOK, batches=False)
         if self.direct or reached.reentrant or hidden:
             if len(self.micro_batches) > 1 and not self.wrappers:
                 check_ddp_around(self.name, self._ddp_around)
@@ -326,24 +344,6 @@ class Encoding:
             whole = self.wrappers.shard and not hasattr(parameter, "device_mesh")
             if not (whole or parameter.is_inference() or id(parameter) in self._parameters):
                 self._parameters[id(parameter)] = Watched(name, parameter)
-
-    def _check_weights(self, leaves: Iterable[Tensor]) -> None:
-        """Check that no earlier micro-batch's backward pass has changed weights.
-
-        An optimizer in a hook on gradients does, where hooks see each micro-batch's gradient.
-        `leaves`: of the graph, with parameters that may be out of sight, to be watched as well.
-        """
-        hidden = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-        self._watch((f"a parameter {(*p.shape,)}, out of sight,", p) for p in hidden)
-        changed = self.changed_parameter()
-        if changed:
-            raise RuntimeError(
-                f"GradientCache: {changed} of {self.name} was changed during the backward pass, "
-                "before its last micro-batch: a hook on gradients steps an optimizer. Here hooks "
-                "are called for each micro-batch (with DistributedDataParallel, a reentrant "
-                "checkpoint, or a parameter that is out of sight, inside an encoder): call "
-                "optimizer.step() after loss.backward() instead. Weights have changed: start anew"
-            )
 
     def _encode(self, parts: Parts) -> Outputs:
         *positional, named = parts
@@ -363,7 +363,3 @@ class Encoding:
             differentiable = whole.is_floating_point() or whole.is_complex()
             whole = whole.requires_grad_(self.requires_grad and differentiable)
         self.cached[key] = whole
-
-
-def _first_changed(watched: Iterable[Watched]) -> str:
-    return next((tensor.name for tensor in watched if tensor.changed()), "")

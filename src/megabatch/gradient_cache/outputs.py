@@ -22,10 +22,17 @@ class OutputForm:
     of the same class, with the cached tensors, and None for the others.
     """
 
-    def __init__(self, name: str, wanted: Sequence[Key] | None) -> None:
-        """`name`: of the encoder, for messages; `wanted`: keys to be cached, None for all."""
+    def __init__(self, name: str, wanted: Sequence[Key] | None, *, single: bool) -> None:
+        """Take the options.
+
+        Args:
+            name: of the encoder, for messages.
+            wanted: keys to be cached, None for all.
+            single: whether it must be one tensor, as another encoder gives the next one.
+        """
         self.name = name
         self._wanted = wanted
+        self._single = single
         self._by_keyword = False
         self._empty: Any = None  # of the class that reaches the loss as one object
 
@@ -64,24 +71,24 @@ class OutputForm:
         return chosen
 
     def arguments(self, cached: Outputs) -> tuple[list[Any], dict[Any, Any]]:
-        """Return the loss's positional and keyword arguments."""
+        """Return the loss's positional and keyword arguments.
+
+        Raises:
+            TypeError: it must be one tensor, and is not.
+        """
+        if self._single and (len(cached) != 1 or None in cached.values()):
+            got = ", ".join(type(value).__name__ for value in cached.values())
+            raise TypeError(
+                "encoders: with several encoders each must return one tensor (or outputs= select "
+                f"one), but {self.name} returned ({got})"
+            )
+        if self._single:
+            return list(cached.values()), {}
         if self._empty is not None:
             return [filled(self._empty, cached)], {}
         if self._by_keyword:
             return [], {key: tensor for key, tensor in cached.items() if tensor is not None}
         return list(cached.values()), {}
-
-
-def single(name: str, cached: Outputs) -> Tensor:
-    """Return the cached output of an encoder that must have only one; `name` is for messages."""
-    output = next(iter(cached.values()), None)
-    if len(cached) != 1 or output is None:
-        got = ", ".join(type(value).__name__ for value in cached.values())
-        raise TypeError(
-            "encoders: with several encoders each must return one tensor (or outputs= select "
-            f"one), but {name} returned ({got})"
-        )
-    return output
 
 
 def assembled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,22 @@ from megabatch.gradient_cache.autograd import (
 )
 from megabatch.gradient_cache.checks import PassesCheck, PendingLoss, out_of_memory_on_all_ranks
 from megabatch.gradient_cache.encoding import Encoding
-from megabatch.gradient_cache.offload import StepMemory, to_host
-from megabatch.gradient_cache.outputs import Outputs, single
-from megabatch.gradient_cache.state import ForwardContext, RandomState, cuda_devices
+from megabatch.gradient_cache.state import ForwardContext, cuda_devices
 from megabatch.ranks import all_gather_numbers, global_ranks
 from megabatch.torch_internals import graph_is_retained, parametrizations_not_cached
+
+if TYPE_CHECKING:
+    from megabatch.gradient_cache.step import GradientCache
+
+_BY_FORWARD = (
+    "by a forward pass",
+    "there are several for a batch. Update parameters once for each step, outside of the encoders "
+    "(such as a moving average of weights), and let an encoder work on a copy of its batch",
+)
+_BETWEEN = (
+    "in place after the step was called",
+    "call loss.backward() before optimizer.step(), and leave batches as they are until then",
+)
 
 
 class Step:
@@ -34,32 +45,17 @@ class Step:
     foreseeable errors are raised before any `.grad` changes. Finally it releases everything.
     """
 
-    def __init__(
-        self,
-        encodings: list[Encoding],
-        several: bool,
-        number: int,
-        group: Any,
-        memory: StepMemory,
-        gradients_on_host: bool | None,
-    ) -> None:
+    def __init__(self, cache: GradientCache, encodings: list[Encoding], keeps: bool) -> None:
         """Save the context that the second pass needs.
 
-        Args:
-            encodings: before their first pass.
-            several: whether there is one for each batch.
-            number: of the step, for messages.
-            group, gradients_on_host: as in GradientCache.
-            memory: of the steps so far; decides where gradients of features wait.
+        `encodings`: before their first pass; `keeps`: whether graphs may be kept on some rank.
         """
         self.encodings = encodings
         self.inputs: list[Tensor] = []
         self.pending: PendingLoss | None = None
-        self._several = several
-        self._number = number
-        self._group = group
-        self._memory = memory
-        self._gradients_on_host = gradients_on_host
+        self._cache = cache
+        self._name = f"step {cache.steps}"
+        self._keeps = keeps and len(global_ranks(cache.group)) > 1
         self._once = all(encoding.once for encoding in encodings)
         self._devices = set().union(*(encoding.devices for encoding in encodings), cuda_devices())
         modules = [module for encoding in encodings for module in encoding.modules]
@@ -69,31 +65,21 @@ class Step:
         self._loss: Tensor | None = None
         self._begun = False
 
-    def first_pass(
-        self,
-        loss: Callable[..., Tensor],
-        loss_kwargs: Mapping[str, Any],
-        keeps: bool,
-        check: PassesCheck | None,
-    ) -> Tensor:
+    def first_pass(self, loss_kwargs: Mapping[str, Any], check: PassesCheck | None) -> Tensor:
         """Encode, and return the loss with the node of the second pass.
 
-        Args:
-            loss: the function.
-            loss_kwargs: the caller's keywords.
-            keeps: whether graphs may be kept on some rank.
-            check: compares features of both passes; None: they are not compared.
+        `loss_kwargs`: the caller's; `check`: compares features of both passes.
         """
-        self._keeps = keeps and len(global_ranks(self._group)) > 1
         try:
             # As below: weights that are cached without a graph pass no gradient on.
             with self._agreed_memory("first pass"), parametrizations_not_cached():
                 for encoding in self.encodings:
                     encoding.forward(check=None if self._once else check)
-            self._check_forward_passes()
+            for encoding in self.encodings:  # without a second pass its rows are not used again
+                encoding.check_unchanged(*_BY_FORWARD, batches=encoding.requires_grad)
             # Autocast caches casts of weights; those made without a graph pass no gradient on.
             torch.clear_autocast_cache()
-            value = self._compute_loss(loss, loss_kwargs)
+            value = self._compute_loss(loss_kwargs)
         except BaseException:
             for encoding in self.encodings:  # the traceback refers to them
                 encoding.release()
@@ -105,12 +91,13 @@ class Step:
         """Return the gradients of the inputs; see `autograd.Backward`."""
         accumulated = [is_accumulated(node) for node in nodes]
         self._check(all(accumulated))
-        all_gather_numbers(self._call("backward pass"), [], self._group)
+        call = f"GradientCache, backward pass of {self._name}"
+        all_gather_numbers(call, [], self._cache.group)
         assert self.pending is not None
         self.pending.backpropagated()
         self._begun = True
         sums = GradientSums(self.inputs, accumulated)
-        random_state = RandomState(self._devices)
+        found = [encoding.state() for encoding in self.encodings]
         try:
             with self._context.restored(), torch.enable_grad():
                 torch.clear_autocast_cache()  # casts from the first pass have no graph
@@ -122,61 +109,33 @@ class Step:
                     call_hooks_only_with_gradient(tensor)
             return results or [None]
         finally:
-            random_state.restore()
+            for state in found:
+                state.restore()
             self._release()
-
-    def _call(self, part: str) -> str:
-        return f"GradientCache, {part} of step {self._number}"
 
     def _agreed_memory(self, part: str) -> contextlib.AbstractContextManager[None]:
         """If activations are kept, raise an error on all ranks when memory runs out on one."""
-        if self._keeps:
-            return out_of_memory_on_all_ranks(self._call(part), self._group)
-        return contextlib.nullcontext()
+        if not self._keeps:
+            return contextlib.nullcontext()
+        call = f"GradientCache, {part} of {self._name}"
+        return out_of_memory_on_all_ranks(call, self._cache.group)
 
-    def _check_forward_passes(self) -> None:
-        """Check, after the first pass, that forward passes have changed no tensor.
-
-        Raises:
-            RuntimeError: one has, as a model does that updates a moving average of its weights.
-        """
-        for encoding in self.encodings:
-            changed = encoding.changed_parameter()
-            if changed:
-                raise RuntimeError(
-                    f"GradientCache: a forward pass changed {changed} of {encoding.name}. There "
-                    "are several forward passes for a batch, so it would change several times: "
-                    "leave that out of the encoders' forward, and do it once for each step, such "
-                    "as the update of a moving average of weights before the step is called"
-                )
-            changed = encoding.changed()
-            if changed and encoding.requires_grad:  # else its rows are not used again
-                raise RuntimeError(
-                    f"GradientCache: a forward pass changed {changed} of {encoding.name} in place, "
-                    "which the second pass needs as it was: let the encoder work on a copy"
-                )
-
-    def _compute_loss(self, function: Callable[..., Tensor], keywords: Mapping[str, Any]) -> Tensor:
+    def _compute_loss(self, keywords: Mapping[str, Any]) -> Tensor:
         """Compute the loss of the cached outputs, shape (), and keep its graph."""
-        args, kwargs = loss_arguments(self.encodings, self._several)
         detached = {name: self._detached(value) for name, value in keywords.items()}
-        loss = checked_loss(function(*args, **kwargs, **detached))
+        self._loss = loss = loss_of(self.encodings, self._cache.loss, detached)
         if not loss.requires_grad:
             raise ValueError("loss: the value returned depends on nothing that requires a gradient")
-        features = {id(t): t for encoding in self.encodings for t in _trained(encoding)}
+        features = {id(t): t for encoding in self.encodings for t in encoding.trained()}
         for tensor in features.values():  # the step's own backward pass accumulates nothing there
             tensor.register_post_accumulate_grad_hook(_refuse_gradient)
-        aliases = {id(alias) for alias in self._aliases.values()}
-        self._loss_leaves = [
-            leaf
-            for key, leaf in reached_from([loss]).leaves.items()
-            if key not in features and key not in aliases
-        ]
+        inside = {*features, *map(id, self._aliases.values())}
+        reached = reached_from([loss]).leaves
+        self._loss_leaves = [leaf for key, leaf in reached.items() if key not in inside]
         inputs = [t for encoding in self.encodings for t in encoding.inputs]
         inputs += [*self._loss_leaves, *self._aliases]
         self.inputs = list({id(tensor): tensor for tensor in inputs}.values())
-        self._loss = loss.reshape(())
-        return self._loss
+        return loss
 
     def _detached(self, value: Any) -> Any:
         """Replace a tensor that is the result of another graph by a leaf.
@@ -214,13 +173,8 @@ class Step:
                     "DistributedDataParallel, fully_shard, a reentrant checkpoint, or a "
                     "parameter that cannot be found); call loss.backward()"
                 )
-            changed = encoding.requires_grad and encoding.changed()
-            if changed:
-                raise RuntimeError(
-                    f"GradientCache: {changed} of {encoding.name} was changed in place after the "
-                    "step was called; call loss.backward() before optimizer.step(), and leave "
-                    "batches as they are until then"
-                )
+            if encoding.requires_grad:
+                encoding.check_unchanged(*_BETWEEN, batches=True)
 
     def _backward_of_loss(self, upstream: Tensor, sums: GradientSums) -> None:
         """Backpropagate the loss to the cached features, and free those."""
@@ -230,41 +184,33 @@ class Step:
         # DDP and FSDP2 reduce these together with the second pass's additions to .grad.
         reduced = [leaf for leaf in self._loss_leaves if id(leaf) in wrapped]
         others = [leaf for leaf in self._loss_leaves if id(leaf) not in wrapped]
-        features = [tensor for encoding in self.encodings for tensor in _trained(encoding)]
+        features = [tensor for encoding in self.encodings for tensor in encoding.trained()]
         wanted = [*reduced, *self._aliases.values(), *features]
-        found = iter(sums.add_from([loss], [upstream.to(loss).reshape(())], others, wanted))
+        found = sums.add_from([loss], [upstream.to(loss).reshape(())], others, wanted)
         del loss, features, wanted
-        for leaf in reduced:
-            add_to_grad(leaf, next(found))
-        for tensor in self._aliases:
-            sums.add(tensor, next(found))
-        gradients: list[Outputs] = [
-            {key: next(found) if _is_trained(t) else None for key, t in e.cached.items()}
-            for e in self.encodings
-        ]
-        del found
-        on_host = not self._once and self._wait_on_host(gradients)
-        for encoding in self.encodings:
-            store = to_host if on_host else lambda gradient: gradient
-            encoding.take_gradients(gradients.pop(0), store)
+        for encoding in reversed(self.encodings):
+            encoding.take_gradients(found)
+        for tensor in reversed(self._aliases):
+            sums.add(tensor, found.pop())
+        for leaf in reversed(reduced):
+            add_to_grad(leaf, found.pop())
+        if not self._once and self._wait_on_host():
+            for encoding in self.encodings:
+                encoding.move_gradients_to_host()
 
-    def _wait_on_host(self, gradients: list[Outputs]) -> bool:
+    def _wait_on_host(self) -> bool:
         """Whether gradients of features are to wait on the host for the second pass."""
-        if self._gradients_on_host is not None:
-            return self._gradients_on_host
-        large = [
-            gradient
-            for encoding, found in zip(self.encodings, gradients, strict=True)
-            for key, gradient in found.items()
-            if gradient is not None and key in encoding.per_sample
-        ]
+        if self._cache.gradients_on_host is not None:
+            return self._cache.gradients_on_host
+        found = [encoding.gradients[k] for encoding in self.encodings for k in encoding.per_sample]
+        gradients = [gradient for gradient in found if gradient is not None]
         modules = (module for encoding in self.encodings for module in encoding.modules)
         graphs = any(encoding.graphs for encoding in self.encodings)
-        return not self._memory.fits(large, modules, graphs=graphs)
+        return not self._cache.memory.fits(gradients, modules, graphs=graphs)
 
     def _encode_again(self, sums: GradientSums) -> None:
         if not self._once:
-            self._memory.second_pass_begins(self._devices)
+            self._cache.memory.second_pass_begins(self._devices)
             with self._agreed_memory("kept graphs"):  # of all encodings: then the memory is free
                 for encoding in self.encodings:
                     encoding.backward_kept(sums)
@@ -274,7 +220,7 @@ class Step:
             encoding.backward(sums, synchronise=not later)
             if not self._once:
                 graphs = [size for _, size in sorted(encoding.activations.items())]
-                self._memory.measured(encoding.name, graphs)
+                self._cache.memory.measured(encoding.name, graphs)
 
     def _release(self) -> None:
         """Free batches and graphs, though the caller may keep the loss."""
@@ -285,33 +231,26 @@ class Step:
         self._loss = None
 
 
-def loss_arguments(encodings: list[Encoding], several: bool) -> tuple[list[Any], dict[Any, Any]]:
-    """The loss's positional and keyword arguments; `several`: an encoding for each batch."""
-    if not several:
-        return encodings[0].form.arguments(encodings[0].cached)
-    return [single(encoding.name, encoding.cached) for encoding in encodings], {}
-
-
-def checked_loss(loss: Any) -> Tensor:
-    """Return the loss if it is one number.
+def loss_of(
+    encodings: list[Encoding], function: Callable[..., Any], keywords: Mapping[str, Any]
+) -> Tensor:
+    """The loss of the cached outputs, shape ().
 
     Raises:
-        TypeError, ValueError: it is not.
+        TypeError, ValueError: it is not one number.
     """
+    args: list[Any] = []
+    outputs: dict[str, Any] = {}
+    for encoding in encodings:
+        positional, named = encoding.form.arguments(encoding.cached)
+        args += positional
+        outputs |= named
+    loss = function(*args, **outputs, **keywords)
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss: expected it to return a tensor, got {type(loss).__name__}")
     if loss.numel() != 1:
         raise ValueError(f"loss: expected it to return one number, got shape {(*loss.shape,)}")
-    return loss
-
-
-def _trained(encoding: Encoding) -> list[Tensor]:
-    """The cached outputs that get a gradient."""
-    return [t for t in encoding.cached.values() if t is not None and t.requires_grad]
-
-
-def _is_trained(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
+    return loss.reshape(())
 
 
 def _refuse_gradient(features: Tensor) -> None:

@@ -7,7 +7,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,9 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 
 #: Elements up to which integers may be state. Larger ones are tables, or quantised weights.
 INTEGERS = 1 << 16
+
+#: A buffer by its module and its name, as another tensor may take its place.
+Buffer: TypeAlias = "tuple[nn.Module, str]"
 
 #: Names of buffers that forward passes change by `buffer.data`, which has a version of its own.
 _uncounted: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -157,8 +160,11 @@ class Watched:
         self.name = name
         self.tensor = tensor
         self._version = version_of(tensor)
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        # FSDP1, DeepSpeed, and DistributedDataParallel's own precision move parameters.
+        moved = any(hasattr(tensor, name) for name in ("_fsdp_flattened", "ds_id", "_mp_param"))
         # As the old memory is held, the new one cannot have its address.
-        self._memory = tensor.detach() if _stays_in_place(tensor) else None
+        self._memory = tensor.detach() if plain and not moved and not tensor.is_meta else None
 
     def changed(self) -> bool:
         """Whether it was changed since; other memory with the same values is no change."""
@@ -168,13 +174,6 @@ class Watched:
         if before is None or before.data_ptr() == now.data_ptr() or before.shape != now.shape:
             return False
         return not torch.equal(before.to(now), now)
-
-
-def _stays_in_place(tensor: Tensor) -> bool:
-    """Whether nobody moves it: not FSDP1, DeepSpeed, or DistributedDataParallel's own precision."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    moved = any(hasattr(tensor, name) for name in ("_fsdp_flattened", "ds_id", "_mp_param"))
-    return plain and not tensor.is_meta and not moved
 
 
 class SavedBuffer(Watched):
@@ -204,67 +203,46 @@ class SavedBuffer(Watched):
             self.tensor.copy_(self._value)
 
 
-class UpdatedBuffers:
-    """The buffers that forward passes update, such as the vectors of `spectral_norm` or a queue.
+class ForwardState:
+    """The state that an encoder's forward passes change: random numbers, and buffers.
 
-    In the second pass each micro-batch finds them as it did in the first, so that both compute the
-    same function; afterwards they are as `backward()` found them, so that each micro-batch counts
-    once. Running statistics of batch and instance normalisation are left out: in training mode they
-    change no output.
+    Buffers such as the vectors of `spectral_norm`, a running mean or a queue. Running statistics of
+    batch and instance normalisation are left out: in training mode they change no output.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """`modules`: of the encoder, submodules included."""
-        self._candidates = [
-            (module, name)
-            for module in modules
-            if not isinstance(module, BATCH_NORMS + INSTANCE_NORMS)
-            for name, buffer in module.named_buffers(recurse=False)
-            if _may_be_state(buffer)
-        ]
-        self._of_micro_batches: list[list[SavedBuffer]] = []
+    def __init__(self, devices: Iterable[torch.device], buffers: Iterable[Buffer]) -> None:
+        """Save it; at first `buffers` are those of `possible_state`."""
+        self.random = RandomState(devices)
+        self.buffers = [SavedBuffer(module, name) for module, name in buffers]
 
-    @contextlib.contextmanager
-    def first_pass(self, *, idle: bool, compare: bool = False) -> Iterator[None]:
-        """Save the buffers for a micro-batch that is encoded inside; the first one tells which.
+    def keep_updated(self, *, compare: bool) -> list[Buffer]:
+        """Forget the buffers that have not changed since, and return the others.
 
-        An idle one's rows are no data, and leave no trace. `compare`: their values, too, for which
-        a GPU must be waited for.
+        `compare`: their values as well as their versions, for which a GPU must be waited for.
         """
-        saved = self._save()
-        yield
-        if not self._of_micro_batches:
-            for buffer in saved if compare else ():
-                buffer.compare()
-            saved = [buffer for buffer in saved if buffer.changed()]
-            self._candidates = [(buffer.module, buffer.name) for buffer in saved]
-        if idle:
-            _restore(saved)
-        self._of_micro_batches.append(saved)
+        for buffer in self.buffers if compare else ():
+            buffer.compare()
+        self.buffers = [buffer for buffer in self.buffers if buffer.changed()]
+        return [(buffer.module, buffer.name) for buffer in self.buffers]
 
-    @contextlib.contextmanager
-    def second_pass(self) -> Iterator[None]:
-        """Leave the buffers afterwards as they were before."""
-        found = self._save()
-        try:
-            yield
-        finally:
-            _restore(found)
+    def restore(self) -> None:
+        """Make it the current state again."""
+        self.random.restore()
+        self.restore_buffers()
 
-    def restore(self, micro_batch: int) -> None:
-        """Restore the buffers that a micro-batch found in the first pass."""
-        _restore(self._of_micro_batches[micro_batch])
-
-    def _save(self) -> list[SavedBuffer]:
-        return [SavedBuffer(module, name) for module, name in self._candidates]
+    def restore_buffers(self) -> None:
+        """Undo changes of buffers."""
+        for buffer in self.buffers:
+            buffer.restore()
 
 
-def _restore(saved: Iterable[SavedBuffer]) -> None:
-    for buffer in saved:
-        buffer.restore()
-
-
-def _may_be_state(buffer: Tensor) -> bool:
-    if buffer.is_inference():  # does not count changes
-        return False
-    return buffer.is_floating_point() or buffer.numel() <= INTEGERS
+def possible_state(modules: Iterable[nn.Module]) -> list[Buffer]:
+    """The buffers that forward passes may update; one of them shows which they do."""
+    return [
+        (module, name)
+        for module in modules
+        if not isinstance(module, BATCH_NORMS + INSTANCE_NORMS)
+        for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_inference()  # does not count changes
+        and (buffer.is_floating_point() or buffer.numel() <= INTEGERS)
+    ]

@@ -8,14 +8,10 @@ at the features, where the graph is thin:
     loss.backward()                                          # gives d loss / d features, and then:
     encode each micro-batch again, with a graph, and backpropagate its rows of d loss / d features
 
-The second forward pass uses the random states of the first, so both agree even with dropout.
-
 The loss is the output of one autograd node, whose inputs are the trainable parameters, and whose
-backward pass consists of the last two lines. So a caller may use it like any loss: scale it, add
-another one, pass it to a trainer. The node gets the result of all this as one upstream gradient.
-The micro-batches' gradients are summed outside of `.grad` and leave the node together, so that
-hooks on parameters, including those of a DistributedDataParallel around the whole training step,
-see one gradient per step.
+backward pass consists of the last two lines. So a caller may use it like any loss. The gradients of
+micro-batches are summed outside of `.grad` and leave the node together: hooks on parameters, also
+those of a DistributedDataParallel around the whole training step, see one gradient per step.
 """
 
 from __future__ import annotations
@@ -25,11 +21,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megabatch.gradient_cache.arguments import (
-    check_types,
-    checked_encoders,
+    check_encoders,
+    check_options,
     checked_input_names,
     checked_outputs,
     named_batches,
@@ -46,7 +42,7 @@ from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.offload import StepMemory
 from megabatch.gradient_cache.outputs import OutputForm
-from megabatch.gradient_cache.second_pass import Step, checked_loss, loss_arguments
+from megabatch.gradient_cache.second_pass import Step, loss_of
 from megabatch.gradient_cache.wrappers import parameters_in
 from megabatch.ranks import all_gather_numbers, global_ranks
 
@@ -101,44 +97,38 @@ class GradientCache:
                 that takes all batches and returns a tensor, a tuple or a mapping of tensors. A
                 tuple reaches the loss by position, a dict by keyword, another mapping (Hugging
                 Face's ModelOutput) as one object of its class. A `None` keeps its position, but is
-                left out of a dict. Every returned tensor, even a logit scale, is cached, and its
-                gradient is backpropagated through the encoder, so none bypasses DDP or FSDP.
+                left out of a dict. Every tensor, even a logit scale, is cached, and its gradient
+                backpropagated through the encoder, so none bypasses DDP or FSDP.
             loss: called as `loss(*outputs, **loss_kwargs)` or `loss(**outputs, **loss_kwargs)`;
                 returns one number. Parameters that it uses directly get their gradients directly.
             micro_batch_size: rows per call of an encoder, at least 1; or one number per encoder.
-                The last micro-batch may be smaller; the size may exceed the batch. For a
-                `SortedByLength`, whose micro-batches have equal numbers of tokens, it is the mean.
+                For a `SortedByLength`, whose micro-batches have equal numbers of tokens, the mean.
             group: the ranks that must agree on the number of micro-batches: a process group, a
                 DeviceMesh, `None` for the default group if torch.distributed is initialised, or
                 "local" for no communication.
-            device: the encoders' device. Batches then stay where they are, for example on the host,
-                and are moved micro-batch by micro-batch, each during the computation of the
-                previous one; the device holds the rows of two micro-batches. None: batches are not
-                moved.
-            feature_dtype: dtype of cached per-sample outputs with at least two dimensions; a half
-                type halves the memory of features, the loss's copies and gradients. Under autocast
-                to the same dtype megabatch's losses give the same values: they cast to it anyway.
+            device: the encoders' device, to which batches are moved micro-batch by micro-batch,
+                each during the computation of the previous one. None: batches are not moved.
+            feature_dtype: dtype of cached per-sample outputs with at least two dimensions. Under
+                autocast to the same dtype megabatch's losses cast to it anyway.
             gradients_on_host: whether gradients of features wait on the host for the second pass.
                 None: if otherwise, by measurement, a micro-batch's activations would not fit.
             input_names: keywords of a call that are batches. A single model gets them by keyword
                 (`("input_ids", "pixel_values")`); several encoders get one each. Other keywords
                 are passed to the loss.
             outputs: for models that return more than the loss needs, the keys (or positions) of
-                the outputs to be cached; the others are dropped. For several encoders, one key for
-                all or one for each.
+                the outputs to be cached. For several encoders, one key for all or one for each.
             kept_micro_batches: how many micro-batches of each encoder, at most, are encoded once,
-                with their activations kept in memory for the backward pass; or one number per
-                encoder. All ranks use the smallest number. An attribute of this name may be set
-                between steps.
+                with their activations kept for the backward pass; or one number per encoder. All
+                ranks use the smallest number. An attribute of this name may be set between steps.
 
         Raises:
-            TypeError: an argument has a wrong type.
-            ValueError: there is no encoder; micro_batch_size is below 1; kept_micro_batches is
-                negative; feature_dtype is not a floating point type; the number of names, sizes or
-                outputs does not match the encoders.
+            TypeError, ValueError: an argument is of a wrong type, out of range, or does not match
+                the number of encoders; the message names it.
         """
-        self._encoders, self._several = checked_encoders(encoders)
-        check_types(loss, group, feature_dtype)
+        self._several = isinstance(encoders, (tuple, list, nn.ModuleList))
+        self._encoders: tuple[Encoder, ...] = tuple(encoders) if self._several else (encoders,)
+        check_encoders(self._encoders)
+        check_options(loss, group, feature_dtype)
         n = len(self._encoders), self._several
         self._sizes = per_encoder("micro_batch_size", micro_batch_size, *n, least=1)
         self._input_names = checked_input_names(input_names, *n)
@@ -154,7 +144,8 @@ class GradientCache:
         self.memory = StepMemory()
         self._passes = PassesCheck()
         self._weights_differ = False
-        self._steps = 0
+        #: Number of training steps so far.
+        self.steps = 0
         self._pending: PendingLoss | None = None
 
     def __call__(self, /, *batches: Any, **keywords: Any) -> Tensor:
@@ -162,16 +153,13 @@ class GradientCache:
 
         Args:
             *batches: tensors, or nested mappings, lists and tuples of tensors, with the same number
-                of rows (first dimension) for each encoder. Instead of a tensor there may be an
-                object with `__len__` and `__getitem__(slice) -> Tensor`, such as compressed images:
-                its rows are made in each pass, when they are needed, and must be the same each
-                time. In addition, a list or tuple of other values with one item per row, such as
-                captions, is split along with the tensors; anything else (None, a string, a flag) is
-                passed unchanged with each micro-batch. A mapping reaches the encoder as one
-                argument: for one that takes keywords pass `lambda batch: model(**batch)`. A batch
-                may have no rows if that of another rank has some. Batches must not change until
-                `backward()` is done. Padded sequences in a `SortedByLength` are encoded with little
-                of their padding.
+                of rows (first dimension) for each encoder; none if another rank has some. Instead
+                of a tensor there may be an object with `__len__` and `__getitem__(slice) -> Tensor`,
+                such as compressed images, which makes the same rows in each pass. A list or tuple
+                of other values with one item per row, such as captions, is split along with the
+                tensors; anything else is passed unchanged with each micro-batch. A mapping reaches
+                the encoder as one argument: for one that takes keywords pass `lambda batch:
+                model(**batch)`. Batches must not change until `backward()` is done.
             **keywords: batches by keyword (`input_names`); the others are passed to the loss, not
                 split.
 
@@ -183,15 +171,11 @@ class GradientCache:
             TypeError: a batch, an encoder's output or the loss has a wrong type; an encoder cannot
                 take a mapping as one argument, but takes keywords.
             ValueError: no rank has a row, or batches differ in size; an output is neither per
-                sample nor shared; the loss is not one number or needs no gradient;
-                DistributedDataParallel has `static_graph=True` or `delay_all_reduce_named_params`,
-                which do not support `no_sync`; ranks make different calls.
-            RuntimeError: an optimizer stepped, but the last step's loss was not backpropagated;
-                a forward pass changed a parameter or a batch in place.
-                From `backward()`: it was called a second time, or with `retain_graph` or
-                `create_graph`; a parameter or a batch was changed in place since the step;
-                `torch.autograd.grad` or `inputs=` is used with a wrapper inside the encoders. These
-                are raised before any `.grad` changes.
+                sample nor shared; the loss is not one number or needs no gradient; ranks make
+                different calls; DistributedDataParallel cannot hold back its reduction.
+            RuntimeError: an optimizer stepped, but the last step's loss was not backpropagated; a
+                forward pass changed a parameter or a batch in place. From `backward()`: the second
+                pass is not possible, see the documentation's page on gradient caching.
         """
         return _uncompiled_step()(self, batches, keywords)
 
@@ -208,24 +192,22 @@ class GradientCache:
         if not training:
             for encoding in encodings:
                 encoding.forward()
-            args, kwargs = loss_arguments(encodings, self._several)
-            return checked_loss(self.loss(*args, **kwargs, **loss_kwargs)).detach().reshape(())
-        on_host = self.gradients_on_host
-        step = Step(encodings, self._several, self._steps, self.group, self.memory, on_host)
-        check = self._passes if self._passes.wanted(self._steps) else None
-        value = step.first_pass(self.loss, loss_kwargs, keeps, check)
+            return loss_of(encodings, self.loss, loss_kwargs).detach()
+        step = Step(self, encodings, keeps)
+        check = self._passes if self._passes.wanted(self.steps) else None
+        value = step.first_pass(loss_kwargs, check)
         self._pending = step.pending
         return value
 
     def _encodings(self, batches: Sequence[Any], keywords: Mapping[str, Any]) -> list[Encoding]:
         """The encoders with their batches, which are not divided yet."""
-        names, count = self._input_names, len(self._encoders)
+        by_name = {name: keywords[name] for name in self._input_names if name in keywords}
         found = []
-        for i, named in enumerate(named_batches(batches, keywords, names, count, self._several)):
+        n = len(self._encoders), self._several
+        for i, named in enumerate(named_batches(batches, by_name, *n)):
             name = f"encoder {i}" if self._several else "the model"
-            by_keyword = [] if self._several else [key for key in named if key in names]
-            feed = Feed(name, named, by_keyword, self._device)
-            form = OutputForm(name, self._outputs[i])
+            feed = Feed(name, named, () if self._several else by_name, self._device)
+            form = OutputForm(name, self._outputs[i], single=self._several)
             found.append(Encoding(self._encoders[i], feed, form, self._feature_dtype))
         return found
 
@@ -256,15 +238,15 @@ class GradientCache:
 
         A few steps compare weights, too.
         """
-        self._steps += training
+        self.steps += training
         kept = list(self._kept_counts()) if training else [0] * len(counts)
         if len(global_ranks(self.group)) == 1:
             return counts, kept
-        what = f"step {self._steps}" if training else "evaluation"
+        what = f"step {self.steps}" if training else "evaluation"
         call = f"GradientCache, {what} of {len(counts)} batches"
         table = all_gather_numbers(call, [*counts, *kept], self.group)
-        if training and self._steps in WEIGHTS_COMPARED and not self._weights_differ:
-            self._weights_differ = weights_differ(self._steps, self._parameters(), self.group)
+        if training and self.steps in WEIGHTS_COMPARED and not self._weights_differ:
+            self._weights_differ = weights_differ(self.steps, self._parameters(), self.group)
         columns = [*zip(*table, strict=True)]
         n = len(counts)
         return [*map(max, columns[:n])], [*map(min, columns[n:])]
