@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -71,28 +70,22 @@ def _scalar_on_host() -> Tensor:
     return torch.zeros((), device="cpu", dtype=torch.float32)
 
 
-@dataclass
-class Reached:
-    """The leaves of a graph.
+def reached_from(
+    outputs: Iterable[Tensor], stop_at: Iterable[Tensor] = ()
+) -> tuple[dict[int, Tensor], bool]:
+    """Follow the graph of `outputs` to its leaves, or to the tensors of `stop_at`.
 
-    leaves: tensors that would get a gradient, by id.
-    reentrant: whether the graph has a reentrant checkpoint, whose backward pass starts another one:
-    leaves behind it are not visible, and torch.autograd.grad is not possible.
+    Returns:
+        The leaves by id, and whether the graph has a reentrant checkpoint, whose backward pass
+        starts another one: torch.autograd.grad is not possible, and leaves behind it are invisible.
     """
-
-    leaves: dict[int, Tensor] = field(default_factory=dict)
-    reentrant: bool = False
-
-
-def reached_from(outputs: Iterable[Tensor], stop_at: Iterable[Tensor] = ()) -> Reached:
-    """Follow the graph of `outputs` to its leaves, or to the tensors of `stop_at`."""
-    found = Reached()
+    leaves, reentrant = {}, False
     seen: set[Any] = {None, *(tensor.grad_fn for tensor in stop_at)}
     stack: list[Any] = []
     for output in outputs:
         stack.append(output.grad_fn)
         if output.grad_fn is None and output.requires_grad:
-            found.leaves[id(output)] = output
+            leaves[id(output)] = output
     while stack:
         node = stack.pop()
         if node in seen:
@@ -100,11 +93,11 @@ def reached_from(outputs: Iterable[Tensor], stop_at: Iterable[Tensor] = ()) -> R
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.leaves[id(leaf)] = leaf
+            leaves[id(leaf)] = leaf
         if isinstance(node, BackwardCFunction):
-            found.reentrant |= type(node).__name__ == "CheckpointFunctionBackward"
+            reentrant |= type(node).__name__ == "CheckpointFunctionBackward"
         stack.extend(function for function, _ in node.next_functions)
-    return found
+    return leaves, reentrant
 
 
 def is_accumulated(node: Any) -> bool:
@@ -129,13 +122,12 @@ def add_to_grad(leaf: Tensor, gradient: Tensor | None) -> None:
 class GradientSums:
     """For each of a node's inputs, the sum of its gradients so far.
 
-    A hook takes a leaf's gradient as soon as it is computed, one parameter at a time, as
-    `.backward()` would add it to `.grad`: a micro-batch's whole gradient is never in memory
-    together with the sum. The leaf's own hooks see only the sum, when it leaves the node.
+    A hook takes a leaf's gradient as soon as it is computed: a micro-batch's whole gradient is
+    never in memory together with the sum. The leaf's own hooks see only the sum.
 
-    If `.grad` already has a gradient, as under gradient accumulation, a second tensor of that size
-    would raise the peak. Gradients are then added to `.grad`, and the node returns a zero that
-    takes the memory of one number. Not if the leaf has a hook, which would see the zero.
+    If `.grad` already has a gradient, as under accumulation, a second tensor of that size would
+    raise the peak. Gradients are then added to `.grad`, and the node returns a zero that takes the
+    memory of one number. Not if the leaf has a hook, which would see the zero.
     """
 
     def __init__(self, inputs: Sequence[Tensor], accumulated: Sequence[bool]) -> None:
@@ -208,7 +200,7 @@ class GradientSums:
     def _zero(self, like: Tensor) -> Tensor:
         key = like.dtype, like.device
         if key not in self._zeros:
-            self._zeros[key] = torch.zeros((), dtype=like.dtype, device=like.device)
+            self._zeros[key] = like.new_zeros(())
         return self._zeros[key].expand(like.shape)
 
 

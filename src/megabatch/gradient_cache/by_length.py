@@ -179,7 +179,7 @@ class MicroBatch:
         return self.rows.start == self.rows.stop
 
     def of(self, batch: str) -> slice:
-        """The rows of a batch."""
+        """The rows of a batch, by its name; "": of one that is not sorted."""
         return self.by_length.get(batch, self.rows)
 
 

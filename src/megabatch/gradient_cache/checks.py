@@ -1,8 +1,4 @@
-"""Checks for mistakes that nothing else reports.
-
-Ranks that drift apart, passes that compute different functions, a left-out `backward()`, memory
-that runs out on one rank.
-"""
+"""Checks for mistakes that nothing else reports, and for memory that runs out on one rank."""
 
 from __future__ import annotations
 
@@ -59,36 +55,33 @@ def out_of_memory_on_all_ranks(call: str, group: Any) -> Iterator[None]:
 
 
 def weights_differ(step: int, parameters: Iterable[tuple[str, Tensor]], group: Any) -> bool:
-    """Compare a few parameters over the ranks, by the sums of their elements; warn if they differ.
+    """Whether sums over a few parameters differ between ranks, of which the first warns.
 
-    Args:
-        step: its number, for the message.
-        parameters: with their names, in the same order on each rank.
-        group: of the ranks, which all call this.
-
-    Returns:
-        Whether they differ. The first rank warns.
+    `step`: its number, for the message; `parameters`: with names, in the same order on each rank.
     """
-    chosen = _spread([(name, p) for name, p in parameters if _is_replicated(p)])
-    sums = {name: float(p.detach().sum(dtype=torch.float64)) for name, p in chosen}
+    known = [(name, p) for name, p in parameters if _is_replicated(p)]
+    places = {round(i * (len(known) - 1) / (PARAMETERS - 1)) for i in range(PARAMETERS)}
+    chosen = [known[i] for i in sorted(places)] if known else []
+    sums = [float(p.detach().sum(dtype=torch.float64)) for _, p in chosen]
     ranks = global_ranks(group)
-    table = all_gather_values(list(sums.values()), group)
-    for name, (first, *others) in zip(sums, zip(*table, strict=True), strict=True):
-        for rank, other in zip(ranks[1:], others, strict=True):
-            if _close(first, other):
-                continue
-            if ranks[0] == torch.distributed.get_rank():
-                warnings.warn(
-                    f"GradientCache: the weights of the ranks differ at the beginning of step "
-                    f"{step}: the elements of {name} add up to {first:.9g} on rank {ranks[0]} and "
-                    f"{other:.9g} on rank {rank}, a difference of {abs(first - other):.3g}. "
-                    "Nothing seems to average gradients over the ranks: wrap each encoder, or the "
-                    "model that has them, in DistributedDataParallel or fully_shard, and start all "
-                    "ranks from the same weights; or pass group='local' if each rank is to train "
-                    "weights of its own",
-                    stacklevel=4,
-                )
-            return True
+    by_rank = dict(zip(ranks, all_gather_values(sums, group), strict=True))
+    for i, (name, _) in enumerate(chosen):
+        first = by_rank[ranks[0]][i]
+        rank = next((rank for rank in ranks if not _equal(by_rank[rank][i], first)), None)
+        if rank is None:
+            continue
+        if ranks[0] == torch.distributed.get_rank():
+            other = by_rank[rank][i]
+            warnings.warn(
+                f"GradientCache: the weights of the ranks differ at the beginning of step {step}: "
+                f"the elements of {name} add up to {first:.9g} on rank {ranks[0]} and {other:.9g} "
+                f"on rank {rank}, a difference of {abs(first - other):.3g}. Nothing seems to "
+                "average gradients over the ranks: wrap each encoder, or the model that has them, "
+                "in DistributedDataParallel or fully_shard, and start all ranks from the same "
+                "weights; or pass group='local' if each rank is to train weights of its own",
+                stacklevel=4,
+            )
+        return True
     return False
 
 
@@ -99,14 +92,7 @@ def _is_replicated(parameter: Tensor) -> bool:
     return compared and not shard and not getattr(parameter, "tensor_model_parallel", False)
 
 
-def _spread(parameters: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Choose PARAMETERS of them, evenly, from the first to the last."""
-    last = len(parameters) - 1
-    chosen = {round(i * last / (PARAMETERS - 1)) for i in range(PARAMETERS)} if parameters else ()
-    return [parameters[i] for i in sorted(chosen)]
-
-
-def _close(a: float, b: float) -> bool:
+def _equal(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=TOLERANCE) or (math.isnan(a) and math.isnan(b))
 
 
@@ -170,12 +156,9 @@ class PendingLoss:
         _pending.discard(self)
 
     def raise_if_left_out(self) -> None:
-        """Report before the next step that this one's `backward()` was left out.
+        """Raise a RuntimeError before the next step if an optimizer has stepped without it.
 
         A loss that is only read or discarded, without an optimizer step after it, is no mistake.
-
-        Raises:
-            RuntimeError: an optimizer with its parameters has stepped since.
         """
         if self in _pending and self.optimizer_stepped:
             _pending.discard(self)

@@ -250,13 +250,13 @@ class Encoding:
             return
         self.requires_grad = True
         known = {id(tensor) for tensor in self.inputs}
-        reached = reached_from(tensors, self._graph_inputs())
+        leaves, reentrant = reached_from(tensors, self._graph_inputs())
         # Other leaves are of one micro-batch: PEFT lets embeddings' outputs require a gradient.
-        leaves = [leaf for leaf in reached.leaves.values() if isinstance(leaf, nn.Parameter)]
-        hidden = [leaf for leaf in leaves if id(leaf) not in known]
+        parameters = [leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter)]
+        hidden = [parameter for parameter in parameters if id(parameter) not in known]
         self.inputs += hidden
         self._hidden_parameters |= bool(hidden)
-        self.direct |= bool(hidden) or reached.reentrant
+        self.direct |= bool(hidden) or reentrant
 
     def _graph_inputs(self) -> list[Tensor]:
         """Batches that are results of another graph."""
@@ -320,19 +320,19 @@ class Encoding:
         if not outputs:
             return
         graph_inputs = self._graph_inputs()
-        reached = reached_from(outputs, graph_inputs)
-        known = [leaf for leaf in reached.leaves.values() if leaf in sums]
-        others = [leaf for leaf in reached.leaves.values() if leaf not in sums]
+        leaves, reentrant = reached_from(outputs, graph_inputs)
+        known = [leaf for leaf in leaves.values() if leaf in sums]
+        others = [leaf for leaf in leaves.values() if leaf not in sums]
         hidden = [leaf for leaf in others if isinstance(leaf, nn.Parameter)]
-        in_sight = () if not self.direct else reached.leaves.values()
-        parameters = [leaf for leaf in (*hidden, *in_sight) if isinstance(leaf, nn.Parameter)]
+        watched = leaves.values() if self.direct else hidden
+        parameters = [leaf for leaf in watched if isinstance(leaf, nn.Parameter)]
         self._watch((f"a parameter {(*p.shape,)}, out of sight,", p) for p in parameters)
         self.check_unchanged(*_BY_HOOK, batches=False)
-        if self.direct or reached.reentrant or hidden:
+        if self.direct or reentrant or hidden:
             if len(self.micro_batches) > 1 and not self.wrappers:
                 check_ddp_around(self.name, self._ddp_around)
-            if last and not reached.reentrant:
-                self.wrappers.check_all_used(self.name, reached.leaves)
+            if last and not reentrant:
+                self.wrappers.check_all_used(self.name, leaves)
             torch.autograd.backward(outputs, upstream)
             return
         gradients = sums.add_from(outputs, upstream, [*known, *graph_inputs], others)

@@ -40,8 +40,8 @@ class Feed:
 
     Attributes:
         rows: of each batch; 0 is legal.
-        named: batches by name, in the order in which the encoder takes their rows.
-        tensors: those of the batches, by their paths.
+        tensors: of the batches. Without rows, they are others that stand in for them.
+        watched: tensors of the caller, by their paths.
     """
 
     def __init__(
@@ -51,13 +51,7 @@ class Feed:
         keywords: Collection[str] = (),
         device: torch.device | None = None,
     ) -> None:
-        """Check the batches.
-
-        Args:
-            name: of the encoder, for messages.
-            batches: by name.
-            keywords: the names of those that are passed by keyword.
-            device: None: they stay where they are.
+        """`name`: of the encoder, for messages; `keywords`: names of batches passed by keyword.
 
         Raises:
             ValueError: numbers of rows differ; there are several batches, and one that is sorted by
@@ -111,23 +105,22 @@ class Feed:
 
     def rows_of(self, key: Key, micro_batch: MicroBatch) -> slice:
         """The rows that a per-sample output has in a micro-batch."""
-        name = self._batch_of(key)
-        return micro_batch.rows if name is None else micro_batch.of(name)
+        return micro_batch.of(self._sorted_batch_of(key))
 
     def in_batch_order(self, key: Key, output: Tensor) -> Tensor:
         """A per-sample output of the whole batch, in the batch's order."""
-        name = self._batch_of(key)
-        return output if name is None else self._sorted[name].in_batch_order(output)
+        batch = self._sorted.get(self._sorted_batch_of(key))
+        return output if batch is None else batch.in_batch_order(output)
 
     def in_own_order(self, key: Key, gradient: Tensor) -> Tensor:
         """The gradient of such an output, in the order in which the encoder took the rows."""
-        name = self._batch_of(key)
-        return gradient if name is None else self._sorted[name].in_own_order(gradient)
+        batch = self._sorted.get(self._sorted_batch_of(key))
+        return gradient if batch is None else batch.in_own_order(gradient)
 
     def described(self, key: Key) -> str:
         """An output for messages, with the batch that names it if batches do."""
-        name, named = self._batch_of(key), any(b.outputs for b in self._sorted.values())
-        by = "no SortedByLength names" if name is None else f"outputs= of {name} names"
+        name, named = self._sorted_batch_of(key), any(b.outputs for b in self._sorted.values())
+        by = f"outputs= of {name} names" if name else "no SortedByLength names"
         return f"output {key!r} of {self.name}" + f", which {by}," * named
 
     def check_outputs(self, per_sample: Collection[Key]) -> None:
@@ -139,10 +132,10 @@ class Feed:
                     f"{self.name}; expected one of {', '.join(map(repr, per_sample))}"
                 )
 
-    def _batch_of(self, key: Key) -> str | None:
-        """The name of the sorted batch that an output belongs to."""
+    def _sorted_batch_of(self, key: Key) -> str:
+        """The name of the sorted batch that an output belongs to; "" if it does to none."""
         named = (name for name, b in self._sorted.items() if not b.outputs or key in b.outputs)
-        return next(named, None)
+        return next(named, "")
 
     def _load(self, micro_batch: MicroBatch) -> Parts:
         loaded = {}

@@ -23,13 +23,7 @@ class OutputForm:
     """
 
     def __init__(self, name: str, wanted: Sequence[Key] | None, *, single: bool) -> None:
-        """Take the options.
-
-        Args:
-            name: of the encoder, for messages.
-            wanted: keys to be cached, None for all.
-            single: whether it must be one tensor, as another encoder gives the next one.
-        """
+        """`name`: of the encoder; `wanted`: keys to be cached; `single`: it must be one tensor."""
         self.name = name
         self._wanted = wanted
         self._single = single
@@ -71,11 +65,7 @@ class OutputForm:
         return chosen
 
     def arguments(self, cached: Outputs) -> tuple[list[Any], dict[Any, Any]]:
-        """Return the loss's positional and keyword arguments.
-
-        Raises:
-            TypeError: it must be one tensor, and is not.
-        """
+        """Return the loss's positional and keyword arguments."""
         if self._single and (len(cached) != 1 or None in cached.values()):
             got = ", ".join(type(value).__name__ for value in cached.values())
             raise TypeError(
@@ -99,8 +89,7 @@ def assembled(
     Args:
         name: of the output, for messages.
         pieces: one per micro-batch.
-        kept: rows of the micro-batches.
-        encoded: rows that the encoder got: at least one, even for an idle micro-batch.
+        kept, encoded: rows of the micro-batches, and rows that the encoder got.
 
     Raises:
         ValueError: it is neither per sample nor shared by all samples.
@@ -111,21 +100,21 @@ def assembled(
     if len(tensors) < len(pieces):
         raise ValueError(f"{name} is None in some micro-batches only")
     shapes = [tuple(tensor.shape) for tensor in tensors]
-    if shapes[0] in ((), (1,)) and len(set(shapes)) == 1:
-        if not _all_equal(tensors):
-            raise ValueError(
-                f"{name} has shape {shapes[0]}, as a value shared by all samples, but differs "
-                "between micro-batches (if it is per sample: return shape (rows, 1), or use "
-                "micro-batches of at least 2 rows)"
-            )
-        return tensors[0], False
-    if shapes == [(n, *shapes[0][1:]) for n in encoded]:
+    if shapes == [(n, *shapes[0][1:]) for n in encoded] and set(shapes) != {(1,)}:
         return torch.cat([tensor[:n] for tensor, n in zip(tensors, kept, strict=True)]), True
-    found, rows = (" or ".join(map(str, dict.fromkeys(every))) for every in (shapes, encoded))
-    raise ValueError(
-        f"{name} has shape {found} in micro-batches of {rows} rows; expected a row per sample, or "
-        "shape () or (1,)"
-    )
+    if set(shapes) not in ({()}, {(1,)}):
+        found, rows = (" or ".join(map(str, dict.fromkeys(each))) for each in (shapes, encoded))
+        raise ValueError(
+            f"{name} has shape {found} in micro-batches of {rows} rows; expected a row per sample, "
+            "or shape () or (1,)"
+        )
+    if not _all_equal(tensors):
+        raise ValueError(
+            f"{name} has shape {shapes[0]}, as a value shared by all samples, but differs between "
+            "micro-batches (if it is per sample: return shape (rows, 1), or use micro-batches of "
+            "at least 2 rows)"
+        )
+    return tensors[0], False
 
 
 def _all_equal(tensors: list[Tensor]) -> bool:

@@ -130,7 +130,7 @@ class Step:
         for tensor in features.values():  # the step's own backward pass accumulates nothing there
             tensor.register_post_accumulate_grad_hook(_refuse_gradient)
         inside = {*features, *map(id, self._aliases.values())}
-        reached = reached_from([loss]).leaves
+        reached, _ = reached_from([loss])
         self._loss_leaves = [leaf for key, leaf in reached.items() if key not in inside]
         inputs = [t for encoding in self.encodings for t in encoding.inputs]
         inputs += [*self._loss_leaves, *self._aliases]

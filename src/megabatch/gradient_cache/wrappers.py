@@ -23,13 +23,13 @@ Sync = tuple[bool, bool]
 
 def modules_in(function: Any) -> list[nn.Module]:
     """The modules, with submodules, that a callable is, is a method of, or refers to."""
-    modules = (module for root in _roots_in(function) for module in root.modules())
+    modules = (module for root in _roots_in(function, set()) for module in root.modules())
     return list(dict.fromkeys(modules))
 
 
 def parameters_in(function: Any) -> dict[str, Tensor]:
     """The parameters of the modules in `modules_in`, by name."""
-    roots = _roots_in(function)
+    roots = dict.fromkeys(_roots_in(function, set()))
     return {
         f"{type(root).__name__} {i}: {name}" if len(roots) > 1 else name: parameter
         for i, root in enumerate(roots)
@@ -37,11 +37,7 @@ def parameters_in(function: Any) -> dict[str, Tensor]:
     }
 
 
-def _roots_in(function: Any) -> list[nn.Module]:
-    return list(dict.fromkeys(_found_in(function, set())))
-
-
-def _found_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
+def _roots_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
     """The modules that a callable is made of, refers to, or has among its object's attributes."""
     if isinstance(value, nn.Module):
         yield value
@@ -59,7 +55,7 @@ def _found_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
         else:
             inside = _modules_among([value, *getattr(value, "__dict__", {}).values()])
         for part in inside:
-            yield from _found_in(part, seen)
+            yield from _roots_in(part, seen)
 
 
 def _modules_among(values: Iterable[Any]) -> list[Any]:
@@ -79,11 +75,7 @@ class Wrappers:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Find the wrappers among an encoder's modules.
-
-        Raises:
-            ValueError: one cannot hold back its reduction.
-        """
+        """Find them among an encoder's modules; a ValueError if one cannot hold back reductions."""
         self._settings = {module: _sync(module) for module in modules if _reduces(module)}
         self._prepared = object()
 
@@ -121,27 +113,24 @@ class Wrappers:
         return all(_last_prepared.get(module) is self._prepared for module in self)
 
     def check_all_used(self, encoder: str, reached: Container[int]) -> None:
-        """Check, before gradients are reduced, that DDP will get all that it waits for.
+        """Raise UnusedParameters if DDP waits for a gradient of a parameter that gets none.
 
-        Args:
-            encoder: its name, for messages.
-            reached: ids of the tensors that will get a gradient.
-
-        Raises:
-            UnusedParameters: it will not, and would fail in the next step with another message.
+        It would fail in the next step, with another message. `encoder`: its name; `reached`: ids of
+        the tensors that will get a gradient.
         """
         for ddp in self:
             if not isinstance(ddp, DistributedDataParallel):
                 continue
             if ddp.find_unused_parameters or not ddp.require_backward_grad_sync:
                 continue
-            unused, used = [], False
-            for name, parameter in ddp.module.named_parameters():
-                if parameter.requires_grad and name not in ddp.parameters_to_ignore:
-                    used |= id(parameter) in reached
-                    unused += [] if id(parameter) in reached else [name]
+            waited_for = {
+                name: id(parameter) in reached
+                for name, parameter in ddp.module.named_parameters()
+                if parameter.requires_grad and name not in ddp.parameters_to_ignore
+            }
             # A wrapper that the encoder refers to, but does not call, waits for nothing.
-            if unused and used:
+            if any(waited_for.values()) and not all(waited_for.values()):
+                unused = [name for name, is_reached in waited_for.items() if not is_reached]
                 raise UnusedParameters(encoder, unused)
 
 
@@ -167,9 +156,7 @@ def reduces_by_itself(modules: Iterable[nn.Module]) -> bool:
 def check_ddp_around(encoder: str, wrapper: nn.Module | None) -> None:
     """Check, where several micro-batches add to `.grad`, that no DDP around the step reduces it.
 
-    Args:
-        encoder: its name, for messages.
-        wrapper: the DistributedDataParallel in whose forward the step was called, if any.
+    `wrapper`: the DistributedDataParallel in whose forward the step was called, if any.
     """
     if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
         raise RuntimeError(
