@@ -58,11 +58,10 @@ class SortedByLength:
                 Tensors of one dimension, and lists with an item for each row, are sorted but not
                 cut.
             lengths: integers (rows,), from 1 to the number of columns.
-            multiple: the number of columns of a micro-batch is rounded up to a multiple of this
-                (but not above the batch's), so that there are few different shapes to compile.
+            multiple: a micro-batch's number of columns is rounded up to a multiple of this (but not
+                above the batch's), so that there are few different shapes to compile.
             outputs: if the encoder takes other batches too, the keys (or positions) of its outputs
-                that have a row for each of these sequences. By default, all outputs that are per
-                sample.
+                with a row for each of these sequences. By default, all that are per sample.
 
         Raises:
             TypeError, ValueError: the tensors' shapes differ, or are not those of the lengths; a
@@ -199,13 +198,9 @@ def equal_rows(rows: int, size: int) -> list[slice]:
 
 
 def equal_tokens(runs: Runs, count: int) -> list[slice]:
-    """Divide sorted sequences so that the largest number of tokens is as small as possible.
+    """Divide sequences into `count` micro-batches, the largest with as few tokens as possible.
 
-    The tokens of a micro-batch are its rows times the columns of its first row.
-
-    Args:
-        runs: the sequences.
-        count: number of micro-batches, at most that of rows. Each has at least one row.
+    A micro-batch has at least one row; its tokens are rows times the columns of the first one.
     """
     found = equal_token_runs(runs, count)
     sizes = [size for size, _, number in found for _ in range(number)]

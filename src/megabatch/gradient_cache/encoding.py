@@ -162,6 +162,11 @@ class Encoding:
             if gradient is not None and key in self.per_sample:
                 gradient = self.feed.in_own_order(key, gradient)
             self.gradients[key] = gradient
+        if self.once and self.wrappers and not self.has_gradients():
+            # They wait for all of their gradients, and would refuse the next step.
+            self.gradients = {
+                k: None if t is None else torch.zeros_like(t) for k, t in self.cached.items()
+            }
         self.cached = {}
 
     def move_gradients_to_host(self) -> None:
@@ -190,7 +195,8 @@ class Encoding:
         the step was called: reduce the gradients over ranks, unless under `no_sync`.
         """
         if self.once and self.wrappers.are_prepared():
-            self._backward_once(sums)
+            with self.wrappers.synchronising(True):
+                self._backpropagate(self.graphs.pop(), self.micro_batches[0], True, sums)
             return
         self.graphs = []  # with `once`, for the sum of two losses: DDP is prepared for the other
         micro_batches = self.micro_batches[: len(self.micro_batches) - self.kept]
@@ -267,26 +273,12 @@ class Encoding:
         return keep_running_statistics(self.modules if micro_batch.idle else [])
 
     def _without_graph(self, outputs: Outputs) -> Outputs:
-        cached = {
-            key: None if output is None else output.detach() for key, output in outputs.items()
-        }
-        for key, output in cached.items():
-            narrow = output is not None and output.ndim > 1 and output.is_floating_point()
-            if narrow and self._feature_dtype is not None:
-                cached[key] = output.to(self._feature_dtype)
+        cached, dtype = dict(outputs), self._feature_dtype
+        for key, output in outputs.items():
+            if output is not None:
+                narrow = dtype is not None and output.ndim > 1 and output.is_floating_point()
+                cached[key] = output.detach().to(dtype if narrow else output.dtype)
         return cached
-
-    def _backward_once(self, sums: GradientSums) -> None:
-        graph = self.graphs.pop()
-        if self.wrappers and not self.has_gradients():
-            # They wait for all of their gradients, and would refuse the next step.
-            self.gradients = {
-                key: None if output is None else torch.zeros_like(output)
-                for key, output in graph.items()
-            }
-        with self.wrappers.synchronising(True):
-            self._backpropagate(graph, self.micro_batches[0], True, sums)
-        self.gradients = {}
 
     def _backward_one(
         self, i: int, micro_batch: MicroBatch, parts: Parts, last: bool, sums: GradientSums

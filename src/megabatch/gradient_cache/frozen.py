@@ -13,8 +13,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,7 @@ from megabatch.torch_internals import (
 )
 
 
-@dataclass
-class _Call:
+class _Call(NamedTuple):
     """An output, with its version and the random state right after the call."""
 
     output: Tensor
@@ -42,12 +40,11 @@ class _Call:
 class FrozenParts:
     """The largest frozen modules, inside trained ones, that return a vector per sample.
 
-    A module is frozen if it has parameters and none requires a gradient. Only features, (rows,
-    width), are recorded: a frozen stem's output for trained layers can be as large as their
-    activations. A part is run again if skipping it could make a difference: its output depends on
-    something trained before it, or was changed in place; its forward sets attributes, which the
-    model may read; a module inside it has a hook; or the number of its calls differs between
-    micro-batches.
+    Only features, (rows, width), are recorded: a frozen stem's output for trained layers can be as
+    large as their activations. A part is run again if skipping it could make a difference: its
+    output depends on something trained before it, or was changed in place; its forward sets
+    attributes, which the model may read; a module inside it has a hook; or the number of its calls
+    differs between micro-batches.
     """
 
     def __init__(self, modules: list[nn.Module], devices: Iterable[torch.device]) -> None:
@@ -68,30 +65,26 @@ class FrozenParts:
         The first one needs a graph, which shows the parts that are constant.
         """
         # A forward pass sets attributes in all micro-batches or in none.
-        first = [part for part, calls in self._calls.items() if not calls]
-        before = [_attributes(part) for part in first]
-        with contextlib.ExitStack() as stack:
-            for part, calls in self._calls.items():
-                calls.append([])
-                record = functools.partial(self._record, calls[-1])
-                stack.enter_context(_forward_replaced(part, record))
+        before = {part: _attributes(part) for part, calls in self._calls.items() if not calls}
+        for calls in self._calls.values():
+            calls.append([])
+        with self._replaced(self._record, -1):
             yield
-        changed = {
-            part
-            for part, attributes in zip(first, before, strict=True)
-            if not _same(attributes, _attributes(part))
-        }
         for part, calls in [*self._calls.items()]:
-            if part in changed or None in calls[-1] or len(calls[-1]) != len(calls[0]):
+            changed = part in before and not _same(before[part], _attributes(part))
+            if changed or None in calls[-1] or len(calls[-1]) != len(calls[0]):
                 del self._calls[part]
 
-    @contextlib.contextmanager
-    def replayed(self, micro_batch: int) -> Iterator[None]:
+    def replayed(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
         """Return each recorded output of a micro-batch, once, instead of running the parts."""
+        return self._replaced(self._replay, micro_batch)
+
+    @contextlib.contextmanager
+    def _replaced(self, function: Callable[..., Any], micro_batch: int) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for part, calls in self._calls.items():
-                replay = functools.partial(self._replay, calls[micro_batch])
-                stack.enter_context(_forward_replaced(part, replay))
+                replacement = functools.partial(function, calls[micro_batch])
+                stack.enter_context(_forward_replaced(part, replacement))
             yield
 
     def _record(

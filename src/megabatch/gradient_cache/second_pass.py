@@ -214,7 +214,7 @@ class Step:
             with self._agreed_memory("kept graphs"):  # of all encodings: then the memory is free
                 for encoding in self.encodings:
                     encoding.backward_kept(sums)
-        encodings = [e for e in self.encodings if self._once or e.has_gradients()]
+        encodings = [encoding for encoding in self.encodings if encoding.has_gradients()]
         for i, encoding in enumerate(encodings):
             later = any(encoding.encoder is other.encoder for other in encodings[i + 1 :])
             encoding.backward(sums, synchronise=not later)

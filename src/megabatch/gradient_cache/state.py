@@ -73,7 +73,8 @@ class ForwardContext:
         """Save the current settings."""
         self._modules = [*modules]
         self._settings = _settings(self._modules)
-        self._device = _default_device()
+        # torch.get_default_device() of PyTorch 2.9 raises after torch.set_default_device(None).
+        self._device = torch.empty(0).device
         self._autocast = {
             kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in AUTOCAST_DEVICES
@@ -91,7 +92,7 @@ class ForwardContext:
             for kind, (dtype, enabled) in self._autocast.items():
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache_enabled))
-            if self._device != _default_device():
+            if self._device != torch.empty(0).device:
                 stack.enter_context(self._device)
             current = _settings(self._modules)
             for name in self._settings.keys() & current.keys():
@@ -114,11 +115,6 @@ def _settings(modules: Iterable[nn.Module]) -> dict[Any, tuple[Callable[[Any], A
         precision = torch.get_float32_matmul_precision()
         found["precision"] = torch.set_float32_matmul_precision, precision
     return found
-
-
-def _default_device() -> torch.device:
-    # torch.get_default_device() of PyTorch 2.9 raises after torch.set_default_device(None).
-    return torch.empty(0).device
 
 
 @contextlib.contextmanager

@@ -125,8 +125,9 @@ class GradientCache:
             TypeError, ValueError: an argument is of a wrong type, out of range, or does not match
                 the number of encoders; the message names it.
         """
-        self._several = isinstance(encoders, (tuple, list, nn.ModuleList))
-        self._encoders: tuple[Encoder, ...] = tuple(encoders) if self._several else (encoders,)
+        given: Any = encoders
+        self._several = isinstance(given, (tuple, list, nn.ModuleList))
+        self._encoders: tuple[Encoder, ...] = tuple(given) if self._several else (given,)
         check_encoders(self._encoders)
         check_options(loss, group, feature_dtype)
         n = len(self._encoders), self._several
@@ -154,8 +155,8 @@ class GradientCache:
         Args:
             *batches: tensors, or nested mappings, lists and tuples of tensors, with the same number
                 of rows (first dimension) for each encoder; none if another rank has some. Instead
-                of a tensor there may be an object with `__len__` and `__getitem__(slice) -> Tensor`,
-                such as compressed images, which makes the same rows in each pass. A list or tuple
+                of a tensor there may be an object with `__len__` and `__getitem__(slice)`, such as
+                compressed images, which makes the same tensor of rows in each pass. A list or tuple
                 of other values with one item per row, such as captions, is split along with the
                 tensors; anything else is passed unchanged with each micro-batch. A mapping reaches
                 the encoder as one argument: for one that takes keywords pass `lambda batch:
