@@ -136,15 +136,15 @@ def gradients(model):
     return found
 
 
-def assert_same(model, expected):
-    """The model has these gradients, by name."""
+def assert_same(model, expected, case=None):
+    """The model has these gradients, by name; `case`: for messages."""
     found = gradients(model)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         if gradient is None or expected[name] is None:  # of a frozen parameter
             assert gradient is expected[name]
         else:
-            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-9)
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-9, msg=case)
 
 
 def assert_sgd_moves_by(expected, sharded):

@@ -18,6 +18,7 @@ from tests.gradient_cache.towers import (
     WIDTH,
     Tower,
     TwoTowers,
+    assert_same,
     assert_same_gradients,
     biased_loss,
     clip_loss,
@@ -25,7 +26,8 @@ from tests.gradient_cache.towers import (
     pairs,
 )
 
-SIZES = [3, 100]  # several micro-batches; one, whose graph is kept
+#: Micro-batches of 3 rows; one, whose graph is kept.
+both_sizes = pytest.mark.parametrize("size", [3, 100])
 
 
 def twins(**options):
@@ -33,35 +35,22 @@ def twins(**options):
     return model, copy.deepcopy(model)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_two_losses_added_one_of_them_scaled(size):
-    model, plain = twins()
-    other, other_plain = twins()
-    first, second, third = pairs(7), pairs(5), pairs(4)
-    expected = (
-        biased_loss(*plain(*first))
-        + 3 * biased_loss(*plain(*second))
-        - biased_loss(*other_plain(*third)) / 2
-    )
-    expected.backward()
-    step = GradientCache(model, biased_loss, size)
-    value = step(*first) + 3 * step(*second)
-    value = value - GradientCache(other, biased_loss, size)(*third) / 2
-    value.backward()
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
-    assert_same_gradients(gradients(model, other), gradients(plain, other_plain))
+@both_sizes
+def test_losses_added_and_scaled(size):
+    """Two of one model, one of another one, and a plain one."""
+    model, other = TwoTowers(), TwoTowers()
+    first, second, third, more = pairs(7), pairs(5), pairs(4), pairs(3)
+
+    def total(of_model, of_other):
+        loss = of_model(*first) + 3 * of_model(*second) - of_other(*third) / 2
+        return loss + biased_loss(*model(*more))
+
+    steps = (GradientCache(one, biased_loss, size) for one in (model, other))
+    plain = (lambda *batches, one=one: biased_loss(*one(*batches)) for one in (model, other))
+    assert_same(lambda: total(*steps), lambda: total(*plain), model, other)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_added_to_a_plain_loss_of_the_same_parameters(size):
-    model, plain = twins()
-    batches, more = pairs(), pairs(3)
-    (biased_loss(*plain(*batches)) + biased_loss(*plain(*more))).backward()
-    (GradientCache(model, biased_loss, size)(*batches) + biased_loss(*model(*more))).backward()
-    assert_same_gradients(gradients(model), gradients(plain))
-
-
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 def test_accumulation_and_clipping(size):
     model, plain = twins()
     parts = [pairs() for _ in range(3)]
@@ -80,7 +69,7 @@ def test_accumulation_and_clipping(size):
     assert_same_gradients(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 def test_torch_autograd_grad_and_inputs(size):
     model, plain = twins()
     batches = pairs()
@@ -99,7 +88,7 @@ def test_torch_autograd_grad_and_inputs(size):
                 assert parameter.grad is None
 
 
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 def test_hooks_are_called_once_per_step(size):
     model, plain = twins()
     seen = {id(model): [], id(plain): []}
@@ -126,68 +115,54 @@ def test_hooks_are_called_once_per_step(size):
     assert sorted(k for k, _ in mine) == sorted(k for k, _ in theirs)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 @pytest.mark.parametrize("by_keyword", [True, False])
 def test_keywords_and_closures_with_a_graph(size, by_keyword):
     """The scale is computed before the step and used again after it."""
-    towers, log_scale = (Tower(), Tower()), nn.Parameter(torch.tensor(1.2))
-    batches, gradient = pairs(), []
+    towers, head = nn.ModuleList([Tower(), Tower()]), nn.ParameterList([torch.tensor(1.2)])
+    batches = pairs()
+
+    def loss_of(step):
+        scale = head[0].exp()
+        value = step(scale)
+        return value + 0.1 * scale if by_keyword else value  # its graph remains the caller's
 
     def cached(scale):
         if by_keyword:
-            step = GradientCache(towers, clip_loss, size)
-            return step(*batches, logit_scale=scale)
+            return GradientCache(towers, clip_loss, size)(*batches, logit_scale=scale)
         return GradientCache(towers, lambda x, y: clip_loss(x, y, scale), size)(*batches)
 
     def plain(scale):
         return clip_loss(*(t(b) for t, b in zip(towers, batches, strict=True)), scale)
 
-    for loss in (plain, cached):
-        scale = log_scale.exp()
-        value = loss(scale)
-        if by_keyword:  # the scale's graph remains the caller's
-            value = value + 0.1 * scale
-        value.backward()
-        gradient.append([*gradients(*towers), log_scale.grad])
-        log_scale.grad = None
-        for tower in towers:
-            tower.zero_grad()
-    assert_same_gradients(gradient[1], gradient[0])
+    assert_same(lambda: loss_of(cached), lambda: loss_of(plain), towers, head)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 def test_a_parameter_in_the_encoder_and_in_the_loss(size):
-    model, plain = twins()
-    batches = pairs()
+    model, batches = TwoTowers(), pairs()
 
-    def loss_of(one):
-        def loss(x, y, scale, bias):
-            penalty = one.logit_scale.square() + one.image.layers[0].weight.square().sum()
-            return biased_loss(x, y, scale, bias) + penalty
+    def loss(*outputs):
+        penalty = model.logit_scale.square() + model.image.layers[0].weight.square().sum()
+        return biased_loss(*outputs) + penalty
 
-        return loss
-
-    loss_of(plain)(*plain(*batches)).backward()
-    GradientCache(model, loss_of(model), size)(*batches).backward()
-    assert_same_gradients(gradients(model), gradients(plain))
+    step = GradientCache(model, loss, size)
+    assert_same(lambda: step(*batches), lambda: loss(*model(*batches)), model)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 def test_batches_with_a_graph(size):
-    (images, texts), towers = pairs(), (Tower(), Tower())
-    stem = nn.Linear(WIDTH, WIDTH)
-    found = []
-    for cached in (False, True):
+    (images, texts), towers, stem = pairs(), (Tower(), Tower()), nn.Linear(WIDTH, WIDTH)
+    step = GradientCache(towers, clip_loss, size)
+
+    def plain(x, y):
+        return clip_loss(towers[0](x), towers[1](y))
+
+    def loss_of(function):
         x = stem(images)
-        if cached:
-            loss = GradientCache(towers, clip_loss, size)(x, texts)
-        else:
-            loss = clip_loss(towers[0](x), towers[1](texts))
-        (loss + x.sum()).backward()
-        found.append(gradients(stem, *towers))
-        for module in (stem, *towers):
-            module.zero_grad()
-    assert_same_gradients(found[1], found[0])
+        return function(x, texts) + x.sum()
+
+    assert_same(lambda: loss_of(step), lambda: loss_of(plain), stem, *towers)
 
 
 class SharedGradients(nn.Module):
@@ -204,7 +179,7 @@ class SharedGradients(nn.Module):
         return self.table(tokens).mean(1) + self.a + self.b + self.gain.sum(1)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_that_are_shared_expanded_sparse_or_none(size, sparse):
     model = SharedGradients(sparse)
@@ -223,34 +198,31 @@ def test_gradients_that_are_shared_expanded_sparse_or_none(size, sparse):
     assert_same_gradients(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("size", SIZES)
+class Checkpointed(nn.Module):
+    """Behind a reentrant checkpoint, which starts a backward pass of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower, self.bias = Tower(), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return checkpoint(self.tower, x + self.bias, use_reentrant=True)
+
+
+@both_sizes
 def test_a_reentrant_checkpoint(size):
-    """It starts a backward pass of its own, so each micro-batch adds to `.grad` directly."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tower = Tower()
-            self.bias = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, x):
-            return checkpoint(self.tower, x + self.bias, use_reentrant=True)
-
-    model = Checkpointed()
-    plain = copy.deepcopy(model)
-    x, y = pairs()
-    clip_loss(plain(x), plain(y)).backward()
+    """Each micro-batch adds to `.grad` directly."""
+    model, batches = Checkpointed(), pairs()
     step = GradientCache((model, model), clip_loss, size)
-    loss = step(x, y)
-    loss.backward()
-    assert_same_gradients(gradients(model), gradients(plain))
+    assert_same(lambda: step(*batches), lambda: clip_loss(*map(model, batches)), model)
     if size == 100:  # the graph is recorded before the backward pass
+        before = [gradient.clone() for gradient in gradients(model)]
         with pytest.raises(RuntimeError, match=r"grad and inputs= .*encoder 0.*reentrant"):
-            torch.autograd.grad(step(x, y), list(model.parameters()))
-        assert_same_gradients(gradients(model), gradients(plain))
+            torch.autograd.grad(step(*batches), list(model.parameters()))
+        assert_same_gradients(gradients(model), before)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 def test_a_backward_pass_in_another_thread(size):
     model, plain = twins(dropout=0.5)
     batches = pairs()
@@ -281,36 +253,32 @@ def test_a_dropped_cache_frees_its_encoders_at_once():
         gc.enable()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_loss_after_its_backward_pass_holds_no_batch(size):
-    model = TwoTowers()
-    images, texts = pairs()
-    seen, features = [weakref.ref(images), weakref.ref(texts)], []
+@both_sizes
+def test_what_a_loss_holds(size):
+    """Batch and features until its backward pass, or until it is dropped."""
+    (images, texts), seen = pairs(), []
 
     def loss(x, y, scale, bias):
-        features.extend([weakref.ref(x), weakref.ref(y)])
+        seen.extend([weakref.ref(x), weakref.ref(y)])
         return biased_loss(x, y, scale, bias)
 
-    value = GradientCache(model, loss, size)(images, texts)
-    assert all(ref() is not None for ref in features)
+    step = GradientCache(TwoTowers(), loss, size)
+    value = step(images, texts)
+    assert all(ref() is not None for ref in seen)
     value.backward()
+    seen += [weakref.ref(images), weakref.ref(texts)]
     del images, texts
-    assert [ref() for ref in seen + features] == [None] * 4
+    assert [ref() for ref in seen] == [None] * 4
     assert value.isfinite()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_dropped_loss_frees_its_batch(size):
     images, texts = pairs()
-    seen = weakref.ref(images)
-    step = GradientCache(TwoTowers(), biased_loss, size)
+    seen = [weakref.ref(images)]
     step(images, texts)
     del images
-    assert seen() is None
+    assert [ref() for ref in seen] == [None] * 3
     step(*pairs()).backward()  # the next step works
 
 
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_a_step_only_evaluates(size, mode):
     model, batches = TwoTowers(), pairs()
@@ -320,20 +288,15 @@ def test_without_gradients_a_step_only_evaluates(size, mode):
     assert not value.requires_grad
     torch.testing.assert_close(value, biased_loss(*model(*batches)).detach())
     assert gradients(model) == [None] * len(gradients(model))
-    rounds = 3 if size == 3 else 1
-    assert len(model.image.graph_recorded) == rounds + 1
+    assert len(model.image.graph_recorded) == (3 if size == 3 else 1) + 1
     step(*batches).backward()  # a training step right after it works
     assert all(gradient is not None for gradient in gradients(model))
-
-
-def test_a_loss_that_needs_no_gradient_can_be_evaluated():
     frozen = Tower().requires_grad_(False)
-    with torch.no_grad():
-        value = GradientCache((frozen, frozen), clip_loss, 3)(*pairs())
-    assert value.isfinite()
+    with mode():
+        assert GradientCache((frozen, frozen), clip_loss, size)(*batches).isfinite()
 
 
-@pytest.mark.parametrize("size", SIZES)
+@both_sizes
 def test_copies_and_pickles(size):
     model = TwoTowers()
     step = GradientCache(model, biased_loss, size)
@@ -347,11 +310,9 @@ def test_copies_and_pickles(size):
         assert_same_gradients(gradients(copied), expected)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_inside_torch_compile_a_step_is_left_out_of_the_graph(size):
+def test_inside_torch_compile_a_step_is_left_out_of_the_graph():
     torch.compiler.reset()
-    model, plain = twins()
-    batches, compiled = pairs(), []
+    model, batches, compiled = TwoTowers(), pairs(), []
 
     def backend(graph, inputs):
         compiled.append(graph)
@@ -360,11 +321,11 @@ def test_inside_torch_compile_a_step_is_left_out_of_the_graph(size):
     def scaled(step, x, y):
         return 3 * step(2 * x, y)
 
-    step = GradientCache(model, biased_loss, size)
-    value = torch.compile(scaled, backend=backend)(step, *batches)
-    value.backward()
+    step = GradientCache(model, biased_loss, 3)
+    function = torch.compile(scaled, backend=backend)
+    assert_same(
+        lambda: function(step, *batches),
+        lambda: 3 * biased_loss(*model(2 * batches[0], batches[1])),
+        model,
+    )
     assert compiled
-    expected = 3 * biased_loss(*plain(2 * batches[0], batches[1]))
-    expected.backward()
-    torch.testing.assert_close(value, expected)
-    assert_same_gradients(gradients(model), gradients(plain))

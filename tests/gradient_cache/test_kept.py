@@ -1,6 +1,5 @@
 """Micro-batches whose graphs are kept for the backward pass, so that they are encoded once."""
 
-import copy
 import gc
 import os
 import signal
@@ -25,7 +24,7 @@ from tests.gradient_cache.towers import (
     SavedTensor,
     Tower,
     TwoTowers,
-    assert_same_gradients,
+    assert_same,
     biased_loss,
     clip_loss,
     gradients,
@@ -39,38 +38,40 @@ KEPT = (1, 2, 3, 100)  # of 3 micro-batches: 7 rows, 3 at a time
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_one_model_with_shared_outputs(kept):
-    model = TwoTowers()
-    batches = pairs()
-    reference = copy.deepcopy(model)
-    expected = biased_loss(*reference(*batches))
-    expected.backward()
-    value = GradientCache(model, biased_loss, 3, kept_micro_batches=kept)(*batches)
-    value.backward()
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
-    assert_same_gradients(gradients(model), gradients(reference), 1e-12)
-    recorded = [False] * max(0, 3 - kept) + [True] * 3
+    model, batches = TwoTowers(), pairs()
+    step = GradientCache(model, biased_loss, 3, kept_micro_batches=kept)
+    assert_same(
+        lambda: step(*batches), lambda: biased_loss(*model(*batches)), model, tolerance=1e-12
+    )
+    recorded = [True] + [False] * max(0, 3 - kept) + [True] * 3
     assert model.image.graph_recorded == model.text.graph_recorded == recorded
 
 
 @pytest.mark.parametrize("kept", [*KEPT, (1, 2)])
 def test_two_encoders_with_dropout(kept):
     """Micro-batches draw the same random numbers as in one graph; the backward pass draws none."""
-    towers = nn.ModuleList([Tower(dropout=0.4), Tower(dropout=0.4)])
-    plain = copy.deepcopy(towers)
-    batches = pairs()
+    towers, batches, after = nn.ModuleList([Tower(0.4), Tower(0.4)]), pairs(), []
+    step = GradientCache(tuple(towers), clip_loss, 3, kept_micro_batches=kept)
+
+    def cached():
+        torch.manual_seed(3)
+        value = step(*batches)
+        assert torch.equal(torch.get_rng_state(), after[0])
+        torch.rand(5)
+        after[0] = torch.get_rng_state()
+        return value
+
     torch.manual_seed(3)
-    expected, after = one_graph(plain, batches, clip_loss, 3)
-    torch.manual_seed(3)
-    value = GradientCache(tuple(towers), clip_loss, 3, kept_micro_batches=kept)(*batches)
-    torch.rand(5)
-    before = torch.get_rng_state()
+    expected, state = one_graph(towers, batches, clip_loss, 3)
+    after.append(state)
+    wanted = gradients(towers)
+    towers.zero_grad()
+    value = cached()
     value.backward()
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), after[0])
     assert torch.equal(value, expected)
-    assert_same_gradients(gradients(towers), gradients(plain), 1e-12)
-    torch.manual_seed(3)
-    GradientCache(tuple(towers), clip_loss, 3, kept_micro_batches=kept)(*batches)
-    assert torch.equal(torch.get_rng_state(), after)
+    for found, gradient in zip(gradients(towers), wanted, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_the_number_may_change_between_steps():
@@ -92,10 +93,7 @@ def test_weights_that_autocast_cached_without_a_graph_get_gradients():
     for kept in (0, 1, 2):
         towers.zero_grad()
         step = GradientCache(
-            tuple(towers),
-            lambda x, y: clip_loss(x.float(), y.float()),
-            3,
-            kept_micro_batches=kept,
+            towers, lambda x, y: clip_loss(x.float(), y.float()), 3, kept_micro_batches=kept
         )
         with torch.autocast("cpu", torch.bfloat16):
             loss = step(*batches)
@@ -131,7 +129,7 @@ def graphs():
     gc.enable()
 
 
-def test_evaluation_and_frozen_encoders_keep_no_graph(graphs):
+def test_the_graphs_that_are_kept_and_freed(graphs):
     towers = (Tower(), Tower())
     step = GradientCache(towers, clip_loss, 2, kept_micro_batches=2)
     with torch.no_grad():
@@ -141,19 +139,14 @@ def test_evaluation_and_frozen_encoders_keep_no_graph(graphs):
     assert graphs() == 4
     loss.backward()
     assert graphs() == 0
-    towers[0].requires_grad_(False)
-    towers[0].graph_recorded.clear()
+    loss = step(*pairs())
+    del loss
+    assert graphs() == 0
+    towers[0].requires_grad_(False).graph_recorded.clear()
     loss = step(*pairs())
     assert graphs() == 2
     loss.backward()
     assert len(towers[0].graph_recorded) == 4  # once per micro-batch
-
-
-def test_a_dropped_loss_frees_the_graphs(graphs):
-    loss = GradientCache((Tower(), Tower()), clip_loss, 2, kept_micro_batches=2)(*pairs())
-    assert graphs() == 4
-    del loss
-    assert graphs() == 0
 
 
 class Stop(Exception):
@@ -185,6 +178,18 @@ def test_an_exception_frees_the_graphs_though_its_traceback_lives(graphs, where)
     assert gradients(*towers) == [None] * len(gradients(*towers))
 
 
+class Sometimes(nn.Module):
+    """Uses hidden parameters in the last micro-batch only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.hidden = nn.Linear(WIDTH, WIDTH), [Tower()]
+
+    def forward(self, x):
+        x = self.layer(x)
+        return self.hidden[0](x) if len(x) == 1 else x[:, :DIMS]
+
+
 def test_hidden_parameters_and_reentrant_checkpoints():
     towers = nn.ModuleList([Tower(), Tower()])
     hidden = HiddenTower(towers[0])
@@ -192,35 +197,17 @@ def test_hidden_parameters_and_reentrant_checkpoints():
     def checkpointed(x):
         return checkpoint(towers[1], x.clone().requires_grad_(), use_reentrant=True)
 
-    batches = pairs()
-    clip_loss(hidden(batches[0]), checkpointed(batches[1])).backward()
-    expected = [*gradients(towers), hidden.layer.weight.grad]
-    towers.zero_grad()
-    hidden.zero_grad()
-    towers[0].graph_recorded.clear()
-    GradientCache((hidden, checkpointed), clip_loss, 3, kept_micro_batches=1)(*batches).backward()
-    assert_same_gradients([*gradients(towers), hidden.layer.weight.grad], expected, 1e-12)
-    assert len(towers[0].graph_recorded) == 6  # not kept
-
-
-def test_hidden_parameters_that_only_a_later_micro_batch_uses():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-            self.hidden = [Tower()]
-
-        def forward(self, x):
-            x = self.layer(x)
-            return self.hidden[0](x) if len(x) == 1 else x[:, :DIMS]  # in the last one
-
-    model, batches, found = Sometimes(), pairs(), []
-    for kept in (0, 2):
-        model.zero_grad()
-        model.hidden[0].zero_grad()
-        GradientCache((model, model), clip_loss, 3, kept_micro_batches=kept)(*batches).backward()
-        found.append(gradients(model, model.hidden[0]))
-    assert_same_gradients(found[1], found[0], 1e-12)
+    x, y = pairs()
+    step = GradientCache((hidden, checkpointed), clip_loss, 3, kept_micro_batches=1)
+    assert_same(
+        lambda: step(x, y), lambda: clip_loss(hidden(x), checkpointed(y)), towers, hidden.layer
+    )
+    assert len(towers[0].graph_recorded) == 1 + 6  # not kept
+    model = Sometimes()
+    steps = [
+        GradientCache((model, model), clip_loss, 3, kept_micro_batches=kept) for kept in (0, 2)
+    ]
+    assert_same(lambda: steps[1](x, y), lambda: steps[0](x, y), model, model.hidden[0])
 
 
 @pytest.mark.parametrize(
@@ -257,7 +244,8 @@ def test_ddp_and_fsdp2_inside(world: World) -> None:
             model = parallel.new_model()
             calls = counting(model)
             model = wrap(model)
-            step = GradientCache(model, ClipLoss(), 1, kept_micro_batches=2)
+            # Ranks use the smallest number.
+            step = GradientCache(model, ClipLoss(), 1, kept_micro_batches=2 + world.rank)
             count = max(sizes)
             for _ in range(2):  # DDP rebuilds its buckets after the first step
                 model.zero_grad()
@@ -298,27 +286,12 @@ def test_ddp_with_unused_parameters_and_fsdp2_that_keeps_weights(world: World) -
 
 
 @on_processes(2)
-def test_ranks_use_the_smallest_number(world: World) -> None:
-    mine, whole = parallel.batches_of(world.rank, [4, 4])
-    model = parallel.new_model()
-    calls = counting(model)
-    step = GradientCache(
-        parallel.under_ddp(model), ClipLoss(), 1, kept_micro_batches=1 + 2 * world.rank
-    )
-    step(*mine).backward()
-    assert calls == [False] * 3 + [True] * 4
-    parallel.assert_same(model, parallel.on_one_process([whole])[1])
-
-
-@on_processes(2)
 def test_two_losses_added_and_one_wrapper_for_two_batches(world: World) -> None:
     parts = [parallel.batches_of(world.rank, [4, 3], seed) for seed in range(2)]
     _, expected = parallel.on_one_process([whole for _, whole in parts], [1.0, 3.0])
     for wrap in (parallel.under_ddp, parallel.under_fsdp):
-        for second in (
-            2,
-            8,
-        ):  # 8: the graph of its only micro-batch is kept beside the other step's
+        # 8: the graph of its only micro-batch is kept beside the other step's
+        for second in (2, 8):
             model = wrap(parallel.new_model())
             first_step = GradientCache(model, ClipLoss(), 1, kept_micro_batches=2)
             second_step = GradientCache(model, ClipLoss(), second, kept_micro_batches=1)

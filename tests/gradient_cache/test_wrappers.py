@@ -1,14 +1,18 @@
-"""DDP around a whole training step; DDP and FSDP inside the encoders."""
+"""DDP around a whole training step; DDP and FSDP inside the encoders; float64 on Gloo."""
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.gradient_cache import GradientCache, UnusedParameters
@@ -32,6 +36,170 @@ from tests.gradient_cache.parallel import (
     under_fsdp,
 )
 from tests.similarity.distributed.processes import World, on_processes
+
+
+def counted(module, counts):
+    """The module under DDP; its reductions, of one bucket, are counted."""
+    wrapped = DistributedDataParallel(module)
+    count_reductions(wrapped, counts)
+    return wrapped
+
+
+class PairOfTowers(nn.Module):
+    """Two DDP towers, whose methods are the encoders."""
+
+    def __init__(self, model, counts):
+        super().__init__()
+        self.image, self.text = counted(model.image, counts), counted(model.text, counts)
+
+    def encode_image(self, x):
+        return self.image(x)
+
+    def encode_text(self, x):
+        return self.text(x)
+
+
+class Holder:
+    """An object that hides a DDP model two objects deep."""
+
+    def __init__(self, model, counts):
+        self.parts = SimpleNamespace(model=counted(model, counts))
+
+    def encode(self, *batches):
+        return self.parts.model(*batches)
+
+
+def of_methods(model, counts):
+    pair = PairOfTowers(model, counts)
+    return functools.partial(pair.encode_image), pair.encode_text
+
+
+def two_fsdp(model, counts):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(model.image, mesh=mesh), fully_shard(model.text, mesh=mesh)
+
+
+def image_locked(wrap):
+    def locked(model, counts):
+        model.image.requires_grad_(False)
+        return wrap(model, counts)
+
+    return locked
+
+
+def fsdp(model, counts):
+    return under_fsdp(model)
+
+
+def two_towers(model, x, y):
+    return model.image(x), model.text(y)
+
+
+def one_tower(model, x, y):
+    return model.image(x), model.image(y)
+
+
+#: Encoders of a model, its outputs without them, and reductions per step (None: not counted).
+SETUPS = {
+    "one DDP": (counted, nn.Module.__call__, 1),
+    "two DDP": (lambda m, c: (counted(m.image, c), counted(m.text, c)), two_towers, 2),
+    "methods": (of_methods, two_towers, 2),
+    "one DDP for both": (lambda m, c: (counted(m.image, c),) * 2, one_tower, 1),
+    "hidden DDP": (lambda m, c: Holder(m, c).encode, nn.Module.__call__, None),
+    "FSDP": (fsdp, nn.Module.__call__, 3),  # each of the three sharded modules once
+    "two FSDP": (two_fsdp, two_towers, 2),
+    "locked in DDP": (image_locked(counted), nn.Module.__call__, 1),
+    "locked in FSDP": (image_locked(fsdp), nn.Module.__call__, 2),
+}
+
+
+def clip_loss(x, y, logit_scale, sizes):
+    """ClipLoss by other collectives than a reduce-scatter, which are counted."""
+    place = torch.arange(len(x)) + sum(sizes[: dist.get_rank()])
+    sides = (
+        F.cross_entropy(logit_scale * a @ Gather.apply(b, sizes).T, place, reduction="sum")
+        for a, b in ((x, y), (y, x))
+    )
+    return dist.get_world_size() * sum(sides) / (2 * sum(sizes))
+
+
+class CountReduceScatter(TorchDispatchMode):
+    """Counts FSDP2's reductions of gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@on_processes(2)
+def test_two_processes_give_the_gradients_of_one(world: World) -> None:
+    for name, (wrap, plain, reductions) in SETUPS.items():
+        scale = {} if plain is nn.Module.__call__ else {"logit_scale": 3.0}
+        for sizes in ((4, 4), (5, 1), (3, 6), (0, 5), (3, 0)):
+            for size in MICRO_BATCH_SIZES:
+                mine, whole = batches_of(world.rank, sizes)
+                model, truth, counts = new_model(), new_model(), []
+                truth.image.requires_grad_("locked" not in name)
+                expected = ClipLoss(group="local")(*plain(truth, *whole), **scale)
+                (2 * expected).backward()
+                step = GradientCache(wrap(model, counts), clip_loss, size)
+                with CountReduceScatter() as scattered:
+                    for _ in range(2):  # DDP rebuilds its buckets after the first
+                        loss = step(*mine, **scale, sizes=sizes)
+                        loss.backward()
+                value = loss.detach()
+                dist.all_reduce(value)
+                case = f"{name}, shards {sizes}, micro-batches of {size}"
+                assert abs(value / world.size - expected) < 1e-9, case
+                assert_same(model, gradients(truth), case)
+                assert reductions in (None, (len(counts) + scattered.count) / 2), case
+
+
+@pytest.fixture
+def _one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("refused", ["static_graph", "delay_all_reduce_named_params"])
+def test_ddp_that_cannot_hold_back_reductions_is_refused(refused):
+    tower, x = Tower(), torch.ones(4, WIDTH)
+    options = {"static_graph": True}
+    if refused == "delay_all_reduce_named_params":
+        options = {
+            "delay_all_reduce_named_params": [*tower.second.named_parameters("second")],
+            "param_to_hook_all_reduce": tower.first.weight,
+        }
+    encoder = DistributedDataParallel(tower, **options)
+    with pytest.raises(ValueError, match=refused):
+        GradientCache((encoder, encoder), ClipLoss(), 2)(x, x)
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_an_encoder_that_the_loss_does_not_use_stops_no_later_step():
+    encoders = tuple(DistributedDataParallel(Tower()) for _ in range(2))
+    x, unused = torch.randn(4, WIDTH), encoders[1].module
+    for loss in (lambda x, y: x.square().sum(), lambda x, y: (x * y).sum()):
+        GradientCache(encoders, loss, 4)(x, x).backward()
+    expected = torch.autograd.grad(
+        (encoders[0].module(x) * unused(x)).sum(), list(unused.parameters())
+    )
+    for parameter, gradient in zip(unused.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("group", [None, "local", "world"])
+def test_any_group_with_one_process(group):
+    tower, x = Tower(), torch.randn(5, WIDTH)
+    group = dist.group.WORLD if group == "world" else group
+    value = GradientCache((tower, tower), ClipLoss(), 2, group=group)(x, 2 * x, logit_scale=3.0)
+    value.backward()
+    torch.testing.assert_close(value, ClipLoss()(tower(x), tower(2 * x), 3.0))
 
 
 @on_processes(1, 2, 3)

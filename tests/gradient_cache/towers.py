@@ -96,6 +96,21 @@ def assert_same_gradients(actual, expected, tolerance=1e-9):
             torch.testing.assert_close(a, e, rtol=tolerance, atol=tolerance)
 
 
+def assert_same(cached, plain, *modules, tolerance=1e-9):
+    """Two functions give the same loss, and the same gradients of modules; return the gradients."""
+    found = []
+    for loss_of in (plain, cached):
+        for module in modules:
+            module.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        found.append((loss.detach(), gradients(*modules)))
+    (expected, wanted), (value, actual) = found
+    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+    assert_same_gradients(actual, wanted, tolerance)
+    return actual
+
+
 def one_graph(encoders, batches, loss, micro_batch_size):
     """A step with dropout by definition: encode all micro-batches in one graph, then the loss.
 
