@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from megabatch.gradient_cache.arguments import Key
 from megabatch.gradient_cache.batches import (
     CutRows,
     Items,
@@ -20,7 +21,6 @@ from megabatch.gradient_cache.batches import (
     to_device,
     with_items,
 )
-from megabatch.gradient_cache.outputs import Key
 
 #: Lengths of sorted sequences: a number of columns, and how many rows need it, the longest first.
 Runs: TypeAlias = "Sequence[tuple[int, int]]"

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.arguments import call
+from megabatch.gradient_cache.arguments import OutputForm, Outputs, assembled, call
 from megabatch.gradient_cache.autograd import GradientSums, add_to_grad, reached_from
 from megabatch.gradient_cache.by_length import MicroBatch
 from megabatch.gradient_cache.checks import PassesCheck
 from megabatch.gradient_cache.feed import Feed, Parts
 from megabatch.gradient_cache.frozen import FrozenParts
 from megabatch.gradient_cache.offload import allocated, to_host
-from megabatch.gradient_cache.outputs import OutputForm, Outputs, assembled
 from megabatch.gradient_cache.state import (
     ForwardState,
     Watched,

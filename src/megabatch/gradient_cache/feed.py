@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megabatch.ahead import one_ahead
+from megabatch.gradient_cache.arguments import Key
 from megabatch.gradient_cache.batches import (
     PLACEHOLDER_ROWS,
     Items,
@@ -24,7 +25,6 @@ from megabatch.gradient_cache.batches import (
     with_items,
 )
 from megabatch.gradient_cache.by_length import MicroBatch, SortedByLength, divided
-from megabatch.gradient_cache.outputs import Key
 
 #: A micro-batch's rows of each batch; the last element is a dict of those passed by keyword.
 Parts: TypeAlias = "tuple[Any, ...]"

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.arguments import (
+    OutputForm,
     check_encoders,
     check_options,
     checked_input_names,
@@ -41,7 +42,6 @@ from megabatch.gradient_cache.checks import (
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.offload import StepMemory
-from megabatch.gradient_cache.outputs import OutputForm
 from megabatch.gradient_cache.second_pass import Step, loss_of
 from megabatch.gradient_cache.wrappers import parameters_in
 from megabatch.ranks import all_gather_numbers, global_ranks
