@@ -1,6 +1,5 @@
 """Batches by keyword; rows and micro-batch sizes of each encoder; the outputs that are cached."""
 
-import copy
 import functools
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
@@ -17,10 +16,9 @@ from tests.gradient_cache.towers import (
     WIDTH,
     Tower,
     TwoTowers,
-    assert_same_gradients,
+    assert_same,
     biased_loss,
     clip_loss,
-    gradients,
     pairs,
 )
 
@@ -45,15 +43,11 @@ def test_one_model_takes_batches_by_keyword(size):
     names = ("images", "texts", "mask", "mode")
     step = GradientCache(model, loss, size, input_names=names)
     inputs = {"texts": {"ids": texts}, "mask": None, "mode": "train"}
-    loss(weight, **model(images, **inputs)).backward()
-    expected = gradients(model)
     for call in (
-        functools.partial(step, images, **inputs),
-        functools.partial(step, images=images, **inputs),
+        functools.partial(step, images, **inputs, weight=weight),
+        functools.partial(step, images=images, **inputs, weight=weight),
     ):
-        model.zero_grad()
-        call(weight=weight).backward()
-        assert_same_gradients(gradients(model), expected)
+        assert_same(call, lambda: loss(weight, **model(images, **inputs)), model)
     loss = step(images, **inputs, weight=weight)
     texts.zero_()
     with pytest.raises(RuntimeError, match=r"texts\['ids'\] of the model was changed in place"):
@@ -62,15 +56,13 @@ def test_one_model_takes_batches_by_keyword(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_each_encoder_takes_a_batch_by_keyword(size):
-    towers = (Tower(), Tower())
-    x, y = pairs()
-    clip_loss(towers[0](x), towers[1](y), 2.0).backward()
-    expected = gradients(*towers)
-    for tower in towers:
-        tower.zero_grad()
+    towers, (x, y) = (Tower(), Tower()), pairs()
     step = GradientCache(towers, clip_loss, size, input_names=["query", "passage"])
-    step(passage=y, query=x, logit_scale=2.0).backward()
-    assert_same_gradients(gradients(*towers), expected)
+    assert_same(
+        lambda: step(passage=y, query=x, logit_scale=2.0),
+        lambda: clip_loss(towers[0](x), towers[1](y), 2.0),
+        *towers,
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -91,12 +83,9 @@ def test_other_values_in_a_batch_are_passed_unchanged(size):
         "object": object(),
         "bytes": b"abc",
     }
-    clip_loss(encode({"input": x, **rest}), encode({"input": y, **rest})).backward()
-    expected = gradients(tower)
-    tower.zero_grad()
+    batches = [{"input": batch, **rest} for batch in (x, y)]
     step = GradientCache((encode, encode), clip_loss, size, device="cpu")
-    step({"input": x, **rest}, {"input": y, **rest}).backward()
-    assert_same_gradients(gradients(tower), expected)
+    assert_same(lambda: step(*batches), lambda: clip_loss(*map(encode, batches)), tower)
     assert seen == [rest] * len(seen)
 
 
@@ -118,12 +107,12 @@ def test_encoders_with_different_numbers_of_rows(sizes, shared):
         return encoder(x)
 
     encoders = [functools.partial(counted, k, t) for k, t in zip(rows, towers, strict=True)]
-    retrieval_loss(towers[0](queries), towers[1](passages)).backward()
-    expected = gradients(*towers)
-    for one in towers:
-        one.zero_grad()
-    GradientCache(encoders, retrieval_loss, sizes)(queries, passages).backward()
-    assert_same_gradients(gradients(*towers), expected)
+    step = GradientCache(encoders, retrieval_loss, sizes)
+    assert_same(
+        lambda: step(queries, passages),
+        lambda: retrieval_loss(towers[0](queries), towers[1](passages)),
+        *towers,
+    )
     each = (sizes, sizes) if isinstance(sizes, int) else sizes
     counts = (BATCH, 4 * BATCH)
     passes = 1 if all(size >= n for size, n in zip(each, counts, strict=True)) else 2
@@ -163,7 +152,7 @@ WANTED = ["image_embeds", "text_embeds", "scale"]
 @pytest.mark.parametrize("kind", [TwoTowersOutput, UserDict, OrderedDict])
 def test_the_loss_gets_a_mapping_of_the_models_class(kind, size):
     model, batches = HuggingFaceLike(kind), pairs()
-    plain = copy.deepcopy(model)
+    model.logit_bias.requires_grad_(False)
 
     def loss(outputs, factor):
         assert type(outputs) is kind
@@ -171,34 +160,28 @@ def test_the_loss_gets_a_mapping_of_the_models_class(kind, size):
             assert outputs.image_embeds is outputs["image_embeds"]
         return factor * clip_loss(*(outputs[name] for name in WANTED))
 
-    expected = loss(plain(*batches), 2)
-    expected.backward()
-
     def looks(outputs, factor):
         assert outputs["logits"] is None
         assert outputs["vision"] is None
         return loss(outputs, factor)
 
-    value = GradientCache(model, looks, size, outputs=WANTED)(*batches, factor=2)
-    value.backward()
-    torch.testing.assert_close(value, expected)
-    model.logit_bias.requires_grad_(False)
-    plain.logit_bias.requires_grad_(False)
-    assert_same_gradients(gradients(model), gradients(plain))
+    step = GradientCache(model, looks, size, outputs=WANTED)
+    assert_same(lambda: step(*batches, factor=2), lambda: loss(model(*batches), 2), model)
 
 
 @pytest.mark.parametrize("kind", [dict, lambda **items: MappingProxyType(items)])
 def test_outputs_of_a_dict_by_name(kind):
     model, batches = HuggingFaceLike(kind), pairs()
-    clip_loss(*(model(*batches)[name] for name in WANTED)).backward()
-    expected = gradients(model)
-    model.zero_grad()
 
     def loss(image_embeds, text_embeds, scale):
         return clip_loss(image_embeds, text_embeds, scale)
 
-    GradientCache(model, loss, 3, outputs=WANTED)(*batches).backward()
-    assert_same_gradients(gradients(model), expected)
+    step = GradientCache(model, loss, 3, outputs=WANTED)
+    assert_same(
+        lambda: step(*batches),
+        lambda: clip_loss(*(model(*batches)[name] for name in WANTED)),
+        model,
+    )
 
 
 def test_a_batch_keeps_its_class():
@@ -209,22 +192,16 @@ def test_a_batch_keeps_its_class():
         assert (batch.text_embeds, batch["image_embeds"]) == (None, batch.image_embeds)
         return tower(batch.image_embeds)
 
-    clip_loss(tower(x), tower(y)).backward()
-    expected = gradients(tower)
-    tower.zero_grad()
     batches = [TwoTowersOutput(image_embeds=batch) for batch in (x, y)]
-    GradientCache((encode, encode), clip_loss, 3)(*batches).backward()
-    assert_same_gradients(gradients(tower), expected)
+    step = GradientCache((encode, encode), clip_loss, 3)
+    assert_same(lambda: step(*batches), lambda: clip_loss(tower(x), tower(y)), tower)
     assert batches[0].image_embeds is x
 
 
 def test_outputs_of_a_tuple_by_position():
     model, batches = TwoTowers(), pairs()
-    clip_loss(*model(*batches)[:2]).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    GradientCache(model, lambda y, x: clip_loss(x, y), 3, outputs=(1, 0))(*batches).backward()
-    assert_same_gradients(gradients(model), expected)
+    step = GradientCache(model, lambda y, x: clip_loss(x, y), 3, outputs=(1, 0))
+    assert_same(lambda: step(*batches), lambda: clip_loss(*model(*batches)[:2]), model)
 
 
 @pytest.mark.parametrize("outputs", ["sentence_embedding", ("sentence_embedding", "pooled")])
@@ -237,12 +214,9 @@ def test_one_output_of_each_encoder(outputs):
         return {**features, "sentence_embedding": hidden, "pooled": hidden, "other": hidden.mean()}
 
     x, y = pairs()
-    clip_loss(tower(x), tower(y)).backward()
-    expected = gradients(tower)
-    tower.zero_grad()
+    batches = [{"input": batch, "modality": "text"} for batch in (x, y)]
     step = GradientCache((encode, encode), clip_loss, 3, outputs=outputs)
-    step({"input": x, "modality": "text"}, {"input": y, "modality": "text"}).backward()
-    assert_same_gradients(gradients(tower), expected)
+    assert_same(lambda: step(*batches), lambda: clip_loss(tower(x), tower(y)), tower)
 
 
 @pytest.mark.parametrize(
