@@ -66,20 +66,20 @@ class Encoding:
         self.encoder, self.feed, self.form = encoder, feed, form
         self.modules = modules_in(encoder)
         self.wrappers = Wrappers(self.modules)
-        parameters = parameters_in(encoder)
-        tensors = [*parameters.values(), *feed.tensors]
+        self.parameters = parameters_in(encoder)
+        tensors = [*self.parameters.values(), *feed.tensors]
         self.inputs = [tensor for tensor in tensors if tensor.requires_grad]
         self.devices = cuda_devices(tensors)
         if feed.device is not None and feed.device.type == "cuda":
             self.devices.add(feed.device)
-        trained = any(parameter.requires_grad for parameter in parameters.values())
+        trained = any(parameter.requires_grad for parameter in self.parameters.values())
         self.requires_grad = isinstance(encoder, nn.Module) and trained
         self._fsdp1 = reduces_by_itself(self.modules)
         self.direct = bool(self.wrappers) or self._fsdp1
         self._hidden_parameters = False
         self._ddp_around = ddp_around()
-        self._parameters: dict[int, Watched] = {}
-        self._watch((f"parameter {name}", p) for name, p in parameters.items())
+        self._watched: dict[int, Watched] = {}
+        self._watch((f"parameter {name}", p) for name, p in self.parameters.items())
         self._batches = [Watched(k, t) for k, t in feed.watched.items() if not t.is_inference()]
         self._buffers = possible_state(self.modules)
         self._states: list[ForwardState] = []  # before each micro-batch
@@ -144,7 +144,7 @@ class Encoding:
 
     def check_unchanged(self, by: str, advice: str, *, batches: bool) -> None:
         """Raise a RuntimeError if a parameter, or one of the batches, was changed in this step."""
-        for watched in (*self._parameters.values(), *(self._batches if batches else ())):
+        for watched in (*self._watched.values(), *(self._batches if batches else ())):
             if watched.changed():
                 raise RuntimeError(
                     f"GradientCache: {watched.name} of {self.name} was changed {by}: {advice}"
@@ -333,8 +333,8 @@ class Encoding:
     def _watch(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         for name, parameter in parameters:
             whole = self.wrappers.shard and not hasattr(parameter, "device_mesh")
-            if not (whole or parameter.is_inference() or id(parameter) in self._parameters):
-                self._parameters[id(parameter)] = Watched(name, parameter)
+            if not (whole or parameter.is_inference() or id(parameter) in self._watched):
+                self._watched[id(parameter)] = Watched(name, parameter)
 
     def _encode(self, parts: Parts) -> Outputs:
         *positional, named = parts

@@ -17,7 +17,7 @@ those of a DistributedDataParallel around the whole training step, see one gradi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megabatch.gradient_cache.arguments import (
     OutputForm,
-    check_encoders,
+    check_callables,
     check_options,
     checked_input_names,
     checked_outputs,
@@ -43,7 +43,6 @@ from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.offload import StepMemory
 from megabatch.gradient_cache.second_pass import Step, loss_of
-from megabatch.gradient_cache.wrappers import parameters_in
 from megabatch.ranks import all_gather_numbers, global_ranks
 
 if TYPE_CHECKING:
@@ -128,8 +127,8 @@ class GradientCache:
         given: Any = encoders
         self._several = isinstance(given, (tuple, list, nn.ModuleList))
         self._encoders: tuple[Encoder, ...] = tuple(given) if self._several else (given,)
-        check_encoders(self._encoders)
-        check_options(loss, group, feature_dtype)
+        check_callables(self._encoders, loss)
+        check_options(group, feature_dtype)
         n = len(self._encoders), self._several
         self._sizes = per_encoder("micro_batch_size", micro_batch_size, *n, least=1)
         self._input_names = checked_input_names(input_names, *n)
@@ -220,7 +219,7 @@ class GradientCache:
         """
         for encoding, size in zip(encodings, self._sizes, strict=True):
             encoding.micro_batches = encoding.feed.divided(size)
-        counts, kept = self._agreed([len(e.micro_batches) for e in encodings], training)
+        counts, kept = self._agreed(encodings, training)
         wrappers = [wrapper for encoding in encodings for wrapper in encoding.wrappers]
         # A wrapper takes no second forward pass before the backward pass of the first.
         once = set(counts) == {1} and len(set(wrappers)) == len(wrappers)
@@ -234,20 +233,22 @@ class GradientCache:
             encoding.keep(most)
         return any(kept)
 
-    def _agreed(self, counts: list[int], training: bool) -> tuple[list[int], list[int]]:
+    def _agreed(self, encodings: list[Encoding], training: bool) -> tuple[list[int], list[int]]:
         """The maximum over ranks of each count of micro-batches, the minimum of those to be kept.
 
         A few steps compare weights, too.
         """
         self.steps += training
-        kept = list(self._kept_counts()) if training else [0] * len(counts)
+        counts = [len(encoding.micro_batches) for encoding in encodings]
+        kept = [*self._kept_counts()] if training else [0] * len(counts)
         if len(global_ranks(self.group)) == 1:
             return counts, kept
         what = f"step {self.steps}" if training else "evaluation"
         call = f"GradientCache, {what} of {len(counts)} batches"
         table = all_gather_numbers(call, [*counts, *kept], self.group)
         if training and self.steps in WEIGHTS_COMPARED and not self._weights_differ:
-            self._weights_differ = weights_differ(self.steps, self._parameters(), self.group)
+            named = [(f"{k} of {e.name}", p) for e in encodings for k, p in e.parameters.items()]
+            self._weights_differ = weights_differ(self.steps, named, self.group)
         columns = [*zip(*table, strict=True)]
         n = len(counts)
         return [*map(max, columns[:n])], [*map(min, columns[n:])]
@@ -256,13 +257,6 @@ class GradientCache:
         """For each encoder, the number of micro-batches whose graphs may be kept."""
         kept, count = self.kept_micro_batches, len(self._encoders)
         return per_encoder("kept_micro_batches", kept, count, self._several, least=0)
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The encoders' parameters, with their names for messages."""
-        for i, encoder in enumerate(self._encoders):
-            of = f" of encoder {i}" if self._several else ""
-            for name, parameter in parameters_in(encoder).items():
-                yield f"{name}{of}", parameter
 
 
 @functools.cache  # at the first step: it imports torch._dynamo
