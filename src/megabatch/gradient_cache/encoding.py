@@ -228,8 +228,8 @@ class Encoding:
         state = self.state()
         self._states.append(state)
         before = allocated(self.devices)
-        statistics, frozen = self._statistics_of(micro_batch), self.frozen.recorded()
-        with statistics, torch.set_grad_enabled(graph), frozen:
+        frozen = contextlib.nullcontext() if self.once else self.frozen.recorded()
+        with self._statistics_of(micro_batch), torch.set_grad_enabled(graph), frozen:
             outputs = self._encode(parts)
         if i == 0:
             self._buffers = state.keep_updated(compare=self._check is not None)
@@ -332,7 +332,7 @@ class Encoding:
 
     def _watch(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         for name, parameter in parameters:
-            whole = self.wrappers.shard and not hasattr(parameter, "device_mesh")
+            whole = self.wrappers.shards and not hasattr(parameter, "device_mesh")
             if not (whole or parameter.is_inference() or id(parameter) in self._watched):
                 self._watched[id(parameter)] = Watched(name, parameter)
 

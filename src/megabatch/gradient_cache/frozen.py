@@ -83,8 +83,9 @@ class FrozenParts:
     def _replaced(self, function: Callable[..., Any], micro_batch: int) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for part, calls in self._calls.items():
-                replacement = functools.partial(function, calls[micro_batch])
-                stack.enter_context(_forward_replaced(part, replacement))
+                if calls:  # recorded
+                    replacement = functools.partial(function, calls[micro_batch])
+                    stack.enter_context(_forward_replaced(part, replacement))
             yield
 
     def _record(

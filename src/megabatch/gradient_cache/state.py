@@ -17,7 +17,6 @@ from megabatch.torch_internals import parametrizations_not_cached, version_of
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-AUTOCAST_DEVICES = ("cpu", "cuda")
 
 #: Elements up to which integers may be state. Larger ones are tables, or quantised weights.
 INTEGERS = 1 << 16
@@ -75,10 +74,7 @@ class ForwardContext:
         self._settings = _settings(self._modules)
         # torch.get_default_device() of PyTorch 2.9 raises after torch.set_default_device(None).
         self._device = torch.empty(0).device
-        self._autocast = {
-            kind: (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in AUTOCAST_DEVICES
-        }
+        self._autocast = {kind: _autocast(kind) for kind in ("cpu", "cuda")}
         self._cache_enabled = torch.is_autocast_cache_enabled()
         self._streams = [torch.cuda.current_stream(device) for device in devices]
 
@@ -89,9 +85,9 @@ class ForwardContext:
             stack.enter_context(parametrizations_not_cached())
             for stream in self._streams:
                 stack.enter_context(_on_stream(stream))
-            for kind, (dtype, enabled) in self._autocast.items():
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache_enabled))
+            for kind, state in self._autocast.items():
+                if state != _autocast(kind):
+                    stack.enter_context(torch.autocast(kind, *state, self._cache_enabled))
             if self._device != torch.empty(0).device:
                 stack.enter_context(self._device)
             current = _settings(self._modules)
@@ -101,6 +97,10 @@ class ForwardContext:
                     stack.callback(change, found)
                     change(wanted)
             yield
+
+
+def _autocast(device: str) -> tuple[torch.dtype, bool]:
+    return torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
 
 def _settings(modules: Iterable[nn.Module]) -> dict[Any, tuple[Callable[[Any], Any], Any]]:

@@ -86,7 +86,7 @@ class Wrappers:
         return bool(self._settings)
 
     @property
-    def shard(self) -> bool:
+    def shards(self) -> bool:
         """Whether one is of FSDP2, which replaces shards by whole parameters for a while."""
         return not all(isinstance(module, DistributedDataParallel) for module in self)
 
