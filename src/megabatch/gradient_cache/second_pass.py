@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from megabatch.gradient_cache.autograd import (
 )
 from megabatch.gradient_cache.checks import PassesCheck, PendingLoss, out_of_memory_on_all_ranks
 from megabatch.gradient_cache.encoding import Encoding
+from megabatch.gradient_cache.offload import StepMemory
 from megabatch.gradient_cache.state import ForwardContext, cuda_devices
 from megabatch.ranks import all_gather_numbers, global_ranks
 from megabatch.torch_internals import graph_is_retained, parametrizations_not_cached
-
-if TYPE_CHECKING:
-    from megabatch.gradient_cache.step import GradientCache
 
 _BY_FORWARD = (
     "by a forward pass",
@@ -45,17 +43,28 @@ class Step:
     foreseeable errors are raised before any `.grad` changes. Finally it releases everything.
     """
 
-    def __init__(self, cache: GradientCache, encodings: list[Encoding], keeps: bool) -> None:
-        """Save the context that the second pass needs.
+    def __init__(
+        self,
+        encodings: list[Encoding],
+        number: int,
+        group: Any,
+        memory: StepMemory,
+        gradients_on_host: bool | None,
+        keeps: bool,
+    ) -> None:
+        """Save the context that the second pass needs, before the first pass of the encodings.
 
-        `encodings`: before their first pass; `keeps`: whether graphs may be kept on some rank.
+        `number`: of the step; `memory`: of the steps so far; `keeps`: whether graphs may be kept on
+        some rank; other arguments as in GradientCache.
         """
         self.encodings = encodings
         self.inputs: list[Tensor] = []
         self.pending: PendingLoss | None = None
-        self._cache = cache
-        self._name = f"step {cache.steps}"
-        self._keeps = keeps and len(global_ranks(cache.group)) > 1
+        self._name = f"step {number}"
+        self._group = group
+        self._memory = memory
+        self._gradients_on_host = gradients_on_host
+        self._keeps = keeps and len(global_ranks(group)) > 1
         self._once = all(encoding.once for encoding in encodings)
         self._devices = set().union(*(encoding.devices for encoding in encodings), cuda_devices())
         modules = [module for encoding in encodings for module in encoding.modules]
@@ -65,10 +74,12 @@ class Step:
         self._loss: Tensor | None = None
         self._begun = False
 
-    def first_pass(self, loss_kwargs: Mapping[str, Any], check: PassesCheck | None) -> Tensor:
-        """Encode, and return the loss with the node of the second pass.
+    def first_pass(
+        self, loss: Callable[..., Any], keywords: Mapping[str, Any], check: PassesCheck | None
+    ) -> Tensor:
+        """Encode, and return the value of `loss` with the node of the second pass.
 
-        `loss_kwargs`: the caller's; `check`: compares features of both passes.
+        `keywords`: the caller's, for the loss; `check`: compares features of both passes.
         """
         try:
             # As below: weights that are cached without a graph pass no gradient on.
@@ -79,7 +90,7 @@ class Step:
                 encoding.check_unchanged(*_BY_FORWARD, batches=encoding.requires_grad)
             # Autocast caches casts of weights; those made without a graph pass no gradient on.
             torch.clear_autocast_cache()
-            value = self._compute_loss(loss_kwargs)
+            value = self._compute_loss(loss, keywords)
         except BaseException:
             for encoding in self.encodings:  # the traceback refers to them
                 encoding.release()
@@ -92,7 +103,7 @@ class Step:
         accumulated = [is_accumulated(node) for node in nodes]
         self._check(all(accumulated))
         call = f"GradientCache, backward pass of {self._name}"
-        all_gather_numbers(call, [], self._cache.group)
+        all_gather_numbers(call, [], self._group)
         assert self.pending is not None
         self.pending.backpropagated()
         self._begun = True
@@ -118,12 +129,12 @@ class Step:
         if not self._keeps:
             return contextlib.nullcontext()
         call = f"GradientCache, {part} of {self._name}"
-        return out_of_memory_on_all_ranks(call, self._cache.group)
+        return out_of_memory_on_all_ranks(call, self._group)
 
-    def _compute_loss(self, keywords: Mapping[str, Any]) -> Tensor:
+    def _compute_loss(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Tensor:
         """Compute the loss of the cached outputs, shape (), and keep its graph."""
         detached = {name: self._detached(value) for name, value in keywords.items()}
-        self._loss = loss = loss_of(self.encodings, self._cache.loss, detached)
+        self._loss = loss = loss_of(self.encodings, function, detached)
         if not loss.requires_grad:
             raise ValueError("loss: the value returned depends on nothing that requires a gradient")
         features = {id(t): t for encoding in self.encodings for t in encoding.trained()}
@@ -200,17 +211,17 @@ class Step:
 
     def _wait_on_host(self) -> bool:
         """Whether gradients of features are to wait on the host for the second pass."""
-        if self._cache.gradients_on_host is not None:
-            return self._cache.gradients_on_host
+        if self._gradients_on_host is not None:
+            return self._gradients_on_host
         found = [encoding.gradients[k] for encoding in self.encodings for k in encoding.per_sample]
         gradients = [gradient for gradient in found if gradient is not None]
         modules = (module for encoding in self.encodings for module in encoding.modules)
         graphs = any(encoding.graphs for encoding in self.encodings)
-        return not self._cache.memory.fits(gradients, modules, graphs=graphs)
+        return not self._memory.fits(gradients, modules, graphs=graphs)
 
     def _encode_again(self, sums: GradientSums) -> None:
         if not self._once:
-            self._cache.memory.second_pass_begins(self._devices)
+            self._memory.second_pass_begins(self._devices)
             with self._agreed_memory("kept graphs"):  # of all encodings: then the memory is free
                 for encoding in self.encodings:
                     encoding.backward_kept(sums)
@@ -220,7 +231,7 @@ class Step:
             encoding.backward(sums, synchronise=not later)
             if not self._once:
                 graphs = [size for _, size in sorted(encoding.activations.items())]
-                self._cache.memory.measured(encoding.name, graphs)
+                self._memory.measured(encoding.name, graphs)
 
     def _release(self) -> None:
         """Free batches and graphs, though the caller may keep the loss."""

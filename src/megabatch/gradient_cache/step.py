@@ -144,8 +144,7 @@ class GradientCache:
         self.memory = StepMemory()
         self._passes = PassesCheck()
         self._weights_differ = False
-        #: Number of training steps so far.
-        self.steps = 0
+        self._steps = 0
         self._pending: PendingLoss | None = None
 
     def __call__(self, /, *batches: Any, **keywords: Any) -> Tensor:
@@ -193,9 +192,10 @@ class GradientCache:
             for encoding in encodings:
                 encoding.forward()
             return loss_of(encodings, self.loss, loss_kwargs).detach()
-        step = Step(self, encodings, keeps)
-        check = self._passes if self._passes.wanted(self.steps) else None
-        value = step.first_pass(loss_kwargs, check)
+        on_host = self.gradients_on_host
+        step = Step(encodings, self._steps, self.group, self.memory, on_host, keeps)
+        check = self._passes if self._passes.wanted(self._steps) else None
+        value = step.first_pass(self.loss, loss_kwargs, check)
         self._pending = step.pending
         return value
 
@@ -238,17 +238,17 @@ class GradientCache:
 
         A few steps compare weights, too.
         """
-        self.steps += training
+        self._steps += training
         counts = [len(encoding.micro_batches) for encoding in encodings]
         kept = [*self._kept_counts()] if training else [0] * len(counts)
         if len(global_ranks(self.group)) == 1:
             return counts, kept
-        what = f"step {self.steps}" if training else "evaluation"
+        what = f"step {self._steps}" if training else "evaluation"
         call = f"GradientCache, {what} of {len(counts)} batches"
         table = all_gather_numbers(call, [*counts, *kept], self.group)
-        if training and self.steps in WEIGHTS_COMPARED and not self._weights_differ:
+        if training and self._steps in WEIGHTS_COMPARED and not self._weights_differ:
             named = [(f"{k} of {e.name}", p) for e in encodings for k, p in e.parameters.items()]
-            self._weights_differ = weights_differ(self.steps, named, self.group)
+            self._weights_differ = weights_differ(self._steps, named, self.group)
         columns = [*zip(*table, strict=True)]
         n = len(counts)
         return [*map(max, columns[:n])], [*map(min, columns[n:])]
