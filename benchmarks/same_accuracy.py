@@ -172,7 +172,7 @@ def dense(world: World) -> Objective:
     loss = OpenClipLoss(
         local_loss=True, gather_with_grad=True, rank=world.rank, world_size=world.size
     )
-    return Objective(loss, scale_as="logit_scale", takes_bias=False, takes_ids=False)
+    return Objective(loss, takes={"logit_scale"})
 
 
 def held_out(options: argparse.Namespace) -> dict[str, PairDataset]:

@@ -56,12 +56,7 @@ class InGroups(Objective):
     """
 
     def __init__(self, objective: Objective, size: int) -> None:
-        super().__init__(
-            objective.loss,
-            scale_as=objective.scale_as,
-            takes_bias=objective.takes_bias,
-            takes_ids=False,
-        )
+        super().__init__(objective.loss, objective.takes - {"ids", "negatives"})
         self.size = size
 
     def forward(

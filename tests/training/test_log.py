@@ -211,8 +211,8 @@ def test_the_loss_of_equal_features(settings: dict[str, Any]) -> None:
     config = TrainConfig(global_batch_size=8, **settings)
     objective = create_objective(config, group="local")
     features = torch.full((8, 4), 0.5)
-    ids = torch.arange(8) // 2 if objective.takes_ids else None
-    negatives = torch.full((8, 2, 4), 0.5) if objective.takes_negatives else None
+    ids = torch.arange(8) // 2 if "ids" in objective.takes else None
+    negatives = torch.full((8, 2, 4), 0.5) if "negatives" in objective.takes else None
     loss = objective(
         *(features, features, torch.tensor(14.3)), ids=ids, negative_features=negatives
     )

@@ -51,9 +51,7 @@ def test_a_given_objective_is_the_loss(config: TrainConfig) -> None:
     loss = ClipLoss()
     objective = Objective(
         lambda x, y, logit_scale: 2 * loss(x, y, logit_scale),
-        scale_as="logit_scale",
-        takes_bias=False,
-        takes_ids=False,
+        takes={"logit_scale"},
     )
     torch.manual_seed(0)
     module, device = create(TINY).module, torch.device("cpu")
@@ -197,7 +195,7 @@ class Waits(TorchDispatchMode):
 class DenseLoss(nn.Module):
     """Without tiles, whose torch operations on the CPU are chosen by values."""
 
-    takes_ids = False
+    takes = frozenset()
 
     def forward(self, image_features: Any, text_features: Any, logit_scale: Any) -> Any:
         logits = logit_scale * image_features @ text_features.T

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.losses.arguments import check_temperature
-from megabatch.losses.normalization import unit_rows
-from megabatch.losses.sincere import SincereLoss
+from megabatch.losses.base import unit_rows
+from megabatch.losses.labels import SincereLoss
 from megabatch.losses.terms import cross_entropy, minus_log_probability
 from megabatch.similarity import Split, paired, split_logsumexp
 from megabatch.similarity.arguments import (

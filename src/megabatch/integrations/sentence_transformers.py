@@ -26,8 +26,8 @@ from sentence_transformers.sentence_transformer.losses import (
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
+from megabatch.losses.base import unit_rows
 from megabatch.losses.negatives import Logits, Rows, no_ids
-from megabatch.losses.normalization import unit_rows
 from megabatch.losses.terms import minus_log_probability
 from megabatch.models.padding import is_masked_kind
 from megabatch.similarity import paired, split_logsumexp
@@ -360,20 +360,20 @@ def _logits(
     plain = Logits(scale, None, group)
     weighted = Logits(scale, None, group, settings.hardness_strength) if mode else plain
     in_batch = weighted if mode in ("in_batch_negatives", "all_negatives") else plain
-    own = weighted if mode in ("hard_negatives", "all_negatives") else plain
+    of_hard = weighted if mode in ("hard_negatives", "all_negatives") else plain
     # Weights are for queries only: a sweep without any also serves the documents' direction.
     sides = "both" if "doc_to_query" in directions and in_batch is plain else "rows"
 
-    if in_batch is own or not hard:
+    if in_batch is of_hard or not hard:
         others = [no_ids(Rows(column, None)) for column in hard]
         ids = (query_ids, torch.cat([query_ids, *others])) if hard else "paired"
         rows, columns = in_batch.split(query, candidates, ids=ids, sides=sides)
         positive, negatives = rows.positive_sum, [rows.negative]
     else:
         rows, columns = in_batch.split(query, candidates, ids=(query_ids, of_query), sides=sides)
-        own_negatives = own.own(query, Rows(torch.stack(hard, 1), None))
+        over_hard = of_hard.over_hard(query, Rows(torch.stack(hard, 1), None))
         positive = paired(queries, documents[0], scale)
-        negatives = [torch.logaddexp(rows.negative, own_negatives)]
+        negatives = [torch.logaddexp(rows.negative, over_hard)]
     if columns is not None:
         negatives.append(columns.negative[: len(queries)])
     elif "doc_to_query" in directions:

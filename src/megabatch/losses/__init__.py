@@ -5,16 +5,13 @@ from typing import TYPE_CHECKING
 from megabatch.imports import lazy
 
 if TYPE_CHECKING:
-    from megabatch.losses.clip import ClipLoss
-    from megabatch.losses.dcl import DCLLoss
-    from megabatch.losses.distill import DistillClipLoss
+    from megabatch.losses.clip import ClipLoss, DistillClipLoss
     from megabatch.losses.infonce import InfoNCELoss
+    from megabatch.losses.labels import SincereLoss, SupConLoss
     from megabatch.losses.matryoshka import MatryoshkaLoss
     from megabatch.losses.multimodal import MultiModalLoss
-    from megabatch.losses.ntxent import NTXentLoss
     from megabatch.losses.siglip import SigLipLoss
-    from megabatch.losses.sincere import SincereLoss
-    from megabatch.losses.supcon import SupConLoss
+    from megabatch.losses.views import DCLLoss, NTXentLoss
 
 __all__ = [
     "ClipLoss",

@@ -1,15 +1,31 @@
-"""Base classes of the losses: shared settings and their `repr`."""
+"""Base classes of the losses: shared settings, normalisation and its warning, `repr`."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import inspect
+import math
+import warnings
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.losses.arguments import check_flag, check_temperature
-from megabatch.losses.normalization import LengthWarning, unit_rows
-from megabatch.similarity.arguments import check_scalar, product_dtype
-from megabatch.similarity.distributed.means import replicated
+from megabatch.similarity import replicated
+from megabatch.similarity.arguments import (
+    accumulator_dtype,
+    check_scalar,
+    extremes,
+    product_dtype,
+)
+from megabatch.torch_internals import transforms_active
+
+#: Rows whose lengths are checked.
+SAMPLE = 1024
+
+#: Mean distance of rows' lengths from 1 above which rows count as not normalised.
+TOLERANCE = 0.1
 
 
 class ContrastiveLoss(nn.Module):
@@ -20,25 +36,19 @@ class ContrastiveLoss(nn.Module):
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
     """
 
-    #: Names of the attributes that `repr` shows.
-    settings: ClassVar[tuple[str, ...]] = ("normalize", "group")
-
     def __init__(self, *, normalize: bool | None, group: object) -> None:
         super().__init__()
         check_flag("normalize", normalize, optional=True)
         self.normalize, self.group = normalize, group
 
-    def _operands(self, *features: Any) -> tuple[Any, ...]:
-        """Features as operands of the products: normalised if requested, in autocast's dtype."""
-        return tuple(None if f is None else self._operand(f) for f in features)
-
     def _operand(self, features: Tensor) -> Tensor:
+        """Features as operand of the products: normalised if requested, in autocast's dtype."""
         dtype = product_dtype(features)
         return unit_rows(features, dtype) if self.normalize else features.to(dtype)
 
     def extra_repr(self) -> str:
         """The settings, for `repr`."""
-        return shown(self, self.settings)
+        return shown_settings(self)
 
 
 class TemperatureLoss(ContrastiveLoss):
@@ -47,10 +57,11 @@ class TemperatureLoss(ContrastiveLoss):
     Args:
         temperature: a positive number, or a tensor of shape () or (1,). An `nn.Parameter` is learnt
             and becomes a parameter of this module; any other tensor is moved with the module.
-        normalize, group: see `ContrastiveLoss`.
+        normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
+            take them as they are, and warn at the first eager call if their lengths are far from 1
+            (on a GPU at the second, to avoid a synchronisation). False: do not warn.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
     """
-
-    settings = ("temperature", *ContrastiveLoss.settings)
 
     def __init__(
         self, temperature: float | Tensor, *, normalize: bool | None, group: object
@@ -62,7 +73,8 @@ class TemperatureLoss(ContrastiveLoss):
             self.register_buffer("temperature", temperature, persistent=False)
         else:
             self.temperature = temperature
-        self._lengths = LengthWarning()
+        self._lengths_checked = normalize is not None
+        self._deviation: Tensor | None = None  #: on the host; -1 until a GPU's number has arrived
 
     def _scale(self, temperature: float | Tensor | None, like: Tensor) -> Tensor:
         """1 / temperature, of this call or else of the constructor."""
@@ -72,10 +84,53 @@ class TemperatureLoss(ContrastiveLoss):
             value = keep_in_graph(value, self.temperature)
         return replicated(value, self.group).reciprocal()
 
-    def _look_at_lengths(self, features: Tensor) -> None:
-        """Warn at the first eager call if rows are not normalised and `normalize` is None."""
-        if self.normalize is None:
-            self._lengths.look(features, type(self).__name__)
+    def _check_lengths(self, features: Tensor) -> None:
+        """Warn once if normalize=None and the first features are far from unit length.
+
+        On a GPU the host does not wait: the first call starts the transfer of one number to the
+        host, and the first later call that finds it there warns. Not in traced programs.
+        """
+        if self._lengths_checked or torch.compiler.is_compiling():
+            return
+        deviation = _length_deviation(features) if self._deviation is None else self._deviation
+        values = None if deviation is None else extremes(deviation)
+        if values is None:
+            return
+        self._lengths_checked = values[0] >= 0 or math.isnan(values[0])
+        self._deviation = None if self._lengths_checked else deviation
+        if values[0] > TOLERANCE:
+            warnings.warn(
+                f"{type(self).__name__}: the lengths of rows differ from 1 by {values[0]:.3g} on "
+                "average, and this loss takes features as they are. Pass normalize=True for cosine "
+                "similarities, as in libraries that normalise, or normalize=False for dot "
+                "products.",
+                stacklevel=5,  # the caller of the loss
+            )
+
+
+def unit_rows(features: Tensor, dtype: torch.dtype) -> Tensor:
+    """Features as `F.normalize` scales them along their last dimension, in `dtype`.
+
+    Computed in float32 (float64 for float64 features), so that half precision rounds once.
+    """
+    return F.normalize(features.to(accumulator_dtype(features.dtype)), dim=-1).to(dtype)
+
+
+def _length_deviation(features: Tensor) -> Tensor | None:
+    """Mean distance of rows' lengths from 1, on the host; None if there are none to check."""
+    if type(features) not in (Tensor, nn.Parameter) or not features.numel():
+        return None
+    if features.device.type not in ("cpu", "cuda") or transforms_active():
+        return None
+    if features.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    rows = features.detach()[:SAMPLE]
+    lengths = torch.linalg.vector_norm(rows, dim=-1, dtype=accumulator_dtype(rows.dtype))
+    deviation = (lengths - 1).abs().mean()
+    if not features.is_cuda:
+        return deviation
+    arrived = torch.full_like(deviation, -1, device="cpu", pin_memory=True)
+    return arrived.copy_(deviation, non_blocking=True)
 
 
 def keep_in_graph(value: Tensor, *unused: Any) -> Tensor:
@@ -91,9 +146,10 @@ def keep_in_graph(value: Tensor, *unused: Any) -> Tensor:
     return value
 
 
-def shown(module: nn.Module, settings: tuple[str, ...]) -> str:
-    """Settings of a module for `repr`, except submodules, which it shows itself."""
-    values = {name: getattr(module, name) for name in settings}
+def shown_settings(module: nn.Module) -> str:
+    """The constructor's arguments for `repr`, except submodules, which a module shows itself."""
+    names = inspect.signature(type(module)).parameters
+    values = {name: getattr(module, name) for name in names if hasattr(module, name)}
     return ", ".join(
         f"{name}={_shown(value)}"
         for name, value in values.items()

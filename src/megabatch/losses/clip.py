@@ -1,4 +1,4 @@
-"""CLIP's loss (Radford et al. 2021, arXiv 2103.00020) at any batch size."""
+"""CLIP's loss (Radford et al. 2021, arXiv 2103.00020) at any batch size, alone and distilled."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from torch import Tensor
 
 from megabatch.losses.arguments import (
     check_choice,
+    check_ids,
+    check_number,
     check_pairs,
-    check_share,
     check_weights,
-    own_ids,
 )
 from megabatch.losses.base import ContrastiveLoss, keep_in_graph
-from megabatch.losses.paired import paired_losses
-from megabatch.losses.terms import cross_entropy
-from megabatch.similarity import Split, split_stacks
+from megabatch.losses.terms import cross_entropy, minus_log_probability
+from megabatch.similarity import (
+    Split,
+    backends,
+    global_mean,
+    mean_row,
+    replicated,
+    soft_target_stacks,
+    split_stacks,
+)
 from megabatch.similarity.arguments import check_scalar
-from megabatch.similarity.distributed.means import global_mean, mean_row, replicated
+from megabatch.similarity.ops import operator
 
 
 class ClipLoss(ContrastiveLoss):
@@ -42,8 +49,6 @@ class ClipLoss(ContrastiveLoss):
             with duplicates="ignored".
     """
 
-    settings = ("label_smoothing", "duplicates", *ContrastiveLoss.settings)
-
     def __init__(
         self,
         *,
@@ -53,13 +58,13 @@ class ClipLoss(ContrastiveLoss):
         group: object = None,
     ) -> None:
         super().__init__(normalize=normalize, group=group)
-        label_smoothing = check_share("label_smoothing", label_smoothing)
+        self.label_smoothing = check_number("label_smoothing", label_smoothing, "0 to below 1")
         check_choice("duplicates", duplicates, ("positive", "ignored"))
-        if label_smoothing and duplicates == "ignored":
+        if self.label_smoothing and duplicates == "ignored":
             raise ValueError(
                 f"label_smoothing: expected 0 with duplicates='ignored', got {label_smoothing}"
             )
-        self.label_smoothing, self.duplicates = label_smoothing, duplicates
+        self.duplicates = duplicates
 
     def forward(
         self,
@@ -93,47 +98,41 @@ class ClipLoss(ContrastiveLoss):
             TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_pairs(image_features, text_features, ("image_features", "text_features"))
-        x, y = self._operands(image_features, text_features)
+        x, y = self._operand(image_features), self._operand(text_features)
         scale = check_scalar("logit_scale", logit_scale, x)
         if self.label_smoothing:  # `_mean_logit` uses the scale outside the engine
             scale = replicated(scale, self.group)
         bias = None if logit_bias is None else check_scalar("logit_bias", logit_bias, x)
         weights = check_weights(weights, x)
-        if ids is not None:
-            ids = own_ids(ids, x, self.group)
+        ids = None if ids is None else check_ids(ids, x, self.group)
         # One positive a row, its own pair, unless ids make positives of others.
-        paired = ids is None or self.duplicates == "ignored"
+        single = ids is None or self.duplicates == "ignored"
         rows, columns, batch = split_stacks(
             x,
             y,
             scale,
             ids="paired" if ids is None else (ids, ids),
-            positives="paired" if paired else "ids",
+            positives="paired" if single else "ids",
             group=self.group,
             terms="no weights" if weights is None else "weights",
         )
         assert columns is not None
-        if paired:
+        if single:
             losses = paired_losses(rows, columns)
-            if self.label_smoothing:  # as in `_losses`, of one positive
-                losses = losses + self.label_smoothing * (rows[2] + columns[2]) / 2
         else:
-            losses = (self._losses(Split.of(rows)) + self._losses(Split.of(columns))) / 2
+            losses = (cross_entropy(Split.of(rows)) + cross_entropy(Split.of(columns))) / 2
+        if self.label_smoothing:
+            # This share of the target moves from the positives to all columns equally. The columns'
+            # part, `_mean_logit`, is computed outside of the sweep, so this share is rounded once
+            # more.
+            sides = rows, columns
+            of_rows, of_columns = (s[2] if single else s[2] / s[3].detach() for s in sides)
+            losses = losses + self.label_smoothing * (of_rows + of_columns) / 2
         loss = global_mean(losses, self.group, weights, name="image_features", batch=batch)
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)
         loss = keep_in_graph(loss, bias)
         return {"contrastive_loss": loss} if output_dict else loss
-
-    def _losses(self, side: Split) -> Tensor:
-        """One direction's loss of each pair, without the smoothed target's part on all columns."""
-        losses = cross_entropy(side)
-        if self.label_smoothing:
-            # This share of the target moves from the positives to all columns equally. The columns'
-            # part, `_mean_logit`, is computed outside of the sweep, so this share is rounded once
-            # more.
-            losses = losses + self.label_smoothing * side.positive_sum / side.positive_count
-        return losses
 
     def _mean_logit(self, x: Tensor, y: Tensor, scale: Tensor, weights: Tensor | None) -> Tensor:
         """Mean over pairs and directions of each row's mean logit: products of mean features."""
@@ -142,3 +141,137 @@ class ClipLoss(ContrastiveLoss):
             return scale * torch.dot(*plain)
         weighted = mean_row(x, self.group, weights), mean_row(y, self.group, weights)
         return scale * (torch.dot(weighted[0], plain[1]) + torch.dot(plain[0], weighted[1])) / 2
+
+
+class DistillClipLoss(ContrastiveLoss):
+    """CLIP's loss, and the cross-entropy of its logits against a teacher's, as in TinyCLIP.
+
+    Wu et al. 2023, arXiv 2309.12314. Called like OpenCLIP's. A row's targets are the softmax of the
+    teacher's logits; neither matrix is formed, and one sweep serves both losses and both
+    directions.
+
+    Args:
+        normalize: scale each row of all four features to unit length first, as `F.normalize` does.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+    """
+
+    #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.
+    whole = ("dist_image_features", "dist_text_features")
+
+    def __init__(self, *, normalize: bool = False, group: object = None) -> None:
+        super().__init__(normalize=normalize, group=group)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: float | Tensor,
+        dist_image_features: Tensor,
+        dist_text_features: Tensor,
+        dist_logit_scale: float | Tensor,
+        output_dict: bool = False,
+    ) -> tuple[Tensor, Tensor] | dict[str, Tensor]:
+        """Both losses, averaged over the batch; OpenCLIP's trainer adds them up.
+
+        Args:
+            image_features, text_features, logit_scale: as for `ClipLoss`.
+            dist_image_features, dist_text_features: (b, d'), the teacher's, of any width; in the
+                student's dtype. They get no gradient, and neither does their scale.
+            dist_logit_scale: the teacher's.
+            output_dict: return `{"contrastive_loss": ..., "distill_loss": ...}`.
+
+        Returns:
+            `(contrastive_loss, distill_loss)`, scalars in float32 (float64 for float64 features).
+
+        Raises:
+            TypeError, ValueError: the message names the argument, its value and what was expected.
+        """
+        check_pairs(image_features, text_features, ("image_features", "text_features"))
+        names = "dist_image_features", "dist_text_features"
+        check_pairs(dist_image_features, dist_text_features, names)
+        x, y = self._operand(image_features), self._operand(text_features)
+        u, v = (self._operand(t.detach()) for t in (dist_image_features, dist_text_features))
+        scale = check_scalar("logit_scale", logit_scale, x)
+        teacher_scale = check_scalar("dist_logit_scale", dist_logit_scale, x).detach()
+        rows, columns, batch = soft_target_stacks(
+            x, y, scale, u, v, teacher_scale, names=names, group=self.group
+        )
+        assert columns is not None
+        losses = paired_losses(rows[:4], columns[:4]), (rows[4] + columns[4]) / 2
+        contrastive, distill = (
+            global_mean(each, self.group, name="image_features", batch=batch) for each in losses
+        )
+        if output_dict:
+            return {"contrastive_loss": contrastive, "distill_loss": distill}
+        return contrastive, distill
+
+
+# --- each pair's loss, in one launch --------------------------------------------------------------
+
+
+def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
+    """Mean of -log p of each pair along its row and along its column, (m,).
+
+    Args:
+        rows, columns: (4, m), the numbers of a `Split` for either side; each pair has one positive,
+            its own.
+    """
+    if torch.compiler.is_compiling():  # which makes one kernel of it by itself
+        return _expression(rows, columns)
+    return _paired_losses(rows, columns)
+
+
+def _expression(rows: Tensor, columns: Tensor) -> Tensor:
+    of_rows, of_columns = (minus_log_probability(side[2], side[0]) for side in (rows, columns))
+    return (of_rows + of_columns) / 2
+
+
+@operator("paired_losses")
+def _paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
+    """One launch, and one for the gradient; torch operations would take 5 and 10."""
+    if not _by_kernel(rows):
+        return _expression(rows, columns)
+    from megabatch.similarity.triton import paired  # Triton, where it is needed
+
+    out = rows.new_empty(rows.shape[1])
+    with torch.cuda.device_of(rows):
+        paired.paired_losses(rows, columns, out)
+    return out
+
+
+@_paired_losses.register_fake
+def _(rows: Tensor, columns: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[1])
+
+
+@operator("paired_losses_backward")
+def _paired_losses_backward(
+    rows: Tensor, columns: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    drows, dcolumns = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
+    if _by_kernel(rows):
+        from megabatch.similarity.triton import paired
+
+        with torch.cuda.device_of(rows):
+            paired.paired_gradients(rows, columns, gradient, drows, dcolumns)
+        return drows, dcolumns
+    for out, stack in ((drows, rows), (dcolumns, columns)):
+        torch.mul(gradient / 2, torch.sigmoid(stack[0] - stack[2]), out=out[0])
+        torch.neg(out[0], out=out[2])
+        out[1::2] = 0
+    return drows, dcolumns
+
+
+@_paired_losses_backward.register_fake
+def _(rows: Tensor, columns: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), columns.new_empty(columns.shape)
+
+
+def _by_kernel(rows: Tensor) -> bool:
+    return rows.dtype == torch.float32 and rows.shape[1] > 0 and backends.kernels_available(rows)
+
+
+_paired_losses.register_autograd(
+    lambda ctx, gradient: _paired_losses_backward(*ctx.saved_tensors, gradient),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)

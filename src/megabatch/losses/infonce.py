@@ -13,26 +13,24 @@ from torch import Tensor
 from megabatch.losses.arguments import (
     check_choice,
     check_flag,
+    check_ids,
     check_number,
     check_pairs,
-    check_share,
     check_weights,
-    own_ids,
 )
-from megabatch.losses.base import ContrastiveLoss, TemperatureLoss
+from megabatch.losses.base import TemperatureLoss, unit_rows
 from megabatch.losses.negatives import (
-    Candidates,
     Logits,
     Rows,
     check_guides,
+    hard_products,
     no_ids,
     similarity_limit,
+    sum_of_candidates,
 )
-from megabatch.losses.normalization import unit_rows
 from megabatch.losses.terms import debiased, minus_log_probability
-from megabatch.similarity import Split
-from megabatch.similarity.arguments import check_dense, check_two
-from megabatch.similarity.distributed.means import global_mean, pair_ids
+from megabatch.similarity import Split, global_mean, pair_ids
+from megabatch.similarity.arguments import check_dense, check_same_rows, check_two
 
 HardnessMode: TypeAlias = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
 
@@ -41,8 +39,7 @@ class InfoNCELoss(TemperatureLoss):
     """Each query against its own positive, with all other queries' positives as negatives.
 
     Others can join the same softmax: shared ones, each query's own, a queue, rows of the same
-    tower. With `margin=0.1` and `same_tower=("query", "positive")` this is the
-    loss of
+    tower. With `margin=0.1` and `same_tower=("query", "positive")` this is the loss of
     Qwen3-Embedding (arXiv 2506.05176); with `margin=0.0`, the same towers and the features of a
     guide model, GISTEmbed's (arXiv 2402.16829).
 
@@ -67,8 +64,8 @@ class InfoNCELoss(TemperatureLoss):
         hardness_mode: which negatives of a query are weighted by their similarity, as in
             sentence-transformers. "in_batch_negatives": all except its own (Lan et al. 2025, arXiv
             2503.04812). "hard_negatives": its own (b, k, d) (Schechter Vera et al. 2025, arXiv
-            2509.20354). "all_negatives": both. Those of `same_tower` and `reverse` are never
-            weighted.
+            2509.20354). "all_negatives": both. The negatives that `same_tower` and `reverse` add
+            are never weighted.
         hardness_strength: a >= 0 in the weight e^(a c) of a negative of similarity c, which gets no
             gradient. The papers use 9 and 5.
         label_smoothing: from 0 to below 1; this share of each target is spread evenly over all
@@ -80,24 +77,8 @@ class InfoNCELoss(TemperatureLoss):
         normalize: scale each row of all features, including negatives and queue, to unit length
             first, as `F.normalize` does.
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
-
-    Raises:
-        TypeError, ValueError: the message names the argument, its value and what was expected.
     """
 
-    settings = (
-        "temperature",
-        "margin",
-        "margin_strategy",
-        "same_tower",
-        "reverse",
-        "share_negatives",
-        "hardness_mode",
-        "hardness_strength",
-        "label_smoothing",
-        "tau_plus",
-        *ContrastiveLoss.settings,
-    )
     #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.
     whole = ("guide_query", "guide_positive", "guide_negatives", "guide_queue")
 
@@ -128,8 +109,7 @@ class InfoNCELoss(TemperatureLoss):
             check_choice("same_tower", name, ("query", "positive"))
         if len(set(self.same_tower)) < len(self.same_tower):
             raise ValueError(f"same_tower: expected each name once, got {self.same_tower}")
-        if reverse is not None:
-            check_choice("reverse", reverse, ("joint", "separate"))
+        check_choice("reverse", reverse, (None, "joint", "separate"))
         if reverse == "separate" and self.same_tower:
             raise ValueError(
                 "reverse: expected None or 'joint' with same_tower, whose rows join one softmax, "
@@ -137,13 +117,20 @@ class InfoNCELoss(TemperatureLoss):
             )
         check_flag("share_negatives", share_negatives)
         self.reverse, self.share_negatives = reverse, share_negatives
-        self.hardness_mode = hardness_mode
-        self.hardness_strength = _check_hardness(hardness_mode, hardness_strength)
-        self.label_smoothing = check_share("label_smoothing", label_smoothing)
-        self.tau_plus = check_share("tau_plus", tau_plus)
+        check_choice("hardness_mode", hardness_mode, (None, *get_args(HardnessMode)))
+        not_negative = "a finite, non-negative number"
+        strength = check_number("hardness_strength", hardness_strength, not_negative)
+        if strength and hardness_mode is None:
+            raise ValueError(
+                f"hardness_strength: expected 0 with hardness_mode=None, got {strength}; a mode "
+                "says which negatives are weighted"
+            )
+        self.hardness_mode, self.hardness_strength = hardness_mode, strength
+        self.label_smoothing = check_number("label_smoothing", label_smoothing, "0 to below 1")
+        self.tau_plus = check_number("tau_plus", tau_plus, "0 to below 1")
         for name in ("label_smoothing", "tau_plus"):
             if getattr(self, name):
-                self._check_plain(name)
+                self._check_alone(name)
 
     def forward(
         self,
@@ -202,7 +189,7 @@ class InfoNCELoss(TemperatureLoss):
             None if negatives is None else self._rows(negatives, guide_negatives),
             None if queue is None else self._rows(queue, guide_queue),
             self._scale(temperature, query),
-            None if ids is None else own_ids(ids, query, self.group),
+            check_ids(ids, query, self.group),
         )
         for guide in guides:
             if guide is not None:  # a NaN drops no pair, which would pass for a plausible loss
@@ -226,56 +213,93 @@ class InfoNCELoss(TemperatureLoss):
         ids: Tensor | None,
     ) -> Tensor:
         """The loss of each query, (b,)."""
+        plain, in_batch, of_hard = self._logits(query, positive, scale)
         per_query = negatives is not None and negatives.features.dim() == 3
-        shared, own = (None, negatives) if per_query else (negatives, None)
-        plain, in_batch, hard = self._logits(query, positive, scale)
-
-        parts = self._same_tower(plain, query, positive, own, ids)
-        if own is not None and self.share_negatives and in_batch is hard:
+        shared, hard = (None, negatives) if per_query else (negatives, None)
+        further = self._same_tower(plain, query, positive, hard, ids)
+        if hard is not None and self.share_negatives and in_batch is of_hard:
             # They all count equally, so it does not matter whose they are.
-            shared, own = own.flat(), None
-        apart = shared if ids is not None else None  # from the sweep of the positives
-        parts += self._further(in_batch, hard, query, apart, own, queue)
-        # The columns of the sweep serve the other direction where nothing differs but the side.
+            shared, hard = hard.flat(), None
+        if hard is not None:
+            further.append(of_hard.over_hard(query, hard))
+            if self.share_negatives:
+                further.append(in_batch.over_hard_of_others(query, hard))
+        if queue is not None:
+            further.append(in_batch.over_all(query, queue, "local"))
+
+        candidates, pairs = positive, {}
+        if ids is not None:
+            pairs = {"ids": (ids, ids), "positives": "paired"}
+            if shared is not None:
+                further.append(in_batch.over_all(query, shared, self.group))
+        elif shared is not None:
+            # Columns of the same matrix: one sweep, one rounding of the queries' gradient.
+            candidates = positive.followed_by(shared)
+            row_ids = pair_ids(len(query.features), self.group, device=query.features.device)
+            pairs = {"ids": (row_ids, torch.cat([row_ids, no_ids(shared)]))}
+        # The sweep's columns serve the other direction where nothing differs but the side.
         both = self.reverse is not None and in_batch is plain and plain.ceiling is None
-        rows, back = self._in_batch(in_batch, query, positive, shared, ids, both)
-        if self.reverse is not None and back is None:
-            back, _ = self._in_batch(plain, positive, query, None, ids, False)
-        rows = rows._replace(negative=reduce(torch.logaddexp, parts, rows.negative))
-        if back is not None:
+        rows, back = in_batch.split(query, candidates, sides="both" if both else "rows", **pairs)
+        rows = rows._replace(negative=reduce(torch.logaddexp, further, rows.negative))
+        if self.reverse is not None:
+            if back is None:
+                back, _ = plain.split(positive, query, **({} if ids is None else pairs))
             return self._both_directions(rows, back)
-        others = (None if r is None else r.features for r in (shared, own, queue))
-        candidates = Candidates(positive.features, *others)
-        return self._one_direction(rows, scale, query.features, candidates)
+        return self._one_direction(rows, scale, query, candidates, hard, queue)
 
     def _logits(self, query: Rows, positive: Rows, scale: Tensor) -> tuple[Logits, ...]:
-        """Make the logits of unweighted, of in-batch and of each query's own negatives."""
+        """The logits of unweighted, of in-batch and of hard negatives."""
         limit, guided = None, query.guide is not None
         if self.margin is not None:
             limit = similarity_limit(query, positive, self.margin, self.margin_strategy)
         plain = Logits(scale, limit, self.group, guided=guided)
         weighted = Logits(scale, limit, self.group, self.hardness_strength, guided=guided)
         in_batch = self.hardness_mode in ("in_batch_negatives", "all_negatives")
-        own = self.hardness_mode in ("hard_negatives", "all_negatives")
-        return plain, weighted if in_batch else plain, weighted if own else plain
+        hard = self.hardness_mode in ("hard_negatives", "all_negatives")
+        return plain, weighted if in_batch else plain, weighted if hard else plain
+
+    def _same_tower(
+        self, logits: Logits, query: Rows, positive: Rows, hard: Rows | None, ids: Tensor | None
+    ) -> list[Tensor]:
+        """Log-sum-exps over the other rows of the same tower, a list of (b,)."""
+        same = "paired" if ids is None else ids
+        further = []
+        if "query" in self.same_tower:
+            further.append(logits.split(query, None, ids=same)[0].negative)
+        if "positive" in self.same_tower:
+            further.append(logits.split(positive, None, ids=same)[0].negative)
+            if hard is not None and self.share_negatives:
+                further.append(logits.over_hard_of_others(positive, hard))
+        return further
 
     def _one_direction(
-        self, rows: Split, scale: Tensor, query: Tensor, candidates: Candidates
+        self,
+        rows: Split,
+        scale: Tensor,
+        query: Rows,
+        candidates: Rows,
+        hard: Rows | None,
+        queue: Rows | None,
     ) -> Tensor:
         """Losses of the queries from their positives and log-sum-exps of all negatives, (b,)."""
         positive, negative = rows.positive_sum, rows.negative
+        if not (self.tau_plus or self.label_smoothing):
+            return minus_log_probability(positive, negative)
+        own, others = (None if r is None else r.features for r in (hard, queue))
+        total, number = sum_of_candidates(candidates.features, own, others, self.group)
         if self.tau_plus:
-            count = candidates.number(self.group) - 1
-            negative = debiased(positive, negative, scale, count, self.tau_plus)
-        losses = minus_log_probability(positive, negative)
-        if self.label_smoothing:
-            # This share of the target moves from the positive to all candidates equally.
-            mean = scale * candidates.mean_product(query, self.group)
-            losses = losses + self.label_smoothing * (positive - mean)
-        return losses
+            negative = debiased(positive, negative, scale, number - 1, self.tau_plus)
+            return minus_log_probability(positive, negative)
+        # This share of the target moves from the positive to all candidates equally.
+        products = hard_products(query.features, total.expand(len(positive), 1, -1))[:, 0]
+        if own is not None:
+            products = products + hard_products(query.features, own).sum(1)
+        gap = positive - scale * products / number
+        return minus_log_probability(positive, negative) + self.label_smoothing * gap
 
     def _both_directions(self, rows: Split, back: Split) -> Tensor:
-        """Losses of the pairs, (b,). `back`: the split of the documents against all queries."""
+        """Losses of the pairs, (b,). `back`: the documents against all queries, positives first."""
+        back = Split(*(part[: len(rows.negative)] for part in back))
         if self.reverse == "separate":
             losses = minus_log_probability(rows.positive_sum, rows.negative)
             return (losses + minus_log_probability(back.positive_sum, back.negative)) / 2
@@ -283,73 +307,7 @@ class InfoNCELoss(TemperatureLoss):
         negative = torch.logaddexp(rows.negative, back.negative)
         return minus_log_probability(rows.positive_sum + math.log(2), negative) + math.log(2)
 
-    def _in_batch(
-        self,
-        logits: Logits,
-        query: Rows,
-        positive: Rows,
-        shared: Rows | None,
-        ids: Tensor | None,
-        both: bool,
-    ) -> tuple[Split, Split | None]:
-        """Queries against all positives and, without ids, the shared negatives.
-
-        Those are columns of the same matrix then: one sweep, one rounding of the queries' gradient.
-        With `both`, also the positives against all queries.
-        """
-        sides = "both" if both else "rows"
-        if ids is not None:
-            return logits.split(query, positive, ids=(ids, ids), positives="paired", sides=sides)
-        if shared is None:
-            return logits.split(query, positive, sides=sides)
-        b = len(query.features)
-        ids = pair_ids(b, self.group, device=query.features.device)
-        candidate_ids = torch.cat([ids, no_ids(shared)])
-        candidates = positive.followed_by(shared)
-        rows, columns = logits.split(query, candidates, ids=(ids, candidate_ids), sides=sides)
-        return rows, None if columns is None else Split(*(part[:b] for part in columns))
-
-    def _further(
-        self,
-        in_batch: Logits,
-        own_logits: Logits,
-        query: Rows,
-        shared: Rows | None,
-        own: Rows | None,
-        queue: Rows | None,
-    ) -> list[Tensor]:
-        """Log-sum-exps of the queries over further negatives; a list of them."""
-        parts = []
-        if own is not None:
-            parts.append(own_logits.own(query, own))
-            if self.share_negatives:
-                parts.append(in_batch.others(query, own))
-        if shared is not None:
-            parts.append(in_batch.all(query, shared, self.group))
-        if queue is not None:
-            parts.append(in_batch.all(query, queue, "local"))
-        return parts
-
-    def _same_tower(
-        self,
-        logits: Logits,
-        query: Rows,
-        positive: Rows,
-        own: Rows | None,
-        ids: Tensor | None,
-    ) -> list[Tensor]:
-        """Log-sum-exps of the other rows of the same tower; a list of them."""
-        same = "paired" if ids is None else ids
-        parts = []
-        if "query" in self.same_tower:
-            parts.append(logits.split(query, None, ids=same)[0].negative)
-        if "positive" in self.same_tower:
-            parts.append(logits.split(positive, None, ids=same)[0].negative)
-            if own is not None and self.share_negatives:
-                parts.append(logits.others(positive, own))
-        return parts
-
-    def _check_plain(self, name: str) -> None:
+    def _check_alone(self, name: str) -> None:
         """Raise a ValueError if the setting `name` is combined with one of the others."""
         others = {"margin": None, "same_tower": (), "reverse": None, "hardness_mode": None}
         for other, without in (others | {"label_smoothing": 0.0}).items():
@@ -363,37 +321,18 @@ class InfoNCELoss(TemperatureLoss):
         """None, shared negatives (k, d) or each query's own (b, k, d)."""
         if negatives is None:
             return
-        if not isinstance(negatives, Tensor) or negatives.dim() not in (2, 3):
-            is_tensor = isinstance(negatives, Tensor)
+        is_tensor = isinstance(negatives, Tensor)
+        if not is_tensor or negatives.dim() not in (2, 3):
             came = tuple(negatives.shape) if is_tensor else type(negatives).__name__
-            raise (ValueError if is_tensor else TypeError)(
-                f"negatives: expected a tensor of shape (k, d) or (b, k, d), got {came}"
-            )
+            error = ValueError if is_tensor else TypeError
+            raise error(f"negatives: expected a tensor of shape (k, d) or (b, k, d), got {came}")
         check_dense("negatives", negatives)
         check_two(query, negatives.flatten(0, -2), ("query", "negatives"))
-        if negatives.dim() == 3 and negatives.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"negatives: expected {query.shape[0]} rows of own negatives, one for each query, "
-                f"got {negatives.shape[0]}"
-            )
-        for_own = self.share_negatives or self.hardness_mode == "hard_negatives"
-        if negatives.dim() == 2 and for_own:
+        if negatives.dim() == 3:
+            check_same_rows(query, negatives, ("query", "negatives"))
+        elif self.share_negatives or self.hardness_mode == "hard_negatives":
             setting = "share_negatives" if self.share_negatives else "hardness_mode"
             raise ValueError(
                 f"negatives: expected each query's own (b, k, d) with {setting}="
                 f"{getattr(self, setting)!r}, got shape {tuple(negatives.shape)}"
             )
-
-
-def _check_hardness(mode: Any, strength: Any) -> float:
-    if mode is not None:
-        check_choice("hardness_mode", mode, get_args(HardnessMode))
-    strength = check_number("hardness_strength", strength)
-    if strength < 0:
-        raise ValueError(f"hardness_strength: expected a non-negative number, got {strength}")
-    if strength and mode is None:
-        raise ValueError(
-            f"hardness_strength: expected 0 with hardness_mode=None, got {strength}; a mode says "
-            "which negatives are weighted"
-        )
-    return strength

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megabatch.losses.arguments import check_factors, check_flag
-from megabatch.losses.base import shown
-from megabatch.losses.normalization import unit_rows
+from megabatch.losses.base import shown_settings, unit_rows
 from megabatch.similarity.arguments import check_dense
 
 
@@ -26,9 +25,6 @@ class MatryoshkaLoss(nn.Module):
         weights: a non-negative number for each of `dims`; 1 each by default.
         normalize: scale each prefix to unit length, since a prefix of a unit vector is shorter.
             False passes the prefixes to the loss as they are; the loss may normalise them itself.
-
-    Raises:
-        TypeError, ValueError: the message names the argument, its value and what was expected.
     """
 
     def __init__(
@@ -52,8 +48,11 @@ class MatryoshkaLoss(nn.Module):
                 raise ValueError(f"dims: expected widths of at least 1, got {dim}")
         check_flag("normalize", normalize)
         self.loss, self.dims, self.normalize = loss, tuple(map(int, dims)), normalize
-        self._whole = _whole(loss)
         self.weights = check_factors("weights", weights, len(dims), "dim")
+        # Arguments that stay whole, by name and by position.
+        names = getattr(loss, "whole", ())
+        called = inspect.signature(getattr(loss, "forward", loss)).parameters if names else ()
+        self._whole = {*names, *(i for i, name in enumerate(called) if name in names)}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The weighted sum of `loss(*args, **kwargs)` over the prefixes.
@@ -69,12 +68,12 @@ class MatryoshkaLoss(nn.Module):
         """
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs)
-        cut = {key: value for key, value in given.items() if key not in self._whole}
-        if not any([_check_width(_named(key), v, max(self.dims)) for key, v in cut.items()]):
+        features = {key: value for key, value in given.items() if key not in self._whole}
+        if not any([self._check(_named(key), value) for key, value in features.items()]):
             raise ValueError("features: expected at least one tensor of shape (n, d), got none")
         total: Any = None
         for dim, weight in zip(self.dims, self.weights, strict=True):
-            prefixes = given | {key: self._cut(value, dim) for key, value in cut.items()}
+            prefixes = given | {key: self._cut(value, dim) for key, value in features.items()}
             loss = self.loss(
                 *(prefixes[i] for i in range(len(args))),
                 **{name: prefixes[name] for name in kwargs},
@@ -84,7 +83,21 @@ class MatryoshkaLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings, for `repr`."""
-        return shown(self, ("loss", "dims", "weights", "normalize"))
+        return shown_settings(self)
+
+    def _check(self, name: str, value: Any) -> bool:
+        """Whether an argument contains features; raises if any are too narrow."""
+        if isinstance(value, Mapping):
+            return any([self._check(f"{name}[{key!r}]", v) for key, v in value.items()])
+        if not _is_features(value):
+            return False
+        check_dense(name, value)
+        if value.shape[-1] < max(self.dims):
+            raise ValueError(
+                f"{name}: expected width {max(self.dims)} or more, the largest of dims, got "
+                f"{value.shape[-1]}"
+            )
+        return True
 
     def _cut(self, value: Any, dim: int) -> Any:
         if isinstance(value, Mapping):
@@ -95,17 +108,12 @@ class MatryoshkaLoss(nn.Module):
         return unit_rows(prefix, value.dtype) if self.normalize else prefix
 
 
-def _whole(loss: Callable[..., Any]) -> frozenset[int | str]:
-    """Names and positions of the arguments that stay whole."""
-    names = getattr(loss, "whole", ())
-    if not names:
-        return frozenset()
-    called = inspect.signature(getattr(loss, "forward", loss)).parameters
-    return frozenset([*names, *(i for i, name in enumerate(called) if name in names)])
-
-
 def _named(key: int | str) -> str:
     return f"argument {key}" if isinstance(key, int) else key
+
+
+def _is_features(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
 
 
 def _plus(total: Any, weight: float, loss: Any) -> Any:
@@ -117,21 +125,3 @@ def _plus(total: Any, weight: float, loss: Any) -> Any:
         parts = total or (None,) * len(loss)
         return tuple(_plus(part, weight, value) for part, value in zip(parts, loss, strict=True))
     return weight * loss if total is None else total + weight * loss
-
-
-def _is_features(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
-
-
-def _check_width(name: str, value: Any, width: int) -> bool:
-    """Whether `value` contains features; raises if any are narrower than `width`."""
-    if isinstance(value, Mapping):
-        return any([_check_width(f"{name}[{key!r}]", v, width) for key, v in value.items()])
-    if not _is_features(value):
-        return False
-    check_dense(name, value)
-    if value.shape[-1] < width:
-        raise ValueError(
-            f"{name}: expected width {width} or more, the largest of dims, got {value.shape[-1]}"
-        )
-    return True

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.losses.arguments import check_factors
+from megabatch.losses.arguments import check_factors, check_pairs
 from megabatch.losses.base import ContrastiveLoss, keep_in_graph
 from megabatch.losses.clip import ClipLoss
-from megabatch.similarity.arguments import check_features, check_same_rows, check_two
+from megabatch.similarity.arguments import check_features
 
 Pair = tuple[str, str]
 Scale = float | Tensor
@@ -31,12 +31,7 @@ class MultiModalLoss(ContrastiveLoss):
             over no rows is 0, whereas an unweighted one is an error.
         normalize: scale each row of each modality to unit length first, as `F.normalize` does.
         group: the group of the default loss; a loss that you pass has its own.
-
-    Raises:
-        TypeError, ValueError: the message names the argument, its value and what was expected.
     """
-
-    settings = ("pairs", "weights", "loss", *ContrastiveLoss.settings)
 
     def __init__(
         self,
@@ -51,6 +46,7 @@ class MultiModalLoss(ContrastiveLoss):
         self.pairs = tuple(_as_pair(pair) for pair in pairs)
         if not self.pairs:
             raise ValueError("pairs: expected at least one, got none")
+        self._names = list(dict.fromkeys(name for pair in self.pairs for name in pair))
         self.weights = check_factors("weights", weights, len(self.pairs), "pair")
         if loss is not None and not callable(loss):
             raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
@@ -88,16 +84,17 @@ class MultiModalLoss(ContrastiveLoss):
         like = self._check(features, present)
         total: Any = None
         for pair, weight in zip(self.pairs, self.weights, strict=True):
-            x, y = (_rows(features[name], like) for name in pair)
+            x, y = (features[name] for name in pair)
             masks = [present[name] for name in pair if name in present]
-            if features[pair[0]] is None or features[pair[1]] is None:
-                x, y = x[:0], y[:0]
+            if x is None or y is None:
+                # No rows, of the same width and dtype, and with the same need for a gradient.
+                x, y = (like[:0] if t is None else t[:0] for t in (x, y))
             elif masks:
                 both = masks[0] if len(masks) == 1 else masks[0] & masks[1].to(masks[0].device)
                 index = both.nonzero().squeeze(1).to(x.device, non_blocking=True)
                 x, y = x.index_select(0, index), y.index_select(0, index)
             if self.normalize:
-                x, y = self._operands(x, y)
+                x, y = self._operand(x), self._operand(y)
             loss = self.loss(
                 x,
                 y,
@@ -106,36 +103,30 @@ class MultiModalLoss(ContrastiveLoss):
                 weights=x.new_ones(x.shape[0], dtype=torch.float32),
             )
             total = weight * loss if total is None else total + weight * loss
-        used = {name for pair in self.pairs for name in pair}
-        return keep_in_graph(total, *(f for name, f in features.items() if name not in used))
+        return keep_in_graph(total, *(f for name, f in features.items() if name not in self._names))
 
-    def _check(
-        self, features: Mapping[str, Tensor | None], present: Mapping[str, Tensor]
-    ) -> Tensor:
+    def _check(self, features: Any, present: Any) -> Tensor:
         """Check that all features and masks match; returns one of the features."""
-        if not isinstance(features, Mapping):
-            raise TypeError(f"features: expected a mapping, got {type(features).__name__}")
-        if not isinstance(present, Mapping):
-            raise TypeError(f"present: expected a mapping, got {type(present).__name__}")
-        for pair in self.pairs:
-            for name in pair:
-                if name not in features:
-                    raise ValueError(
-                        f"features: expected {name!r}, as pairs name it, got {sorted(features)}"
-                    )
-        some = [name for pair in self.pairs for name in pair if features[name] is not None]
-        if not some:
+        for name, mapping in (("features", features), ("present", present)):
+            if not isinstance(mapping, Mapping):
+                raise TypeError(f"{name}: expected a mapping, got {type(mapping).__name__}")
+        for name in self._names:
+            if name not in features:
+                raise ValueError(
+                    f"features: expected {name!r}, as pairs name it, got {sorted(features)}"
+                )
+        given = [name for name in self._names if features[name] is not None]
+        if not given:
             raise ValueError("features: expected at least one modality, got None for all")
-        first = f"features[{some[0]!r}]"
-        like = features[some[0]]
-        check_features(first, like)
-        assert like is not None
-        for name in some[1:]:
-            names = (first, f"features[{name!r}]")
-            check_two(like, features[name], names)
-            check_same_rows(like, features[name], names)  # type: ignore[arg-type]
+        like: Tensor = features[given[0]]
+        check_features(f"features[{given[0]!r}]", like)
+        for name in given[1:]:
+            names = (f"features[{given[0]!r}]", f"features[{name!r}]")
+            check_pairs(like, features[name], names)
         for name, mask in present.items():
-            _check_mask(name, mask, like, features)
+            if name not in features:
+                raise ValueError(f"present: expected names among {sorted(features)}, got {name!r}")
+            _check_mask(f"present[{name!r}]", mask, like.shape[0])
         return like
 
 
@@ -143,28 +134,17 @@ def _as_pair(pair: Any) -> Pair:
     """Check a pair of names of different modalities; a string of two letters is none."""
     if isinstance(pair, str) or not isinstance(pair, Sequence):
         raise TypeError(f"pairs: expected pairs of names, got {pair!r}")
-    if len(pair) != 2 or not all(isinstance(name, str) for name in pair):
-        raise ValueError(f"pairs: expected two names each, got {pair!r}")
-    if pair[0] == pair[1]:
-        raise ValueError(f"pairs: expected two different modalities, got {pair!r}")
+    if len(pair) != 2 or not all(isinstance(name, str) for name in pair) or pair[0] == pair[1]:
+        raise ValueError(f"pairs: expected two names of different modalities each, got {pair!r}")
     return pair[0], pair[1]
 
 
-def _check_mask(name: str, mask: Any, like: Tensor, features: Mapping[str, Any]) -> None:
-    if name not in features:
-        raise ValueError(f"present: expected names among {sorted(features)}, got {name!r}")
+def _check_mask(name: str, mask: Any, rows: int) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"present[{name!r}]: expected a bool tensor, got {came}")
-    if tuple(mask.shape) != (like.shape[0],):
-        raise ValueError(
-            f"present[{name!r}]: expected shape ({like.shape[0]},), got {tuple(mask.shape)}"
-        )
-
-
-def _rows(features: Tensor | None, like: Tensor) -> Tensor:
-    """The features, or an empty matrix with the same width, dtype and need for a gradient."""
-    return like[:0] if features is None else features
+        raise TypeError(f"{name}: expected a bool tensor, got {came}")
+    if tuple(mask.shape) != (rows,):
+        raise ValueError(f"{name}: expected shape ({rows},), got {tuple(mask.shape)}")
 
 
 def _of(pair: Pair, value: Any, name: str) -> Any:

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.losses.terms import scale_gradient
-from megabatch.similarity import Split, logsumexp, split_logsumexp
+from megabatch.similarity import Split, logsumexp, pair_ids, split_logsumexp, sum_over_ranks
 from megabatch.similarity.arguments import accumulator_dtype, check_dense, check_guide
-from megabatch.similarity.distributed.means import pair_ids, sum_over_ranks
 from megabatch.similarity.pointwise import row_products
 from megabatch.torch_internals import transforms_active
 
-#: Elements of per-query negatives that are converted at a time.
+#: Elements of hard negatives that are converted at a time.
 CHUNK = 1 << 22
 
 
@@ -82,26 +81,26 @@ class Logits:
         rows, columns = split_logsumexp(x.features, columns_of, self.scale, **(common | options))
         return self._weighted(rows), None if columns is None else self._weighted(columns)
 
-    def all(self, x: Rows, y: Rows, group: object) -> Tensor:
+    def over_all(self, x: Rows, y: Rows, group: object) -> Tensor:
         """Log-sum-exp of each row of x over all rows of y, (m,)."""
         if self.ceiling is not None:
             return self.split(x, y, ids=(no_ids(x), no_ids(y)), group=group)[0].negative
-        found = logsumexp(x.features, y.features, self.scale, sides="rows", group=group)
-        return self._corrected(found[0])
+        rows, _ = logsumexp(x.features, y.features, self.scale, sides="rows", group=group)
+        return self._corrected(rows)
 
-    def others(self, x: Rows, own: Rows) -> Tensor:
-        """Log-sum-exp of each row i of x over the `own` (m, k, d) of all other rows, (m,)."""
-        m, k = own.features.shape[:2]
+    def over_hard_of_others(self, x: Rows, hard: Rows) -> Tensor:
+        """Log-sum-exp of each row i of x over the `hard` (m, k, d) of all other rows, (m,)."""
+        m, k = hard.features.shape[:2]
         pairs = pair_ids(m, self.group, device=x.features.device)
-        return self.split(x, own.flat(), ids=(pairs, pairs.repeat_interleave(k)))[0].negative
+        return self.split(x, hard.flat(), ids=(pairs, pairs.repeat_interleave(k)))[0].negative
 
-    def own(self, x: Rows, own: Rows) -> Tensor:
-        """Log-sum-exp of each row i of x over its `own[i]` (k, d), (m,)."""
-        logits = own_products(x.features, own.features) * self.scale
+    def over_hard(self, x: Rows, hard: Rows) -> Tensor:
+        """Log-sum-exp of each row i of x over its `hard[i]` (k, d), (m,)."""
+        logits = hard_products(x.features, hard.features) * self.scale
         if self.ceiling is not None:
             compared = logits
-            if x.guide is not None and own.guide is not None:
-                compared = own_products(x.guide, own.guide)
+            if x.guide is not None and hard.guide is not None:
+                compared = hard_products(x.guide, hard.guide)
             logits = logits.masked_fill(compared > self.ceiling[:, None], -torch.inf)
         return self._corrected(logits.logsumexp(1))
 
@@ -116,11 +115,16 @@ class Logits:
         return lse if self.factor is None else scale_gradient(lse, self.factor)
 
 
+def no_ids(rows: Rows) -> Tensor:
+    """Ids for rows that are no other row's positive."""
+    return torch.full((len(rows.features),), -1, device=rows.features.device)
+
+
 def similarity_limit(query: Rows, positive: Rows, margin: float, strategy: str) -> Tensor:
     """(b,) similarities above which a negative counts as a false one.
 
-    That of query and positive, plus the margin, or with strategy "relative" that share of its
-    absolute value.
+    The similarity of query and positive, plus the margin; with strategy "relative" the margin is a
+    share of its absolute value.
     """
     # Not a property of `Rows`: torch 2.9 cannot compile those of named tuples.
     x, y = (
@@ -134,36 +138,50 @@ def similarity_limit(query: Rows, positive: Rows, margin: float, strategy: str) 
     return similarity + margin * share + tie
 
 
-def no_ids(rows: Rows) -> Tensor:
-    """Ids for rows that are no other row's positive."""
-    return torch.full((len(rows.features),), -1, device=rows.features.device)
-
-
-def own_products(query: Tensor, own: Tensor) -> Tensor:
-    """<query_i, own_ik> of (b, d) and (b, k, d), (b, k), in the accumulator's dtype."""
+def hard_products(query: Tensor, hard: Tensor) -> Tensor:
+    """<query_i, hard_ik> of (b, d) and (b, k, d), (b, k), in the accumulator's dtype."""
     if not torch.compiler.is_compiling() and transforms_active():
-        return _products(query, own)  # torch.func does not take checkpoints
-    rows = max(1, CHUNK // max(1, own[:1].numel()))
+        return _products(query, hard)  # torch.func does not take checkpoints
+    rows = max(1, CHUNK // max(1, hard[:1].numel()))
     chunks = [
         # Checkpointed, to keep the logits only and not the converted features.
         checkpoint(_products, q, n, use_reentrant=False, preserve_rng_state=False)
-        for q, n in zip(query.split(rows), own.split(rows), strict=True)
+        for q, n in zip(query.split(rows), hard.split(rows), strict=True)
     ]
     return torch.cat(chunks)
 
 
-def _products(query: Tensor, negatives: Tensor) -> Tensor:
-    """<query_i, negative_ik>, (rows, k), in the accumulator's dtype."""
+def _products(query: Tensor, hard: Tensor) -> Tensor:
     dtype = accumulator_dtype(query.dtype)
     kind = query.device.type  # autocast does not know meta
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
-        return torch.bmm(negatives.to(dtype), query.to(dtype).unsqueeze(2)).squeeze(2)
+        return torch.bmm(hard.to(dtype), query.to(dtype).unsqueeze(2)).squeeze(2)
+
+
+def sum_of_candidates(
+    in_batch: Tensor, hard: Tensor | None, queue: Tensor | None, group: object
+) -> tuple[Tensor, Tensor]:
+    """Sum (d,) of the candidates that all queries share, and number () of a query's candidates.
+
+    Args:
+        in_batch: (n, d), this process's part of all positives and shared negatives.
+        hard: (b, k, d), not in the sum. queue: (q, d), the same on all processes.
+    """
+    dtype = accumulator_dtype(in_batch.dtype)
+    here = torch.full((), len(in_batch), dtype=dtype, device=in_batch.device)
+    total = sum_over_ranks(in_batch.sum(0, dtype=dtype), group)
+    number = sum_over_ranks(here, group)
+    if hard is not None:
+        number = number + hard.shape[1]
+    if queue is not None:
+        total, number = total + queue.sum(0, dtype=dtype), number + len(queue)
+    return total, number
 
 
 def check_guides(
     features: Sequence[Tensor | None], guides: Sequence[Any], margin: float | None
 ) -> None:
-    """A guide's features of the query, positives, negatives and queue: of all that are, or none."""
+    """Check a guide's features of query, positives, negatives and queue, given for all or none."""
     if all(guide is None for guide in guides):
         return
     if margin is None:
@@ -171,54 +189,19 @@ def check_guides(
     query, names = features[0], ("query", "positive", "negatives", "queue")
     assert query is not None
     for name, like, guide in zip(names, features, guides, strict=True):
+        guide_name = f"guide_{name}"
         if (guide is None) != (like is None):
             expected = f"None without {name}" if like is None else "the guide's features too"
             came = "None" if guide is None else "a guide's features"
-            raise ValueError(f"guide_{name}: expected {expected}, got {came}")
+            raise ValueError(f"{guide_name}: expected {expected}, got {came}")
         if like is None:
             continue
-        shape = f"({', '.join(map(str, like.shape[:-1]))}, d')"
-        if not isinstance(guide, Tensor):
-            came = type(guide).__name__
-            raise TypeError(f"guide_{name}: expected a tensor of shape {shape}, got {came}")
-        if guide.shape[:-1] != like.shape[:-1]:
-            came = str(tuple(guide.shape))
-            raise ValueError(f"guide_{name}: expected shape {shape}, got {came}")
-        check_dense(f"guide_{name}", guide)
-        both, called = (guides[0], guide.flatten(0, -2)), ("guide_query", f"guide_{name}")
+        is_tensor = isinstance(guide, Tensor)
+        if not is_tensor or guide.shape[:-1] != like.shape[:-1]:
+            shape = f"({', '.join(map(str, like.shape[:-1]))}, d')"
+            came = str(tuple(guide.shape)) if is_tensor else type(guide).__name__
+            error = ValueError if is_tensor else TypeError
+            raise error(f"{guide_name}: expected a tensor of shape {shape}, got {came}")
+        check_dense(guide_name, guide)
+        both, called = (guides[0], guide.flatten(0, -2)), ("guide_query", guide_name)
         check_guide(both, query, like.flatten(0, -2), called, ("query", name))
-
-
-class Candidates(NamedTuple):
-    """The candidates of the queries' softmax. Queries share them all, except `own`."""
-
-    positive: Tensor  #: (b, d)
-    shared: Tensor | None  #: (k, d)
-    own: Tensor | None  #: (b, k, d)
-    queue: Tensor | None  #: (q, d), the same on all processes
-
-    def number(self, group: object) -> Tensor:
-        """The number of candidates of one query of this process, ()."""
-        rows = len(self.positive) + (0 if self.shared is None else len(self.shared))
-        own = 0 if self.own is None else self.own.shape[1]
-        queue = 0 if self.queue is None else len(self.queue)
-        dtype = accumulator_dtype(self.positive.dtype)
-        here = torch.full((), rows, dtype=dtype, device=self.positive.device)
-        return sum_over_ranks(here, group) + (own + queue)
-
-    def mean_product(self, query: Tensor, group: object) -> Tensor:
-        """The mean of <query_i, c> over the candidates c of query i, (b,).
-
-        A query's product with the candidates' sum, which takes O(b·d) and no sweep.
-        """
-        dtype = accumulator_dtype(query.dtype)
-        total = self.positive.sum(0, dtype=dtype)
-        if self.shared is not None:
-            total = total + self.shared.sum(0, dtype=dtype)
-        total = sum_over_ranks(total, group)
-        if self.queue is not None:
-            total = total + self.queue.sum(0, dtype=dtype)
-        products = own_products(query, total.expand(len(query), 1, -1))[:, 0]
-        if self.own is not None:
-            products = products + own_products(query, self.own).sum(1)
-        return products / self.number(group)

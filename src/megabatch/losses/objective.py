@@ -1,36 +1,19 @@
-"""The loss that a configuration names, called in one way whichever it is."""
+"""The loss that a configuration names, the library's or the user's, called in one way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch.losses
+from megabatch import references
+from megabatch.errors import UsageError
 from megabatch.hints import is_reference
-from megabatch.losses import own
 from megabatch.losses.registry import TRAINABLE
-
-
-class LossSettings(Protocol):
-    """The part of a configuration that concerns the loss; each loss adds its own settings."""
-
-    @property
-    def loss(self) -> str:
-        """A key of `registry.TRAINABLE`, or a reference `module:Class`."""
-
-    @property
-    def duplicates(self) -> str:
-        """A key of the loss's `duplicates`."""
-
-    @property
-    def hard_negatives(self) -> int:
-        """Negatives that come with each pair."""
-
-    @property
-    def matryoshka_dims(self) -> tuple[int, ...]:
-        """Widths of the prefixes; none: the features as a whole."""
 
 
 class Objective(nn.Module):
@@ -38,24 +21,13 @@ class Objective(nn.Module):
 
     Args:
         loss: called as `loss(image_features, text_features, **others)`.
-        scale_as, takes_bias: see `registry.LossEntry`; scale_as "": the loss takes no scale.
-        takes_ids: whether ids reach the loss; else `ids` must be None.
-        takes_negatives: likewise for features of negatives.
+        takes: the names of the others, among "logit_scale", "temperature" (its inverse),
+            "logit_bias", "ids" and "negatives".
     """
 
-    def __init__(
-        self,
-        loss: Callable[..., Tensor],
-        *,
-        scale_as: str,
-        takes_bias: bool,
-        takes_ids: bool,
-        takes_negatives: bool = False,
-    ) -> None:
+    def __init__(self, loss: Callable[..., Tensor], takes: Collection[str]) -> None:
         super().__init__()
-        self.loss = loss
-        self.takes_negatives = takes_negatives
-        self.scale_as, self.takes_bias, self.takes_ids = scale_as, takes_bias, takes_ids
+        self.loss, self.takes = loss, frozenset(takes)
 
     def forward(
         self,
@@ -78,66 +50,135 @@ class Objective(nn.Module):
         Raises:
             ValueError: ids or negatives where the loss takes none, or none where it needs them.
         """
-        if (negative_features is not None) != self.takes_negatives:
-            expected = "those of each pair" if self.takes_negatives else "None"
-            came = "None" if negative_features is None else "features"
-            raise ValueError(f"negative_features: expected {expected}, got {came}")
-        if (ids is not None) != self.takes_ids:
-            expected = "the batch's" if self.takes_ids else "None"
-            raise ValueError(f"ids: expected {expected}, got {'None' if ids is None else 'ids'}")
-        reciprocal = self.scale_as == "temperature"
-        others: dict[str, Any] = {}
-        if self.scale_as:
-            others[self.scale_as] = logit_scale.reciprocal() if reciprocal else logit_scale
-        if self.takes_bias:
-            others["logit_bias"] = logit_bias
-        if ids is not None:
-            others["ids"] = ids.to(image_features.device, non_blocking=True)
-        if negative_features is not None:
-            others["negatives"] = negative_features
-        return self.loss(image_features, text_features, **others)
+        for name, argument, value in (
+            ("ids", "ids", ids),
+            ("negative_features", "negatives", negative_features),
+        ):
+            if (value is not None) != (argument in self.takes):
+                expected = "a tensor, as the loss takes it" if value is None else "None"
+                came = "None" if value is None else "a tensor"
+                raise ValueError(f"{name}: expected {expected}, got {came}")
+        others: dict[str, Any] = {
+            "logit_scale": logit_scale,
+            "logit_bias": logit_bias,
+            "ids": None if ids is None else ids.to(image_features.device, non_blocking=True),
+            "negatives": negative_features,
+        }
+        if "temperature" in self.takes:
+            others["temperature"] = logit_scale.reciprocal()
+        return self.loss(image_features, text_features, **{n: others[n] for n in self.takes})
 
 
-def create_objective(config: LossSettings, *, group: Any = None) -> Objective:
+def create_objective(config: Any, *, group: Any = None) -> Objective:
     """The loss of `config.loss` with its settings.
 
     Args:
-        config: has no problem (`megabatch.config.problems`).
+        config: a `TrainConfig` that has no problem (`megabatch.config.problems`).
         group: processes that share one batch: None, "local", a process group or a DeviceMesh.
 
     Raises:
-        UsageError: `config.loss` is a reference to no loss; see `own.create`.
+        UsageError: `config.loss` is a reference to no loss; see `create_custom`.
     """
     if is_reference(config.loss):
-        return _create_own(config, group)
-    entry = TRAINABLE[config.loss]
-    settings = {argument: getattr(config, name) for name, argument in entry.settings.items()}
-    negatives = (entry.negatives or {}) if config.hard_negatives else {}
-    arguments = {**entry.arguments, **entry.duplicates[config.duplicates], **settings, **negatives}
-    loss = getattr(megabatch.losses, entry.name)(**arguments, group=group)
-    return Objective(
-        _with_prefixes(loss, config),
-        scale_as=entry.scale_as,
-        takes_bias=entry.takes_bias,
-        takes_ids=config.duplicates != "negatives",
-        takes_negatives=config.hard_negatives > 0,
-    )
+        negatives = config.hard_negatives > 0
+        loss, takes = create_custom(config.loss, group=group, negatives=negatives)
+    else:
+        entry = TRAINABLE[config.loss]
+        arguments = {argument: getattr(config, name) for name, argument in entry.settings.items()}
+        arguments |= entry.duplicates[config.duplicates]
+        takes = set(entry.takes)
+        if "temperature" in takes:
+            arguments["temperature"] = 1.0  # each call gives the model's own
+        if config.duplicates != "negatives":
+            takes.add("ids")
+        if config.hard_negatives:
+            takes.add("negatives")
+            arguments |= entry.negatives or {}
+        loss = getattr(megabatch.losses, entry.name)(**arguments, group=group)
+    if config.matryoshka_dims:
+        loss = megabatch.losses.MatryoshkaLoss(loss, config.matryoshka_dims)
+    return Objective(loss, takes)
 
 
-def _create_own(config: LossSettings, group: Any) -> Objective:
-    negatives = config.hard_negatives > 0
-    loss, takes = own.create(config.loss, group=group, negatives=negatives)
-    scales = [name for name in ("logit_scale", "temperature") if name in takes]
-    return Objective(
-        _with_prefixes(loss, config),
-        scale_as=scales[0] if scales else "",
-        takes_bias="logit_bias" in takes,
-        takes_ids="ids" in takes,
-        takes_negatives=negatives,
-    )
+# --- a loss of the user's own, named by a reference `module:Class` --------------------------------
 
 
-def _with_prefixes(loss: Any, config: LossSettings) -> Any:
-    if not config.matryoshka_dims:
-        return loss
-    return megabatch.losses.MatryoshkaLoss(loss, config.matryoshka_dims)
+def create_custom(
+    reference: str, *, group: Any = None, negatives: bool = False
+) -> tuple[Callable[..., Any], set[str]]:
+    """Make the user's loss.
+
+    Args:
+        reference: of a class, or of a function that returns a loss. It is called with `group` if it
+            has such a parameter.
+        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+        negatives: whether its call gets `negatives`, features of shape (b, k, d).
+
+    Returns:
+        The loss, and the arguments of `Objective` that are parameters of its call, without the
+        temperature if it takes the scale.
+
+    Raises:
+        UsageError: it cannot be imported or made, its call needs other arguments, or it has
+            parameters, which the trainer would not train.
+    """
+    label = f"--loss {reference}"
+    loss = references.call(references.load(reference, "loss"), label, group=group)
+    if not callable(loss) or isinstance(loss, type):
+        raise UsageError(f"{label}: expected a loss to call, got {references.describe(loss)}")
+    module = loss if isinstance(loss, nn.Module) else None
+    learnt = [] if module is None else [name for name, _ in module.named_parameters()]
+    if learnt:
+        raise UsageError(
+            f"{label}: expected no parameters, as only the model's are trained, got "
+            + ", ".join(learnt)
+        )
+    others = ["logit_scale", "temperature", "logit_bias", "ids"] + ["negatives"] * negatives
+    called = loss if module is None else module.forward
+    takes = references.accepted(called, others, f"{label}: its call", positional=2)
+    if negatives and "negatives" not in takes:
+        raise UsageError(f"--hard-negatives: the call of {label} has no parameter negatives")
+    return loss, takes - {"temperature"} if "logit_scale" in takes else takes
+
+
+def check_custom(
+    objective: Objective, reference: str, width: int, device: torch.device, *, has_bias: bool
+) -> None:
+    """Call the user's loss once with a few random features, on every rank of its group together.
+
+    Args:
+        objective: with the loss. reference: of the loss, for messages.
+        width, device: of the features.
+        has_bias: whether the model has a bias; otherwise the loss gets None.
+
+    Raises:
+        UsageError: it fails, or returns anything but a tensor of shape () with a gradient.
+    """
+    label = f"--loss {reference}"
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(2, 8, width, generator=generator).to(device)
+    x, y = (F.normalize(part, dim=-1).requires_grad_() for part in drawn)
+    scale, bias = (torch.tensor(v, device=device, requires_grad=True) for v in (10.0, -10.0))
+    ids = torch.arange(8) if "ids" in objective.takes else None
+    negatives = y.detach().roll(1, 0)[:, None] if "negatives" in objective.takes else None
+    given = (x, y, scale, bias if has_bias else None)
+    try:
+        value = objective(*given, ids=ids, negative_features=negatives)
+    except Exception as error:
+        lacking = "logit_bias" in objective.takes and not has_bias
+        hint = "; the model has no logit_bias (--init-logit-bias gives it one)" if lacking else ""
+        raise UsageError(f"{references.failure(label, error)}{hint}") from error
+    if not isinstance(value, Tensor) or value.shape != ():
+        is_tensor = isinstance(value, Tensor)
+        came = f"one of shape {tuple(value.shape)}" if is_tensor else references.describe(value)
+        raise UsageError(f"{label}: expected to return a tensor of shape (), got {came}")
+    if not value.requires_grad:
+        raise UsageError(
+            f"{label}: expected to return a tensor with a gradient, got one without (requires_grad "
+            "is False)"
+        )
+    if torch.autograd.grad(value, (x, y), allow_unused=True) == (None, None):
+        raise UsageError(
+            f"{label}: expected a gradient of the features, got none: its value does not depend on "
+            "them"
+        )

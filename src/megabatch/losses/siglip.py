@@ -6,12 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megabatch.losses.arguments import check_pairs, check_weights, own_ids
-from megabatch.losses.base import ContrastiveLoss
-from megabatch.losses.normalization import unit_rows
-from megabatch.similarity import softplus_sum
+from megabatch.losses.arguments import check_ids, check_pairs, check_weights
+from megabatch.losses.base import ContrastiveLoss, unit_rows
+from megabatch.similarity import share_of_mean, softplus_sum
 from megabatch.similarity.arguments import check_guide, check_scalar
-from megabatch.similarity.distributed.means import share_of_mean
 
 
 class SigLipLoss(ContrastiveLoss):
@@ -73,17 +71,17 @@ class SigLipLoss(ContrastiveLoss):
             TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_pairs(image_features, text_features, ("image_features", "text_features"))
-        x, y = self._operands(image_features, text_features)
+        x, y = self._operand(image_features), self._operand(text_features)
         scale = check_scalar("logit_scale", logit_scale, x)
         bias = check_scalar("logit_bias", 0.0 if logit_bias is None else logit_bias, x)
         weights = check_weights(weights, x)
-        if ids is not None:
-            ids = own_ids(ids, x, self.group)
-        teacher = self._teacher(
-            x, y, dist_image_features, dist_text_features, dist_logit_scale, dist_logit_bias
-        )
-        if teacher is not None and ids is not None:
-            raise ValueError("ids: expected None with a teacher's labels, got a tensor")
+        ids = check_ids(ids, x, self.group)
+        given = dist_image_features, dist_text_features, dist_logit_scale, dist_logit_bias
+        teacher = None
+        if any(value is not None for value in given):
+            teacher = self._teacher(x, y, *given)
+            if ids is not None:
+                raise ValueError("ids: expected None with a teacher's labels, got a tensor")
         total = softplus_sum(
             x,
             y,
@@ -94,21 +92,17 @@ class SigLipLoss(ContrastiveLoss):
             teacher=teacher,
             group=self.group,
         )
-        rows = x.shape[0]
-        loss = share_of_mean(total, rows, self.group, weights, name="image_features")
+        loss = share_of_mean(total, x.shape[0], self.group, weights, name="image_features")
         return {"contrastive_loss": loss} if output_dict else loss
 
     def _teacher(
         self, x: Tensor, y: Tensor, u: Any, v: Any, scale: Any, bias: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """The teacher's features and numbers for `softplus_sum`; None: all are."""
-        given = {"image_features": u, "text_features": v, "logit_scale": scale}
-        if bias is None and all(value is None for value in given.values()):
-            return None
-        for name, value in given.items():
-            if value is None:
-                raise ValueError(f"dist_{name}: expected the teacher's as well, got None")
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The teacher's features and numbers for `softplus_sum`."""
         names = "dist_image_features", "dist_text_features"
+        for name, value in zip((*names, "dist_logit_scale"), (u, v, scale), strict=True):
+            if value is None:
+                raise ValueError(f"{name}: expected the teacher's as well, got None")
         u, v = check_guide((u, v), x, y, names, ("image_features", "text_features"))
         if self.normalize:
             u, v = (unit_rows(features, features.dtype) for features in (u, v))

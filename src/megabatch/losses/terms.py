@@ -67,39 +67,18 @@ def debiased(
     return torch.maximum(rest, floor)
 
 
-def with_nan_of_unpaired(losses: Tensor, anchors: Tensor, references: Tensor | None) -> Tensor:
-    """Add NaN to the losses (n,) of anchors (n, d) with a NaN if no anchor is part of a pair.
-
-    Such features appear in no logit. `references` (m, d); None: the anchors themselves.
-    """
-    if anchors.shape[0] == 1 or (references is not None and references.shape[0] == 0):
-        return losses + 0.0 * anchors.detach().sum(1, dtype=losses.dtype)
-    return losses
-
-
-def scale_gradient(tensor: Tensor, factor: float | Tensor) -> Tensor:
-    """`tensor` as it is, its gradient multiplied by `factor`.
-
-    Args:
-        tensor: any shape. factor: a number, or a tensor that broadcasts to that shape; it gets no
-            gradient.
-    """
-    if not isinstance(factor, Tensor):
-        factor = torch.full((), factor, dtype=tensor.dtype, device=tensor.device)
-    return _scale_gradient(tensor, factor.detach())
-
-
 @operator("scale_gradient")
-def _scale_gradient(tensor: Tensor, factor: Tensor) -> Tensor:
+def scale_gradient(tensor: Tensor, factor: Tensor) -> Tensor:
+    """`tensor` as it is, its gradient multiplied by `factor`, which gets no gradient."""
     return tensor.clone()
 
 
-@_scale_gradient.register_fake
+@scale_gradient.register_fake
 def _(tensor: Tensor, factor: Tensor) -> Tensor:
     return torch.empty_like(tensor)
 
 
-_scale_gradient.register_autograd(
+scale_gradient.register_autograd(
     lambda ctx, gradient: (gradient * ctx.saved_tensors[0], None),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
 )

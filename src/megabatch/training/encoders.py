@@ -51,7 +51,7 @@ class CachedStep:
         feature_dtype: torch.dtype | None = None,
     ) -> None:
         found = locked_towers(module) if locked is None else locked
-        if getattr(objective, "takes_negatives", False):
+        if "negatives" in getattr(objective, "takes", ()):
             module = WithNegatives(module)
         self.module = module
         self.micro_batch_size = micro_batch_size

@@ -30,9 +30,7 @@ from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.hints import is_reference, option, with_value
-from megabatch.losses import own
-from megabatch.losses.objective import create_objective
-from megabatch.losses.registry import TRAINABLE
+from megabatch.losses.objective import check_custom, create_objective
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock
@@ -355,24 +353,19 @@ def _freeze_unused(config: TrainConfig, module: nn.Module) -> None:
 
     A bias cancels in a softmax.
     """
-    takes_scale, bias = True, getattr(module, "logit_bias", None)
-    if is_reference(config.loss):
-        objective = create_objective(config, group="local")
-        takes_scale, takes_bias = bool(objective.scale_as), objective.takes_bias
-    else:
-        takes_bias = TRAINABLE[config.loss].takes_bias
-    if bias is not None and not takes_bias:
+    takes, bias = create_objective(config, group="local").takes, getattr(module, "logit_bias", None)
+    if bias is not None and "logit_bias" not in takes:
         bias.requires_grad_(False)
-    if not takes_scale:
+    if not takes & {"logit_scale", "temperature"}:
         module.get_parameter("logit_scale").requires_grad_(False)
 
 
 def _check_loss(setup: Setup) -> None:
-    """Raise a UsageError if a loss of the user's own cannot be trained with; see `own.check`."""
+    """Raise a UsageError if a loss of the user's own cannot be trained with; see `check_custom`."""
     config, towers, device = setup.config, setup.towers, setup.world.device
     has_bias = getattr(towers.module, "logit_bias", None) is not None
     objective = create_objective(config).to(device)
-    own.check(objective, config.loss, towers.embed_dim, device, has_bias=has_bias)
+    check_custom(objective, config.loss, towers.embed_dim, device, has_bias=has_bias)
 
 
 def _total_steps(config: TrainConfig, pairs: int) -> int:

@@ -299,7 +299,7 @@ class Trainer:
 
         One synchronisation of gradients: GradientCache's, in the last micro-batch.
         """
-        ids = ids_of(batch) if self.objective.takes_ids else None
+        ids = ids_of(batch) if "ids" in self.objective.takes else None
         with self.world.failures(f"step {self.step + 1}"):
             with self._autocast():
                 loss = self._step(batch, ids)
