@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -78,18 +78,27 @@ def siglip_of_logits(s: Tensor, ids: Tensor | None = None, weights: Tensor | Non
     return losses.mean() if weights is None else (weights * losses).sum() / weights.sum()
 
 
+def anchors(
+    s: Tensor, labels: Tensor, columns: Tensor | None
+) -> Iterator[tuple[Tensor, list[int], list[int]]]:
+    """Each anchor that has positives: its logits, its positives and its negatives.
+
+    `columns`: labels of the references; None: the columns are the rows themselves.
+    """
+    column_labels = labels if columns is None else columns
+    for i in range(len(s)):
+        others = [j for j in range(s.shape[1]) if columns is not None or j != i]
+        positives = [j for j in others if labels[i] >= 0 and labels[i] == column_labels[j]]
+        if positives:
+            yield s[i], positives, [j for j in others if j not in positives]
+
+
 def supcon_of_logits(
     s: Tensor, labels: Tensor, columns: Tensor | None = None, form: str = "out"
 ) -> Tensor:
-    """`columns`: labels of the references; None: the columns are the rows themselves."""
     terms = []
-    for i in range(len(s)):
-        others = [j for j in range(s.shape[1]) if columns is not None or j != i]
-        column_labels = labels if columns is None else columns
-        positives = [j for j in others if labels[i] >= 0 and labels[i] == column_labels[j]]
-        if not positives:
-            continue
-        logp = s[i, positives] - s[i, others].logsumexp(0)
+    for row, positives, negatives in anchors(s, labels, columns):
+        logp = row[positives] - row[positives + negatives].logsumexp(0)
         terms.append(-logp.mean() if form == "out" else -logp.exp().mean().log())
     return torch.stack(terms).mean() if terms else 0 * s.sum()
 
@@ -98,32 +107,20 @@ def sincere_of_logits(
     s: Tensor, labels: Tensor, columns: Tensor | None = None, average: str = "anchors"
 ) -> Tensor:
     """Each positive's cross-entropy among itself and the anchor's negatives."""
-    anchors = []
-    for i in range(len(s)):
-        others = [j for j in range(s.shape[1]) if columns is not None or j != i]
-        column_labels = labels if columns is None else columns
-        positives = [j for j in others if labels[i] >= 0 and labels[i] == column_labels[j]]
-        negatives = [j for j in others if j not in positives]
-        terms = [s[i, [p, *negatives]].logsumexp(0) - s[i, p] for p in positives]
-        if terms:
-            anchors.append(torch.stack(terms))
-    if not anchors:
+    terms = [
+        torch.stack([row[[p, *negatives]].logsumexp(0) - row[p] for p in positives])
+        for row, positives, negatives in anchors(s, labels, columns)
+    ]
+    if not terms:
         return 0 * s.sum()
     if average == "pairs":
-        return torch.cat(anchors).mean()
-    return torch.stack([terms.mean() for terms in anchors]).mean()
+        return torch.cat(terms).mean()
+    return torch.stack([term.mean() for term in terms]).mean()
 
 
 def ntxent_of_logits(s: Tensor, views: int) -> Tensor:
     """SimCLR's l(i, j), the mean over all ordered pairs of views of one instance."""
-    n = len(s)
-    terms = [
-        -s[i, j] + torch.cat([s[i, :i], s[i, i + 1 :]]).logsumexp(0)
-        for i in range(n)
-        for j in range(n)
-        if i != j and i % (n // views) == j % (n // views)
-    ]
-    return torch.stack(terms).mean()
+    return supcon_of_logits(s, torch.arange(len(s) // views).repeat(views))
 
 
 def debiased(positive: Tensor, negatives: Tensor, scale: Tensor, tau_plus: float) -> Tensor:
@@ -161,7 +158,7 @@ def infonce(
     scale: Tensor,
     *,
     shared: Tensor | None = None,
-    own: Tensor | None = None,
+    hard: Tensor | None = None,
     queue: Tensor | None = None,
     ids: Tensor | None = None,
     margin: float | None = None,
@@ -178,37 +175,37 @@ def infonce(
 ) -> Tensor:
     """Qwen3-Embedding's loss, one query at a time; `guide`: a guide's features by name."""
     b = len(query)
-    alike = same(torch.full((b,), -1) if ids is None else ids)
-    features = {"query": query, "positive": positive, "shared": shared, "own": own}
+    repeated = same(torch.full((b,), -1) if ids is None else ids)
+    features = {"query": query, "positive": positive, "shared": shared, "hard": hard}
     features["queue"] = None if queue is None else queue.detach()
 
     def similarities(f: dict[str, Tensor | None], i: int) -> tuple[Tensor, ...]:
         """Query i against its positive, batch, own and same-tower negatives; the reverse."""
-        query, positive, shared, own = (f.get(n) for n in ("query", "positive", "shared", "own"))
-        others = [j for j in range(b) if not alike[i, j]]
+        query, positive, shared, hard = (f.get(n) for n in ("query", "positive", "shared", "hard"))
+        others = [j for j in range(b) if not repeated[i, j]]
         foreign = [j for j in range(b) if j != i]
         in_batch = [positive[others] @ query[i]]
         if shared is not None:
             in_batch.append(shared @ query[i])
         if f.get("queue") is not None:
             in_batch.append(f["queue"] @ query[i])
-        if own is not None and share_negatives:
-            in_batch.append(own[foreign].flatten(0, 1) @ query[i])
-        hard = [] if own is None else [own[i] @ query[i]]
+        if hard is not None and share_negatives:
+            in_batch.append(hard[foreign].flatten(0, 1) @ query[i])
+        own = [] if hard is None else [hard[i] @ query[i]]
         tower = []
         if "query" in same_tower:
             tower.append(query[others] @ query[i])
         if "positive" in same_tower:
             tower.append(positive[others] @ positive[i])
-            if own is not None and share_negatives:
-                tower.append(own[foreign].flatten(0, 1) @ positive[i])
+            if hard is not None and share_negatives:
+                tower.append(hard[foreign].flatten(0, 1) @ positive[i])
         back = query[others] @ positive[i]
         if reverse == "joint":  # Σ over all j in either direction, i included
             tower.append(back)
         hit = positive[i] @ query[i]
         return (
             hit,
-            *(torch.cat([*parts, hit.new_empty(0)]) for parts in (in_batch, hard, tower)),
+            *(torch.cat([*parts, hit.new_empty(0)]) for parts in (in_batch, own, tower)),
             back,
         )
 

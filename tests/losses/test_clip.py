@@ -1,61 +1,59 @@
+"""ClipLoss and DistillClipLoss against dense expressions, and the operator of plain pairs."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import megabatch as mb
+from megabatch.losses import clip
+from megabatch.similarity import soft_targets
 from tests.losses.reference import assert_equal, clip_of_logits, leaves
 from tests.similarity.features import MAKERS
+from tests.similarity.test_precision import FACTOR, row_errors
 
 IDS = torch.tensor([0, 1, 1, 2, -1, -1, 0, 0, 3, 2**62 - 1])
+SCALES = (0.01, 14.3, 100.0, 200.0)
+
+makers = pytest.mark.parametrize("maker", MAKERS)
 
 
-@pytest.mark.parametrize("scale", [0.01, 14.3, 200.0])
-@pytest.mark.parametrize("maker", MAKERS)
+@makers
 @pytest.mark.parametrize("b", [1, 2, 65])
-def test_equals_two_cross_entropies(maker: str, scale: float, b: int) -> None:
-    x, y = MAKERS[maker](b, b, 16)
-    assert_equal(mb.ClipLoss(), lambda x, y, s: clip_of_logits(s * x @ y.T), x, y, scale)
+def test_equals_two_cross_entropies(maker: str, b: int) -> None:
+    for scale in SCALES:
+        x, y = MAKERS[maker](b, b, 16)
+        assert_equal(mb.ClipLoss(), lambda x, y, s: clip_of_logits(s * x @ y.T), x, y, scale)
 
 
-@pytest.mark.parametrize("scale", [0.01, 14.3, 100.0])
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("weighted", [False, True])
+@makers
 @pytest.mark.parametrize(
-    ("duplicates", "smoothing"), [("positive", 0.0), ("positive", 0.1), ("ignored", 0.0)]
+    ("ids", "duplicates", "smoothing"),
+    [
+        *((IDS, "positive", 0.0), (IDS, "positive", 0.1), (IDS, "ignored", 0.0)),
+        (None, "positive", 0.2),
+    ],
 )
-def test_shared_captions(
-    maker: str, scale: float, duplicates: Any, smoothing: float, weighted: bool
+def test_shared_captions_smoothing_and_weights(
+    maker: str, ids: Any, duplicates: Any, smoothing: float
 ) -> None:
-    x, y = MAKERS[maker](10, 10, 6)
-    weights = torch.rand(10, dtype=torch.float64) if weighted else None
     loss = mb.ClipLoss(label_smoothing=smoothing, duplicates=duplicates)
-    assert_equal(
-        lambda x, y, s: loss(x, y, s, ids=IDS, weights=weights),
-        lambda x, y, s: clip_of_logits(s * x @ y.T, IDS, duplicates, smoothing, weights),
-        x,
-        y,
-        scale,
-    )
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_label_smoothing_and_weights(maker: str, weighted: bool) -> None:
-    x, y = MAKERS[maker](33, 33, 6)
-    weights = torch.rand(33, dtype=torch.float64) if weighted else None
-    loss = mb.ClipLoss(label_smoothing=0.2)
-    assert_equal(
-        lambda x, y, s: loss(x, y, s, weights=weights),
-        lambda x, y, s: clip_of_logits(s * x @ y.T, None, "positive", 0.2, weights),
-        x,
-        y,
-        14.3,
-    )
+    for scale in SCALES[:3]:
+        x, y = MAKERS[maker](10, 10, 6)
+        for weights in (None, torch.rand(10, dtype=torch.float64)):
+            assert_equal(
+                lambda x, y, s, w=weights: loss(x, y, s, ids=ids, weights=w),
+                lambda x, y, s, w=weights: clip_of_logits(
+                    s * x @ y.T, ids, duplicates, smoothing, w
+                ),
+                *(x, y, scale),
+            )
 
 
 @settings(deadline=None, max_examples=40)
@@ -68,13 +66,10 @@ def test_label_smoothing_and_weights(maker: str, weighted: bool) -> None:
 def test_any_ids(ids: list[int], scale: float, mode: Any, maker: str) -> None:
     b, pairs = len(ids), torch.tensor(ids)
     torch.manual_seed(b)
-    x, y = MAKERS[maker](b, b, 5)
     assert_equal(
         lambda x, y, s: mb.ClipLoss(duplicates=mode)(x, y, s, ids=pairs),
         lambda x, y, s: clip_of_logits(s * x @ y.T, pairs, mode),
-        x,
-        y,
-        scale,
+        *(*MAKERS[maker](b, b, 5), scale),
     )
 
 
@@ -87,103 +82,189 @@ def test_distinct_ids_are_no_ids() -> None:
             torch.testing.assert_close(other, plain, rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("b", [5, 0])
-def test_weights_of_zero_give_zero(b: int) -> None:
-    x, y = leaves(torch.randn(b, 3), torch.randn(b, 3))
-    loss = mb.ClipLoss()(x, y, 10.0, weights=torch.zeros(b))
-    loss.backward()
-    assert loss == 0
-    assert not x.grad.any()
-    assert x.grad.shape == x.shape
+@pytest.mark.parametrize("loss", [mb.ClipLoss(), mb.SigLipLoss()])
+def test_weights_of_zero_give_zero(loss: Any) -> None:
+    for b in (5, 0):
+        x, y = leaves(torch.randn(b, 3), torch.randn(b, 3))
+        value = loss(x, y, 10.0, -1.0, weights=torch.zeros(b))
+        value.backward()
+        assert value == 0
+        assert not x.grad.any()
+        assert x.grad.shape == x.shape
 
 
-def test_called_as_openclip_calls_it() -> None:
+@pytest.mark.parametrize("loss", [mb.ClipLoss(), mb.SigLipLoss()])
+def test_called_as_openclip_calls_it(loss: Any) -> None:
     x, y = torch.randn(5, 3), torch.randn(5, 3)
-    loss = mb.ClipLoss()(x, y, torch.tensor(10.0))
-    named = mb.ClipLoss()(
-        image_features=x, text_features=y, logit_scale=10.0, logit_bias=0.0, output_dict=True
+    value = loss(x, y, torch.tensor(10.0), torch.tensor(-10.0))
+    named = loss(
+        image_features=x, text_features=y, logit_scale=10.0, logit_bias=-10.0, output_dict=True
     )
-    assert named["contrastive_loss"] == loss
-    assert loss.dtype == torch.float32
+    assert named["contrastive_loss"] == value
+    assert value.dtype == torch.float32
 
 
-def test_scale_as_a_parameter_of_one_element() -> None:
-    scale = torch.nn.Parameter(torch.tensor([10.0]))
-    mb.ClipLoss()(torch.randn(5, 3), torch.randn(5, 3), scale).backward()
+def test_towers_of_the_same_tensor_and_a_scale_of_one_element() -> None:
+    x, y, z = (torch.ones(5, 3).cumsum(0).requires_grad_() for _ in range(3))
+    scale = torch.nn.Parameter(torch.tensor([2.0]))
+    mb.ClipLoss()(x, x, scale).backward()
+    mb.ClipLoss()(y, z, 2.0).backward()
+    torch.testing.assert_close(x.grad, y.grad + z.grad)
     assert scale.grad is not None
     assert scale.grad.shape == (1,)
 
 
-@pytest.mark.parametrize("options", [{}, {"ids": IDS[:5]}, {"weights": torch.ones(5)}])
-def test_a_nan_feature_gives_a_nan_loss(options: dict[str, Any]) -> None:
-    x = torch.randn(5, 3)
-    x[2, 1] = torch.nan
-    assert mb.ClipLoss()(x, torch.randn(5, 3), 1.0, **options).isnan()
-    assert mb.ClipLoss(duplicates="ignored")(x, torch.randn(5, 3), 1.0, **options).isnan()
-    assert mb.ClipLoss(label_smoothing=0.1)(x, torch.randn(5, 3), 1.0, **options).isnan()
+# --- distillation ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "error", "words"),
-    [
-        (torch.randn(5, 3), torch.randn(4, 3), ValueError, ("text_features", "5 rows", "4")),
-        (torch.randn(5, 3), torch.randn(5, 2), ValueError, ("text_features", "width 3", "2")),
-        (torch.randn(5), torch.randn(5), ValueError, ("image_features", "(5,)")),
-        (torch.ones(5, 3).long(), torch.randn(5, 3), TypeError, ("image_features", "int64")),
-        (torch.randn(0, 3), torch.randn(0, 3), ValueError, ("image_features", "one row", "0")),
-        (torch.randn(5, 3), torch.randn(5, 3).half(), TypeError, ("text_features", "float16")),
-    ],
+def dense(x: Tensor, y: Tensor, scale: Tensor, *teacher: Any) -> tuple[Tensor, Tensor]:
+    """Both losses by definition, from whole matrices."""
+    u, v, factor = teacher
+    logits, targets = scale * x @ y.T, factor * u @ v.T
+    labels = torch.arange(len(x))
+    contrastive = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    distill = [
+        -(t.softmax(1) * s.log_softmax(1)).sum(1).mean()
+        for s, t in ((logits, targets), (logits.T, targets.T))
+    ]
+    return contrastive, sum(distill) / 2
+
+
+def features(kind: str, m: int, d: int, width: int) -> list[Tensor]:
+    return [*MAKERS[kind](m, m, d), *MAKERS["clustered"](m, m, width)]
+
+
+@settings(max_examples=40)
+@given(
+    kind=st.sampled_from(sorted(MAKERS)),
+    m=st.integers(1, 40),
+    d=st.integers(1, 9),
+    width=st.integers(1, 9),
+    scale=st.sampled_from([0.01, 1.0, 20.0, 200.0]),
+    factor=st.sampled_from([0.01, 5.0, 100.0]),
 )
-def test_bad_features(x: Any, y: Any, error: type, words: tuple[str, ...]) -> None:
-    with pytest.raises(error) as caught:
-        mb.ClipLoss()(x, y, 1.0)
-    assert all(word in str(caught.value) for word in words)
+def test_distillation_equals_the_dense_losses(
+    kind: str, m: int, d: int, width: int, scale: float, factor: float
+) -> None:
+    x, y, *teacher = features(kind, m, d, width)
+    for shares in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+        assert_equal(
+            lambda *a, s=shares: torch.dot(
+                *map(torch.stack, (mb.DistillClipLoss()(*a, *teacher, factor), leaves(*s)))
+            ),
+            lambda *a, s=shares: torch.dot(
+                *map(torch.stack, (dense(*a, *teacher, factor), leaves(*s)))
+            ),
+            *(x, y, scale),
+        )
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"logit_scale": "warm"}, TypeError, ("logit_scale", "str")),
-        ({"logit_scale": torch.ones(2)}, ValueError, ("logit_scale", "(2,)")),
-        ({"logit_bias": torch.ones(2)}, ValueError, ("logit_bias", "(2,)")),
-        ({"ids": torch.arange(4)}, ValueError, ("ids", "(5,)", "(4,)")),
-        ({"ids": torch.arange(5.0)}, TypeError, ("ids", "int64", "float32")),
-        ({"ids": [1, 2, 3, 4, 5]}, TypeError, ("ids", "list")),
-        ({"ids": torch.arange(5) + 2**62}, ValueError, ("ids", "2**62", str(2**62 + 4))),
-        ({"weights": torch.ones(4)}, ValueError, ("weights", "(5,)", "(4,)")),
-        ({"weights": torch.arange(5)}, TypeError, ("weights", "int64")),
-        ({"weights": torch.ones(5, 1)}, ValueError, ("weights", "(5, 1)")),
-        ({"weights": torch.ones(5, requires_grad=True)}, ValueError, ("weights", "gradient")),
-    ],
-)
-def test_bad_options(options: dict[str, Any], error: type, words: tuple[str, ...]) -> None:
-    arguments = {"logit_scale": 1.0} | options
-    with pytest.raises(error) as caught:
-        mb.ClipLoss()(torch.randn(5, 3), torch.randn(5, 3), **arguments)
-    assert all(word in str(caught.value) for word in words)
+def test_many_blocks_in_one_small_workspace(small_blocks: None) -> None:
+    x, y, u, v = features("random", 300, 6, 3)
+    assert_equal(
+        lambda *a: mb.DistillClipLoss()(*a, u, v, 30.0)[1],
+        lambda *a: dense(*a, u, v, 30.0)[1],
+        *(x, y, 50.0),
+    )
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"label_smoothing": 1.0}, ValueError, ("label_smoothing", "1.0")),
-        ({"label_smoothing": -0.1}, ValueError, ("label_smoothing", "-0.1")),
-        ({"label_smoothing": "0.1"}, TypeError, ("label_smoothing", "str")),
-        ({"label_smoothing": float("nan")}, ValueError, ("label_smoothing", "nan")),
-        ({"duplicates": "dropped"}, ValueError, ("duplicates", "'dropped'", "ignored")),
-        (
-            {"duplicates": "ignored", "label_smoothing": 0.1},
-            ValueError,
-            ("label_smoothing", "ignored", "0.1"),
-        ),
-    ],
-)
-def test_bad_constructions(options: Any, error: type, words: tuple[str, ...]) -> None:
-    with pytest.raises(error) as caught:
-        mb.ClipLoss(**options)
-    assert all(word in str(caught.value) for word in words)
+def test_a_teacher_that_agrees_gives_no_gradient() -> None:
+    """The cross-entropy is the entropy of the targets, and its gradient vanishes."""
+    x, y, *_ = (t.requires_grad_() for t in features("random", 25, 6, 4))
+    scale = torch.tensor(7.0, dtype=torch.float64, requires_grad=True)
+    named = mb.DistillClipLoss()(x, y, scale, x, y, scale, output_dict=True)
+    assert list(named) == ["contrastive_loss", "distill_loss"]
+    targets = (7 * x @ y.T).detach()
+    entropy = [-(t.softmax(1) * t.log_softmax(1)).sum(1).mean() for t in (targets, targets.T)]
+    torch.testing.assert_close(named["distill_loss"], sum(entropy) / 2, rtol=0, atol=1e-12)
+    for gradient in torch.autograd.grad(named["distill_loss"], (x, y, scale)):
+        assert gradient.abs().max() < 1e-13
 
 
-def test_bad_group() -> None:
-    with pytest.raises(TypeError, match="group"):
-        mb.ClipLoss(group="world")(torch.randn(5, 3), torch.randn(5, 3), 1.0)
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (0, 1), (1, 2)])
+def test_frozen_inputs_and_the_teacher_get_no_gradient(frozen: tuple[int, ...]) -> None:
+    x, y, *teacher = leaves(*features("random", 12, 4, 5), 9.0)
+    full, some = leaves(x, y, 6.0), leaves(x, y, 6.0)
+    for k in frozen:
+        some[k].requires_grad_(False)
+    for inputs in (full, some):
+        sum(mb.DistillClipLoss()(*inputs, *teacher)).backward()
+    assert all(tensor.grad is None for tensor in teacher)
+    for k in range(3):
+        if k in frozen:
+            assert some[k].grad is None
+        else:
+            torch.testing.assert_close(some[k].grad, full[k].grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("agree", [False, True])
+@pytest.mark.parametrize("scale", [0.01, 14.3, 200.0])
+@makers
+def test_bfloat16_is_as_exact_as_the_dense_expression(
+    maker: str, scale: float, agree: bool
+) -> None:
+    """Row by row, against logits and softmax in float32 with dS rounded once."""
+    x, y, u, v = (t.bfloat16() for t in features(maker, 96, 32, 24))
+    if agree:
+        u, v = x.clone(), y.clone()
+    x.requires_grad_()
+    distill = mb.DistillClipLoss()(x, y, scale, u, v, scale)[1]
+    (ours,) = torch.autograd.grad(distill, x)
+
+    a, b, c, d = (t.detach().float() for t in (x, y, u, v))
+    s = (scale * a @ b.T).requires_grad_()
+    t = scale * c @ d.T
+    near = sum(-(q.softmax(1) * p.log_softmax(1)).sum(1).mean() for p, q in ((s, t), (s.T, t.T)))
+    (ds,) = torch.autograd.grad(near / 2, s)
+    dense_dx = scale * (ds.bfloat16().float() @ b)
+    wide = [t.detach().double() for t in (x, y, u, v)]
+    wide[0].requires_grad_()
+    truth = dense(*wide[:2], torch.tensor(scale), *wide[2:], scale)[1]
+    (dx,) = torch.autograd.grad(truth, wide[0])
+
+    size = max(1.0, scale * (wide[0] @ wide[1].T).abs().max().item())
+    rounding = 2**-22 * max(size, truth.item())
+    assert abs(distill.item() - truth.item()) <= 2 * abs(near.item() / 2 - truth.item()) + rounding
+    # dS = P - T: if teacher and student agree, only the rounding of float32 logits is left, which
+    # is the same for both matrices of the dense expression.
+    noise = 2**-21 * size * scale * wide[1].norm(dim=1).max().item() / len(x)
+    assert (row_errors(ours, dx) <= FACTOR * row_errors(dense_dx.bfloat16(), dx) + noise).all()
+
+
+def test_soft_targets_gives_both_sides() -> None:
+    x, y, u, v = features("random", 11, 4, 6)
+    rows, columns = soft_targets(x, y, 2.0, u, v, 3.0)
+    split, _ = mb.similarity.split_logsumexp(x, y, 2.0)
+    for a, b in zip(rows, split, strict=False):
+        torch.testing.assert_close(a, b)
+    t = (3 * u @ v.T).T.softmax(1)
+    wanted = -(t * (2 * x @ y.T).T.log_softmax(1)).sum(1)
+    torch.testing.assert_close(columns.cross_entropy, wanted)
+
+
+# --- plain pairs ----------------------------------------------------------------------------------
+
+
+def stacks(m: int) -> list[Tensor]:
+    return [(5 * torch.randn(4, m, dtype=torch.float64)).requires_grad_() for _ in range(2)]
+
+
+def test_the_gradient_is_that_of_the_expression() -> None:
+    rows, columns = stacks(9)
+    weight = torch.rand(9, dtype=torch.float64)
+    for upstream in (weight, weight[:1].expand(9)):
+        ours = torch.autograd.grad(clip.paired_losses(rows, columns), (rows, columns), upstream)
+        truth = torch.autograd.grad(clip._expression(rows, columns), (rows, columns), upstream)
+        for a, b in zip(ours, truth, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
+        alone = clip.paired_losses(rows, columns.detach())
+        assert torch.equal(torch.autograd.grad(alone, rows, upstream)[0], ours[0])
+    assert torch.autograd.gradcheck(clip.paired_losses, (rows, columns))
+
+
+@pytest.mark.parametrize("m", [0, 3])
+def test_registered_with_torch(m: int) -> None:
+    rows, columns = stacks(m)
+    torch.library.opcheck(clip._paired_losses.custom, (rows, columns))
+    args = (rows.detach(), columns.detach(), torch.rand(m, dtype=torch.float64))
+    torch.library.opcheck(clip._paired_losses_backward.custom, args)

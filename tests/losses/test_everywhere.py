@@ -1,4 +1,4 @@
-"""Properties of every loss: gradient caching, torch.compile, half precision, bounded memory."""
+"""Properties of every loss: gradient caching, torch.compile and torch.func, dtypes, memory, NaN."""
 
 from __future__ import annotations
 
@@ -8,93 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megabatch as mb
+from tests.losses.cases import DIRECT, LOSSES, MASKED, B, D, features
 
-#: Rows are not of unit length here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
 
-B, D = 7, 8
-IDS = torch.arange(B) % 4
-WEIGHTS = torch.linspace(0, 1, B)
-MASK = torch.arange(B) > 2
-
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def own(x: Tensor) -> Tensor:
-    """(b, 3, d) negatives of each row."""
-    return torch.stack([x.roll(i, 1) for i in (1, 2, 3)], dim=1)
-
-
-def guide(x: Tensor, start: int) -> Tensor:
-    """Features of a guide for the rows of x, in a dtype that autocast does not cast."""
-    made = torch.linspace(0, 9, len(x) * 3, dtype=torch.float64, device="cpu").view(-1, 3)
-    return (made + start).sin().to(torch.promote_types(x.dtype, torch.float32))
-
-
-#: Name -> a loss of features x, y and a learnable scale.
-LOSSES: dict[str, Loss] = {
-    "clip": mb.ClipLoss(),
-    "clip, smoothing": mb.ClipLoss(label_smoothing=0.1),
-    "clip, ids": lambda x, y, s: mb.ClipLoss()(x, y, s, ids=IDS[: len(x)]),
-    "clip, ignored": lambda x, y, s: mb.ClipLoss(duplicates="ignored")(
-        x, y, s, ids=IDS[: len(x)], weights=WEIGHTS[: len(x)]
-    ),
-    "infonce": lambda x, y, s: mb.InfoNCELoss(1 / s, same_tower=("query", "positive"))(
-        x, y, y.roll(1, 1), queue=x.detach()
-    ),
-    "infonce, own": lambda x, y, s: mb.InfoNCELoss(1.0, margin=0.1)(
-        x, y, own(y), ids=IDS[: len(x)], temperature=1 / s
-    ),
-    "infonce, joint": lambda x, y, s: mb.InfoNCELoss(
-        1 / s, same_tower=("query", "positive"), reverse="joint"
-    )(x, y, y.roll(1, 1)),
-    "infonce, weighted": lambda x, y, s: mb.InfoNCELoss(
-        1 / s, share_negatives=True, hardness_mode="hard_negatives", hardness_strength=3.0
-    )(x, y, own(y)),
-    "infonce, smoothing": lambda x, y, s: mb.InfoNCELoss(1 / s, label_smoothing=0.1)(
-        x, y, own(y), queue=x.detach(), weights=WEIGHTS[: len(x)]
-    ),
-    "ntxent, debiased": lambda x, y, s: mb.NTXentLoss(1 / s, tau_plus=0.01)(x, y),
-    "infonce, guide": lambda x, y, s: mb.InfoNCELoss(1 / s, margin=-0.1, same_tower=("query",))(
-        x, y, guide_query=guide(x, 0), guide_positive=guide(x, 1)
-    ),
-    "ntxent": lambda x, y, s: mb.NTXentLoss(1 / s)(x, y),
-    "dcl": lambda x, y, s: mb.DCLLoss(1 / s)(x, y, x.roll(1, 1)),
-    "dcl, weighted": lambda x, y, s: mb.DCLLoss(1 / s, sigma=5.0)(x, y),
-    "supcon": lambda x, y, s: mb.SupConLoss(1 / s)(x, IDS[: len(x)], y, IDS[: len(x)]),
-    "supcon, in": lambda x, y, s: mb.SupConLoss(1 / s, form="in")(
-        torch.cat([x, y]), torch.cat([IDS, IDS])[: 2 * len(x)]
-    ),
-    "sincere": lambda x, y, s: mb.SincereLoss(1 / s)(x, IDS[: len(x)], y, IDS[: len(x)]),
-    "sincere, pairs": lambda x, y, s: mb.SincereLoss(1 / s, average="pairs")(
-        torch.cat([x, y]), torch.cat([IDS, IDS])[: 2 * len(x)]
-    ),
-    "siglip": lambda x, y, s: mb.SigLipLoss()(x, y, s, -s, ids=IDS[: len(x)]),
-    "siglip, teacher": lambda x, y, s: mb.SigLipLoss()(
-        x,
-        y,
-        s,
-        -s,
-        dist_image_features=guide(x, 0),
-        dist_text_features=guide(x, 1),
-        dist_logit_scale=3.0,
-        dist_logit_bias=-2.0,
-    ),
-    "distillation": lambda x, y, s: sum(mb.DistillClipLoss()(x, y, s, y, x.roll(1, 0), 2.0)),
-    "matryoshka": mb.MatryoshkaLoss(mb.ClipLoss(), [3, D]),
-    "several modalities": lambda x, y, s: mb.MultiModalLoss([("a", "b"), ("b", "c")])(
-        {"a": x, "b": y, "c": x.roll(1, 1)}, s
-    ),
-    "several modalities, sigmoid": lambda x, y, s: mb.MultiModalLoss(
-        [("a", "b"), ("b", "c")], loss=mb.SigLipLoss()
-    )({"a": x, "b": y, "c": None}, s, -s),
-}
-MASKED: Loss = lambda x, y, s: mb.MultiModalLoss([("a", "b")])(  # noqa: E731
-    {"a": x, "b": y}, s, present={"a": MASK}
+every = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+every_and_masked = pytest.mark.parametrize(
+    "loss", [*LOSSES.values(), *MASKED.values()], ids=[*LOSSES, *MASKED]
 )
+
+
+def copies(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [t.detach().to(dtype or t.dtype, copy=True).requires_grad_() for t in tensors]
 
 
 class Model(nn.Module):
@@ -110,14 +39,11 @@ class Model(nn.Module):
         return x / x.norm(dim=1, keepdim=True), y / y.norm(dim=1, keepdim=True), self.scale.exp()
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "masked"])
-def test_inside_gradient_caching(name: str) -> None:
-    loss, model = (LOSSES | {"masked": MASKED})[name], Model()
-    batches = torch.randn(B, 5).double(), torch.randn(B, 5).double()
+@every_and_masked
+def test_inside_gradient_caching(loss: Any) -> None:
+    model, batches = Model(), (torch.randn(B, 5).double(), torch.randn(B, 5).double())
     expected = loss(*model(*batches))
-    expected.backward()
-    wanted = [p.grad for p in model.parameters()]
-    model.zero_grad()
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
     value = mb.GradientCache(model, loss, 3)(*batches)
     value.backward()
     torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-11)
@@ -126,62 +52,109 @@ def test_inside_gradient_caching(name: str) -> None:
         torch.testing.assert_close(p.grad, gradient, rtol=1e-10, atol=1e-11)
 
 
-def some_leaves(dtype: torch.dtype, b: int = B) -> list[Tensor]:
-    x, y = (torch.randn(b, D).to(dtype).requires_grad_() for _ in range(2))
-    return [x, y, torch.tensor(5.0, requires_grad=True)]
+#: Losses that between them have every operator; tracing its derivative takes as long as the rest.
+WITH_ALL_OPERATORS = (
+    *("clip", "distillation", "siglip, teacher", "infonce, weighted", "infonce, guide"),
+    *("dcl, weighted", "sincere"),
+)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_compiled_as_one_graph(name: str) -> None:
-    mine = some_leaves(torch.bfloat16)
-    theirs = [t.detach().clone().requires_grad_() for t in mine]
+    loss, mine = LOSSES[name], features(torch.bfloat16)
+    theirs = copies(mine)
     torch.compiler.reset()
-    loss = torch.compile(LOSSES[name], backend="aot_eager", fullgraph=True)(*mine)
-    eager = LOSSES[name](*theirs)
-    torch.testing.assert_close(loss, eager, rtol=1e-6, atol=1e-6)
-    loss.backward()
+    backend = "aot_eager" if name in WITH_ALL_OPERATORS else "eager"
+    value = torch.compile(loss, backend=backend, fullgraph=True)(*mine)
+    eager = loss(*theirs)
+    torch.testing.assert_close(value, eager, rtol=1e-6, atol=1e-6)
+    value.backward()
     eager.backward()
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=2e-2, atol=1e-3)
 
 
+@every
+def test_vmap_and_its_gradients(loss: Any) -> None:
+    several = [copies(features(), torch.float64) for _ in range(3)]
+    stacked = tuple(torch.stack(t).detach() for t in zip(*several, strict=True))
+    values = vmap(loss)(*stacked)
+    gradients = vmap(grad(lambda *a: loss(*a), argnums=(0, 1, 2)))(*stacked)
+    for k, one in enumerate(several):
+        value = loss(*one)
+        torch.testing.assert_close(values[k], value, rtol=1e-12, atol=1e-12)
+        for ours, truth in zip(gradients, torch.autograd.grad(value, one), strict=True):
+            torch.testing.assert_close(ours[k], truth)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@every
+def test_features_on_meta(loss: Any, autocast: bool) -> None:
+    """No check reads a value; results have the right shape, dtype and device."""
+    inputs = [t.detach().to("meta").requires_grad_() for t in features()]
+    with torch.autocast("cpu", enabled=autocast):
+        value = loss(*inputs)
+        value.backward()
+    assert (value.shape, value.dtype, value.device.type) == ((), torch.float32, "meta")
+    for t in inputs:
+        assert t.grad is not None
+        assert (t.grad.shape, t.grad.dtype, t.grad.device) == (t.shape, t.dtype, t.device)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", LOSSES)
-def test_half_precision_features_with_a_float32_scale(name: str, dtype: torch.dtype) -> None:
-    leaves = some_leaves(dtype)
-    loss = LOSSES[name](*leaves)
-    assert loss.dtype == torch.float32
-    loss.backward()
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    LOSSES[name](*exact).backward()
-    for mine, theirs in zip(leaves, exact, strict=True):
-        assert mine.grad.dtype == mine.dtype
-        size = theirs.grad.norm()
-        assert (mine.grad.double() - theirs.grad).norm() < 0.02 * size
+@every
+def test_half_precision_features_with_a_float32_scale(loss: Any, dtype: torch.dtype) -> None:
+    mine = features(dtype)
+    exact = copies(mine, torch.float64)
+    value = loss(*mine)
+    assert value.dtype == torch.float32
+    value.backward()
+    loss(*exact).backward()
+    for ours, theirs in zip(mine, exact, strict=True):
+        assert ours.grad.dtype == ours.dtype
+        assert (ours.grad.double() - theirs.grad).norm() < 0.02 * theirs.grad.norm()
+
+
+def equals_that_of_cast_features(name: str, *dtypes: torch.dtype) -> None:
+    x, y, scale = features()
+    x, y = (t.detach().to(d).requires_grad_() for t, d in zip((x, y), dtypes, strict=True))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = LOSSES[name](x, y, scale)
+        loss.backward()
+    cast = LOSSES[name](x.detach().bfloat16(), y.detach().bfloat16(), scale)
+    # Matryoshka's prefixes are normalised before they are cast.
+    rtol = 1e-2 if name == "matryoshka" else 1e-6
+    torch.testing.assert_close(loss, cast, rtol=rtol, atol=1e-6)
+    for t in (x, y):
+        assert t.grad is not None
+        assert t.grad.dtype == t.dtype
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_autocast_casts_features(name: str) -> None:
-    x, y, scale = (t.detach() for t in some_leaves(torch.float32))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = LOSSES[name](x, y, scale)
-    cast = LOSSES[name](x.bfloat16(), y.bfloat16(), scale)
-    # Matryoshka's prefixes are normalised before they are cast.
-    torch.testing.assert_close(loss, cast, rtol=1e-6 if "matry" not in name else 1e-2, atol=1e-6)
+    equals_that_of_cast_features(name, torch.float32, torch.float32)
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "masked"])
-def test_another_default_device(name: str) -> None:
+@pytest.mark.parametrize("name", [*DIRECT, "distillation", "siglip", "several modalities"])
+def test_towers_of_two_dtypes_under_autocast_only(name: str) -> None:
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
+        equals_that_of_cast_features(name, *dtypes)
+        x, y, scale = features()
+        with pytest.raises(TypeError, match=r"expected torch\.\w+ as .* has, got torch\.\w+"):
+            LOSSES[name](x.to(dtypes[0]), y.to(dtypes[1]), scale)
+
+
+@every_and_masked
+def test_another_default_device(loss: Any) -> None:
     """A loss creates tensors on its features' device or on the CPU, not on the default device."""
-    loss, model = (LOSSES | {"masked": MASKED})[name], Model()
-    mine = some_leaves(torch.float32)
-    theirs = [t.detach().clone().requires_grad_() for t in mine]
+    mine, model = features(), Model()
+    theirs = copies(mine)
     batches = torch.randn(B, 5).double(), torch.randn(B, 5).double()
-    cached = mb.GradientCache(model, loss, 3)
     with torch.device("meta"):
         value = loss(*mine)
         value.backward()
-        torch.testing.assert_close(cached(*batches), loss(*model(*batches)))
+        cached = mb.GradientCache(model, loss, 3)(*batches)
+        torch.testing.assert_close(cached, loss(*model(*batches)))
     truth = loss(*theirs)
     truth.backward()
     torch.testing.assert_close(value, truth)
@@ -202,29 +175,98 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_no_tensor_grows_with_the_batch_squared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    b = 512
-    for constant in ("IDS", "WEIGHTS"):
-        monkeypatch.setitem(globals(), constant, globals()[constant].repeat(b // B + 1)[:b])
-    leaves = some_leaves(torch.float32, b)
-    before = mb.similarity.set_workspace(64 << 10)  # which bounds the saved logits as well
-    try:
-        with Largest() as largest:
-            LOSSES[name](*leaves).backward()
-    finally:
-        mb.similarity.set_workspace(before)
-    assert largest.elements <= 4 * b * D < b * b / 8
+@every
+def test_no_tensor_grows_with_the_batch_squared(loss: Any, small_blocks: None) -> None:
+    b = 256
+    inputs = features(b=b)
+    with Largest() as largest:
+        loss(*inputs).backward()
+    assert largest.elements <= 4 * b * D <= b * b / 8
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "masked"])
-def test_frozen_features_and_scale(name: str) -> None:
+@every_and_masked
+def test_frozen_features_and_scale(loss: Any) -> None:
     """A frozen tower gets no gradient; that of the other one does not change."""
-    loss = (LOSSES | {"masked": MASKED})[name]
-    full = [t.detach().double().requires_grad_() for t in some_leaves(torch.float32)]
+    full = copies(features(), torch.float64)
     loss(*full).backward()
     x, y, scale = (t.detach().clone() for t in full)
     y.requires_grad_()
     loss(x, y, scale).backward()
     assert x.grad is None
     torch.testing.assert_close(y.grad, full[1].grad, rtol=1e-10, atol=1e-12)
+
+
+# --- NaN ------------------------------------------------------------------------------------------
+
+
+def ones(x: Tensor) -> Tensor:
+    return torch.ones(len(x), D)
+
+
+def rows(x: Tensor) -> Tensor:
+    return torch.arange(len(x))
+
+
+TEACHER = ("dist_image_features", "dist_text_features")
+#: Losses of x, y (b, d): first some in which a NaN could be lost, then all others.
+MAY_HIDE_NAN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "clip, one caption": lambda x, y: mb.ClipLoss(duplicates="ignored")(x, y, 2.0, ids=0 * rows(x)),
+    "clip, weights of zero": lambda x, y: mb.ClipLoss()(x, y, 2.0, weights=0.0 * rows(x)),
+    "distillation's teacher": lambda x, y: mb.DistillClipLoss()(ones(x), ones(x), 1.0, x, y, 2.0)[
+        1
+    ],
+    "siglip's teacher": lambda x, y: mb.SigLipLoss()(
+        ones(x), ones(x), 2.0, -1.0, dist_logit_scale=2.0, **dict(zip(TEACHER, (x, y), strict=True))
+    ),
+    "siglip, weights of zero": lambda x, y: mb.SigLipLoss()(x, y, 2.0, -1.0, weights=0.0 * rows(x)),
+    "infonce, all one document": lambda x, y: mb.InfoNCELoss(0.5)(x, y, ids=0 * rows(x)),
+    "infonce, margin": lambda x, y: mb.InfoNCELoss(0.5, margin=-9.0)(x, y),
+    "infonce, weights of zero": lambda x, y: mb.InfoNCELoss(0.5)(x, y, weights=0.0 * rows(x)),
+    "infonce, queue": lambda x, y: mb.InfoNCELoss(0.5, tau_plus=0.1)(x, x, queue=y),
+    "infonce, negatives": lambda x, y: mb.InfoNCELoss(0.5, reverse="separate")(x, x, y),
+    "infonce, hard negatives": lambda x, y: mb.InfoNCELoss(0.5)(x, x, y[:, None]),
+    "infonce, guide": lambda x, y: mb.InfoNCELoss(0.5, margin=-0.1)(
+        ones(x), ones(x), guide_query=x, guide_positive=y
+    ),
+    "infonce, guide of negatives": lambda x, y: mb.InfoNCELoss(0.5, margin=-9.0)(
+        ones(x), ones(x), ones(x), guide_query=x, guide_positive=x, guide_negatives=y
+    ),
+    "supcon, no positive": lambda x, y: mb.SupConLoss(0.5)(
+        torch.cat([x, y]), torch.arange(2 * len(x))
+    ),
+    "supcon, in, no positive": lambda x, y: mb.SupConLoss(0.5, form="in")(
+        torch.cat([x, y]), torch.arange(2 * len(x))
+    ),
+    "supcon, some without positive": lambda x, y: mb.SupConLoss(0.5)(x, rows(x), y, 0 * rows(x)),
+    "supcon, references of other labels": lambda x, y: mb.SupConLoss(0.5, form="in")(
+        x, rows(x), y, 9 + rows(x)
+    ),
+    "supcon, one row": lambda x, y: mb.SupConLoss(0.5)(x[:1] + y.sum(), rows(x[:1])) + 0 * x.sum(),
+    "supcon, no references": lambda x, y: mb.SupConLoss(0.5)(x + y, rows(x), x[:0], rows(x[:0])),
+    "sincere, no positive": lambda x, y: mb.SincereLoss(0.5)(
+        torch.cat([x, y]), torch.arange(2 * len(x))
+    ),
+    "sincere, some without positive": lambda x, y: mb.SincereLoss(0.5, average="pairs")(
+        x, rows(x), y, 0 * rows(x)
+    ),
+    "normalised": lambda x, y: mb.DCLLoss(0.5, normalize=True)(x, y),
+} | {name: lambda x, y, f=loss: f(x, y, torch.tensor(2.0)) for name, loss in LOSSES.items()}
+
+
+@pytest.mark.parametrize("name", MAY_HIDE_NAN)
+def test_a_nan_anywhere_gives_a_nan(name: str) -> None:
+    for b in (5, 2, 1):
+        assert MAY_HIDE_NAN[name](torch.randn(b, D), torch.randn(b, D)).isfinite()
+        for side in (0, 1):
+            for row in range(b):
+                pair = torch.randn(2, b, D)
+                pair[side, row, 1] = torch.nan
+                assert MAY_HIDE_NAN[name](*pair).isnan(), (b, side, row)
+
+
+def test_a_scale_of_nan_gives_a_nan() -> None:
+    x, y, nan = torch.randn(5, D), torch.randn(5, D), torch.tensor(torch.nan)
+    assert mb.ClipLoss()(x, y, nan).isnan()
+    assert mb.ClipLoss()(x, y, float("nan")).isnan()
+    assert mb.SigLipLoss()(x, y, nan, 0.0).isnan()
+    assert mb.SigLipLoss()(x, y, 1.0, nan).isnan()

@@ -1,37 +1,46 @@
-"""Losses by name equal the loss classes, called with a model's outputs."""
+"""The trainer's losses, by name and of the user's own, equal the classes and say what is wrong."""
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import megabatch as mb
-from megabatch.losses.objective import create_objective
-from megabatch.losses.registry import TRAINABLE
+from megabatch.errors import UsageError
+from megabatch.losses.objective import Objective, check_custom, create_objective
+from megabatch.losses.registry import TRAINABLE, describe_duplicates, describe_losses
+from megabatch.models import ModelOptions
+from megabatch.planning.loss import loss_seconds
+from megabatch.planning.simulation.hardware import gpu_named
 from megabatch.training import TrainConfig
+from tests.similarity.distributed.processes import World, on_processes
 
 IDS = torch.tensor([7, 3, 7, 1, 7, 3])
+CPU = torch.device("cpu")
 
 
-def outputs() -> dict[str, Tensor]:
+def outputs() -> list[Tensor]:
+    """A model's: features, scale and bias, in float64."""
     torch.manual_seed(0)
-    x, y = (F.normalize(torch.randn(6, 8), dim=-1) for _ in range(2))
-    scale, bias = torch.tensor(12.0), torch.tensor(-3.0)
-    return {"image_features": x, "text_features": y, "logit_scale": scale, "logit_bias": bias}
+    x, y = (F.normalize(torch.randn(6, 8, dtype=torch.float64), dim=-1) for _ in range(2))
+    return [x, y, *(torch.tensor(v, dtype=torch.float64) for v in (12.0, -3.0))]
+
+
+# --- by name --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "direct"),
     [
         ({}, lambda x, y, s, b: mb.ClipLoss()(x, y, s)),
-        (
-            {"label_smoothing": 0.1},
-            lambda x, y, s, b: mb.ClipLoss(label_smoothing=0.1)(x, y, s),
-        ),
+        ({"label_smoothing": 0.1}, lambda x, y, s, b: mb.ClipLoss(label_smoothing=0.1)(x, y, s)),
         ({"duplicates": "positives"}, lambda x, y, s, b: mb.ClipLoss()(x, y, s, ids=IDS)),
         (
             {"duplicates": "ignored"},
@@ -42,13 +51,13 @@ def outputs() -> dict[str, Tensor]:
             {"loss": "siglip", "duplicates": "positives"},
             lambda x, y, s, b: mb.SigLipLoss()(x, y, s, b, ids=IDS),
         ),
-        ({"loss": "infonce"}, lambda x, y, s, b: mb.InfoNCELoss(1 / 12)(x, y)),
+        ({"loss": "infonce"}, lambda x, y, s, b: mb.InfoNCELoss(1 / s)(x, y)),
         (
             {"loss": "infonce", "infonce_margin": 0.1, "duplicates": "ignored"},
-            lambda x, y, s, b: mb.InfoNCELoss(1 / 12, margin=0.1)(x, y, ids=IDS),
+            lambda x, y, s, b: mb.InfoNCELoss(1 / s, margin=0.1)(x, y, ids=IDS),
         ),
-        ({"loss": "ntxent"}, lambda x, y, s, b: mb.NTXentLoss(1 / 12)(x, y)),
-        ({"loss": "dcl"}, lambda x, y, s, b: mb.DCLLoss(1 / 12)(x, y)),
+        ({"loss": "ntxent"}, lambda x, y, s, b: mb.NTXentLoss(1 / s)(x, y)),
+        ({"loss": "dcl"}, lambda x, y, s, b: mb.DCLLoss(1 / s)(x, y)),
         (
             {"matryoshka_dims": (4, 8)},
             lambda x, y, s, b: mb.MatryoshkaLoss(mb.ClipLoss(), (4, 8))(x, y, s),
@@ -57,32 +66,30 @@ def outputs() -> dict[str, Tensor]:
 )
 def test_a_name_is_its_loss(changes: dict[str, Any], direct: Any) -> None:
     objective = create_objective(TrainConfig(**changes), group="local")
-    ids = {"ids": IDS} if objective.takes_ids else {}
-    value = objective(**outputs(), **ids)
-    torch.testing.assert_close(value, direct(*outputs().values()))
+    ids = {"ids": IDS} if "ids" in objective.takes else {}
+    torch.testing.assert_close(objective(*outputs(), **ids), direct(*outputs()))
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
-def test_scale_and_bias_get_gradients(name: str) -> None:
-    config = TrainConfig(loss=name)
-    given = {key: value.requires_grad_() for key, value in outputs().items()}
-    create_objective(config)(**given).backward()
-    assert all(given[key].grad is not None for key in given if key != "logit_bias")
-    assert (given["logit_bias"].grad is not None) == TRAINABLE[name].takes_bias
+def test_scale_and_bias_get_gradients_if_the_loss_depends_on_them(name: str) -> None:
+    given = [value.requires_grad_() for value in outputs()]
+    create_objective(TrainConfig(loss=name))(*given).backward()
+    assert all(value.grad is not None for value in given[:3])
+    assert (given[3].grad is not None) == ("logit_bias" in TRAINABLE[name].takes)
+    value = create_objective(TrainConfig(loss=name if name != "siglip" else "clip"))(*given[:3])
+    assert value.isfinite()
 
 
 def test_ids_are_not_ignored() -> None:
-    with pytest.raises(ValueError, match="ids: expected the batch's, got None"):
-        create_objective(TrainConfig(duplicates="ignored"))(**outputs())
-    with pytest.raises(ValueError, match="ids: expected None"):
-        create_objective(TrainConfig())(**outputs(), ids=IDS)
+    with pytest.raises(ValueError, match="ids: expected a tensor, as the loss takes it, got None"):
+        create_objective(TrainConfig(duplicates="ignored"))(*outputs())
+    with pytest.raises(ValueError, match="ids: expected None, got a tensor"):
+        create_objective(TrainConfig())(*outputs(), ids=IDS)
 
 
 def test_hard_negatives_are_those_of_all_queries() -> None:
-    torch.manual_seed(0)
-    x, y = (F.normalize(torch.randn(6, 8, dtype=torch.float64), dim=-1) for _ in range(2))
+    x, y, scale, _ = outputs()
     negatives = F.normalize(torch.randn(6, 3, 8, dtype=torch.float64), dim=-1)
-    scale = torch.tensor(12.0, dtype=torch.float64)
     given = [tensor.requires_grad_() for tensor in (x, y, negatives, scale)]
     objective = create_objective(TrainConfig(loss="infonce", hard_negatives=3), group="local")
     value = objective(x, y, scale, negative_features=negatives)
@@ -91,12 +98,190 @@ def test_hard_negatives_are_those_of_all_queries() -> None:
     torch.testing.assert_close(value, dense, rtol=0, atol=1e-12)
     ours, theirs = (torch.autograd.grad(loss, given) for loss in (value, dense))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="negative_features: expected those of each pair, got N"):
+    with pytest.raises(ValueError, match=r"negative_features: expected a tensor, .* got None"):
         objective(x, y, scale)
-    with pytest.raises(ValueError, match="negative_features: expected None, got features"):
+    with pytest.raises(ValueError, match="negative_features: expected None, got a tensor"):
         create_objective(TrainConfig())(x, y, scale, negative_features=negatives)
 
 
-def test_softmax_losses_take_a_model_without_a_bias() -> None:
-    given = {key: value for key, value in outputs().items() if key != "logit_bias"}
-    assert create_objective(TrainConfig())(**given).isfinite()
+def test_model_planner_and_help_read_the_entry() -> None:
+    options = ModelOptions.of({"loss": "siglip"})
+    assert (options.init_logit_scale, options.init_logit_bias) == (math.log(10), -10.0)
+    sigmoid, softmax = (
+        loss_seconds(TrainConfig(loss=name), 512, gpu_named("NVIDIA H200"), 1)
+        for name in ("siglip", "clip")
+    )
+    assert sigmoid == pytest.approx(6 / 8 * softmax)
+    assert "; siglip: a sigmoid for each pair on its own;" in describe_losses()
+    assert "; siglip: negatives, positives;" in describe_duplicates()
+
+
+# --- of the user's own ----------------------------------------------------------------------------
+
+
+class Recording(nn.Module):
+    """Keeps the arguments of its call."""
+
+    def __init__(self, group: object = "none") -> None:
+        super().__init__()
+        self.group = group
+        self.given: dict[str, Any] = {}
+
+    def forward(
+        self, a: Tensor, b: Tensor, temperature: Tensor, *, ids: Tensor, extra: int = 2
+    ) -> Tensor:
+        self.given = {"temperature": temperature, "ids": ids}
+        return (a * b).sum()
+
+
+class Both:
+    """No module; takes scale and temperature."""
+
+    def __call__(
+        self, a: Tensor, b: Tensor, logit_scale: Tensor, temperature: float = 3.0,
+        logit_bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        bias = 0 if logit_bias is None else logit_bias
+        return (a * b).sum() * logit_scale * temperature + bias
+
+
+class Triplet:
+    """Takes hard negatives."""
+
+    def __call__(self, a: Tensor, b: Tensor, temperature: Tensor, negatives: Tensor) -> Tensor:
+        products = torch.einsum("nd,nkd->nk", a, negatives)
+        return (products - (a * b).sum(1, keepdim=True)).div(temperature).relu().mean()
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum()
+
+
+def make_product() -> Any:
+    return product
+
+
+class Learnt(Recording):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+
+class WithWeight(Both):
+    def __call__(self, a: Tensor, b: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        return a.sum()
+
+
+class WithMargin(Recording):
+    def __init__(self, margin: float) -> None:
+        super().__init__()
+
+
+def no_loss() -> int:
+    return 3
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def objective_of(name: str, **changes: Any) -> Any:
+    return create_objective(TrainConfig(loss=f"{__name__}:{name}", **changes), group="local")
+
+
+def test_the_call_gets_the_arguments_of_its_signature() -> None:
+    x, y, scale, bias = outputs()
+    objective = objective_of("Recording")
+    assert objective.loss.group == "local"
+    assert objective.takes == {"temperature", "ids"}
+    assert objective(x, y, scale, bias, ids=IDS) == product(x, y)
+    assert objective.loss.given == {"temperature": 1 / scale, "ids": IDS}
+    objective = objective_of("Both")  # the scale comes before the temperature
+    assert objective.takes == {"logit_scale", "logit_bias"}
+    torch.testing.assert_close(objective(x, y, scale, bias), product(x, y) * 36 - 3)
+    torch.testing.assert_close(objective(x, y, scale), product(x, y) * 36)
+    objective = objective_of("make_product")
+    assert objective.takes == set()
+    assert objective(x, y, scale, bias) == product(x, y)
+
+
+def test_negatives_reach_a_loss_that_takes_them() -> None:
+    x, y, scale, _ = (t.float() for t in outputs())
+    negatives = F.normalize(torch.randn(6, 2, 8), dim=-1)
+    objective = objective_of("Triplet", hard_negatives=2)
+    value = objective(x, y, scale, negative_features=negatives)
+    torch.testing.assert_close(value, Triplet()(x, y, 1 / scale, negatives))
+    check_custom(objective, "m:Triplet", 8, CPU, has_bias=False)
+    with pytest.raises(UsageError, match=r"--hard-negatives: the call of .* no parameter neg"):
+        objective_of("Recording", hard_negatives=1)
+    with pytest.raises(UsageError, match="its call: it needs negatives"):
+        objective_of("Triplet")
+
+
+def test_a_loss_of_the_library_and_prefixes_of_the_features() -> None:
+    x, y, scale, _ = outputs()
+    config = TrainConfig(loss="megabatch:ClipLoss", matryoshka_dims=(4, 8))
+    value = create_objective(config, group="local")(x, y, scale, ids=IDS)
+    expected = mb.MatryoshkaLoss(mb.ClipLoss(), (4, 8))(x, y, scale, ids=IDS)
+    torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("WithMargin", "it needs margin; expected parameters with a default, or group"),
+        ("WithWeight", "its call: it needs weight; expected parameters with a default, or logit_s"),
+        ("Learnt", "expected no parameters, as only the model's are trained, got weight"),
+        ("no_loss", "expected a loss to call, got 3 (int)"),
+        ("product", "it needs a, b; expected parameters with a default, or group"),
+    ],
+)
+def test_a_loss_that_cannot_be_made(name: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        objective_of(name)
+    assert str(caught.value).startswith(f"--loss {__name__}:{name}: {message}")
+
+
+def checked(call: Any, takes: tuple[str, ...] = ()) -> None:
+    check_custom(Objective(call, takes), "m:L", 4, CPU, has_bias=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, y: (x * y).sum().item() and None, "a tensor of shape (), got None (NoneT"),
+        (lambda x, y: (x * y).sum(1), "a tensor of shape (), got one of shape (8,)"),
+        (lambda x, y: {"loss": (x * y).sum()}, "a tensor of shape (), got dict"),
+        (lambda x, y: (x * y).sum().detach(), "a gradient, got one without (requires_grad is F"),
+        (
+            lambda x, y: torch.ones((), requires_grad=True) * 2,
+            "a gradient of the features, got none: its value does not depend on them",
+        ),
+        (lambda x, y: x @ y, "RuntimeError: "),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_with(call: Any, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        checked(call)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("--loss m:L: ")
+    checked(lambda x, y: (x * y).sum())
+    checked(lambda x, y: x.sum())
+
+
+def test_a_bias_that_the_model_lacks() -> None:
+    with pytest.raises(UsageError, match=r"TypeError: .* logit_bias \(--init-logit-bias gives it"):
+        checked(lambda x, y, logit_bias: x.sum() + logit_bias, ("logit_bias",))
+
+
+@on_processes(2)
+def test_ranks_share_a_batch(world: World) -> None:
+    objective = create_objective(TrainConfig(loss="megabatch:ClipLoss"))
+    check_custom(objective, "megabatch:ClipLoss", 8, CPU, has_bias=False)
+    x, y, scale, _ = outputs()
+    mine = [world.shard(part, [2, 4]) for part in (x, y, IDS)]
+    value = objective(*mine[:2], scale, ids=mine[2])
+    dist.all_reduce(value)
+    whole = mb.ClipLoss(group="local")(x, y, scale, ids=IDS)
+    torch.testing.assert_close(value / 2, whole, rtol=0, atol=1e-12)

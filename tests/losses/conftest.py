@@ -1,0 +1,1 @@
+from tests.similarity.conftest import small_blocks  # noqa: F401  # a fixture
