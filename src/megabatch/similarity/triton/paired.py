@@ -1,4 +1,4 @@
-"""CLIP's loss of each pair and its gradient, in one launch each: see `losses.paired`.
+"""CLIP's loss of each pair and its gradient, in one launch each: see `losses.clip`.
 
 Both take one stack per side, (4, m), with rows: negative, positive, positive_sum, positive_count.
 """
