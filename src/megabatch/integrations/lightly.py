@@ -18,9 +18,16 @@ from megabatch.losses.arguments import check_pairs, check_temperature
 from megabatch.losses.base import unit_rows
 from megabatch.losses.terms import cross_entropy, minus_log_probability
 from megabatch.losses.views import stack_views
-from megabatch.similarity import Split, logsumexp, paired, split_logsumexp
+from megabatch.similarity import (
+    Split,
+    global_mean,
+    logsumexp,
+    pair_ids,
+    paired,
+    replicated,
+    split_logsumexp,
+)
 from megabatch.similarity.arguments import check_scalar, product_dtype
-from megabatch.similarity.distributed.means import global_mean, pair_ids, replicated
 
 __all__ = ["DCLLoss", "DCLWLoss", "DetConBLoss", "DetConSLoss", "MACLLoss", "NTXentLoss"]
 

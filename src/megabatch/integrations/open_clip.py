@@ -34,7 +34,7 @@ from megabatch.errors import UsageError
 from megabatch.gradient_cache import GradientCache
 from megabatch.integrations.joined_batches import HeldBatches, JoinedBatches
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
-from megabatch.similarity.distributed.means import sum_over_ranks
+from megabatch.similarity import sum_over_ranks
 
 #: Releases of open_clip_torch whose trainer this was tested with.
 TESTED = "3.1 to 3.3, and with 4.2.0.dev0 of June 2026"

@@ -20,7 +20,14 @@ from megabatch.losses.arguments import check_temperature
 from megabatch.losses.base import unit_rows
 from megabatch.losses.labels import SincereLoss
 from megabatch.losses.terms import cross_entropy, minus_log_probability
-from megabatch.similarity import Split, paired, split_logsumexp
+from megabatch.similarity import (
+    Split,
+    global_mean,
+    paired,
+    replicated,
+    split_logsumexp,
+    sum_over_ranks,
+)
 from megabatch.similarity.arguments import (
     accumulator_dtype,
     check_integers,
@@ -29,7 +36,6 @@ from megabatch.similarity.arguments import (
     product_dtype,
 )
 from megabatch.similarity.distributed.comm import group_name
-from megabatch.similarity.distributed.means import global_mean, replicated, sum_over_ranks
 
 try:
     from pytorch_metric_learning.utils import common_functions as c_f

@@ -30,9 +30,8 @@ from megabatch.losses.base import unit_rows
 from megabatch.losses.negatives import Logits, Rows, no_ids
 from megabatch.losses.terms import minus_log_probability
 from megabatch.models.padding import is_masked_kind
-from megabatch.similarity import paired, split_logsumexp
+from megabatch.similarity import global_mean, pair_ids, paired, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype, check_scalar, product_dtype
-from megabatch.similarity.distributed.means import global_mean, pair_ids
 from megabatch.similarity.pointwise import row_products
 
 CITATION = """

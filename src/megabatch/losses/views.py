@@ -15,9 +15,8 @@ from torch import Tensor
 from megabatch.losses.arguments import check_number, check_pairs
 from megabatch.losses.base import TemperatureLoss
 from megabatch.losses.terms import cross_entropy, debiased, minus_log_probability
-from megabatch.similarity import Split, global_mean, pair_ids, paired, split_stacks
+from megabatch.similarity import Split, global_mean, log_mean_exp, pair_ids, paired, split_stacks
 from megabatch.similarity.arguments import check_features
-from megabatch.similarity.distributed.means import log_mean_exp
 
 
 class ViewsLoss(TemperatureLoss):
