@@ -6,6 +6,7 @@ import pytest
 
 from machinery import simulated
 from megabatch.planning.simulation import step
+from megabatch.planning.simulation.schedules import Ring
 from tests.benchmarks.test_scripts import SCRIPTS
 
 RESULTS = SCRIPTS / "results"
@@ -33,6 +34,7 @@ def test_most_records_are_compared_and_few_of_them_fitted():
 def test_memory_is_about_that_of_the_records():
     for one in FOUND:
         current = one.file in ("scaling", "rounds-2gpu") and one.what.startswith("clip")
+        current &= not isinstance(one.schedule, Ring)  # which the library has no more
         if current and not one.skipped and one.transfers and "captured" not in one.what:
             planned = step.loss_memory(one.cluster, one.work, one.schedule)
             assert math.isclose(planned, one.memory, rel_tol=0.1), one  # found: -9% to 6%

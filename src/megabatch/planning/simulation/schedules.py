@@ -264,7 +264,7 @@ class Ring:
 
     @property
     def limit(self) -> int:
-        """So that rounds of the library are as large as a chunk, whose memory is similar."""
+        """So that rounds of the library are as large as a chunk; the memory is a rough guess."""
         return library.ROUND * self.chunk
 
     def chunk_rows(self, work: Workload) -> int:
