@@ -11,6 +11,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
 from megabatch import similarity
@@ -247,3 +248,24 @@ def test_large_features_on_meta_take_no_time() -> None:
     assert scores.is_meta
     assert scores.shape == indices.shape == (10_000_000, 10)
     assert (scores.dtype, indices.dtype) == (torch.float32, torch.int64)
+
+
+# --- what takes the operators as they are ---------------------------------------------------------
+
+
+@functions
+def test_activation_checkpointing(function: Callable[..., Tensor]) -> None:
+    arguments = [a.requires_grad_() for a in inputs()]
+    truth = torch.autograd.grad(function(*arguments).sum(), arguments)
+    again = checkpoint(function, *arguments, use_reentrant=False).sum()
+    for a, b in zip(torch.autograd.grad(again, arguments), truth, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_arguments_of_operators_have_names_of_their_own() -> None:
+    """Inductor refuses others."""
+    for name in ("logsumexps", "softplus_sum", "soft_targets"):
+        for operator in (name, f"{name}_backward"):
+            schema = getattr(torch.ops.megabatch, operator).default._schema
+            names = [argument.name for argument in schema.arguments]
+            assert len(set(names)) == len(names)

@@ -195,7 +195,7 @@ class Bundle(Generic[Operands, Results]):
         given = [f"{_schema(kind)} {name}" for name, kind in self._fields]
         given += [f"Tensor result_{name}" for name in self._results]
         given += [f"Tensor? upstream_{name}" for name in self._results[: self.outputs]]
-        given += [f"bool need_{name}" for name, _ in self._fields[: self.wanted]]
+        given += [f"bool needs_{name}_grad" for name, _ in self._fields[: self.wanted]]
         return f"({', '.join(given)}) -> ({', '.join(['Tensor'] * self.wanted)})"
 
     def split(
@@ -265,8 +265,8 @@ def reduction(
         # In a group the other ranks wait for this one, whether or not its own loss used the result.
         if not plain[-2] and all(gradient is None for gradient in received):
             return nothing
-        tensors, results = ctx.saved_tensors[:size], ctx.saved_tensors[size:]
-        found = gradients(*tensors, *plain, *results, *received, *needed)
+        saved = ctx.saved_tensors  # read once, or activation checkpointing raises an error
+        found = gradients(*saved[:size], *plain, *saved[size:], *received, *needed)
         pairs = zip(found, needed, strict=True)
         return *(gradient if need else None for gradient, need in pairs), *nothing[wanted:]
 
