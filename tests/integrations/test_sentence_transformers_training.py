@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megabatch.training.world import leave
-from tests.gradient_cache.test_trainers import options, pretend_torchrun, weights_of
 from tests.integrations.sentence_encoders import (
     EVERY_DIRECTION,
     SYMMETRIC,
@@ -30,7 +29,7 @@ from tests.integrations.sentence_encoders import (
     static,
     without_dropout,
 )
-from tests.similarity.distributed.processes import forked, new_store
+from tests.similarity.distributed.processes import forked, new_store, torchrun_environment
 
 datasets: Any = pytest.importorskip("datasets")
 transformers: Any = pytest.importorskip("transformers")
@@ -43,6 +42,28 @@ from megabatch.integrations.sentence_transformers import (  # noqa: E402
 )
 
 SAMPLES = 16
+
+
+def options(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 0.05,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+    }
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def texts(columns: int) -> Any:
@@ -266,8 +287,7 @@ def fork_ranks(folder: Path, port: int) -> None:
 
 def run_rank(rank: int, folder: Path, port: int) -> None:
     torch.set_num_threads(1)
-    pretend_torchrun(rank, 2)
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ |= torchrun_environment(rank, 2, port)
     failure = ""
     try:
         train_on_ranks(folder)

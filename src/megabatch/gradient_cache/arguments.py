@@ -38,8 +38,7 @@ def check_options(group: Any, feature_dtype: Any) -> None:
             f'group: expected a process group, None or "local", or a DeviceMesh, got {group!r}'
         )
     if not isinstance(feature_dtype, (torch.dtype, type(None))):
-        kind = type(feature_dtype).__name__
-        raise TypeError(f"feature_dtype: expected a torch.dtype or None, got {kind}")
+        raise TypeError(f"feature_dtype: expected a torch.dtype or None, got {feature_dtype!r}")
     if feature_dtype is not None and not feature_dtype.is_floating_point:
         raise ValueError(f"feature_dtype: expected a floating point type, got {feature_dtype}")
 
@@ -61,8 +60,8 @@ def per_encoder(name: str, value: Any, count: int, several: bool, least: int) ->
 
 def checked_input_names(value: Any, count: int, several: bool) -> tuple[str, ...]:
     """The keywords of a call that are batches."""
-    names = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else None
-    if names is None or not all(isinstance(name, str) for name in names):
+    names = () if isinstance(value, str) else tuple(value)
+    if isinstance(value, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"input_names: expected a sequence of strings, got {value!r}")
     if several and names and len(names) != count:
         raise ValueError(f"input_names: expected one per encoder, {count}, got {', '.join(names)}")
@@ -131,8 +130,7 @@ def _takes_keywords(encoder: Any, batch: Mapping[Any, Any]) -> bool:
 class OutputForm:
     """Takes the tensors out of an encoder's output, and arranges cached ones for the loss.
 
-    A tensor, and the items of a tuple or list, reach the loss by position, the items of a dict by
-    keyword. Any other mutable mapping, such as Hugging Face's ModelOutput, reaches it as one object
+    A mutable mapping that is no dict, such as Hugging Face's ModelOutput, reaches it as one object
     of the same class, with the cached tensors, and None for the others.
     """
 
@@ -200,13 +198,8 @@ def assembled(
 ) -> tuple[Tensor | None, bool]:
     """Assemble an output of the whole batch from the micro-batches', and tell if it is per sample.
 
-    Args:
-        name: of the output, for messages.
-        pieces: one per micro-batch.
-        kept, encoded: rows of the micro-batches, and rows that the encoder got.
-
-    Raises:
-        ValueError: it is neither per sample nor shared by all samples.
+    `kept`, `encoded`: rows of the micro-batches, and rows that the encoder got. A ValueError names
+    an output that is neither per sample nor shared by all samples.
     """
     tensors = [piece for piece in pieces if piece is not None]
     if not tensors:
@@ -222,17 +215,12 @@ def assembled(
             f"{name} has shape {found} in micro-batches of {rows} rows; expected a row per sample, "
             "or shape () or (1,)"
         )
-    if not _all_equal(tensors):
+    values = torch.stack(tensors)  # read back to the host, as the only value of a step
+    same = (values == tensors[0]) | ((values != values) & (tensors[0] != tensors[0]))  # or all NaN
+    if len(tensors) > 1 and not same.all():
         raise ValueError(
             f"{name} has shape {shapes[0]}, as a value shared by all samples, but differs between "
             "micro-batches (if it is per sample: return shape (rows, 1), or use micro-batches of "
             "at least 2 rows)"
         )
     return tensors[0], False
-
-
-def _all_equal(tensors: list[Tensor]) -> bool:
-    """Whether all are equal, NaN equal to NaN: the one value that a step reads back to the host."""
-    values, first = torch.stack(tensors), tensors[0]
-    both_nan = (values != values) & (first != first)
-    return len(tensors) == 1 or bool(((values == first) | both_nan).all())

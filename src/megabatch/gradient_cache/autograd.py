@@ -20,10 +20,9 @@ Backward: TypeAlias = Callable[[Tensor, Sequence[Any]], Sequence["Tensor | None"
 def attach(value: Tensor, inputs: Sequence[Tensor], backward: Backward) -> Tensor:
     """Return a tensor of this value whose backward pass is `backward`, with these inputs.
 
-    It consists of two nodes. The one next to the loss has the loss's device, so on a GPU autograd
-    runs its backward pass in another thread, where Python handles no signal, while the main thread
-    waits: Ctrl-C would wait for the whole second pass. The second node is on the CPU, where
-    backward passes run in the thread that called `.backward()`.
+    On a GPU autograd would run it in a thread of its own, where Ctrl-C has to wait for the whole
+    second pass. So there are two nodes: one on the loss's device passes the gradient on, and one on
+    the CPU runs `backward`, in the thread that called `.backward()`.
     """
     if not inputs:  # all gradients bypass the node
         inputs = [torch.zeros((), requires_grad=True)]
@@ -122,12 +121,10 @@ def add_to_grad(leaf: Tensor, gradient: Tensor | None) -> None:
 class GradientSums:
     """For each of a node's inputs, the sum of its gradients so far.
 
-    A hook takes a leaf's gradient as soon as it is computed: a micro-batch's whole gradient is
-    never in memory together with the sum. The leaf's own hooks see only the sum.
-
-    If `.grad` already has a gradient, as under accumulation, a second tensor of that size would
-    raise the peak. Gradients are then added to `.grad`, and the node returns a zero that takes the
-    memory of one number. Not if the leaf has a hook, which would see the zero.
+    A hook takes a leaf's gradient as soon as it is computed, so that a micro-batch's whole gradient
+    is never in memory beside the sum, which alone the leaf's own hooks see. Under accumulation
+    gradients are added to the existing `.grad`, also to save memory, and the node returns an
+    expanded zero; unless the leaf has a hook, which would see the zero.
     """
 
     def __init__(self, inputs: Sequence[Tensor], accumulated: Sequence[bool]) -> None:
@@ -137,7 +134,8 @@ class GradientSums:
         self._in_place = {
             id(tensor)
             for tensor, to_grad in zip(inputs, accumulated, strict=False)
-            if to_grad and _has_plain_gradient(tensor) and not tensor_hooks(tensor)
+            if to_grad and tensor.is_leaf and tensor.grad is not None
+            if _is_plain(tensor.grad) and not tensor.grad.requires_grad and not tensor_hooks(tensor)
         }
         self._sums: dict[int, Tensor] = {}
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -177,8 +175,7 @@ class GradientSums:
             return
         key = id(tensor)
         total = tensor.grad if key in self._in_place else self._sums.get(key)
-        if total is None:
-            # It may be shared with another parameter's gradient (of a + b), or be expanded.
+        if total is None:  # the gradient may be shared (of a + b) or expanded
             total = _copy(gradient, tensor)
         elif _is_plain(total):
             total.add_(gradient)
@@ -202,11 +199,6 @@ class GradientSums:
         if key not in self._zeros:
             self._zeros[key] = like.new_zeros(())
         return self._zeros[key].expand(like.shape)
-
-
-def _has_plain_gradient(tensor: Tensor) -> bool:
-    gradient = tensor.grad if tensor.is_leaf else None
-    return gradient is not None and _is_plain(gradient) and not gradient.requires_grad
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -260,17 +252,14 @@ class _IfDefined:
 
     def __init__(self, hook: Any, leaf: Tensor) -> None:
         self.hook = hook
+        self._before: tuple[int, int] | None = _identity(leaf.grad)
 
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+    def __call__(self, gradient: Any) -> Any:
         return None if gradient is None else self.hook(gradient)
 
 
-class _IfAdded:
+class _IfAdded(_IfDefined):
     """A hook after accumulation, called only if `.grad` has changed since this object was made."""
-
-    def __init__(self, hook: Any, leaf: Tensor) -> None:
-        self.hook = hook
-        self._before: tuple[int, int] | None = _identity(leaf.grad)
 
     def __call__(self, leaf: Tensor) -> None:
         before, self._before = self._before, None

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: With two rows batch normalisation has statistics, and an output with one number per row differs
-#: in shape from a single number.
+#: With two rows batch normalisation has statistics, and an output per sample is no single number.
 PLACEHOLDER_ROWS = 2
 
 

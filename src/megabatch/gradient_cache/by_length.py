@@ -31,16 +31,14 @@ class SortedByLength:
 
         step(images, SortedByLength(tokens, lengths))
 
-    The encoder gets the rows in order of length, the longest first, so each micro-batch has
-    sequences of similar lengths, and without the columns that are padding in all of them. The loss
-    gets the outputs in the batch's own order. Use it for encoders whose result for row i depends
-    only on its first `lengths[i]` columns, such as a text tower with a causal mask, or with a mask
-    for padding.
+    The encoder gets the rows in order of length, the longest first, without the columns that are
+    padding in all rows of a micro-batch. The loss gets the outputs in the batch's own order. Use it
+    for encoders whose result for row i depends only on its first `lengths[i]` columns, such as a
+    text tower with a causal mask, or with a mask for padding.
 
-    There are as many micro-batches as for a batch that is not sorted, but with nearly equal numbers
-    of tokens (rows times columns) instead of rows. `micro_batch_size` is the mean number of rows.
-    No micro-batch has more tokens than that many rows of the longest sequence. If the same encoder
-    also takes other batches, one call has different numbers of rows from each.
+    Micro-batches have nearly equal numbers of tokens (rows times columns): `micro_batch_size` is
+    the mean number of rows, and none has more tokens than that many rows of the longest sequence.
+    If the same encoder also takes other batches, one call has different numbers of rows from each.
     """
 
     def __init__(
@@ -73,10 +71,8 @@ class SortedByLength:
             raise ValueError(f"multiple: expected an int of at least 1, got {multiple!r}")
         found = lengths.detach().cpu().to(torch.int64)
         if len(found) and not 1 <= int(found.min()) <= int(found.max()) <= columns:
-            raise ValueError(
-                f"lengths: expected 1 to {columns}, the number of columns, got {int(found.min())} "
-                f"to {int(found.max())}"
-            )
+            got = f"{int(found.min())} to {int(found.max())}"
+            raise ValueError(f"lengths: expected 1 to {columns}, the number of columns, got {got}")
         for name, leaf in leaves(batch):
             if name.endswith("['attention_mask']") and isinstance(leaf, Tensor):
                 _check_padding(name, leaf, lengths)
@@ -109,10 +105,7 @@ class SortedByLength:
         return equal_tokens(self._runs, count)
 
     def longer(self, count: int) -> float:
-        """How many times as many tokens a micro-batch may have in another batch, at least 1.
-
-        Its sequences are assumed to be similar, but one of them to need all columns.
-        """
+        """How many times as many tokens a micro-batch may have in a similar batch; see `growth`."""
         return growth(self._runs, self._columns, count)
 
 
@@ -141,10 +134,7 @@ def _columns(batch: Any, lengths: Tensor) -> int:
 
 
 def _check_padding(name: str, mask: Tensor, lengths: Tensor) -> None:
-    """Check that no row begins with padding and has tokens where it is cut.
-
-    A mask on another device than the lengths is not read, as the host would wait for that device.
-    """
+    """Check that no row begins with padding and has tokens where it is cut; waits for no device."""
     if mask.ndim != 2 or not mask.numel() or mask.device.type not in ("cpu", lengths.device.type):
         return
     present = mask != 0
@@ -164,9 +154,7 @@ def _check_padding(name: str, mask: Tensor, lengths: Tensor) -> None:
 class MicroBatch:
     """The rows that an encoder gets at a time; an idle one has none.
 
-    Attributes:
-        rows: of the batches that are encoded in their own order.
-        by_length: of those that are sorted by length, by the batch's name.
+    `by_length`: those of sorted batches, by the batch's name.
     """
 
     rows: slice
@@ -209,11 +197,7 @@ def equal_tokens(runs: Runs, count: int) -> list[slice]:
 
 
 def equal_token_runs(runs: Runs, count: int) -> list[tuple[int, int, int]]:
-    """The micro-batches of `equal_tokens`, of which few differ, in as much time as there are runs.
-
-    Returns:
-        Rows, columns of the first row, and how many micro-batches in a row have them.
-    """
+    """Runs of equal micro-batches of `equal_tokens`: rows, columns of the first row, and number."""
     spare = sum(n for _, n in runs) - count  # beyond a row for each micro-batch
     return _packed(runs, fewest_tokens(runs, count), spare)
 
@@ -232,10 +216,7 @@ def fewest_tokens(runs: Runs, count: int) -> int:
 
 
 def growth(runs: Runs, columns: int, count: int) -> float:
-    """How many times as many tokens the largest micro-batch has if one row needs all `columns`.
-
-    For other batches of similar sequences, the longest of which may be longer. At least 1.
-    """
+    """How many times as many tokens the largest micro-batch has if one row needs all `columns`."""
     if not runs:
         return 1.0
     (longest, n), *others = runs
@@ -244,10 +225,7 @@ def growth(runs: Runs, columns: int, count: int) -> float:
 
 
 def _packed(runs: Runs, limit: int, spare: int = sys.maxsize) -> list[tuple[int, int, int]]:
-    """Give each micro-batch as many rows as have at most `limit` tokens.
-
-    `spare`: how many more rows than micro-batches there may be.
-    """
+    """As `equal_token_runs`, with at most `limit` tokens each, and `spare` more rows than parts."""
     found: list[tuple[int, int, int]] = []
     start = end = 0
     for columns, n in runs:

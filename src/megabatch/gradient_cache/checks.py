@@ -17,19 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megabatch.gradient_cache.arguments import Outputs
 from megabatch.ranks import all_gather_numbers, all_gather_values, global_ranks
 
-#: Training steps at whose beginning weights are compared: after the first update, and later, since
-#: an update may take several steps.
+#: Training steps at whose beginning weights are compared; an update may take several steps.
 WEIGHTS_COMPARED = (2, 10)
 #: Parameters compared.
 PARAMETERS = 4
 #: Relative difference that sums of equal weights may have between different kinds of GPUs.
 TOLERANCE = 1e-9
 
-#: Training steps whose two passes are compared. Later ones too: with weights that start at zero a
-#: difference may not show in the first step.
+#: Training steps whose two passes are compared; weights that start at zero may hide a difference.
 FEATURES_COMPARED = (1, 10, 100, 1000)
-#: Relative difference in norm that features may have between the passes. The kernels may differ, as
-#: only the second one records a graph; rounding in half precision should stay below this.
+#: Relative difference in norm that features may have between the passes: rounding stays below it.
 DIFFERENCE = 0.05
 
 
@@ -41,7 +38,7 @@ class OutOfMemoryOnAllRanks(torch.OutOfMemoryError):
 def out_of_memory_on_all_ranks(call: str, group: Any) -> Iterator[None]:
     """Raise an OutOfMemoryOnAllRanks on all ranks if memory runs out inside on one of them.
 
-    Inside there must be no exchange between ranks. `call`: what it is, for messages.
+    Inside there must be no exchange between ranks. `call`: for messages.
     """
     failed = False
     try:
@@ -97,11 +94,7 @@ def _equal(a: float, b: float) -> bool:
 
 
 class PassesCheck:
-    """Compares features of both passes in a few steps, and warns once if they differ.
-
-    The passes compute the same function, unless the encoder depends on something that is not
-    replayed. Only the steps in `FEATURES_COMPARED` wait for a GPU.
-    """
+    """Compares features of both passes in a few steps, which wait for a GPU; warns once."""
 
     def __init__(self) -> None:
         self._warned = False
@@ -138,10 +131,9 @@ def _difference(first: Tensor, second: Tensor) -> float:
 
 
 class PendingLoss:
-    """A step's loss that has not been backpropagated yet.
+    """A step's loss that has not been backpropagated yet; it finds loops without `backward()`.
 
-    It finds loops that never call `backward()`. Nothing else would report them: the optimizer skips
-    parameters without a gradient.
+    Nothing else would report them, as the optimizer skips parameters without a gradient.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -156,10 +148,7 @@ class PendingLoss:
         _pending.discard(self)
 
     def raise_if_left_out(self) -> None:
-        """Raise a RuntimeError before the next step if an optimizer has stepped without it.
-
-        A loss that is only read or discarded, without an optimizer step after it, is no mistake.
-        """
+        """Raise a RuntimeError before the next step if an optimizer has stepped without it."""
         if self in _pending and self.optimizer_stepped:
             _pending.discard(self)
             raise RuntimeError(

@@ -59,7 +59,12 @@ class Encoding:
     """
 
     def __init__(
-        self, encoder: Any, feed: Feed, form: OutputForm, feature_dtype: torch.dtype | None
+        self,
+        encoder: Any,
+        feed: Feed,
+        form: OutputForm,
+        feature_dtype: torch.dtype | None,
+        check: PassesCheck | None,
     ) -> None:
         """Find the encoder's modules, parameters and wrappers."""
         self.name = feed.name  # for messages
@@ -91,7 +96,7 @@ class Encoding:
         self.per_sample: set[Any] = set()
         self.activations: dict[int, int] = {}
         self._feature_dtype = feature_dtype
-        self._check: PassesCheck | None = None
+        self._check = check  # compares features of both passes
         self._first: Outputs = {}  # of micro-batch 0, to be compared
 
     @functools.cached_property
@@ -102,10 +107,9 @@ class Encoding:
     def keep(self, most: int) -> None:
         """Choose the graphs to keep for the second pass: those of the last `most` micro-batches.
 
-        DDP prepares its reduction in a forward pass, for the next gradients that come. So with
-        wrappers the micro-batch that synchronises is always encoded again, after all other backward
-        passes. FSDP1 cannot hold back its reduction, and reduces only the gradients of its latest
-        forward pass: it keeps none.
+        With wrappers the micro-batch that synchronises is encoded again, after all other backward
+        passes, as DDP prepares its reduction in a forward pass. FSDP1 reduces only the gradients of
+        its latest forward pass: it keeps none.
         """
         none = self.once or self._fsdp1
         possible = 0 if none else len(self.micro_batches) - bool(self.wrappers)
@@ -115,13 +119,12 @@ class Encoding:
         """Free the graphs that were kept, and features to be compared."""
         self.graphs, self._first = [], {}
 
-    def forward(self, *, check: PassesCheck | None = None) -> None:
+    def forward(self) -> None:
         """Encode all micro-batches: with a graph those to be kept, without one the others.
 
         Before each of them the random state is saved for the second pass, unless autograd is off.
-        `check` compares the first one's features in both passes.
         """
-        self._check, pieces = check, []
+        pieces = []
         if self.once:
             self.wrappers.prepare()
         feed = contextlib.closing(self.feed(self.micro_batches))
@@ -130,7 +133,7 @@ class Encoding:
                 encode = self._forward_one if torch.is_grad_enabled() else self._evaluate_one
                 pieces.append(encode(i, micro_batch, parts))
                 del parts
-        if check is not None and not self.once:
+        if self._check is not None and not self.once:
             self._first = pieces[0]
         if any(piece.keys() != pieces[0].keys() for piece in pieces):
             raise ValueError(f"encoders: {self.name} gave different outputs for two micro-batches")
@@ -222,8 +225,8 @@ class Encoding:
         if i == encoded_twice:
             # Autocast caches casts of weights; those made without a graph pass no gradient on.
             torch.clear_autocast_cache()
-        # Only the outputs show whether a frozen module, or a callable that is not a module, depends
-        # on a parameter. Record graphs until one does: the earlier ones are empty.
+        # Only the outputs of a function show whether it depends on a parameter: record empty graphs
+        # until one does.
         graph = keep or not self.requires_grad or (i == 0 and bool(self.frozen))
         state = self.state()
         self._states.append(state)
@@ -237,9 +240,8 @@ class Encoding:
             state.restore_buffers()
         if graph:
             self._inspect_graph(outputs)
-        # Leaves that were not found are FSDP2's whole parameters. Otherwise their wrapper may not
-        # have been found either, and would synchronise only in the first of several backward
-        # passes.
+        # Hidden leaves are FSDP2's whole parameters, or their wrapper may be hidden as well, which
+        # would synchronise only in the first of several backward passes.
         found = self.requires_grad and (bool(self.wrappers) or not self._hidden_parameters)
         if keep and (self.once or found):
             self.graphs.append(outputs)
@@ -268,7 +270,7 @@ class Encoding:
         return [tensor for tensor in self.inputs if not tensor.is_leaf]
 
     def _statistics_of(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        """Keep an idle micro-batch's rows, which are no data, out of running statistics."""
+        """Keep an idle micro-batch's rows out of running statistics."""
         return keep_running_statistics(self.modules if micro_batch.idle else [])
 
     def _without_graph(self, outputs: Outputs) -> Outputs:

@@ -36,7 +36,7 @@ class Feed:
     """The batches of an encoder, which takes them one micro-batch at a time, on a device.
 
     An output of the encoder has the rows and the order of the SortedByLength that names it, or that
-    is the only batch; otherwise those of the batches that are not sorted.
+    is the only batch.
 
     Attributes:
         rows: of each batch; 0 is legal.
@@ -85,9 +85,8 @@ class Feed:
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Generator[Parts, None, None]:
         """Yield the rows of each micro-batch; for an idle one (no rows), rows to be dropped.
 
-        A thread prepares the next one while the caller works with one: it slices or decodes the
-        rows, pins them and copies them on a stream of its own. An error in the thread is raised
-        here. Closing the generator (`contextlib.closing`) waits for the thread's end.
+        A thread decodes and moves the next one meanwhile. Its errors are raised here; closing the
+        generator (`contextlib.closing`) waits for its end.
         """
         if self.device is None or not self._worth_a_thread(self.device):
             return (self._load(micro_batch) for micro_batch in micro_batches)
@@ -96,10 +95,9 @@ class Feed:
         return one_ahead(self._load, micro_batches, _THREAD)
 
     def encoded(self, rows: slice) -> int:
-        """Number of rows that an encoder gets for a micro-batch's `rows`; there may be none.
+        """Number of rows that an encoder gets for a micro-batch's `rows`.
 
-        Many models cannot take zero rows, and FSDP's collectives need every rank in each forward
-        pass: so an idle micro-batch has one row, or the placeholder of an empty batch.
+        Instead of none, which many models cannot take, one row, or an empty batch's placeholder.
         """
         return rows.stop - rows.start or (1 if rows.stop else PLACEHOLDER_ROWS)
 
@@ -159,20 +157,14 @@ class Feed:
 def _on_cuda(
     load: Callable[[MicroBatch], Parts], micro_batches: Sequence[MicroBatch], device: torch.device
 ) -> Generator[Parts, None, None]:
-    """`one_ahead`, with the loads on a CUDA stream of their own.
-
-    Before a load it waits until the GPU has finished with the previous micro-batch, so the device
-    holds the rows of two at most.
-    """
+    """`one_ahead`, with the loads on a CUDA stream of their own, and two micro-batches at most."""
     stream = _stream(device)
     # The batches' tensors on the GPU may still be being computed.
     stream.wait_stream(torch.cuda.current_stream(device))
     used: list[torch.cuda.Event] = []  # the end of the caller's work on each micro-batch
 
     def load_on_stream(i: int) -> tuple[Parts, torch.cuda.Event]:
-        if i > 1:
-            # The host may be far ahead of the GPU, which frees memory when it is done: without
-            # this, inputs of many micro-batches could pile up.
+        if i > 1:  # the host may be far ahead of the GPU, where inputs would pile up
             used[i - 2].synchronize()
         with torch.cuda.device(device), torch.cuda.stream(stream):
             return load(micro_batches[i]), stream.record_event()

@@ -1,10 +1,8 @@
-"""Frozen parts of a model: run in the first pass, their outputs reused in the second.
+"""Frozen parts of a model (LiT): run in the first pass, their outputs reused in the second.
 
-A model with a locked and a trained tower (LiT) is one encoder, which the second pass calls as a
-whole. During a pass each locked part has another `forward`, set on the instance: in the first pass
-it records the part's outputs, in the second it returns them. The module itself stays in place, so a
-model that iterates over its layers, reads their parameters or inspects their class, mode and hooks
-sees no change, and hooks on the part are called in both passes.
+During a pass each frozen part has another `forward`, set on the instance: in the first pass it
+records the part's outputs, in the second it returns them. The module itself stays in place, so code
+of the model sees no change, and hooks on the part are called in both passes.
 """
 
 from __future__ import annotations
@@ -40,11 +38,10 @@ class _Call(NamedTuple):
 class FrozenParts:
     """The largest frozen modules, inside trained ones, that return a vector per sample.
 
-    Only features, (rows, width), are recorded: a frozen stem's output for trained layers can be as
-    large as their activations. A part is run again if skipping it could make a difference: its
-    output depends on something trained before it, or was changed in place; its forward sets
-    attributes, which the model may read; a module inside it has a hook; or the number of its calls
-    differs between micro-batches.
+    Other outputs than features, (rows, width), may be as large as activations. A part is run again
+    if skipping it could make a difference: its output depends on something trained, or was changed
+    in place; its forward sets attributes, which the model may read; a module inside it has a hook;
+    or the number of its calls differs between micro-batches.
     """
 
     def __init__(self, modules: list[nn.Module], devices: Iterable[torch.device]) -> None:
@@ -153,10 +150,7 @@ def _frozen(module: nn.Module) -> bool:
 
 
 def _has_hooks_inside(part: nn.Module) -> bool:
-    """Whether skipping the part's forward (or compiled call) would skip a user's hook.
-
-    PyTorch's own hooks, such as FSDP2's, only serve that forward pass.
-    """
+    """Whether skipping the part's forward (or compiled call) would skip a user's hook."""
     skipped = [m for m in part.modules() if m is not part or is_compiled_in_place(part)]
     return not all(is_from_torch(hook) for module in skipped for hook in forward_hooks(module))
 

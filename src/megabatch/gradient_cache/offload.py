@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 #: Bytes that always stay on the GPU.
 SMALL = 64 << 20
-#: Memory of a micro-batch's graph and its backward pass, relative to the graph alone; temporaries
-#: took less than this in all measurements.
+#: Memory of a micro-batch's graph and its backward pass, relative to the graph alone, at most.
 BACKWARD = 2.0
 
 
@@ -45,11 +44,8 @@ class StepMemory:
     ) -> bool:
         """Whether these gradients of features can stay on their GPU while the modules run again.
 
-        They are needed one micro-batch at a time. On the host they leave more memory for
-        activations, at the price of two copies. Before the first second pass its memory is unknown,
-        and they do not fit.
-
-        graphs: whether graphs of micro-batches are in memory already, which go backward first.
+        Not before the first second pass, whose memory is unknown. `graphs`: whether graphs of
+        micro-batches are in memory already.
         """
         sizes: dict[torch.device, int] = {}
         for gradient in gradients:

@@ -17,7 +17,7 @@ from megabatch.gradient_cache.autograd import (
     is_accumulated,
     reached_from,
 )
-from megabatch.gradient_cache.checks import PassesCheck, PendingLoss, out_of_memory_on_all_ranks
+from megabatch.gradient_cache.checks import PendingLoss, out_of_memory_on_all_ranks
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.offload import StepMemory
 from megabatch.gradient_cache.state import ForwardContext, cuda_devices
@@ -54,8 +54,7 @@ class Step:
     ) -> None:
         """Save the context that the second pass needs, before the first pass of the encodings.
 
-        `number`: of the step; `memory`: of the steps so far; `keeps`: whether graphs may be kept on
-        some rank; other arguments as in GradientCache.
+        `number`: of the step; `keeps`: whether graphs may be kept on some rank.
         """
         self.encodings = encodings
         self.inputs: list[Tensor] = []
@@ -74,18 +73,13 @@ class Step:
         self._loss: Tensor | None = None
         self._begun = False
 
-    def first_pass(
-        self, loss: Callable[..., Any], keywords: Mapping[str, Any], check: PassesCheck | None
-    ) -> Tensor:
-        """Encode, and return the value of `loss` with the node of the second pass.
-
-        `keywords`: the caller's, for the loss; `check`: compares features of both passes.
-        """
+    def first_pass(self, loss: Callable[..., Any], keywords: Mapping[str, Any]) -> Tensor:
+        """Encode, and return the value of `loss(..., **keywords)` with the second pass's node."""
         try:
             # As below: weights that are cached without a graph pass no gradient on.
             with self._agreed_memory("first pass"), parametrizations_not_cached():
                 for encoding in self.encodings:
-                    encoding.forward(check=None if self._once else check)
+                    encoding.forward()
             for encoding in self.encodings:  # without a second pass its rows are not used again
                 encoding.check_unchanged(*_BY_FORWARD, batches=encoding.requires_grad)
             # Autocast caches casts of weights; those made without a graph pass no gradient on.
@@ -102,8 +96,7 @@ class Step:
         """Return the gradients of the inputs; see `autograd.Backward`."""
         accumulated = [is_accumulated(node) for node in nodes]
         self._check(all(accumulated))
-        call = f"GradientCache, backward pass of {self._name}"
-        all_gather_numbers(call, [], self._group)
+        all_gather_numbers(f"GradientCache, backward pass of {self._name}", [], self._group)
         assert self.pending is not None
         self.pending.backpropagated()
         self._begun = True
@@ -141,19 +134,15 @@ class Step:
         for tensor in features.values():  # the step's own backward pass accumulates nothing there
             tensor.register_post_accumulate_grad_hook(_refuse_gradient)
         inside = {*features, *map(id, self._aliases.values())}
-        reached, _ = reached_from([loss])
-        self._loss_leaves = [leaf for key, leaf in reached.items() if key not in inside]
+        leaves = reached_from([loss])[0].items()
+        self._loss_leaves = [leaf for key, leaf in leaves if key not in inside]
         inputs = [t for encoding in self.encodings for t in encoding.inputs]
         inputs += [*self._loss_leaves, *self._aliases]
         self.inputs = list({id(tensor): tensor for tensor in inputs}.values())
         return loss
 
     def _detached(self, value: Any) -> Any:
-        """Replace a tensor that is the result of another graph by a leaf.
-
-        That graph belongs to the caller, who may also use it elsewhere; its gradient leaves through
-        the step's node.
-        """
+        """Replace a result of the caller's graph, which may be used elsewhere too, by a leaf."""
         if not (isinstance(value, Tensor) and value.requires_grad and not value.is_leaf):
             return value
         if value not in self._aliases:
@@ -238,8 +227,7 @@ class Step:
         for encoding in self.encodings:  # a traceback may refer to them
             encoding.release()
         self.encodings, self.inputs, self._loss_leaves = [], [], []
-        self._aliases = {}
-        self._loss = None
+        self._aliases, self._loss = {}, None
 
 
 def loss_of(

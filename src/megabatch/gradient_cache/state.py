@@ -37,10 +37,7 @@ def cuda_devices(tensors: Iterable[Tensor] = ()) -> set[torch.device]:
 
 
 class RandomState:
-    """The state of PyTorch's generators on the CPU and CUDA devices, of Python's and NumPy's.
-
-    Some models draw their masks or their layers by Python or NumPy (SpecAugment in transformers).
-    """
+    """The state of PyTorch's generators on the CPU and CUDA devices, of Python's and NumPy's."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         """Save the current state."""
@@ -61,11 +58,9 @@ class RandomState:
 
 
 class ForwardContext:
-    """The settings of a step's call that a forward pass depends on besides its inputs.
+    """The settings of a step's call, which the second pass needs again when `.backward()` runs.
 
     Autocast, default dtype and device, precision of float32 products, train or eval mode, streams.
-    The second pass runs when `.backward()` is called: usually outside autocast, perhaps after a
-    call of `eval()`, or under another default dtype.
     """
 
     def __init__(self, modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> None:
@@ -179,31 +174,25 @@ class SavedBuffer(Watched):
         """Copy its value."""
         super().__init__(name, getattr(module, name))
         self.module = module
-        self._value = self.tensor.detach().clone()
+        self.value = self.tensor.detach().clone()
 
     def changed(self) -> bool:
         """Whether it was changed in place since, or another tensor is in its place."""
         replaced = getattr(self.module, self.name) is not self.tensor
         return replaced or self.name in _uncounted.get(self.module, ()) or super().changed()
 
-    def compare(self) -> None:
-        """Find a change that `changed` does not see, and remember the buffer for later steps."""
-        if not self.changed() and not torch.equal(self.tensor, self._value):
-            _uncounted.setdefault(self.module, set()).add(self.name)
-
     def restore(self) -> None:
         """Undo changes."""
         if getattr(self.module, self.name) is not self.tensor:
             setattr(self.module, self.name, self.tensor)
         with torch.no_grad():
-            self.tensor.copy_(self._value)
+            self.tensor.copy_(self.value)
 
 
 class ForwardState:
     """The state that an encoder's forward passes change: random numbers, and buffers.
 
-    Buffers such as the vectors of `spectral_norm`, a running mean or a queue. Running statistics of
-    batch and instance normalisation are left out: in training mode they change no output.
+    Running statistics are left out: in training mode they change no output.
     """
 
     def __init__(self, devices: Iterable[torch.device], buffers: Iterable[Buffer]) -> None:
@@ -214,10 +203,11 @@ class ForwardState:
     def keep_updated(self, *, compare: bool) -> list[Buffer]:
         """Forget the buffers that have not changed since, and return the others.
 
-        `compare`: their values as well as their versions, for which a GPU must be waited for.
+        `compare`: values as well as versions, which waits for a GPU; later steps remember the find.
         """
         for buffer in self.buffers if compare else ():
-            buffer.compare()
+            if not buffer.changed() and not torch.equal(buffer.tensor, buffer.value):
+                _uncounted.setdefault(buffer.module, set()).add(buffer.name)
         self.buffers = [buffer for buffer in self.buffers if buffer.changed()]
         return [(buffer.module, buffer.name) for buffer in self.buffers]
 

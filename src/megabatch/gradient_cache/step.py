@@ -68,11 +68,10 @@ class GradientCache:
     through the same micro-batches with the same random numbers. Batch normalisation uses each
     micro-batch's own statistics, so it is **not exact**.
 
-    An output whose first dimension equals the number of rows in every micro-batch is per sample. A
-    tensor of shape () or (1,) is shared by all samples (a scale, a bias), and must have the same
-    value in every micro-batch. Anything else is an error. DistributedDataParallel and `fully_shard`
-    belong inside the encoders or around the whole training step: gradients are reduced once per
-    step. The documentation's page on gradient caching has the whole contract.
+    An output has a row per sample, or shape () or (1,) and one value in all micro-batches (a scale,
+    a bias). DistributedDataParallel and `fully_shard` belong inside the encoders or around the
+    whole training step: gradients are reduced once per step. The documentation's page on gradient
+    caching has the whole contract.
     """
 
     def __init__(
@@ -96,8 +95,7 @@ class GradientCache:
                 that takes all batches and returns a tensor, a tuple or a mapping of tensors. A
                 tuple reaches the loss by position, a dict by keyword, another mapping (Hugging
                 Face's ModelOutput) as one object of its class. A `None` keeps its position, but is
-                left out of a dict. Every tensor, even a logit scale, is cached, and its gradient
-                backpropagated through the encoder, so none bypasses DDP or FSDP.
+                left out of a dict.
             loss: called as `loss(*outputs, **loss_kwargs)` or `loss(**outputs, **loss_kwargs)`;
                 returns one number. Parameters that it uses directly get their gradients directly.
             micro_batch_size: rows per call of an encoder, at least 1; or one number per encoder.
@@ -105,10 +103,9 @@ class GradientCache:
             group: the ranks that must agree on the number of micro-batches: a process group, a
                 DeviceMesh, `None` for the default group if torch.distributed is initialised, or
                 "local" for no communication.
-            device: the encoders' device, to which batches are moved micro-batch by micro-batch,
-                each during the computation of the previous one. None: batches are not moved.
-            feature_dtype: dtype of cached per-sample outputs with at least two dimensions. Under
-                autocast to the same dtype megabatch's losses cast to it anyway.
+            device: the encoders' device, to which each micro-batch is moved ahead of its turn; None:
+                they are not moved.
+            feature_dtype: dtype of cached per-sample outputs with at least two dimensions.
             gradients_on_host: whether gradients of features wait on the host for the second pass.
                 None: if otherwise, by measurement, a micro-batch's activations would not fit.
             input_names: keywords of a call that are batches. A single model gets them by keyword
@@ -121,8 +118,7 @@ class GradientCache:
                 ranks use the smallest number. An attribute of this name may be set between steps.
 
         Raises:
-            TypeError, ValueError: an argument is of a wrong type, out of range, or does not match
-                the number of encoders; the message names it.
+            TypeError, ValueError: an argument is of a wrong type or out of range.
         """
         given: Any = encoders
         self._several = isinstance(given, (tuple, list, nn.ModuleList))
@@ -136,7 +132,7 @@ class GradientCache:
         self._device = None if device is None else torch.device(device)
         self._feature_dtype = feature_dtype
         self.kept_micro_batches = kept_micro_batches
-        self._kept_counts()
+        self._kept_counts()  # checks it
         self.loss = loss
         self.group = group
         self.gradients_on_host = gradients_on_host
@@ -156,9 +152,8 @@ class GradientCache:
                 of a tensor there may be an object with `__len__` and `__getitem__(slice)`, such as
                 compressed images, which makes the same tensor of rows in each pass. A list or tuple
                 of other values with one item per row, such as captions, is split along with the
-                tensors; anything else is passed unchanged with each micro-batch. A mapping reaches
-                the encoder as one argument: for one that takes keywords pass `lambda batch:
-                model(**batch)`. Batches must not change until `backward()` is done.
+                tensors; anything else is passed unchanged. A mapping is one argument of the
+                encoder. Batches must not change until `backward()` is done.
             **keywords: batches by keyword (`input_names`); the others are passed to the loss, not
                 split.
 
@@ -185,6 +180,7 @@ class GradientCache:
         training = torch.is_grad_enabled()
         if training and self._pending is not None:
             self._pending.raise_if_left_out()
+        self._steps += training
         loss_kwargs = {k: v for k, v in keywords.items() if k not in self._input_names}
         encodings = self._encodings(batches, keywords)
         keeps = self._divide(encodings, training)
@@ -194,29 +190,25 @@ class GradientCache:
             return loss_of(encodings, self.loss, loss_kwargs).detach()
         on_host = self.gradients_on_host
         step = Step(encodings, self._steps, self.group, self.memory, on_host, keeps)
-        check = self._passes if self._passes.wanted(self._steps) else None
-        value = step.first_pass(self.loss, loss_kwargs, check)
+        value = step.first_pass(self.loss, loss_kwargs)
         self._pending = step.pending
         return value
 
     def _encodings(self, batches: Sequence[Any], keywords: Mapping[str, Any]) -> list[Encoding]:
         """The encoders with their batches, which are not divided yet."""
         by_name = {name: keywords[name] for name in self._input_names if name in keywords}
+        check = self._passes if self._passes.wanted(self._steps) else None
         found = []
         n = len(self._encoders), self._several
         for i, named in enumerate(named_batches(batches, by_name, *n)):
             name = f"encoder {i}" if self._several else "the model"
             feed = Feed(name, named, () if self._several else by_name, self._device)
             form = OutputForm(name, self._outputs[i], single=self._several)
-            found.append(Encoding(self._encoders[i], feed, form, self._feature_dtype))
+            found.append(Encoding(self._encoders[i], feed, form, self._feature_dtype, check))
         return found
 
     def _divide(self, encodings: list[Encoding], training: bool) -> bool:
-        """Set each encoding's micro-batches, with empty ones if other ranks have more.
-
-        Returns:
-            Whether graphs may be kept.
-        """
+        """Set each encoding's micro-batches; return whether graphs may be kept."""
         for encoding, size in zip(encodings, self._sizes, strict=True):
             encoding.micro_batches = encoding.feed.divided(size)
         counts, kept = self._agreed(encodings, training)
@@ -234,11 +226,7 @@ class GradientCache:
         return any(kept)
 
     def _agreed(self, encodings: list[Encoding], training: bool) -> tuple[list[int], list[int]]:
-        """The maximum over ranks of each count of micro-batches, the minimum of those to be kept.
-
-        A few steps compare weights, too.
-        """
-        self._steps += training
+        """The maximum over ranks of each count of micro-batches, the minimum of those to keep."""
         counts = [len(encoding.micro_batches) for encoding in encodings]
         kept = [*self._kept_counts()] if training else [0] * len(counts)
         if len(global_ranks(self.group)) == 1:
@@ -249,8 +237,7 @@ class GradientCache:
         if training and self._steps in WEIGHTS_COMPARED and not self._weights_differ:
             named = [(f"{k} of {e.name}", p) for e in encodings for k, p in e.parameters.items()]
             self._weights_differ = weights_differ(self._steps, named, self.group)
-        columns = [*zip(*table, strict=True)]
-        n = len(counts)
+        columns, n = [*zip(*table, strict=True)], len(counts)
         return [*map(max, columns[:n])], [*map(min, columns[n:])]
 
     def _kept_counts(self) -> tuple[int, ...]:

@@ -69,10 +69,7 @@ def _modules_among(values: Iterable[Any]) -> list[Any]:
 
 
 class Wrappers:
-    """The DDP and FSDP2 modules of an encoder, with their settings at the time of the step's call.
-
-    A user's `no_sync` changes these settings.
-    """
+    """The DDP and FSDP2 modules of an encoder, with their settings when the step is called."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """Find them among an encoder's modules; a ValueError if one cannot hold back reductions."""
@@ -115,8 +112,7 @@ class Wrappers:
     def check_all_used(self, encoder: str, reached: Container[int]) -> None:
         """Raise UnusedParameters if DDP waits for a gradient of a parameter that gets none.
 
-        It would fail in the next step, with another message. `encoder`: its name; `reached`: ids of
-        the tensors that will get a gradient.
+        `encoder`: its name; `reached`: ids of the tensors that will get a gradient.
         """
         for ddp in self:
             if not isinstance(ddp, DistributedDataParallel):
