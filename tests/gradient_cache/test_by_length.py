@@ -6,11 +6,21 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import SortedByLength
 from megabatch.gradient_cache import GradientCache
+from megabatch.gradient_cache.by_length import (
+    MicroBatch,
+    equal_rows,
+    equal_token_runs,
+    equal_tokens,
+    fewest_tokens,
+    growth,
+)
 from megabatch.losses import ClipLoss
 from tests.gradient_cache.towers import (
     MICRO_BATCH_SIZES,
@@ -143,8 +153,8 @@ def test_other_batches_of_the_encoder_keep_equal_rows(kept, on_host):
 
 
 def test_nested_batches_are_cut_and_sorted_together():
-    tower = made(Texts)
-    _, tokens = batches()
+    """With lists that have an item for each row."""
+    tower, (_, tokens) = made(Texts), batches()
     weights = torch.rand(ROWS, dtype=torch.float64)
     extra = torch.rand(ROWS, COLUMNS, 2, dtype=torch.float64)
 
@@ -152,29 +162,15 @@ def test_nested_batches_are_cut_and_sorted_together():
         ids, weight, (more,) = batch["ids"], batch["weight"], batch["more"]
         assert batch["flag"] == "kept"
         assert ids.shape == more.shape[:2]
+        assert batch["names"] == [f"{n} tokens" for n in (ids != 0).sum(1).tolist()]
         return tower(ids) * weight[:, None] + more[:, 0, :1]
 
-    batch = {"ids": tokens, "weight": weights, "more": [extra], "flag": "kept"}
+    names = [f"{length} tokens" for length in LENGTHS]
+    batch = {"ids": tokens, "weight": weights, "more": [extra], "flag": "kept", "names": names}
     found = []
     step = GradientCache((encode,), lambda x: found.append(x) or x.sum(), 2)
-    step(SortedByLength(batch, LENGTHS))
+    step(SortedByLength(batch, LENGTHS)).backward()
     torch.testing.assert_close(found[0], encode(batch))
-
-
-def test_lists_with_an_item_for_each_row_are_sorted_as_well():
-    images, tokens = batches()
-    model, names = made(), [f"{length} tokens" for length in LENGTHS]
-    seen = []
-
-    def encode(batch):
-        seen.extend(batch["names"])
-        lengths = (batch["tokens"] != 0).sum(1).tolist()
-        assert [f"{length} tokens" for length in lengths] == batch["names"]
-        return model.text(batch["tokens"])
-
-    step = GradientCache((lambda x: F.normalize(model.image(x), dim=-1), encode), clip_loss, 3)
-    step(images, SortedByLength({"tokens": tokens, "names": names}, LENGTHS)).backward()
-    assert sorted(seen) == sorted(names * 2)
 
 
 def test_dropout_is_the_same_in_both_passes():
@@ -197,16 +193,6 @@ def test_a_batch_changed_in_place_is_named():
     tokens[0, 0] = 1
     with pytest.raises(RuntimeError, match="batch 0 of encoder 0 was changed in place"):
         loss.backward()
-
-
-def test_a_frozen_encoder_runs_once():
-    model, (images, tokens) = made(), batches()
-    model.text.requires_grad_(False)
-    step = GradientCache((model.image, model.text), clip_loss, 3)
-    loss = step(images, SortedByLength(tokens, LENGTHS))
-    loss.backward()
-    assert len(model.text.seen) == 3
-    torch.testing.assert_close(loss, clip_loss(model.image(images), model.text(tokens)))
 
 
 def under_fsdp(model):
@@ -293,3 +279,69 @@ def test_sorted_outputs_must_be_named():
     partial = functools.partial(model, images)  # one batch: all of its outputs
     with pytest.raises(ValueError, match="has shape"):
         GradientCache(partial, ClipLoss(), 3)(SortedByLength(tokens, LENGTHS))
+
+
+def runs_of(columns):
+    return [(width, len([*group])) for width, group in itertools.groupby(columns)]
+
+
+def most_tokens(columns, parts):
+    return max((part.stop - part.start) * columns[part.start] for part in parts)
+
+
+@st.composite
+def sequences(draw):
+    """Columns of each row, the most first, and a number of micro-batches."""
+    columns = draw(st.lists(st.integers(1, 12), min_size=1, max_size=9))
+    return sorted(columns, reverse=True), draw(st.integers(1, len(columns)))
+
+
+@given(sequences())
+def test_the_largest_micro_batch_is_as_small_as_possible(drawn):
+    columns, count = drawn
+    parts = equal_tokens(runs_of(columns), count)
+    assert len(parts) == count
+    assert [row for part in parts for row in range(part.start, part.stop)] == [*range(len(columns))]
+    assert all(part.start < part.stop for part in parts)
+    ways = (
+        [slice(a, b) for a, b in itertools.pairwise((0, *cuts, len(columns)))]
+        for cuts in itertools.combinations(range(1, len(columns)), count - 1)
+    )
+    fewest = min(most_tokens(columns, way) for way in ways)
+    assert most_tokens(columns, parts) == fewest == fewest_tokens(runs_of(columns), count)
+
+
+@given(sequences(), st.integers(0, 5))
+def test_a_longer_row_never_makes_micro_batches_smaller(drawn, more):
+    columns, count = drawn
+    longest = columns[0] + more
+    expected = fewest_tokens(runs_of([longest, *columns[1:]]), count)
+    found = growth(runs_of(columns), longest, count)
+    assert found == expected / fewest_tokens(runs_of(columns), count) >= 1
+
+
+def test_many_rows():
+    runs = [(80, 1000), (24, 10**9), (8, 10**9)]
+    parts = equal_tokens(runs, 1000)
+    ends = [part.stop for part in parts]
+    assert [part.start for part in parts] == [0, *ends[:-1]]
+    assert ends[-1] == sum(n for _, n in runs)
+    assert fewest_tokens(runs, 1000) == pytest.approx(32e9 / 1000, rel=0.01)
+    found = equal_token_runs(runs, 10**9)  # in no time, as few differ
+    assert len(found) < 10
+    assert sum(number for *_, number in found) == 10**9
+    assert sum(rows * number for rows, _, number in found) == ends[-1]
+
+
+def test_one_length_gives_equal_rows():
+    assert equal_tokens([(16, 10)], 3) == equal_rows(10, 4)
+    assert [part.stop for part in equal_rows(10, 4)] == [4, 8, 10]
+
+
+def test_no_rows():
+    assert equal_rows(0, 3) == equal_tokens([], 0) == []
+    assert growth([], 77, 0) == 1
+    assert MicroBatch(slice(7, 7)).idle
+    assert not MicroBatch(slice(6, 7)).idle
+    assert MicroBatch(slice(0, 2), {"texts": slice(0, 1)}).of("texts") == slice(0, 1)
+    assert MicroBatch(slice(0, 2), {"texts": slice(0, 1)}).of("images") == slice(0, 2)

@@ -20,27 +20,39 @@ from tests.similarity.distributed.processes import World, on_processes
 STEPS = 12
 
 
-def warnings_of_training(world, make, synchronise=lambda model: None, every=1, **options):
+def seen_in(run, part):
+    """The warnings with this part that a function's call gives, as strings."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in seen if w.category is UserWarning and part in str(w.message)]
+
+
+def warnings_of_training(
+    world, make=lambda tower: tower, synchronise=lambda model: None, every=1, **options
+):
     """The warnings of a few steps on this rank; each rank has batches of its own."""
     torch.manual_seed(0)
     model = make(Tower())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = GradientCache((model, model), clip_loss, 3, **options)
+    encoders = options.pop("encoders", lambda model: (model, model))(model)
+    step = GradientCache(encoders, clip_loss, 3, **options)
     torch.manual_seed(world.rank)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+
+    def train():
         for i in range(STEPS):
             step(*pairs()).backward()
             if (i + 1) % every == 0:
                 synchronise(model)
                 optimizer.step()
                 optimizer.zero_grad()
-    return [str(warning.message) for warning in seen if "ranks differ" in str(warning.message)]
+
+    return seen_in(train, "ranks differ")
 
 
 @on_processes(2, 3)
 def test_one_warning_of_encoders_that_are_not_synchronised(world: World) -> None:
-    messages = warnings_of_training(world, lambda tower: tower)
+    messages = warnings_of_training(world)
     assert len(messages) == (world.rank == 0)
     for message in messages:
         assert "at the beginning of step 2" in message
@@ -52,29 +64,17 @@ def test_one_warning_of_encoders_that_are_not_synchronised(world: World) -> None
 
 @on_processes(2)
 def test_the_tenth_step_warns_under_accumulation(world: World) -> None:
-    messages = warnings_of_training(world, lambda tower: tower, every=4)
+    messages = warnings_of_training(world, every=4)
     assert len(messages) == (world.rank == 0)
     assert all("step 10" in message for message in messages)
 
 
 @on_processes(2)
 def test_functions_as_encoders(world: World) -> None:
-    def encode(x):
-        return tower(x)
+    def encoders(tower):
+        return lambda x: tower(x), functools.partial(tower)
 
-    torch.manual_seed(0)
-    tower = Tower()
-    optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
-    step = GradientCache((encode, functools.partial(tower)), clip_loss, 3)
-    torch.manual_seed(world.rank)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            step(*pairs()).backward()
-            optimizer.step()
-    assert [w.category for w in seen if "ranks differ" in str(w.message)] == [UserWarning] * (
-        world.rank == 0
-    )
+    assert len(warnings_of_training(world, encoders=encoders)) == (world.rank == 0)
 
 
 def average(model):
@@ -93,13 +93,13 @@ def test_no_warning_if_weights_stay_the_same(world: World) -> None:
     mesh = init_device_mesh("cpu", (world.size,))
     for make in (DistributedDataParallel, lambda tower: fully_shard(tower, mesh=mesh)):
         assert warnings_of_training(world, make) == []
-    assert warnings_of_training(world, lambda tower: tower, average) == []
-    assert warnings_of_training(world, lambda tower: tower, average, every=2) == []
+    assert warnings_of_training(world, synchronise=average) == []
+    assert warnings_of_training(world, synchronise=average, every=2) == []
 
 
 @on_processes(2)
 def test_a_local_group_compares_nothing(world: World) -> None:
-    assert warnings_of_training(world, lambda tower: tower, group="local") == []
+    assert warnings_of_training(world, group="local") == []
 
 
 def differ(parameters):
@@ -165,18 +165,20 @@ class GrowingNoise(OwnGenerator):
         return Tower.forward(self, x + self.weight * noise)
 
 
-def of_passes(seen):
-    return [str(w.message) for w in seen if "in the second pass" in str(w.message)]
+def of_passes(steps, after=lambda: None):
+    """The warnings of differences between passes in these steps, each with batches of its own."""
+
+    def run():
+        for step in steps:
+            step(*pairs()).backward()
+            after()
+
+    return seen_in(run, "in the second pass")
 
 
 @pytest.mark.parametrize("make", [OwnGenerator, Counting, GradMode])
 def test_one_warning_of_an_encoder_that_gives_other_features_in_the_second_pass(make):
-    step = GradientCache((Tower(), make()), clip_loss, 3)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(10):
-            step(*pairs()).backward()
-    (message,) = of_passes(seen)
+    (message,) = of_passes([GradientCache((Tower(), make()), clip_loss, 3)] * 10)
     assert "encoder 1 gave different features in the second pass than in the first: they" in message
     assert "% in norm, so its gradients are not those of the loss" in message
 
@@ -184,14 +186,8 @@ def test_one_warning_of_an_encoder_that_gives_other_features_in_the_second_pass(
 def test_a_difference_that_comes_with_training_is_seen_in_the_tenth_step():
     tower = GrowingNoise()
     step = GradientCache((tower, tower), clip_loss, 3)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(9):
-            step(*pairs()).backward()
-            tower.weight += 0.1
-        assert not of_passes(seen)
-        step(*pairs()).backward()
-    assert len(of_passes(seen)) == 1
+    assert not of_passes([step] * 9, lambda: setattr(tower, "weight", tower.weight + 0.1))
+    assert len(of_passes([step])) == 1
 
 
 @pytest.mark.parametrize(
@@ -206,9 +202,5 @@ def test_no_warning_of_passes_that_agree(options):
         GradientCache(TwoTowers(dropout=0.5), biased_loss, 3, kept_micro_batches=1),
         GradientCache((Tower(), Tower()), clip_loss, 100),
     ]
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for step in steps:
-            with torch.autocast("cpu", torch.bfloat16):
-                step(*pairs()).backward()
-    assert not of_passes(seen)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not of_passes(steps)

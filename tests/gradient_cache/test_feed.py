@@ -102,12 +102,6 @@ def test_plain_host_tensors_need_no_thread_on_the_cpu():
     assert not started
 
 
-def test_moved_inputs_get_their_gradients():
-    tower, batches = Tower(), nn.ParameterList(pairs())
-    step = GradientCache((tower, tower), clip_loss, 3, device=torch.device("cpu"))
-    assert_same(lambda: step(*batches), lambda: clip_loss(*map(tower, batches)), batches)
-
-
 @pytest.mark.parametrize("second_pass", [False, True])
 def test_an_error_in_the_thread_surfaces_with_its_traceback(second_pass):
     images, texts = pairs()
@@ -160,13 +154,6 @@ def test_rows_of_a_wrong_type_or_shape(made, error, message):
     assert not feeding()
 
 
-@pytest.mark.parametrize("gradients_on_host", [False, True, None])
-def test_gradients_of_features_on_the_host_or_the_device(gradients_on_host):
-    model, batches = TwoTowers(), pairs()
-    step = GradientCache(model, biased_loss, 3, gradients_on_host=gradients_on_host)
-    assert_same(lambda: step(*batches), lambda: biased_loss(*model(*batches)), model)
-
-
 def test_feature_dtype_rounds_features_as_autocast_does():
     towers, batches = nn.ModuleList([Tower(), Tower()]).float(), [x.float() for x in pairs()]
     seen = []
@@ -184,12 +171,6 @@ def test_feature_dtype_rounds_features_as_autocast_does():
     assert seen == [torch.float32, torch.bfloat16]
     half = len(values) // 2
     assert all(torch.equal(a, b) for a, b in zip(values[:half], values[half:], strict=True))
-
-
-@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", TypeError), (torch.int64, ValueError)])
-def test_bad_feature_dtypes(dtype, error):
-    with pytest.raises(error, match="feature_dtype"):
-        GradientCache((abs, abs), clip_loss, 2, feature_dtype=dtype)
 
 
 @pytest.mark.gpu

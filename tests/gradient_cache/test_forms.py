@@ -1,7 +1,7 @@
-"""Batches by keyword; rows and micro-batch sizes of each encoder; the outputs that are cached."""
+"""The forms of batches and outputs; rows and micro-batch sizes of each encoder; bad ones."""
 
 import functools
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -222,9 +222,23 @@ def test_one_output_of_each_encoder(outputs):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"micro_batch_size": 0}, ValueError, "micro_batch_size.*got 0"),
+        ({"micro_batch_size": True}, TypeError, "micro_batch_size.*bool"),
         ({"micro_batch_size": (2, 3, 4)}, ValueError, "one per encoder, 2, got 3"),
         ({"micro_batch_size": (2, 0)}, ValueError, "at least 1, got 0"),
         ({"micro_batch_size": (2, 1.5)}, TypeError, "expected an int, got float"),
+        ({"encoders": abs, "micro_batch_size": (2, 3)}, TypeError, "expected an int, got tuple"),
+        ({"kept_micro_batches": -1}, ValueError, "kept_micro_batches: .* at least 0, got -1"),
+        ({"kept_micro_batches": 1.0}, TypeError, "kept_micro_batches: expected an int, got float"),
+        ({"kept_micro_batches": (1, 2, 3)}, ValueError, "kept_micro_batches: .*per encoder, 2"),
+        ({"encoders": ()}, ValueError, "encoders.*none"),
+        ({"encoders": (abs, 3)}, TypeError, "encoders.*int"),
+        ({"encoders": "model"}, TypeError, "encoders.*str"),
+        ({"loss": None}, TypeError, "loss.*NoneType"),
+        ({"scaler": None}, TypeError, "unexpected keyword argument 'scaler'"),
+        ({"group": "world"}, TypeError, "group.*world"),
+        ({"feature_dtype": "bfloat16"}, TypeError, "feature_dtype"),
+        ({"feature_dtype": torch.int64}, ValueError, "feature_dtype"),
         ({"input_names": "query"}, TypeError, "input_names: expected a sequence of strings"),
         ({"input_names": ["query"]}, ValueError, "input_names: expected one per encoder, 2"),
         ({"outputs": ["a", "b", "c"]}, ValueError, "outputs: expected one, or one per encoder, 2"),
@@ -233,15 +247,18 @@ def test_one_output_of_each_encoder(outputs):
     ],
 )
 def test_bad_arguments(options, error, message):
-    arguments = {"encoders": (abs, abs), "loss": clip_loss, "micro_batch_size": 2} | options
+    arguments = {"encoders": (abs, abs), "loss": clip_loss, "micro_batch_size": 2}
     with pytest.raises(error, match=message):
-        GradientCache(**arguments)
+        GradientCache(**arguments | options)
+    if "kept_micro_batches" in options:
+        step = GradientCache((Tower(), Tower()), clip_loss, 2)
+        step.kept_micro_batches = options["kept_micro_batches"]
+        with pytest.raises(error, match=message):
+            step(*pairs())
 
 
 def test_bad_calls():
     towers, (x, y) = (Tower(), Tower()), pairs()
-    with pytest.raises(TypeError, match="micro_batch_size: expected an int, got tuple"):
-        GradientCache(towers[0], clip_loss, (2, 3))
     step = GradientCache(towers, clip_loss, 3, input_names=("query", "passage"))
     with pytest.raises(TypeError, match="all by keyword, got 1 by position and passage by keyword"):
         step(x, passage=y)
@@ -258,3 +275,116 @@ def test_bad_calls():
     step = GradientCache(HuggingFaceLike(dict), clip_loss, 3)
     with pytest.raises(TypeError, match=r"'vision'.*ModelOutput.*\(outputs= names those"):
         step(x, y)
+
+
+class Encoding(UserDict):  # as Hugging Face's BatchEncoding: a mapping, with attributes
+    def __getattr__(self, name):
+        return self.data[name]
+
+
+Point = namedtuple("Point", "first second")
+
+
+def test_nested_batches_keep_their_types():
+    tower = Tower()
+
+    def encode_text(batch):
+        assert isinstance(batch, Encoding)
+        assert batch.mask is None
+        return tower(batch.input_ids) * batch["more"]["weight"].unsqueeze(1)
+
+    def encode_image(batch):
+        assert isinstance(batch, Point)
+        return tower(batch.first) + tower(batch.second[0])
+
+    x, y = pairs()
+    texts = Encoding(input_ids=x, mask=None, more={"weight": torch.rand(BATCH)})
+    images = Point(y, [x + y])
+    step = GradientCache((encode_text, encode_image), clip_loss, 3)
+    assert_same(
+        lambda: step(texts, images),
+        lambda: clip_loss(encode_text(texts), encode_image(images)),
+        tower,
+    )
+    assert len(texts.input_ids) == BATCH  # the caller's batch is untouched
+
+
+class OfKeywords(Tower):
+    def forward(self, inputs=None, mask=None):
+        return super().forward(inputs * mask[:, None])
+
+
+@pytest.mark.parametrize("kind", [dict, Encoding])
+@pytest.mark.parametrize("wrap", [lambda tower: tower, torch.nn.DataParallel])
+def test_an_encoder_that_takes_keywords_is_shown_how_to_take_a_mapping(kind, wrap):
+    tower = OfKeywords()
+    x, y = pairs()
+    batches = [kind(inputs=inputs, mask=torch.rand(BATCH)) for inputs in (x, y)]
+    step = GradientCache((wrap(tower), wrap(tower)), clip_loss, 3)
+    message = rf"encoder 0 raised \w+ for a {kind.__name__} as one .* model\(\*\*batch\)"
+    with pytest.raises(TypeError, match=message) as raised:
+        step(*batches)
+    assert raised.value.__cause__ is not None
+    step = GradientCache((lambda batch: tower(**batch),) * 2, clip_loss, 3)
+    assert_same(
+        lambda: step(*batches), lambda: clip_loss(*(tower(**batch) for batch in batches)), tower
+    )
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, ValueError])
+def test_errors_of_an_encoder_that_takes_a_mapping_are_its_own(error):
+    def encode(batch):
+        raise error("my own")
+
+    with pytest.raises(error, match="my own"):
+        GradientCache((encode, Tower()), clip_loss, 3)({"inputs": pairs()[0]}, pairs()[1])
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_lists_with_an_item_for_each_row_are_divided(kind, size, device):
+    tower, seen = Tower(), []
+    words = kind(["one", "three", "four", "seven", ["a", "b"], None, 3.5])
+    sizes = [len(str(word)) for word in words]
+
+    def encode(batch):
+        assert batch["more"] == {"sizes": (224, 224)}  # of another length: unchanged
+        seen.append(batch["words"])
+        assert isinstance(seen[-1], kind)
+        weights = torch.tensor([float(len(str(word))) for word in batch["words"]])
+        return tower(batch["input"]) * weights[:, None]
+
+    x, y = pairs()
+    batch = {"input": x, "words": words, "more": {"sizes": (224, 224)}}
+    step = GradientCache((encode, tower), clip_loss, size, device=device)
+    assert_same(
+        lambda: step(batch, y),
+        lambda: clip_loss(tower(x) * torch.tensor(sizes)[:, None], tower(y)),
+        tower,
+    )
+    assert seen[0] == words[:size]
+    assert batch["words"] is words
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "message"),
+    [
+        (
+            (torch.ones(4, 5), {"a": [torch.ones(2), torch.ones(3)]}),
+            ValueError,
+            r"batch 1\['a'\]\[1\]: expected 2 rows as in batch 1\['a'\]\[0\], got 3",
+        ),
+        ((torch.ones(0, 5), torch.ones(0, 5)), ValueError, "batch 0.*at least one row.*got 0"),
+        ((torch.ones(4, 5), {}), ValueError, "batch 1.*got none"),
+        ((torch.ones(4, 5), torch.tensor(1.0)), ValueError, r"batch 1.*shape \(\)"),
+        ((torch.ones(4, 5), ["a", "b"]), ValueError, "batch 1: expected tensors, got none"),
+        ((torch.ones(4, 5),), TypeError, "one per encoder, 2, got 1"),
+        ((), TypeError, "at least one"),
+    ],
+)
+def test_bad_batches(batches, error, message):
+    towers = (Tower(), Tower())
+    with pytest.raises(error, match=message):
+        GradientCache(towers, clip_loss, 3)(*batches).backward()
+    assert [len(tower.graph_recorded) for tower in towers] == [0, 0]

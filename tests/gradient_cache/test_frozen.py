@@ -1,6 +1,5 @@
 """Frozen parts of a model run once; the second pass reuses their outputs."""
 
-import copy
 import functools
 import inspect
 import threading
@@ -19,10 +18,8 @@ from tests.gradient_cache.towers import (
     Tower,
     TwoTowers,
     assert_same,
-    assert_same_gradients,
     biased_loss,
     clip_loss,
-    gradients,
     pairs,
 )
 
@@ -30,28 +27,21 @@ from tests.gradient_cache.towers import (
 def one_graph_in_micro_batches(model, batches, loss, size):
     parts = [model(*part) for part in zip(*(batch.split(size) for batch in batches), strict=True)]
     x, y = (torch.cat([part[i] for part in parts]) for i in range(2))
-    loss(x, y, *parts[0][2:]).backward()
+    return loss(x, y, *parts[0][2:])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("locked", ["image", "text"])
 def test_a_frozen_tower_of_one_model_runs_once(locked, dropout):
     model = TwoTowers(dropout=dropout)  # the locked tower draws random numbers as well
-    frozen, live = model.image, model.text
-    if locked == "text":
-        frozen, live = live, frozen
+    frozen, live = (model.image, model.text)[:: 1 if locked == "image" else -1]
     frozen.requires_grad_(False)
-    reference, batches = copy.deepcopy(model), pairs()
-    torch.manual_seed(1)
-    one_graph_in_micro_batches(reference, batches, biased_loss, 3)
-    torch.manual_seed(1)
-    GradientCache(model, biased_loss, 3)(*batches).backward()
-    assert len(frozen.graph_recorded) == 3
+    step, batches = GradientCache(model, biased_loss, 3), pairs()
+    plain = functools.partial(one_graph_in_micro_batches, model, batches, biased_loss, 3)
+    assert_same(lambda: step(*batches), plain, model)
+    assert len(frozen.graph_recorded) == 3 + 3
     # The graph of the first micro-batch shows that the tower is constant.
-    assert live.graph_recorded == [True, False, False] + [True] * 3
-    assert_same_gradients(gradients(model), gradients(reference))
-    assert model._modules["image"] is model.image
-    assert isinstance(model.image, Tower)
+    assert live.graph_recorded[3:] == [True, False, False] + [True] * 3
 
 
 class Counted(nn.Linear):
@@ -138,19 +128,13 @@ def seen_inside(model):
     """Everything that a model's code can see of its frozen parts while it runs."""
     parts = [model.layers[0], *model.layers, *model.stack, model.named["a"], model.plain]
     return {
-        "classes": [type(part) for part in parts],
-        "isinstance": [isinstance(part, nn.Linear) for part in parts],
+        "classes": [(type(part), isinstance(part, nn.Linear)) for part in parts],
         "identity": [id(part) for part in parts],
         "parameters": [id(next(part.parameters())) for part in parts],
-        "names": [name for name, _ in model.named_parameters()],
         "modules": [id(module) for module in model.modules()],
         "state": list(model.state_dict()),
-        "training": [part.training for part in parts],
-        "attributes": [part.in_features for part in parts],
-        "set": [part.note for part in parts],
-        "containers": [len(model.layers), len(model.stack), list(model.named), "a" in model.named],
+        "attributes": [(part.training, part.in_features, part.note) for part in parts],
         "slice": [type(model.stack[:1]), type(model.layers[1:])],
-        "membership": [part in set(model.modules()) for part in parts],
         "signature": [str(inspect.signature(part.forward)) for part in parts],
         "hooks": [len(part._forward_hooks) for part in parts],
     }
@@ -311,24 +295,6 @@ def test_a_compiled_frozen_part_is_not_run_or_compiled_again(how):
     assert len(compiled) == before
     if how == "in place":
         assert model.head.__dict__["_compiled_call_impl"].__name__ != "replacement"
-
-
-def test_a_part_inside_nested_wrappers():
-    class Wrapper(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-            self.gain = nn.Parameter(torch.ones(()))
-
-        def forward(self, *args):
-            return self.gain * self.inner(*args)
-
-    head = Counted()
-    model = Model(head_and_tower, Wrapper(Wrapper(head)))
-    model.head.gain.requires_grad_()
-    model.head.inner.gain.requires_grad_()
-    assert_cached_as_plain(model)
-    assert head.seen.calls == 3
 
 
 def test_another_thread_runs_the_part_itself():

@@ -125,7 +125,7 @@ def test_streams_other_than_the_default(size, others):
     plain = copy.deepcopy(towers)
     batches = [x.cuda() for x in pairs(300)]
     torch.manual_seed(1)
-    one_graph(plain, batches, clip_loss, size)
+    one_graph(plain, batches, clip_loss, size).backward()
     torch.manual_seed(1)
     torch.cuda.synchronize()
     default, other = torch.cuda.current_stream(), torch.cuda.Stream()

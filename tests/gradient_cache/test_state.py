@@ -1,13 +1,16 @@
-"""Random state, autocast, gradient scaler and running statistics."""
+"""Random state, settings, statistics and buffers are the same in both passes."""
 
+import contextlib
 import copy
 import functools
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.gradient_cache import GradientCache
@@ -16,136 +19,54 @@ from tests.gradient_cache.towers import (
     MICRO_BATCH_SIZES,
     WIDTH,
     Tower,
-    TwoTowers,
+    assert_same,
     assert_same_gradients,
-    biased_loss,
     clip_loss,
     gradients,
     one_graph,
     pairs,
 )
+from tests.similarity.distributed.processes import World, on_processes
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)
-def test_dropout_is_replayed(micro_batch_size, checkpointed):
-    towers = nn.ModuleList([Tower(dropout=0.5), Tower(dropout=0.5)])
-    batches = pairs()
+@pytest.mark.parametrize("size", MICRO_BATCH_SIZES)
+@pytest.mark.parametrize("device", [None, pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_dropout_is_replayed(size, checkpointed, device):
+    towers, batches = nn.ModuleList([Tower(dropout=0.5), Tower(dropout=0.5)]).to(device), pairs()
+    on_device = [batch.to(device) for batch in batches]
 
     def encoder(tower):
-        return (lambda x: checkpoint(tower, x, use_reentrant=False)) if checkpointed else tower
+        def encode(x):  # moves one micro-batch at a time
+            x = x.to(device)
+            return checkpoint(tower, x, use_reentrant=False) if checkpointed else tower(x)
+
+        return encode
 
     def loss(x, y):  # draws random numbers as well
         return clip_loss(x * torch.rand_like(x), y)
 
-    torch.manual_seed(1)
-    expected, after = one_graph(towers, batches, loss, micro_batch_size)
-    wanted = gradients(towers)
-    towers.zero_grad()
-
-    torch.manual_seed(1)
-    value = GradientCache([encoder(t) for t in towers], loss, micro_batch_size)(*batches)
-    value.backward()
-    assert torch.equal(torch.get_rng_state(), after)
-    torch.testing.assert_close(value.detach(), expected, rtol=1e-12, atol=0)
-    assert_same_gradients(gradients(towers), wanted)
+    step = GradientCache([encoder(tower) for tower in towers], loss, size)
+    assert_same(lambda: step(*batches), lambda: one_graph(towers, on_device, loss, size), towers)
 
 
 @pytest.mark.parametrize("kept", [0, 1])
-@pytest.mark.parametrize(
-    ("seed", "draw", "state"),
-    [
-        (random.seed, random.random, random.getstate),
-        (np.random.seed, np.random.rand, lambda: np.random.get_state()[1].tolist()),
-    ],
-    ids=["python", "numpy"],
-)
-def test_random_numbers_of_other_generators_are_replayed(seed, draw, state, kept):
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_other_generators_are_replayed(draw, kept):
     class Masked(Tower):
         def forward(self, x):
-            keep = torch.tensor([[draw() < 0.5 for _ in row] for row in x])
-            return super().forward(x * keep)
+            return super().forward(x * torch.tensor([[draw() < 0.5 for _ in row] for row in x]))
 
     towers, batches = nn.ModuleList([Masked(), Masked()]), pairs()
-    before = random.getstate(), np.random.get_state()
-    try:
-        seed(1)
-        expected, _ = one_graph(towers, batches, clip_loss, 3)
-        wanted, after = gradients(towers), state()
-        towers.zero_grad()
-        seed(1)
-        value = GradientCache(towers, clip_loss, 3, kept_micro_batches=kept)(*batches)
-        value.backward()
-        assert state() == after
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-    torch.testing.assert_close(value.detach(), expected, rtol=1e-12, atol=0)
-    assert_same_gradients(gradients(towers), wanted)
-
-
-@pytest.mark.gpu
-def test_dropout_is_replayed_on_cuda():
-    towers = nn.ModuleList([Tower(dropout=0.5), Tower(dropout=0.5)]).cuda()
-    batches = [batch.cuda() for batch in pairs()]
-    torch.manual_seed(1)
-    one_graph(towers, batches, clip_loss, 3)
-    wanted, after = gradients(towers), torch.cuda.get_rng_state()
-    towers.zero_grad()
-    torch.manual_seed(1)
-    on_host = [batch.cpu() for batch in batches]  # the encoders move one micro-batch at a time
-    encoders = tuple((lambda x, tower=tower: tower(x.cuda())) for tower in towers)
-    GradientCache(encoders, clip_loss, 3)(*on_host).backward()
-    assert torch.equal(torch.cuda.get_rng_state(), after)
-    assert_same_gradients(gradients(towers), wanted)
-
-
-def test_autocast_covers_both_passes_and_the_loss():
-    towers = nn.ModuleList([Tower(), Tower()]).float()
-    batches = [batch.float() for batch in pairs()]
-    seen = []
-
-    def loss(x, y):
-        seen.extend([x.dtype, y.dtype, (x @ y.T).dtype])
-        return clip_loss(x, y)
-
-    for tower in towers:
-        tower.forward = tower.layers  # normalisation would return fp32
-    clip_loss(*(t(b) for t, b in zip(towers, batches, strict=True))).backward()
-    exact = gradients(towers)
-    towers.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        GradientCache(tuple(towers), loss, 3)(*batches).backward()
-    assert seen == [torch.bfloat16] * 3
-    for actual, wanted in zip(gradients(towers), exact, strict=True):
-        assert actual.dtype == torch.float32
-        assert (actual - wanted).norm() < 0.03 * wanted.norm()
-        assert not torch.equal(actual, wanted)  # so that the pass was in bfloat16
-
-
-def test_a_gradient_scaler_scales_every_gradient_but_not_the_loss():
-    model, reference = (TwoTowers() for _ in range(2))
-    reference.load_state_dict(model.state_dict())
-    bias = nn.Parameter(torch.tensor(0.1))
-
-    def loss(x, y, scale, shift):
-        return biased_loss(x, y, scale, shift + bias)
-
-    batches = pairs()
-    expected = loss(*reference(*batches))
-    expected.backward()
-    wanted = [*gradients(reference), bias.grad]
-    bias.grad = None
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    value = GradientCache(model, loss, 3)(*batches)
-    scaler.scale(value).backward()
-    torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
-    assert_same_gradients([*gradients(model), bias.grad], [1024 * gradient for gradient in wanted])
+    step = GradientCache(towers, clip_loss, 3, kept_micro_batches=kept)
+    assert_same(lambda: step(*batches), lambda: one_graph(towers, batches, clip_loss, 3), towers)
 
 
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
 def test_running_statistics_are_updated_once_per_micro_batch(norm, kept):
+    """The second pass normalises by the micro-batch, like the first."""
+
     class Encoder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -155,17 +76,11 @@ def test_running_statistics_are_updated_once_per_micro_batch(norm, kept):
         def forward(self, x):
             return self.out(self.norm(x.unsqueeze(2).expand(-1, -1, 3).cumsum(2)).mean(2))
 
-    encoders = nn.ModuleList([Encoder(), Encoder()])
-    reference = copy.deepcopy(encoders)
-    batches = pairs(8)
-    one_graph(reference, batches, clip_loss, 4)
-    step = GradientCache(tuple(encoders), clip_loss, 4, kept_micro_batches=kept)
-    step(*batches).backward()
+    encoders, batches = nn.ModuleList([Encoder(), Encoder()]), pairs(8)
+    step = GradientCache(encoders, clip_loss, 4, kept_micro_batches=kept)
+    plain = functools.partial(one_graph, encoders, batches, clip_loss, 4)
+    assert_same(lambda: step(*batches), plain, encoders)
     assert encoders[0].norm.running_mean.abs().sum() > 0
-    for actual, expected in zip(encoders.buffers(), reference.buffers(), strict=True):
-        assert torch.equal(actual, expected)
-    # The second pass normalised by the micro-batch, like the first.
-    assert_same_gradients(gradients(encoders), gradients(reference))
 
 
 class Holder:
@@ -210,34 +125,246 @@ def test_models_that_an_encoder_refers_to_are_found(refer):
         value.backward()
 
 
-@pytest.mark.parametrize("fails_at", [2, 5])  # first pass, second pass
-def test_an_exception_leaves_modules_and_random_state_in_order(fails_at):
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(WIDTH, DIMS), nn.BatchNorm1d(DIMS), nn.Dropout())
-            self.calls = 0
+class RunningMean(nn.Module):
+    """Subtracts a mean that each call updates: in place, by another tensor or by its data."""
 
-        def forward(self, x):
-            self.calls += 1
-            if self.calls == fails_at:
-                raise RuntimeError("out of something")
-            return self.layers(x)
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("absent", None)
 
-    encoder, text = Fails(), Tower()
-    after_loss = []
+    def forward(self, x):
+        if self.how == "in place":
+            self.mean += 0.5 * (x.mean(0) - self.mean)
+        elif self.how == "data in place":
+            self.mean.data.mul_(0.5).add_(0.5 * x.mean(0))
+        elif self.how == "data replaced":
+            self.mean.data = 0.5 * (x.mean(0) + self.mean)
+        else:
+            self.mean = 0.5 * (x.mean(0) + self.mean)
+        return x - self.mean
+
+
+class Queue(nn.Module):
+    """Subtracts the mean of the latest rows, as MoCo holds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(9, WIDTH))
+        self.register_buffer("at", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.rows[(torch.arange(len(x)) + self.at) % 9] = x.detach()
+        self.at += len(x)
+        return x - self.rows.mean(0)
+
+
+class With(Tower):
+    """A tower behind another layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return super().forward(self.layer(x))
+
+
+def made(kind):
+    if "spectral norm" in kind:
+        normed = nn.utils.spectral_norm if "hooks" in kind else parametrizations.spectral_norm
+        return normed(nn.Linear(WIDTH, WIDTH))
+    return Queue() if kind == "queue" else RunningMean(kind)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "in place",
+        "replaced",
+        "data in place",
+        "data replaced",
+        "queue",
+        "spectral norm by hooks",
+        "spectral norm",
+    ],
+)
+def test_both_passes_find_the_same_buffers(kind, size, kept):
+    tower = With(made(kind))
+    step = GradientCache((tower, tower), clip_loss, size, kept_micro_batches=kept)
+    for batches in (pairs(), pairs()):
+        plain = functools.partial(one_graph, (tower, tower), batches, clip_loss, size)
+        assert_same(lambda batches=batches: step(*batches), plain, tower)
+
+
+def test_what_happens_before_the_backward_pass_stays():
+    tower, batches = With(RunningMean("in place")), pairs()
+    mean = tower.layer.mean
+    step = GradientCache((tower, tower), clip_loss, 3)
+    waiting, other = step(*batches), step(*pairs())
+    (waiting + other).backward()
+    waiting = step(*batches)
+    mean.fill_(5.0)
+    waiting.backward()
+    assert torch.equal(mean, torch.full((WIDTH,), 5.0))
+    assert tower.layer.mean is mean
+
+
+@on_processes(2)
+def test_rows_that_are_no_data_leave_no_trace(world: World) -> None:
+    """The second rank has fewer micro-batches, and encodes a row of its own beside the first."""
+    for kept in (0, 2):
+        tower = With(RunningMean("in place")).double()
+        x, y = (torch.randn(5 - 3 * world.rank, WIDTH, dtype=torch.float64) for _ in range(2))
+        plain = copy.deepcopy(tower.layer)
+        for part in (*x.split(2), *y.split(2)):
+            plain(part)
+        GradientCache((tower, tower), torch.nn.functional.mse_loss, 2, kept_micro_batches=kept)(
+            x, y
+        ).backward()
+        torch.testing.assert_close(tower.layer.mean, plain.mean, rtol=1e-12, atol=0)
+
+
+def test_random_states_with_another_models_dropout_between():
+    towers, other = nn.ModuleList([Tower(dropout=0.5), Tower(dropout=0.5)]), Tower(dropout=0.9)
+    batches, step = pairs(), GradientCache(towers, clip_loss, 3)
+
+    def followed(loss):
+        other(batches[0])
+        return loss
+
+    assert_same(
+        lambda: followed(step(*batches)),
+        lambda: followed(one_graph(towers, batches, clip_loss, 3)),
+        towers,
+    )
+
+
+class SettingsRecorder(nn.Module):
+    """Records the settings that an encoder may depend on, at each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(WIDTH, DIMS, dtype=torch.float32), []
+
+    def forward(self, x):
+        self.seen.append(
+            {
+                "autocast": torch.is_autocast_enabled("cpu"),
+                "autocast dtype": torch.get_autocast_dtype("cpu"),
+                "autocast cache": torch.is_autocast_cache_enabled(),
+                "dtype": torch.ones(()).dtype,
+                "device": torch.ones(()).device.type,
+                "precision": torch.get_float32_matmul_precision(),
+                "training": (self.training, self.layer.training),
+                "product": (x @ self.layer.weight.T).dtype,
+                "grad": None,
+            }
+        )
+        return self.layer(x)
+
+
+def test_everything_that_a_forward_pass_depends_on():
+    encoder, other = SettingsRecorder(), SettingsRecorder()
+    batches = [x.float() for x in pairs()]
 
     def loss(x, y):
-        value = clip_loss(x, y)
-        after_loss.append(torch.get_rng_state())
-        return value
+        return clip_loss(x.float(), y.float())
 
-    with pytest.raises(RuntimeError, match="out of something"):
-        GradientCache((encoder, text), loss, 2)(*pairs(6)).backward()
-    norm = encoder.layers[1]
-    assert norm.track_running_stats
-    assert norm.num_batches_tracked == min(fails_at - 1, 3)
-    if fails_at == 5:
-        assert torch.equal(torch.get_rng_state(), after_loss[0])
-    else:
-        assert all(gradient is None for gradient in gradients(encoder, text))
+    step = GradientCache((encoder, encoder), loss, 3)
+    encoder.layer.eval()
+    before = torch.get_float32_matmul_precision()
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.device("meta"):
+            value = step(*batches)
+        encoder.train()
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("high")
+        other(batches[0])
+        value.backward()
+        other(batches[0])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    first, second = encoder.seen[:6], encoder.seen[6:]
+    assert first[0]["autocast dtype"] == torch.bfloat16
+    assert (first[0]["dtype"], first[0]["device"]) == (torch.float64, "meta")
+    assert (first[0]["training"], first[0]["precision"]) == ((True, False), "medium")
+    assert first == [first[0]] * 6
+    assert second == first
+    assert other.seen[0] == other.seen[1]  # backward() restores the settings
+    assert encoder.layer.training
+
+
+@pytest.mark.parametrize("where", ["inside", "outside", "under no_grad"])
+def test_backward_inside_or_outside_autocast_gives_the_same(where):
+    """The second pass does not reuse casts that an evaluation cached without a graph."""
+    towers = nn.ModuleList([Tower(), Tower()]).float()
+    batches = [x.float() for x in pairs()]
+    step = GradientCache(tuple(towers), clip_loss, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        step(*batches).backward()
+    wanted = gradients(towers)
+    towers.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = step(*batches)
+        with torch.no_grad():
+            towers[0](batches[0])
+        if where == "inside":
+            value.backward()
+    if where != "inside":
+        with torch.set_grad_enabled(where == "outside"):
+            value.backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(towers), wanted, strict=True))
+
+
+def test_a_precision_that_the_older_getter_cannot_return():
+    """A precision set by torch's newer names, for which the older getter raises."""
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this version of PyTorch has the older names alone")
+    before, towers = matmul.fp32_precision, (Tower(), Tower())
+    try:
+        matmul.fp32_precision = "tf32"
+        GradientCache(towers, clip_loss, 3)(*pairs()).backward()
+    finally:
+        matmul.fp32_precision = before
+    assert all(gradient is not None for gradient in gradients(*towers))
+
+
+def test_a_default_device_that_was_reset():
+    """PyTorch 2.9 then has no default device to return; in its own thread, as this lasts."""
+    towers = Tower(), Tower()
+
+    def step():
+        torch.set_default_device("meta")
+        torch.set_default_device(None)
+        GradientCache(towers, clip_loss, 3)(*pairs()).backward()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(step).result()
+    assert all(gradient is not None for gradient in gradients(*towers))
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_parametrized_weights_that_are_cached_get_their_gradients(backward_inside, kept):
+    """Cached in the first pass, without a graph, they would get none, or those of kept graphs."""
+    tower, batches = Tower(), pairs()
+    parametrizations.weight_norm(tower.layers[0])
+    step = GradientCache((tower, tower), clip_loss, 2, kept_micro_batches=kept)
+
+    def cached():
+        with parametrize.cached():
+            return step(*batches)
+
+    region = parametrize.cached() if backward_inside else contextlib.nullcontext()
+    plain = functools.partial(one_graph, (tower, tower), batches, clip_loss, 2)
+    expected = torch.autograd.grad(plain(), [*tower.parameters()])
+    with region:
+        cached().backward()
+    assert_same_gradients(gradients(tower), expected)

@@ -1,6 +1,6 @@
-"""The step against one graph of the whole batch, in float64."""
+"""The step against one graph of the whole batch; numbers of forward passes, memory, outputs."""
 
-import copy
+import weakref
 
 import pytest
 import torch
@@ -9,11 +9,15 @@ from torch import nn
 from megabatch.gradient_cache import GradientCache
 from tests.gradient_cache.towers import (
     BATCH,
+    DIMS,
     MICRO_BATCH_SIZES,
     WIDTH,
+    HiddenTower,
+    SavedTensor,
     Tower,
     TwoTowers,
     assert_same,
+    assert_same_gradients,
     biased_loss,
     clip_loss,
     gradients,
@@ -64,27 +68,15 @@ def test_a_batch_of_one_micro_batch_is_encoded_once(micro_batch_size, calls):
 def test_a_batch_of_one_micro_batch_is_an_ordinary_step():
     """Bit for bit, with dropout and batch normalisation."""
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Dropout(0.3))
-    reference = copy.deepcopy(model)
-    images, texts = pairs(6)
-    torch.manual_seed(5)
-    expected = clip_loss(reference(images), reference(texts))
-    expected.backward()
-    after = torch.get_rng_state()
-    torch.manual_seed(5)
-    value = GradientCache((model, model), clip_loss, 6)(images, texts)
-    value.backward()
-    assert torch.equal(value, expected)
-    assert torch.equal(torch.get_rng_state(), after)
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
-    for mine, theirs in zip(model.buffers(), reference.buffers(), strict=True):
-        assert torch.equal(mine, theirs)
+    step, batches = GradientCache((model, model), clip_loss, 6), pairs(6)
+    assert_same(lambda: step(*batches), lambda: clip_loss(*map(model, batches)), model, tolerance=0)
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("kept", [0, 1, 2, 3, 100])
-def test_one_encoder_for_both_batches_and_gradients_of_inputs(kept):
+def test_one_encoder_for_both_batches_and_gradients_of_inputs(kept, device):
     tower, batches = Tower(), nn.ParameterList(pairs())
-    step = GradientCache((tower, tower), clip_loss, 3, kept_micro_batches=kept)
+    step = GradientCache((tower, tower), clip_loss, 3, kept_micro_batches=kept, device=device)
     assert_same(lambda: step(*batches), lambda: clip_loss(*map(tower, batches)), tower, batches)
 
 
@@ -102,49 +94,12 @@ def test_three_encoders_and_loss_keywords():
     assert_same(lambda: step(*batches, weight=weight), plain, *encoders)
 
 
-def test_megabatchs_own_loss():
-    from megabatch import ClipLoss
-
-    class Model(TwoTowers):
-        def forward(self, images, texts):
-            return super().forward(images, texts)[:3]
-
-    model, batches = Model(), pairs()
-    step = GradientCache(model, ClipLoss(), 3)
-    assert_same(lambda: step(*batches), lambda: clip_loss(*model(*batches)), model)
-
-
 def test_inputs_of_a_frozen_encoder_get_their_gradients():
     tower, frozen, batches = Tower(), Tower().requires_grad_(False), nn.ParameterList(pairs())
     step = GradientCache((tower, frozen), clip_loss, 3)
     assert_same(
         lambda: step(*batches), lambda: clip_loss(tower(batches[0]), frozen(batches[1])), batches
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"micro_batch_size": 0}, ValueError, "micro_batch_size.*got 0"),
-        ({"micro_batch_size": -3}, ValueError, "micro_batch_size.*got -3"),
-        ({"micro_batch_size": 2.0}, TypeError, "micro_batch_size.*float"),
-        ({"micro_batch_size": True}, TypeError, "micro_batch_size.*bool"),
-        ({"encoders": ()}, ValueError, "encoders.*none"),
-        ({"encoders": (abs, 3)}, TypeError, "encoders.*int"),
-        ({"encoders": "model"}, TypeError, "encoders.*str"),
-        ({"loss": None}, TypeError, "loss.*NoneType"),
-        (
-            {"scaler": torch.amp.GradScaler("cpu")},
-            TypeError,
-            "unexpected keyword argument 'scaler'",
-        ),
-        ({"group": "world"}, TypeError, "group.*world"),
-    ],
-)
-def test_bad_arguments(change, error, message):
-    arguments = {"encoders": (abs, abs), "loss": clip_loss, "micro_batch_size": 2} | change
-    with pytest.raises(error, match=message):
-        GradientCache(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -161,3 +116,181 @@ def test_bad_losses(loss, error, message):
     with pytest.raises(error, match=message):
         GradientCache(towers, loss, 3)(*pairs()).backward()
     assert all(gradient is None for gradient in gradients(*towers))
+
+
+@pytest.mark.parametrize(
+    "callable_of", [lambda t: t, lambda t: t.forward, lambda t: lambda x: t(x)]
+)
+def test_a_frozen_tower_runs_once(callable_of):
+    (x, y), frozen, tower = pairs(), Tower().requires_grad_(False), Tower()
+    step = GradientCache((callable_of(frozen), callable_of(tower)), clip_loss, 3)
+    assert_same(lambda: step(x, y), lambda: clip_loss(frozen(x), tower(y)), tower)
+    assert (len(frozen.graph_recorded), len(tower.graph_recorded)) == (1 + 3, 1 + 6)
+
+
+def test_the_first_pass_records_no_graph_if_a_second_will_come():
+    module, function = Tower(), Tower()
+    GradientCache((module, lambda x: function(x)), clip_loss, 3)(*pairs()).backward()
+    assert module.graph_recorded == [False] * 3 + [True] * 3
+    assert (
+        function.graph_recorded == [True, False, False] + [True] * 3
+    )  # the first graph shows that the tower is trained
+
+
+def test_a_partly_frozen_tower_and_hidden_parameters():
+    towers = nn.ModuleList([Tower(), Tower()])
+    towers[0].layers[0].requires_grad_(False)
+
+    (x, y), encoders = pairs(), (towers[0], HiddenTower(towers[1]))
+    step = GradientCache(encoders, clip_loss, 3)
+    assert_same(lambda: step(x, y), lambda: clip_loss(encoders[0](x), encoders[1](y)), towers)
+
+
+def live_rows(batches, run):
+    """The peak number of rows of hidden activations in graphs during `run`."""
+    live = peak = 0
+
+    def free(rows):
+        nonlocal live
+        live -= rows
+
+    def pack(tensor):
+        nonlocal live, peak
+        saved = SavedTensor(tensor)
+        if tensor.ndim == 2 and tensor.shape[1] == 8 and not isinstance(tensor, nn.Parameter):
+            live += len(tensor)
+            peak = max(peak, live)
+            weakref.finalize(saved, free, len(tensor))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        run(*batches)
+    return peak
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: lambda x: t(x)], ids=["module", "lambda"])
+def test_memory_holds_activations_of_one_micro_batch(wrap):
+    tower = Tower()
+    small, large = pairs(2), pairs(40)
+    one = live_rows(small[:1], lambda x: tower(x).sum().backward())
+    assert one >= 4  # two saved activations of two rows
+    step = GradientCache((wrap(tower), wrap(tower)), clip_loss, 2)
+    assert live_rows(large, lambda x, y: step(x, y).backward()) == one
+    whole = live_rows(large, lambda x, y: clip_loss(tower(x), tower(y)).backward())
+    assert whole == 40 * one  # two towers, 20 times the rows
+
+
+def outputs_of(extra, loss, micro_batch_size=3, plain=True):
+    """One step of a model that returns two features and `extra(model, features)`."""
+    model, batches = TwoTowers(), pairs()
+
+    def encode(images, texts):
+        x, y = model(images, texts)[:2]
+        return {"x": x, "y": y, **extra(model, x)}
+
+    def one_graph():
+        return loss(**{k: v for k, v in encode(*batches).items() if v is not None})
+
+    step = GradientCache(encode, loss, micro_batch_size)
+    assert_same(lambda: step(*batches), one_graph if plain else lambda: step(*batches), model)
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 3, 7])
+def test_outputs_of_other_kinds(micro_batch_size):
+    def loss(x, y, weight, tokens, labels, bias=None):
+        assert weight.shape == (BATCH,)
+        assert tokens.shape == (BATCH, 2, DIMS)
+        assert labels.dtype == torch.int64
+        assert bias is None
+        return clip_loss(x, y) + tokens[labels > 0].square().sum() + (weight * (x * y).sum(1)).sum()
+
+    def extra(model, x):
+        return {
+            "weight": x[:, 0].exp(),
+            "tokens": torch.stack([x, 2 * x], dim=1),
+            "labels": (x[:, 0] > 0).long(),
+            "bias": None,  # left out of the loss's keywords
+        }
+
+    outputs_of(extra, loss, micro_batch_size)
+
+
+def test_an_output_of_none_keeps_its_position():
+    model = Tower()
+    seen = []
+
+    def loss(x, bias, y):
+        seen.append(bias)
+        return clip_loss(x, y)
+
+    GradientCache(lambda a, b: (model(a), None, model(b)), loss, 3)(*pairs()).backward()
+    assert seen == [None]
+    assert model.layers[0].weight.grad.abs().sum() > 0
+
+
+def test_an_output_that_the_loss_ignores_gets_no_gradient_as_in_a_plain_step():
+    head = nn.Linear(DIMS, 3)
+
+    def loss(x, y, aux):
+        return clip_loss(x, y)
+
+    outputs_of(lambda m, x: {"aux": head(x)}, loss)
+    assert all(gradient is None for gradient in gradients(head))
+
+
+@pytest.mark.parametrize(("kept", "passes"), [(0, 6), (2, 4)])
+def test_an_encoder_that_the_loss_ignores_has_no_second_pass(kept, passes):
+    towers = (Tower(), Tower())
+    step = GradientCache(
+        towers, lambda x, y: x.square().sum() + x[:, 0].sum(), 3, kept_micro_batches=kept
+    )
+    step(*pairs()).backward()
+    assert [len(tower.graph_recorded) for tower in towers] == [passes, 3]
+    assert gradients(towers[1]) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("extra", "micro_batch_size", "error", "message"),
+    [
+        (lambda m, x: {"z": x.exp().mean()}, 3, ValueError, r"'z'.*differs"),
+        (lambda m, x: {"z": x[:, 0]}, 1, ValueError, r"'z'.*at least 2 rows"),
+        (lambda m, x: {"z": m.image.layers[0].weight}, 3, ValueError, r"'z'.*\(8, 5\).*3 or 1"),
+        (lambda m, x: {"z": x.T @ x}, 3, ValueError, r"'z'.*row per sample"),
+        (lambda m, x: {"z": x @ x.T}, 3, ValueError, r"'z'.*\(3, 3\) or \(1, 1\)"),
+        (lambda m, x: {"z": 3.0}, 3, TypeError, "'z'.*float"),
+        (lambda m, x: {"z": None if len(x) == 1 else x}, 3, ValueError, "'z'.*None"),
+        (lambda m, x: {"z": x} if len(x) == 1 else {}, 3, ValueError, "different outputs"),
+    ],
+)
+def test_outputs_that_cannot_be_joined(extra, micro_batch_size, error, message):
+    with pytest.raises(error, match=message):
+        outputs_of(extra, lambda x, y, z: clip_loss(x, y), micro_batch_size, plain=False)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda x: {"a": x, "b": x}, r"encoder 1 returned \(Tensor, Tensor\)"),
+        (lambda x: (None,), r"encoder 1 returned \(NoneType\)"),
+        (lambda x: "no", "encoder 1.*got str"),
+    ],
+)
+def test_bad_outputs_of_several_encoders(output, message):
+    with pytest.raises(TypeError, match=message):
+        GradientCache((Tower(), output), clip_loss, 3)(*pairs()).backward()
+
+
+def test_a_scale_that_is_nan_gives_a_nan_loss():
+    model = TwoTowers()
+    model.logit_scale.data.fill_(torch.nan)
+    assert GradientCache(model, biased_loss, 3)(*pairs()).isnan()
+
+
+def test_tensors_that_are_no_parameters_get_their_gradients():
+    weight = torch.randn(WIDTH, 4, requires_grad=True)
+    expected = weight.detach().clone().requires_grad_()
+    batches = pairs()
+    for _ in range(2):
+        GradientCache((lambda x: x @ weight,) * 2, clip_loss, 3)(*batches).backward()
+        clip_loss(*(batch @ expected for batch in batches)).backward()
+    assert_same_gradients([weight.grad], [expected.grad])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,6 @@ from tests.gradient_cache.parallel import (
     Tower,
     TrainingStep,
     assert_same,
-    assert_sgd_moves_by,
     batches_of,
     count_reductions,
     gradients,
@@ -344,19 +343,6 @@ def test_autograd_grad_is_refused_for_wrapped_encoders(world: World) -> None:
                 loss.backward()
                 model.zero_grad()
             step(*mine).backward()
-
-
-@on_processes(2)
-def test_fsdp1_inside_reduces_in_each_micro_batch(world: World) -> None:
-    mine, whole = batches_of(world.rank, [4, 3])
-    _, expected = on_one_process([whole])
-    for size in MICRO_BATCH_SIZES:
-        for orig in (True, False):
-            model = FullyShardedDataParallel(
-                new_model(), use_orig_params=orig, device_id=torch.device("cpu")
-            )
-            GradientCache(model, ClipLoss(), size)(*mine).backward()
-            assert_sgd_moves_by(expected, model)
 
 
 @on_processes(2)

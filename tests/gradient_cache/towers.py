@@ -1,7 +1,9 @@
 """Small encoders, dense losses and comparisons."""
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -97,30 +99,51 @@ def assert_same_gradients(actual, expected, tolerance=1e-9):
 
 
 def assert_same(cached, plain, *modules, tolerance=1e-9):
-    """Two functions give the same loss, and the same gradients of modules; return the gradients."""
+    """Two functions give the same loss, gradients and buffers of modules; return the gradients.
+
+    With the same random numbers: afterwards the generators' states are the same, too.
+    """
     found = []
+    seed = int(torch.randint(1 << 30, ()))
+    before = [buffer.clone() for module in modules for buffer in module.buffers()]
     for loss_of in (plain, cached):
+        seed_all(seed)
         for module in modules:
             module.zero_grad()
+        buffers = (buffer for module in modules for buffer in module.buffers())
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
         loss = loss_of()
         loss.backward()
-        found.append((loss.detach(), gradients(*modules)))
-    (expected, wanted), (value, actual) = found
-    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+        buffers = [buffer.clone() for module in modules for buffer in module.buffers()]
+        found.append(([loss.detach(), *buffers], gradients(*modules), random_states()))
+    (expected, wanted, after), (values, actual, states) = found
+    torch.testing.assert_close(values, expected, rtol=tolerance, atol=tolerance)
     assert_same_gradients(actual, wanted, tolerance)
+    assert states == after
     return actual
 
 
-def one_graph(encoders, batches, loss, micro_batch_size):
-    """A step with dropout by definition: encode all micro-batches in one graph, then the loss.
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
-    Fills `.grad`; returns the loss and the random state after it.
-    """
+
+def random_states():
+    """The states of all generators, comparable."""
+    return (
+        torch.get_rng_state().tolist(),
+        [state.tolist() for state in torch.cuda.get_rng_state_all()],
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+    )
+
+
+def one_graph(encoders, batches, loss, micro_batch_size):
+    """The loss by definition: all micro-batches are encoded in one graph, one after the other."""
     features = [
         torch.cat([encoder(part) for part in batch.split(micro_batch_size)])
         for encoder, batch in zip(encoders, batches, strict=True)
     ]
-    value = loss(*features)
-    after = torch.get_rng_state()
-    value.backward()
-    return value.detach(), after
+    return loss(*features)
