@@ -15,6 +15,8 @@ from megabatch.torch_internals import fsdp_groups
 
 WIDTH, DIMS = 5, 4
 MICRO_BATCH_SIZES = (2, 8)  # 8: every shard is one micro-batch
+#: Micro-batch sizes and numbers of kept micro-batches.
+KEPT = ((2, 0), (8, 0), (2, 1))
 
 
 class Tower(nn.Module):
@@ -40,10 +42,10 @@ class Model(nn.Module):
 class TrainingStep(nn.Module):
     """Like Lightning, whose wrapped module computes the loss."""
 
-    def __init__(self, model, size):
+    def __init__(self, model, size, kept=0):
         super().__init__()
         self.model = model
-        self.step = GradientCache(model, ClipLoss(), size)
+        self.step = GradientCache(model, ClipLoss(), size, kept_micro_batches=kept)
 
     def forward(self, *batches):
         return self.step(*batches)
@@ -128,6 +130,9 @@ def on_one_process(wholes, factors=(1.0,)):
 def gradients(model):
     """The gradient of each parameter, whole, by its name in the model that was wrapped."""
     found = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if hasattr(gradient, "full_tensor"):

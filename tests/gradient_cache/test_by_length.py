@@ -25,10 +25,8 @@ from megabatch.losses import ClipLoss
 from tests.gradient_cache.towers import (
     MICRO_BATCH_SIZES,
     assert_same,
-    assert_same_gradients,
     clip_loss,
 )
-from tests.gradient_cache.towers import gradients as gradients_of
 from tests.similarity.distributed.processes import World, on_processes
 
 ROWS, COLUMNS, WORDS = 7, 30, 9
@@ -171,20 +169,6 @@ def test_nested_batches_are_cut_and_sorted_together():
     step = GradientCache((encode,), lambda x: found.append(x) or x.sum(), 2)
     step(SortedByLength(batch, LENGTHS)).backward()
     torch.testing.assert_close(found[0], encode(batch))
-
-
-def test_dropout_is_the_same_in_both_passes():
-    tower, (_, tokens) = made(Texts, dropout=0.5), batches()
-    texts = SortedByLength(tokens, LENGTHS)
-    upstream = torch.randn(ROWS, 4, dtype=torch.float64)
-    torch.manual_seed(3)
-    (GradientCache((tower,), lambda x: (x * upstream).sum(), 3)(texts)).backward()
-    # One graph through the same micro-batches, with features in the batch's order.
-    again = made(Texts, dropout=0.5)
-    torch.manual_seed(3)
-    features = torch.cat([again(texts.rows[rows]) for rows in texts.micro_batches(3)])
-    (texts.in_batch_order(features) * upstream).sum().backward()
-    assert_same_gradients(gradients_of(tower), gradients_of(again), 1e-12)
 
 
 def test_a_batch_changed_in_place_is_named():

@@ -65,30 +65,6 @@ def test_each_encoder_takes_a_batch_by_keyword(size):
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_other_values_in_a_batch_are_passed_unchanged(size):
-    tower, seen = Tower(), []
-
-    def encode(features):
-        seen.append({k: v for k, v in features.items() if k != "input"})
-        return tower(features["input"]) * features["factor"]
-
-    x, y = pairs()
-    rest = {
-        "modality": "text",
-        "names": ["a", "b"],
-        "factor": 2.0,
-        "flags": {True, False},
-        "none": None,
-        "object": object(),
-        "bytes": b"abc",
-    }
-    batches = [{"input": batch, **rest} for batch in (x, y)]
-    step = GradientCache((encode, encode), clip_loss, size, device="cpu")
-    assert_same(lambda: step(*batches), lambda: clip_loss(*map(encode, batches)), tower)
-    assert seen == [rest] * len(seen)
-
-
 def retrieval_loss(queries, passages):
     """The passages of a query are consecutive, its positive first."""
     k = len(passages) // len(queries)
@@ -344,19 +320,24 @@ def test_errors_of_an_encoder_that_takes_a_mapping_are_its_own(error):
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_lists_with_an_item_for_each_row_are_divided(kind, size, device):
+    """Other values are passed unchanged."""
     tower, seen = Tower(), []
     words = kind(["one", "three", "four", "seven", ["a", "b"], None, 3.5])
     sizes = [len(str(word)) for word in words]
+    rest = {
+        **{"modality": "text", "names": ["a", "b"], "factor": 2.0, "flags": {True, False}},
+        **{"none": None, "object": object(), "bytes": b"abc", "more": {"sizes": (224, 224)}},
+    }
 
     def encode(batch):
-        assert batch["more"] == {"sizes": (224, 224)}  # of another length: unchanged
+        assert {k: v for k, v in batch.items() if k not in ("input", "words")} == rest
         seen.append(batch["words"])
         assert isinstance(seen[-1], kind)
         weights = torch.tensor([float(len(str(word))) for word in batch["words"]])
         return tower(batch["input"]) * weights[:, None]
 
     x, y = pairs()
-    batch = {"input": x, "words": words, "more": {"sizes": (224, 224)}}
+    batch = {"input": x, "words": words, **rest}
     step = GradientCache((encode, tower), clip_loss, size, device=device)
     assert_same(
         lambda: step(batch, y),

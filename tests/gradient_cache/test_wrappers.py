@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megabatch.gradient_cache import GradientCache, UnusedParameters
 from megabatch.losses import ClipLoss
 from tests.gradient_cache.parallel import (
+    KEPT,
     MICRO_BATCH_SIZES,
     WIDTH,
     Gather,
@@ -37,9 +39,9 @@ from tests.gradient_cache.parallel import (
 from tests.similarity.distributed.processes import World, on_processes
 
 
-def counted(module, counts):
+def counted(module, counts, **options):
     """The module under DDP; its reductions, of one bucket, are counted."""
-    wrapped = DistributedDataParallel(module)
+    wrapped = DistributedDataParallel(module, **options)
     count_reductions(wrapped, counts)
     return wrapped
 
@@ -90,6 +92,14 @@ def fsdp(model, counts):
     return under_fsdp(model)
 
 
+def fsdp_that_keeps_weights(model, counts):  # as the trainer does
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model.image, model.text, model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    return model
+
+
 def two_towers(model, x, y):
     return model.image(x), model.text(y)
 
@@ -104,8 +114,14 @@ SETUPS = {
     "two DDP": (lambda m, c: (counted(m.image, c), counted(m.text, c)), two_towers, 2),
     "methods": (of_methods, two_towers, 2),
     "one DDP for both": (lambda m, c: (counted(m.image, c),) * 2, one_tower, 1),
+    "DDP with a search": (
+        functools.partial(counted, find_unused_parameters=True),
+        nn.Module.__call__,
+        1,
+    ),
     "hidden DDP": (lambda m, c: Holder(m, c).encode, nn.Module.__call__, None),
     "FSDP": (fsdp, nn.Module.__call__, 3),  # each of the three sharded modules once
+    "FSDP with weights": (fsdp_that_keeps_weights, nn.Module.__call__, 3),
     "two FSDP": (two_fsdp, two_towers, 2),
     "locked in DDP": (image_locked(counted), nn.Module.__call__, 1),
     "locked in FSDP": (image_locked(fsdp), nn.Module.__call__, 2),
@@ -136,21 +152,22 @@ class CountReduceScatter(TorchDispatchMode):
 def test_two_processes_give_the_gradients_of_one(world: World) -> None:
     for name, (wrap, plain, reductions) in SETUPS.items():
         scale = {} if plain is nn.Module.__call__ else {"logit_scale": 3.0}
-        for sizes in ((4, 4), (5, 1), (3, 6), (0, 5), (3, 0)):
-            for size in MICRO_BATCH_SIZES:
+        for sizes in ((4, 4), (3, 6), (0, 5), (3, 0)):
+            for size, kept in KEPT:
                 mine, whole = batches_of(world.rank, sizes)
                 model, truth, counts = new_model(), new_model(), []
                 truth.image.requires_grad_("locked" not in name)
                 expected = ClipLoss(group="local")(*plain(truth, *whole), **scale)
                 (2 * expected).backward()
-                step = GradientCache(wrap(model, counts), clip_loss, size)
+                encoders = wrap(model, counts)
+                step = GradientCache(encoders, clip_loss, size, kept_micro_batches=kept)
                 with CountReduceScatter() as scattered:
                     for _ in range(2):  # DDP rebuilds its buckets after the first
                         loss = step(*mine, **scale, sizes=sizes)
                         loss.backward()
                 value = loss.detach()
                 dist.all_reduce(value)
-                case = f"{name}, shards {sizes}, micro-batches of {size}"
+                case = f"{name}, shards {sizes}, micro-batches of {size}, {kept} of them kept"
                 assert abs(value / world.size - expected) < 1e-9, case
                 assert_same(model, gradients(truth), case)
                 assert reductions in (None, (len(counts) + scattered.count) / 2), case
@@ -202,23 +219,26 @@ def test_any_group_with_one_process(group):
 
 
 @on_processes(1, 2, 3)
-def test_ddp_around_the_whole_step_reduces_once(world: World) -> None:
-    for sizes in sizes_of(world):
-        for size in MICRO_BATCH_SIZES:
-            for find_unused in (False, True):
-                mine, whole = batches_of(world.rank, sizes)
-                expected_loss, expected = on_one_process([whole])
-                wrapped = DistributedDataParallel(
-                    TrainingStep(new_model(), size), find_unused_parameters=find_unused
-                )
-                count_reductions(wrapped, reductions := [])
-                loss = wrapped(*mine)
-                loss.backward()
-                assert len(reductions) == 1
-                assert_same(wrapped, expected)
-                mean = loss.detach().clone()
-                dist.all_reduce(mean)
-                torch.testing.assert_close(mean / world.size, expected_loss)
+def test_ddp_around_the_whole_step_reduces_once_per_update(world: World) -> None:
+    for sizes, (size, kept), options in itertools.product(
+        sizes_of(world),
+        KEPT,
+        ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}),
+    ):
+        parts = [batches_of(world.rank, sizes, seed) for seed in range(2)]
+        expected_loss, expected = on_one_process([whole for _, whole in parts], [0.5, 0.5])
+        wrapped = DistributedDataParallel(TrainingStep(new_model(), size, kept), **options)
+        count_reductions(wrapped, reductions := [])
+        with wrapped.no_sync():
+            first = wrapped(*parts[0][0]) / 2
+            first.backward()
+        loss = wrapped(*parts[1][0]) / 2
+        loss.backward()
+        assert len(reductions) == 1
+        assert_same(wrapped, expected)
+        total = (first + loss).detach()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total / world.size, expected_loss)
 
 
 def leaves_inside(model):
@@ -251,39 +271,19 @@ def test_ddp_around_a_step_with_leaves_that_are_no_parameters(world: World) -> N
         loss.backward()
 
 
-@on_processes(2, 3)
-def test_accumulation_with_ddp_around_the_step(world: World) -> None:
-    for view in (False, True):
-        for size in MICRO_BATCH_SIZES:
-            parts = [batches_of(world.rank, [4, 2, 3][: world.size], seed) for seed in range(3)]
-            _, expected = on_one_process([whole for _, whole in parts], [1 / 3] * 3)
-            wrapped = DistributedDataParallel(
-                TrainingStep(new_model(), size), gradient_as_bucket_view=view
-            )
-            for i, (mine, _) in enumerate(parts):
-                if i < 2:
-                    with wrapped.no_sync():
-                        (wrapped(*mine) / 3).backward()
-                else:
-                    (wrapped(*mine) / 3).backward()
-            assert_same(wrapped, expected)
-            norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
-            norms = [torch.zeros_like(norm) for _ in range(world.size)]
-            dist.all_gather(norms, norm)
-            assert all(torch.equal(one, norm) for one in norms)
-
-
 @on_processes(1, 2, 3)
 def test_wrappers_inside_with_two_losses_added(world: World) -> None:
-    for wrap in (under_ddp, under_fsdp):
-        for size in MICRO_BATCH_SIZES:
-            for sizes in sizes_of(world):
-                parts = [batches_of(world.rank, sizes, seed) for seed in range(2)]
-                _, expected = on_one_process([whole for _, whole in parts], [1.0, 3.0])
-                model = wrap(new_model())
-                step = GradientCache(model, ClipLoss(), size)
-                (step(*parts[0][0]) + 3 * step(*parts[1][0])).backward()
-                assert_same(model, expected)
+    # The graph of an only micro-batch is kept beside the other step's.
+    pairs = [(case, case) for case in KEPT] + [((2, 1), (8, 1))]
+    for wrap, cases, sizes in itertools.product((under_ddp, under_fsdp), pairs, sizes_of(world)):
+        parts = [batches_of(world.rank, sizes, seed) for seed in range(2)]
+        _, expected = on_one_process([whole for _, whole in parts], [1.0, 3.0])
+        model = wrap(new_model())
+        first, second = (
+            GradientCache(model, ClipLoss(), n, kept_micro_batches=k) for n, k in cases
+        )
+        (first(*parts[0][0]) + 3 * second(*parts[1][0])).backward()
+        assert_same(model, expected)
 
 
 @on_processes(2)
@@ -349,21 +349,20 @@ def test_autograd_grad_is_refused_for_wrapped_encoders(world: World) -> None:
 def test_a_wrapped_parameter_that_the_loss_uses(world: World) -> None:
     """The wrapper reduces its gradient from the loss together with that from the encoder."""
     mine, whole = batches_of(world.rank, [4, 3])
-    for size in MICRO_BATCH_SIZES:
-        for view in (False, True):
-            truth, model = new_model(), new_model()
-            value = ClipLoss(group="local")(*truth(*whole)) + truth.scale.square().sum()
-            value.backward()
-            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    for size, view in itertools.product(MICRO_BATCH_SIZES, (False, True)):
+        truth, model = new_model(), new_model()
+        value = ClipLoss(group="local")(*truth(*whole)) + truth.scale.square().sum()
+        value.backward()
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=view)
 
-            def loss(*outputs, scale=model.scale):
-                # Only rank 0 adds it: gradients of the ranks differ before the reduction.
-                return ClipLoss()(*outputs) + (not world.rank) * 2 * scale.square().sum()
+        def loss(*outputs, scale=model.scale):
+            # Only rank 0 adds it: gradients of the ranks differ before the reduction.
+            return ClipLoss()(*outputs) + (not world.rank) * 2 * scale.square().sum()
 
-            for _ in range(2):
-                wrapped.zero_grad()
-                GradientCache(wrapped, loss, size)(*mine).backward()
-                assert_same(wrapped, gradients(truth))
+        for _ in range(2):
+            wrapped.zero_grad()
+            GradientCache(wrapped, loss, size)(*mine).backward()
+            assert_same(wrapped, gradients(truth))
 
 
 @on_processes(2)
@@ -394,18 +393,17 @@ def test_more_encoders_than_one_exchange_takes(world: World) -> None:
 def test_a_parameter_without_a_gradient_under_ddp_is_named(world: World) -> None:
     mine, _ = batches_of(world.rank, [4, 3])
     message = "every trainable parameter, and there is none of idle.weight, idle.bias: freeze what"
-    for size in MICRO_BATCH_SIZES:
-        for find_unused in (False, True):
-            model = new_model()
-            model.idle = nn.Linear(2, 2).double()
-            model = DistributedDataParallel(model, find_unused_parameters=find_unused)
-            step = GradientCache(model, ClipLoss(), size)
-            if find_unused:
+    for size, find_unused in itertools.product(MICRO_BATCH_SIZES, (False, True)):
+        model = new_model()
+        model.idle = nn.Linear(2, 2).double()
+        model = DistributedDataParallel(model, find_unused_parameters=find_unused)
+        step = GradientCache(model, ClipLoss(), size)
+        if find_unused:
+            step(*mine).backward()
+            assert model.module.idle.weight.grad is None
+        else:
+            with pytest.raises(UnusedParameters, match=message):
                 step(*mine).backward()
-                assert model.module.idle.weight.grad is None
-            else:
-                with pytest.raises(UnusedParameters, match=message):
-                    step(*mine).backward()
 
 
 @on_processes(2, 3)

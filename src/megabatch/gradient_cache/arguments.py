@@ -15,8 +15,8 @@ Key: TypeAlias = "int | str"  # a position in a tuple, or a mapping's key
 Outputs: TypeAlias = "dict[Key, Tensor | None]"
 
 
-def check_callables(encoders: Sequence[Any], loss: Any) -> None:
-    """Check that there are encoders, and that they and the loss can be called."""
+def check_options(encoders: Sequence[Any], loss: Any, group: Any, feature_dtype: Any) -> None:
+    """Check the types of these arguments."""
     if not encoders:
         raise ValueError("encoders: expected at least one, got none")
     for encoder in encoders:
@@ -24,10 +24,6 @@ def check_callables(encoders: Sequence[Any], loss: Any) -> None:
             raise TypeError(f"encoders: expected callables, got {type(encoder).__name__}")
     if not callable(loss):
         raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
-
-
-def check_options(group: Any, feature_dtype: Any) -> None:
-    """Check the types of these arguments."""
     known = group is None or (isinstance(group, str) and group == "local")
     if not known and torch.distributed.is_available():
         from torch.distributed.device_mesh import DeviceMesh

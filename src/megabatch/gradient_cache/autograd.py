@@ -138,7 +138,6 @@ class GradientSums:
             if _is_plain(tensor.grad) and not tensor.grad.requires_grad and not tensor_hooks(tensor)
         }
         self._sums: dict[int, Tensor] = {}
-        self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether the tensor is one of the inputs."""
@@ -187,18 +186,17 @@ class GradientSums:
         """Return the node's gradient for each input; None for those that got none."""
         sums, self._sums = self._sums, {}
         for key in self._in_place & sums.keys():
-            sums[key] = self._zero(sums[key])
+            sums[key] = _zero(sums[key])
         return [sums.get(id(tensor)) for tensor in self._inputs]
 
     def _take(self, leaf: Tensor, gradient: Tensor) -> Tensor | None:
         self.add(leaf, gradient)
-        return self._zero(gradient) if _is_plain(gradient) else None
+        return _zero(gradient) if _is_plain(gradient) else None
 
-    def _zero(self, like: Tensor) -> Tensor:
-        key = like.dtype, like.device
-        if key not in self._zeros:
-            self._zeros[key] = like.new_zeros(())
-        return self._zeros[key].expand(like.shape)
+
+def _zero(like: Tensor) -> Tensor:
+    """A zero of this shape in the memory of one number."""
+    return like.new_zeros(()).expand(like.shape)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from megabatch.gradient_cache.arguments import (
     OutputForm,
-    check_callables,
     check_options,
     checked_input_names,
     checked_outputs,
@@ -103,8 +102,8 @@ class GradientCache:
             group: the ranks that must agree on the number of micro-batches: a process group, a
                 DeviceMesh, `None` for the default group if torch.distributed is initialised, or
                 "local" for no communication.
-            device: the encoders' device, to which each micro-batch is moved ahead of its turn; None:
-                they are not moved.
+            device: the encoders' device, to which each micro-batch is moved ahead of its turn, if
+                it is not None.
             feature_dtype: dtype of cached per-sample outputs with at least two dimensions.
             gradients_on_host: whether gradients of features wait on the host for the second pass.
                 None: if otherwise, by measurement, a micro-batch's activations would not fit.
@@ -123,8 +122,7 @@ class GradientCache:
         given: Any = encoders
         self._several = isinstance(given, (tuple, list, nn.ModuleList))
         self._encoders: tuple[Encoder, ...] = tuple(given) if self._several else (given,)
-        check_callables(self._encoders, loss)
-        check_options(group, feature_dtype)
+        check_options(self._encoders, loss, group, feature_dtype)
         n = len(self._encoders), self._several
         self._sizes = per_encoder("micro_batch_size", micro_batch_size, *n, least=1)
         self._input_names = checked_input_names(input_names, *n)
