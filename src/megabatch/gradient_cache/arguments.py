@@ -42,10 +42,8 @@ def check_options(encoders: Sequence[Any], loss: Any, group: Any, feature_dtype:
 def per_encoder(name: str, value: Any, count: int, several: bool, least: int) -> tuple[int, ...]:
     """One number for each of `count` encoders, from a value that may be a single one for all."""
     numbers = tuple(value) if several and isinstance(value, (tuple, list)) else (value,) * count
-    if len(numbers) != count:
-        raise ValueError(
-            f"{name}: expected one number, or one per encoder, {count}, got {len(numbers)}"
-        )
+    if (got := len(numbers)) != count:
+        raise ValueError(f"{name}: expected one number, or one per encoder, {count}, got {got}")
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name}: expected an int, got {type(number).__name__}")

@@ -60,25 +60,23 @@ def weights_differ(step: int, parameters: Iterable[tuple[str, Tensor]], group: A
     places = {round(i * (len(known) - 1) / (PARAMETERS - 1)) for i in range(PARAMETERS)}
     chosen = [known[i] for i in sorted(places)] if known else []
     sums = [float(p.detach().sum(dtype=torch.float64)) for _, p in chosen]
-    ranks = global_ranks(group)
-    by_rank = dict(zip(ranks, all_gather_values(sums, group), strict=True))
+    first, *ranks = zip(global_ranks(group), all_gather_values(sums, group), strict=True)
     for i, (name, _) in enumerate(chosen):
-        first = by_rank[ranks[0]][i]
-        rank = next((rank for rank in ranks if not _equal(by_rank[rank][i], first)), None)
-        if rank is None:
-            continue
-        if ranks[0] == torch.distributed.get_rank():
-            other = by_rank[rank][i]
+        one = first[1][i]
+        differing = [(rank, found[i]) for rank, found in ranks if not _equal(found[i], one)]
+        if differing and first[0] == torch.distributed.get_rank():
+            rank, other = differing[0]
             warnings.warn(
                 f"GradientCache: the weights of the ranks differ at the beginning of step {step}: "
-                f"the elements of {name} add up to {first:.9g} on rank {ranks[0]} and {other:.9g} "
-                f"on rank {rank}, a difference of {abs(first - other):.3g}. Nothing seems to "
+                f"the elements of {name} add up to {one:.9g} on rank {first[0]} and {other:.9g} "
+                f"on rank {rank}, a difference of {abs(one - other):.3g}. Nothing seems to "
                 "average gradients over the ranks: wrap each encoder, or the model that has them, "
                 "in DistributedDataParallel or fully_shard, and start all ranks from the same "
                 "weights; or pass group='local' if each rank is to train weights of its own",
                 stacklevel=4,
             )
-        return True
+        if differing:
+            return True
     return False
 
 

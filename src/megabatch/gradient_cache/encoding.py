@@ -161,8 +161,9 @@ class Encoding:
         """Replace the outputs by their gradients, taken from the end of those that were found."""
         for key, tensor in reversed(self.cached.items()):
             gradient = found.pop() if tensor is not None and tensor.requires_grad else None
-            if gradient is not None and key in self.per_sample:
-                gradient = self.feed.in_own_order(key, gradient)
+            _, batch = self.feed.sorted_by(key)
+            if gradient is not None and batch is not None and key in self.per_sample:
+                gradient = batch.in_own_order(gradient)
             self.gradients[key] = gradient
         if self.once and self.wrappers and not self.has_gradients():
             # They wait for all of their gradients, and would refuse the next step.
@@ -303,7 +304,7 @@ class Encoding:
             if output is None or gradient is None or not output.requires_grad:
                 continue
             if key in self.per_sample:
-                rows = self.feed.rows_of(key, micro_batch)
+                rows = micro_batch.of(self.feed.sorted_by(key)[0])
                 outputs.append(output[: rows.stop - rows.start])  # no row if it is idle
                 # From the host it is copied while the backward pass is being launched.
                 upstream.append(gradient[rows].to(output, non_blocking=True))
@@ -344,14 +345,15 @@ class Encoding:
 
     def _cache(self, key: Any, pieces: list[Tensor | None]) -> None:
         """Assemble one output from its micro-batches, as a leaf for the loss's gradient."""
-        name = f"encoders: {self.feed.described(key)}"
-        divided = [self.feed.rows_of(key, micro_batch) for micro_batch in self.micro_batches]
+        name, batch = self.feed.sorted_by(key)
+        divided = [micro_batch.of(name) for micro_batch in self.micro_batches]
         kept = [rows.stop - rows.start for rows in divided]
         encoded = [self.feed.encoded(rows) for rows in divided]
-        whole, per_sample = assembled(name, pieces, kept, encoded)
+        described = f"encoders: {self.feed.described(key)}"
+        whole, per_sample = assembled(described, pieces, kept, encoded)
         if whole is not None and per_sample:
             self.per_sample.add(key)
-            whole = self.feed.in_batch_order(key, whole)
+            whole = whole if batch is None else batch.in_batch_order(whole)
         if whole is not None:
             differentiable = whole.is_floating_point() or whole.is_complex()
             whole = whole.requires_grad_(self.requires_grad and differentiable)

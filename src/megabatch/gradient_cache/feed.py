@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from megabatch.ahead import one_ahead
 from megabatch.gradient_cache.arguments import Key
@@ -101,23 +100,14 @@ class Feed:
         """
         return rows.stop - rows.start or (1 if rows.stop else PLACEHOLDER_ROWS)
 
-    def rows_of(self, key: Key, micro_batch: MicroBatch) -> slice:
-        """The rows that a per-sample output has in a micro-batch."""
-        return micro_batch.of(self._sorted_batch_of(key))
-
-    def in_batch_order(self, key: Key, output: Tensor) -> Tensor:
-        """A per-sample output of the whole batch, in the batch's order."""
-        batch = self._sorted.get(self._sorted_batch_of(key))
-        return output if batch is None else batch.in_batch_order(output)
-
-    def in_own_order(self, key: Key, gradient: Tensor) -> Tensor:
-        """The gradient of such an output, in the order in which the encoder took the rows."""
-        batch = self._sorted.get(self._sorted_batch_of(key))
-        return gradient if batch is None else batch.in_own_order(gradient)
+    def sorted_by(self, key: Key) -> tuple[str, SortedByLength | None]:
+        """The sorted batch that a per-sample output belongs to, with its name; or "" and None."""
+        owners = (item for item in self._sorted.items() if key in (item[1].outputs or (key,)))
+        return next(owners, ("", None))
 
     def described(self, key: Key) -> str:
         """An output for messages, with the batch that names it if batches do."""
-        name, named = self._sorted_batch_of(key), any(b.outputs for b in self._sorted.values())
+        name, named = self.sorted_by(key)[0], any(b.outputs for b in self._sorted.values())
         by = f"outputs= of {name} names" if name else "no SortedByLength names"
         return f"output {key!r} of {self.name}" + f", which {by}," * named
 
@@ -129,11 +119,6 @@ class Feed:
                     f"outputs: {key!r} of a SortedByLength is not a per-sample output of "
                     f"{self.name}; expected one of {', '.join(map(repr, per_sample))}"
                 )
-
-    def _sorted_batch_of(self, key: Key) -> str:
-        """The name of the sorted batch that an output belongs to; "" if it does to none."""
-        named = (name for name, b in self._sorted.items() if not b.outputs or key in b.outputs)
-        return next(named, "")
 
     def _load(self, micro_batch: MicroBatch) -> Parts:
         loaded = {}

@@ -149,7 +149,8 @@ class CachedStep:
         feed = Feed("the locked tower", batches, device=self.device)
         with contextlib.closing(feed(feed.divided(self.micro_batch_size))) as parts:
             features = torch.cat([tower(part)[name] for part, _ in parts])
-        return feed.in_batch_order(name, features)
+        _, texts = feed.sorted_by(name)
+        return features if texts is None else texts.in_batch_order(features)
 
 
 def ids_of(batch: Batch) -> Tensor:
