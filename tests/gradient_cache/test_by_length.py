@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import SortedByLength
 from megabatch.gradient_cache import GradientCache
@@ -22,6 +21,7 @@ from megabatch.gradient_cache.by_length import (
     growth,
 )
 from megabatch.losses import ClipLoss
+from tests.gradient_cache import parallel
 from tests.gradient_cache.towers import (
     MICRO_BATCH_SIZES,
     assert_same,
@@ -179,14 +179,6 @@ def test_a_batch_changed_in_place_is_named():
         loss.backward()
 
 
-def under_fsdp(model):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    return fully_shard(model, mesh=mesh)
-
-
 @on_processes(2)
 def test_several_processes(world: World) -> None:
     """Shards of different lengths and sizes, one of them empty, under DDP and FSDP2."""
@@ -197,14 +189,12 @@ def test_several_processes(world: World) -> None:
             batch.split(sizes)[world.rank] for batch in (*batches(), LENGTHS)
         )
         texts = SortedByLength(tokens, lengths, outputs=["text_features"])
-        for wrap, kept in itertools.product((DistributedDataParallel, under_fsdp), (0, 2)):
+        wrappers = parallel.under_ddp, parallel.under_fsdp
+        for wrap, kept in itertools.product(wrappers, (0, 2)):
             model = wrap(made())
             step = GradientCache(model, ClipLoss(), 2, kept_micro_batches=kept)
             step(images, texts).backward()
-            for one, two in zip(model.parameters(), whole.parameters(), strict=True):
-                found = one.grad
-                found = found.full_tensor() if hasattr(found, "full_tensor") else found
-                torch.testing.assert_close(found, two.grad, rtol=0, atol=1e-12)
+            parallel.assert_same(model, parallel.gradients(whole))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The step against one graph of the whole batch; numbers of forward passes, memory, outputs."""
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,6 @@ from tests.gradient_cache.towers import (
     MICRO_BATCH_SIZES,
     WIDTH,
     HiddenTower,
-    SavedTensor,
     Tower,
     TwoTowers,
     assert_same,
@@ -144,40 +141,6 @@ def test_a_partly_frozen_tower_and_hidden_parameters():
     (x, y), encoders = pairs(), (towers[0], HiddenTower(towers[1]))
     step = GradientCache(encoders, clip_loss, 3)
     assert_same(lambda: step(x, y), lambda: clip_loss(encoders[0](x), encoders[1](y)), towers)
-
-
-def live_rows(batches, run):
-    """The peak number of rows of hidden activations in graphs during `run`."""
-    live = peak = 0
-
-    def free(rows):
-        nonlocal live
-        live -= rows
-
-    def pack(tensor):
-        nonlocal live, peak
-        saved = SavedTensor(tensor)
-        if tensor.ndim == 2 and tensor.shape[1] == 8 and not isinstance(tensor, nn.Parameter):
-            live += len(tensor)
-            peak = max(peak, live)
-            weakref.finalize(saved, free, len(tensor))
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        run(*batches)
-    return peak
-
-
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: lambda x: t(x)], ids=["module", "lambda"])
-def test_memory_holds_activations_of_one_micro_batch(wrap):
-    tower = Tower()
-    small, large = pairs(2), pairs(40)
-    one = live_rows(small[:1], lambda x: tower(x).sum().backward())
-    assert one >= 4  # two saved activations of two rows
-    step = GradientCache((wrap(tower), wrap(tower)), clip_loss, 2)
-    assert live_rows(large, lambda x, y: step(x, y).backward()) == one
-    whole = live_rows(large, lambda x, y: clip_loss(tower(x), tower(y)).backward())
-    assert whole == 40 * one  # two towers, 20 times the rows
 
 
 def outputs_of(extra, loss, micro_batch_size=3, plain=True):

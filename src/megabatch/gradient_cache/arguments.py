@@ -39,10 +39,14 @@ def check_options(encoders: Sequence[Any], loss: Any, group: Any, feature_dtype:
         raise ValueError(f"feature_dtype: expected a floating point type, got {feature_dtype}")
 
 
-def per_encoder(name: str, value: Any, count: int, several: bool, least: int) -> tuple[int, ...]:
-    """One number for each of `count` encoders, from a value that may be a single one for all."""
-    numbers = tuple(value) if several and isinstance(value, (tuple, list)) else (value,) * count
-    if (got := len(numbers)) != count:
+# The functions below take the number of encoders, None for a single model that takes all batches.
+
+
+def per_encoder(name: str, value: Any, count: int | None, least: int) -> tuple[int, ...]:
+    """One number for each encoder, from a value that may be a single one for all."""
+    several = count is not None and isinstance(value, (tuple, list))
+    numbers = tuple(value) if several else (value,) * (count or 1)
+    if (got := len(numbers)) != (count or 1):
         raise ValueError(f"{name}: expected one number, or one per encoder, {count}, got {got}")
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
@@ -52,24 +56,24 @@ def per_encoder(name: str, value: Any, count: int, several: bool, least: int) ->
     return numbers
 
 
-def checked_input_names(value: Any, count: int, several: bool) -> tuple[str, ...]:
+def checked_input_names(value: Any, count: int | None) -> tuple[str, ...]:
     """The keywords of a call that are batches."""
-    names = () if isinstance(value, str) else tuple(value)
-    if isinstance(value, str) or not all(isinstance(name, str) for name in names):
+    names = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else None
+    if names is None or not all(isinstance(name, str) for name in names):
         raise TypeError(f"input_names: expected a sequence of strings, got {value!r}")
-    if several and names and len(names) != count:
+    if names and len(names) != (count or len(names)):
         raise ValueError(f"input_names: expected one per encoder, {count}, got {', '.join(names)}")
     return names
 
 
-def checked_outputs(value: Any, count: int, several: bool) -> tuple[tuple[Key, ...] | None, ...]:
+def checked_outputs(value: Any, count: int | None) -> tuple[tuple[Key, ...] | None, ...]:
     """For each encoder, the keys of the outputs to be cached; None for all."""
     if value is None:
-        return (None,) * count
+        return (None,) * (count or 1)
     keys = (value,) if isinstance(value, (int, str)) else tuple(value)
     if not keys or not all(isinstance(key, (int, str)) for key in keys):
         raise TypeError(f"outputs: expected keys or positions, got {value!r}")
-    if not several:
+    if count is None:
         return (keys,)
     keys = keys * count if len(keys) == 1 else keys
     if len(keys) != count:
@@ -78,13 +82,13 @@ def checked_outputs(value: Any, count: int, several: bool) -> tuple[tuple[Key, .
 
 
 def named_batches(
-    batches: Sequence[Any], by_name: Mapping[str, Any], count: int, several: bool
+    batches: Sequence[Any], by_name: Mapping[str, Any], count: int | None
 ) -> list[dict[str, Any]]:
-    """For each of `count` encoders, its batches by name."""
+    """For each encoder, its batches by name."""
     given = {f"batch {i}": batch for i, batch in enumerate(batches)} | {**by_name}
     if not given:
         raise TypeError("batches: expected at least one, got none")
-    if not several:
+    if count is None:
         return [given]
     if batches and by_name:
         raise TypeError(

@@ -120,13 +120,13 @@ class GradientCache:
             TypeError, ValueError: an argument is of a wrong type or out of range.
         """
         given: Any = encoders
-        self._several = isinstance(given, (tuple, list, nn.ModuleList))
-        self._encoders: tuple[Encoder, ...] = tuple(given) if self._several else (given,)
+        several = isinstance(given, (tuple, list, nn.ModuleList))
+        self._encoders: tuple[Encoder, ...] = tuple(given) if several else (given,)
+        self._count = len(self._encoders) if several else None
         check_options(self._encoders, loss, group, feature_dtype)
-        n = len(self._encoders), self._several
-        self._sizes = per_encoder("micro_batch_size", micro_batch_size, *n, least=1)
-        self._input_names = checked_input_names(input_names, *n)
-        self._outputs = checked_outputs(outputs, *n)
+        self._sizes = per_encoder("micro_batch_size", micro_batch_size, self._count, least=1)
+        self._input_names = checked_input_names(input_names, self._count)
+        self._outputs = checked_outputs(outputs, self._count)
         self._device = None if device is None else torch.device(device)
         self._feature_dtype = feature_dtype
         self.kept_micro_batches = kept_micro_batches
@@ -197,11 +197,11 @@ class GradientCache:
         by_name = {name: keywords[name] for name in self._input_names if name in keywords}
         check = self._passes if self._passes.wanted(self._steps) else None
         found = []
-        n = len(self._encoders), self._several
-        for i, named in enumerate(named_batches(batches, by_name, *n)):
-            name = f"encoder {i}" if self._several else "the model"
-            feed = Feed(name, named, () if self._several else by_name, self._device)
-            form = OutputForm(name, self._outputs[i], single=self._several)
+        several = self._count is not None
+        for i, named in enumerate(named_batches(batches, by_name, self._count)):
+            name = f"encoder {i}" if several else "the model"
+            feed = Feed(name, named, () if several else by_name, self._device)
+            form = OutputForm(name, self._outputs[i], single=several)
             found.append(Encoding(self._encoders[i], feed, form, self._feature_dtype, check))
         return found
 
@@ -240,8 +240,7 @@ class GradientCache:
 
     def _kept_counts(self) -> tuple[int, ...]:
         """For each encoder, the number of micro-batches whose graphs may be kept."""
-        kept, count = self.kept_micro_batches, len(self._encoders)
-        return per_encoder("kept_micro_batches", kept, count, self._several, least=0)
+        return per_encoder("kept_micro_batches", self.kept_micro_batches, self._count, least=0)
 
 
 @functools.cache  # at the first step: it imports torch._dynamo
