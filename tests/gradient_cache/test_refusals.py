@@ -7,15 +7,14 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.utils.checkpoint import checkpoint
 
 from megabatch.gradient_cache import GradientCache
 from tests.gradient_cache.towers import (
     WIDTH,
+    Checkpointed,
     Tower,
     TwoTowers,
     assert_same,
@@ -324,14 +323,6 @@ def test_a_forward_pass_may_cast_a_parameter_or_copy_it():
     tower.layers[3].bias.data = tower.layers[3].bias.data.float()
     GradientCache((tower, tower), clip_loss, 3)(*pairs()).backward()
     assert all(gradient is not None for gradient in gradients(tower))
-
-
-class Checkpointed(Tower):
-    """The first layer's weights are behind a checkpoint that starts a backward pass of its own."""
-
-    def forward(self, x):
-        x = checkpoint(self.layers[0], x.clone().requires_grad_(), use_reentrant=True)
-        return F.normalize(self.layers[1:](x), dim=-1)
 
 
 def stepping_in_hooks(tower):
