@@ -82,7 +82,7 @@ def row_errors(value: Tensor, exact: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("scale", [0.01, 14.3, 100.0, 200.0])
+@pytest.mark.parametrize("scale", [0.01, 14.3, 200.0])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_per_row_error_is_no_larger_than_the_dense_expressions(
     maker: str, scale: float, dtype: torch.dtype

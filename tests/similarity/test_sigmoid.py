@@ -12,6 +12,7 @@ from torch import Tensor
 from megabatch import similarity
 from megabatch.similarity import eager, sweep
 from megabatch.similarity import settings as call_settings
+from tests.similarity.exact import compare, leaves
 from tests.similarity.features import MAKERS
 
 
@@ -27,53 +28,33 @@ def dense(
     return (losses if weight is None else weight[:, None] * losses).sum()
 
 
-def leaves(*values: Tensor | float) -> list[Tensor]:
-    return [
-        torch.as_tensor(v, dtype=torch.float64).clone().detach().requires_grad_() for v in values
-    ]
-
-
-def compare(values: tuple[Any, ...], ids: Any = "paired", weight: Any = None) -> None:
+def check(values: tuple[Any, ...], ids: Any = "paired", weight: Any = None) -> None:
     mine, theirs = leaves(*values), leaves(*values)
-    ours = similarity.softplus_sum(*mine, ids=ids, weight=weight)
-    truth = dense(*theirs, ids, weight)
-    size = max(1.0, truth.item())
-    torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12 * size)
-    (3 * ours).backward()
-    (3 * truth).backward()
-    for a, b in zip(mine, theirs, strict=True):
-        size = max(1.0, b.grad.abs().max().item())
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11 * size)
+    ours = 3 * similarity.softplus_sum(*mine, ids=ids, weight=weight)
+    compare([ours], [3 * dense(*theirs, ids, weight)], mine, theirs)
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("bias", [-10.0, 0.0, 5.0])
-@pytest.mark.parametrize("scale", [0.01, 10.0, 200.0])
+@pytest.mark.parametrize(("scale", "bias"), [(0.01, -10.0), (10.0, 0.0), (200.0, 5.0)])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_is_exact_over_many_blocks(maker: str, scale: float, bias: float) -> None:
-    compare((*MAKERS[maker](97, 97, 20), scale, bias))
+    check((*MAKERS[maker](97, 97, 20), scale, bias))
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("scale", "bias"), [(0.01, 0.0), (10.0, -3.0), (200.0, 30.0)])
 @pytest.mark.parametrize("maker", ["random", "clustered", "outliers"])
-def test_a_teachers_labels(maker: str, scale: float, bias: float, weighted: bool) -> None:
+def test_a_teachers_labels(maker: str, scale: float, bias: float) -> None:
     x, y = MAKERS[maker](97, 61, 20)
     u, v = MAKERS["clustered"](97, 61, 7)
-    weight = torch.rand(97, dtype=torch.float64) if weighted else None
-    mine, theirs = leaves(x, y, scale, bias), leaves(x, y, scale, bias)
-    ours = similarity.softplus_sum(*mine, weight=weight, teacher=(u, v, 20.0, -9.0))
-    s = theirs[2] * (theirs[0] @ theirs[1].T) + theirs[3]
-    labels = torch.sigmoid(20 * u @ v.T - 9)
-    losses = F.binary_cross_entropy_with_logits(s, labels, reduction="none")
-    truth = (losses if weight is None else weight[:, None] * losses).sum()
-    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=0)
-    ours.backward()
-    truth.backward()
-    for a, b in zip(mine, theirs, strict=True):
-        size = max(1.0, b.grad.abs().max().item())
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11 * size)
+    for weight in (None, torch.rand(97, dtype=torch.float64)):
+        mine, theirs = leaves(x, y, scale, bias), leaves(x, y, scale, bias)
+        ours = similarity.softplus_sum(*mine, weight=weight, teacher=(u, v, 20.0, -9.0))
+        s = theirs[2] * (theirs[0] @ theirs[1].T) + theirs[3]
+        labels = torch.sigmoid(20 * u @ v.T - 9)
+        losses = F.binary_cross_entropy_with_logits(s, labels, reduction="none")
+        truth = (losses if weight is None else weight[:, None] * losses).sum()
+        compare([ours], [truth], mine, theirs)
 
 
 def test_a_student_near_its_teacher_keeps_its_gradient() -> None:
@@ -111,7 +92,7 @@ def test_float16_of_torch_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
         assert (mine - exact).norm() < 1e-3 * exact.norm()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(
     m=st.integers(1, 60),
     n=st.integers(1, 60),
@@ -130,7 +111,7 @@ def test_any_shape_and_ids(
     weight = torch.rand(m, dtype=torch.float64) if weighted else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "block_shape", lambda like, *_: block)
-        compare((*MAKERS["random"](m, n, d), scale, bias), ids, weight)
+        check((*MAKERS["random"](m, n, d), scale, bias), ids, weight)
 
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (0, 2), (1, 2, 3), (0, 1), (2, 3), ()])
@@ -214,14 +195,6 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.megabatch.softplus_sum.default, (*arguments, *plain))
 
 
-def test_a_second_derivative_is_an_error() -> None:
-    x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
-    total = similarity.softplus_sum(x, y, 1.0, 0.0)
-    (first,) = torch.autograd.grad(total, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="softplus_sum_backward"):
-        torch.autograd.grad(first.sum(), x)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_large_sums_do_not_overflow_half_precision(dtype: torch.dtype) -> None:
     x = torch.ones(1024, 4, dtype=dtype, requires_grad=True)
@@ -242,23 +215,6 @@ def test_small_losses_are_not_truncated_to_zero() -> None:
     torch.testing.assert_close(total.item(), 16 * torch.tensor(-40.0).double().exp().item())
 
 
-@pytest.mark.parametrize("weight", [None, torch.rand(10)])
-def test_autocast_casts_features_as_it_does_for_a_product(weight: Any) -> None:
-    """Autocast casts the features alone; products inside the operator are not rounded."""
-    results = []
-    for dtype, autocast in ((torch.float32, True), (torch.bfloat16, False)):
-        generator = torch.Generator().manual_seed(3)
-        x, y = (torch.randn(10, 8, generator=generator) for _ in range(2))
-        scale = torch.tensor(2.0, requires_grad=True)
-        x, y = (t.to(dtype).requires_grad_() for t in (x, y))
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            total = similarity.softplus_sum(x, y, scale, -1.0, weight=weight)
-        total.backward()
-        results.append([total, scale.grad, x.grad.bfloat16(), y.grad.bfloat16()])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
 def test_no_pairs_and_non_finite_features() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     ids = torch.arange(3), torch.zeros(0).long()
@@ -268,27 +224,3 @@ def test_no_pairs_and_non_finite_features() -> None:
     assert not x.grad.any()
     for bad in (torch.nan, torch.inf):
         assert not similarity.softplus_sum(x, torch.full((3, 4), bad), 1.0, 0.0).isfinite()
-
-
-X, Y = torch.randn(6, 4), torch.randn(5, 4)
-IDS = torch.arange(6), torch.arange(5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "words"),
-    [
-        ((X, Y, 1.0, 0.0), {}, ValueError, ("y", "6 rows", "5")),
-        ((X, Y[:, :3], 1.0, 0.0), {"ids": IDS}, ValueError, ("y", "width 4", "3")),
-        ((X, Y, "a", 0.0), {"ids": IDS}, TypeError, ("scale", "str")),
-        ((X, Y, 1.0, torch.ones(2)), {"ids": IDS}, ValueError, ("bias", "(2,)")),
-        ((X, Y, 1.0, None), {"ids": IDS}, TypeError, ("bias", "NoneType")),
-        ((X, Y, 1.0, 0.0), {"ids": "all"}, ValueError, ("ids", "'all'")),
-        ((X, Y, 1.0, 0.0), {"ids": (IDS[0], IDS[0])}, ValueError, ("ids[1]", "(5,)")),
-        ((X, Y, 1.0, 0.0), {"ids": IDS, "weight": torch.ones(5)}, ValueError, ("weight", "(6,)")),
-        ((X, Y, 1.0, 0.0), {"ids": IDS, "group": "all"}, TypeError, ("group", "'all'")),
-    ],
-)
-def test_bad_arguments(arguments: Any, options: Any, error: type, words: tuple[str, ...]) -> None:
-    with pytest.raises(error) as caught:
-        similarity.softplus_sum(*arguments, **options)
-    assert all(word in str(caught.value) for word in words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,54 +14,22 @@ from torch import Tensor
 from megabatch import similarity
 from megabatch.similarity import dense, eager, eager_softmax, softmax, sweep
 from megabatch.similarity import settings as call_settings
+from tests.similarity.exact import assert_same, compare, leaves, weighted_sum
 from tests.similarity.features import MAKERS
 
-SCALES = (0.01, 1.0, 14.3, 100.0, 200.0)
-
-
-def assert_same(ours: Tensor, truth: Tensor, tolerance: float = 1e-11) -> None:
-    """Assert equality to `tolerance`, relative to the largest finite entry if that exceeds 1."""
-    finite = truth.detach()[truth.isfinite()]
-    size = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
-    torch.testing.assert_close(ours, truth, rtol=0, atol=tolerance * size)
-
-
-def weighted_sum(parts: list[Tensor], seed: int = 1) -> Tensor:
-    """A scalar that gives each entry of each part a different upstream gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros((), dtype=torch.float64)
-    for part in parts:
-        weight = torch.randn(part.shape, generator=generator, dtype=torch.float64)
-        total = total + (part.masked_fill(part == -torch.inf, 0) * weight).sum()
-    return total
-
-
-def leaves(*values: Tensor | float) -> list[Tensor]:
-    return [
-        torch.as_tensor(v, dtype=torch.float64).clone().detach().requires_grad_() for v in values
-    ]
-
-
-def compare(ours: list[Tensor], truth: list[Tensor], mine: list[Tensor], theirs: list[Tensor]):
-    for a, b in zip(ours, truth, strict=True):
-        assert_same(a, b)
-    weighted_sum(ours).backward()
-    weighted_sum(truth).backward()
-    for a, b in zip(mine, theirs, strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert_same(a.grad, b.grad)
+SCALES = (0.01, 14.3, 200.0)
+#: Kinds of ids; of x against itself with one vector of ids, and with two.
+KINDS = ("paired", "some", "all", "none", "paired among some", "self", "self, one", "self, two")
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize(("m", "n", "d"), [(97, 97, 20), (150, 41, 7), (1, 70, 3), (33, 1, 1)])
-def test_logsumexp_is_exact(maker: str, m: int, n: int, d: int, scale: float) -> None:
-    x, y = MAKERS[maker](m, n, d)
-    mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
-    ours, truth = similarity.logsumexp(*mine), dense.logsumexp(*theirs)
-    compare(list(ours), list(truth), mine, theirs)
+def test_logsumexp_is_exact(maker: str, scale: float) -> None:
+    for m, n, d in ((97, 97, 20), (150, 41, 7), (1, 70, 3), (33, 1, 1)):
+        x, y = MAKERS[maker](m, n, d)
+        mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
+        compare(similarity.logsumexp(*mine), dense.logsumexp(*theirs), mine, theirs)
 
 
 def some_ids(m: int, n: int, classes: int) -> tuple[Tensor, Tensor]:
@@ -70,94 +39,50 @@ def some_ids(m: int, n: int, classes: int) -> tuple[Tensor, Tensor]:
     return rows, torch.randint(-2, classes + 3, (n,), generator=generator)
 
 
+def compare_split(arguments: list[Any], options: dict[str, Any], for_dense: Any = None) -> None:
+    """Compare `split_logsumexp` of (x, y or None, scale). `for_dense`: ids of the dense one."""
+    mine, theirs = (leaves(*(a for a in arguments if a is not None)) for _ in range(2))
+    results = []
+    for function, own, ids in (
+        (similarity.split_logsumexp, mine, options["ids"]),
+        (dense.split_logsumexp, theirs, for_dense or options["ids"]),
+    ):
+        y = own[1] if len(own) == 3 else None
+        sides = function(own[0], y, own[-1], **options | {"ids": ids})
+        results.append([part for side in sides for part in side])
+    compare(*results, mine, theirs)
+
+
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("ceiling", [False, True])
-@pytest.mark.parametrize("ids", ["paired", "some", "all", "none"])
-@pytest.mark.parametrize("scale", [0.01, 14.3, 200.0])
+@pytest.mark.parametrize("ceiling", ["none", "logits", "guide"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_split_logsumexp_is_exact(maker: str, scale: float, ids: str, ceiling: bool) -> None:
-    m, n = (90, 90) if ids == "paired" else (90, 61)
+def test_split_logsumexp_is_exact(maker: str, kind: str, ceiling: str) -> None:
+    m, n = 90, 61 if kind in ("some", "all", "none") else 90
     x, y = MAKERS[maker](m, n, 12)
-    mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
-    if ids == "paired":
-        chosen: str | tuple[Tensor, Tensor] = ids
-    elif ids == "all":  # every pair positive
-        chosen = torch.zeros(m, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
-    elif ids == "none":
-        chosen = torch.full((m,), -1), torch.full((n,), -1)
-    else:
-        chosen = some_ids(m, n, 20)
-    limit = None
-    if ceiling:  # halfway between each row's two middle logits, so that rounding does not decide
-        ordered = (scale * x @ y.T).sort(1).values
-        limit = (ordered[:, n // 2] + ordered[:, n // 2 + 1]) / 2
+    scale = SCALES[(list(MAKERS).index(maker) + KINDS.index(kind)) % 3]
+    ids: Any = some_ids(m, n, 20)
+    for_dense: Any = None
+    if kind in ("paired", "self"):
+        ids, for_dense = "paired", "paired" if kind == "paired" else (torch.arange(m),) * 2
+    elif kind == "all":  # every pair positive
+        ids = torch.zeros(m, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
+    elif kind == "none":
+        ids = torch.full((m,), -1), torch.full((n,), -1)
+    elif kind == "self, one":
+        ids, for_dense = ids[0], (ids[0], ids[0])
+    options = {"ids": ids, "positives": "paired" if kind == "paired among some" else "ids"}
+    y = None if kind.startswith("self") else y
+    if ceiling == "guide":  # from every negative left out to none
+        u, v = MAKERS["random"](m, n, 5)
+        options["guide"] = (u, u) if y is None else (u, v)
+        options["ceiling"] = torch.linspace(-1, 1, m, dtype=torch.float64)
+    elif ceiling == "logits":  # between each row's two middle logits, so that rounding is harmless
+        ordered = (scale * x @ (x if y is None else y).T).sort(1).values
+        options["ceiling"] = (ordered[:, n // 2] + ordered[:, n // 2 + 1]) / 2
         if maker == "duplicated":  # few distinct logits: halfway between two distinct ones
-            limit = scale * torch.full((m,), 0.9, dtype=torch.float64)
-    ours = similarity.split_logsumexp(*mine, ids=chosen, ceiling=limit)
-    truth = dense.split_logsumexp(*theirs, ids=chosen, ceiling=limit)
-    flat = [part for side in ours for part in side]
-    compare(flat, [part for side in truth for part in side], mine, theirs)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("ceiling", [False, True])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_paired_positives_drop_other_pairs_of_equal_ids(maker: str, ceiling: bool) -> None:
-    m = 101
-    x, y = MAKERS[maker](m, m, 12)
-    ids = some_ids(m, m, 15)
-    limit = torch.full((m,), 0.123 * 14.3, dtype=torch.float64) if ceiling else None
-    mine, theirs = leaves(x, y, 14.3), leaves(x, y, 14.3)
-    options = {"ids": ids, "positives": "paired", "ceiling": limit}
-    ours = similarity.split_logsumexp(*mine, **options)
-    truth = dense.split_logsumexp(*theirs, **options)
-    compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("ids", ["paired", "one", "two"])
-@pytest.mark.parametrize("ceiling", [False, True])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_self_similarity_is_exact(maker: str, ids: str, ceiling: bool) -> None:
-    m, scale = 101, 14.3
-    x, _ = MAKERS[maker](m, m, 12)
-    rows, columns = some_ids(m, m, 15)
-    chosen = {"paired": ("paired", (torch.arange(m), torch.arange(m)))}.get(
-        ids, (rows, (rows, rows)) if ids == "one" else ((rows, columns), (rows, columns))
-    )
-    limit = torch.full((m,), 0.123 * scale, dtype=torch.float64) if ceiling else None
-    mine, theirs = leaves(x, scale), leaves(x, scale)
-    ours = similarity.split_logsumexp(mine[0], None, mine[1], ids=chosen[0], ceiling=limit)
-    truth = dense.split_logsumexp(theirs[0], None, theirs[1], ids=chosen[1], ceiling=limit)
-    compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("ids", ["paired", "some", "all", "paired among some", "against itself"])
-@pytest.mark.parametrize("maker", ["random", "clustered", "badly_scaled"])
-def test_a_guides_similarities_decide_the_ceiling(maker: str, ids: str) -> None:
-    m = n = 90
-    n = 61 if ids in ("some", "all") else n
-    x, y = MAKERS[maker](m, n, 12)
-    u, v = MAKERS["random"](m, n, 5)
-    chosen: dict[str, Any] = {
-        "paired": {"ids": "paired"},
-        "some": {"ids": some_ids(m, n, 20)},
-        "all": {"ids": (torch.zeros(m, dtype=torch.int64), torch.zeros(n, dtype=torch.int64))},
-        "paired among some": {"ids": some_ids(m, m, 15), "positives": "paired"},
-        "against itself": {"ids": some_ids(m, m, 15)},
-    }[ids]
-    if ids == "against itself":
-        mine, theirs = leaves(x, 14.3), leaves(x, 14.3)
-        (a, s), (b, t) = mine, theirs
-        arguments, wanted, guide, v = (a, None, s), (b, None, t), u, u
-    else:
-        mine, theirs = leaves(x, y, 14.3), leaves(x, y, 14.3)
-        arguments, wanted, guide = tuple(mine), tuple(theirs), (u, v)
-    limit = torch.linspace(-1, 1, m, dtype=torch.float64)  # from every negative left out to none
-    ours = similarity.split_logsumexp(*arguments, ceiling=limit, guide=guide, **chosen)
-    truth = dense.split_logsumexp(*wanted, ceiling=limit, guide=(u, v), **chosen)
-    compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
+            options["ceiling"] = scale * torch.full((m,), 0.9, dtype=torch.float64)
+    compare_split([x, y, scale], options, for_dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -280,7 +205,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.megabatch.row_products.default, (x[:5], y))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     m=st.integers(1, 70),
     n=st.integers(1, 70),
@@ -295,14 +220,9 @@ def test_any_shape_scale_and_block(
 ) -> None:
     torch.manual_seed(m * 71 + n)
     x, y = MAKERS[maker](m, n, d)
-    scale = float(torch.tensor(log_scale).exp())
-    ids = some_ids(m, n, classes)
-    mine, theirs = leaves(x, y, scale), leaves(x, y, scale)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "block_shape", lambda like, *_: block)
-        ours = similarity.split_logsumexp(*mine, ids=ids)
-        truth = dense.split_logsumexp(*theirs, ids=ids)
-        compare([p for s in ours for p in s], [p for s in truth for p in s], mine, theirs)
+        compare_split([x, y, math.exp(log_scale)], {"ids": some_ids(m, n, classes)})
 
 
 def test_no_pairs_at_all() -> None:
@@ -327,21 +247,6 @@ def test_non_finite_features_give_non_finite_results(value: float) -> None:
     assert columns is not None
     assert rows[:7].isfinite().all()
     assert not columns.isfinite().all()
-
-
-def test_autocast_casts_features_as_it_does_for_a_product() -> None:
-    x, y = torch.randn(10, 8, requires_grad=True), torch.randn(10, 8)
-    narrow = x.detach().bfloat16().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = similarity.logsumexp(x, y, 2.0)
-        assert ours[1] is not None
-        (ours[0].sum() + ours[1].sum()).backward()
-    truth = similarity.logsumexp(narrow, y.bfloat16(), 2.0)
-    assert truth[1] is not None
-    (truth[0].sum() + truth[1].sum()).backward()
-    assert ours[0].dtype == torch.float32
-    for a, b in zip((*ours, x.grad), (*truth, narrow.grad.float()), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_strided_features() -> None:

@@ -71,12 +71,6 @@ def test_gradients(function: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(grad(loss, argnums=(0, 1, 2))(*arguments), truth)
     value, pullback = vjp(loss, *arguments)
     torch.testing.assert_close(pullback(torch.ones_like(value)), truth)
-    torch.testing.assert_close(jacrev(loss, argnums=(0, 1, 2))(*arguments), truth)
-
-
-@functions
-def test_jacobians(function: Callable[..., Tensor]) -> None:
-    arguments = inputs()
     truth = torch.autograd.functional.jacobian(function, arguments)
     torch.testing.assert_close(jacrev(function, argnums=(0, 1, 2))(*arguments), truth)
 
@@ -90,7 +84,7 @@ def entries(arguments: tuple[Tensor, ...], dims: tuple[int | None, ...]) -> list
 
 
 @functions
-@pytest.mark.parametrize("dims", list(itertools.product([0, None], repeat=3))[:-1])
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (None, None, 0)])
 def test_vmap_is_a_loop(function: Callable[..., Tensor], dims: tuple[int | None, ...]) -> None:
     """Values, gradients inside vmap and gradients through it, over any of the inputs."""
     choices = zip(inputs(3), inputs(), dims, strict=True)
@@ -119,16 +113,6 @@ def test_vmap_over_another_dimension_and_twice() -> None:
         torch.testing.assert_close(out[i, j], logsumexp(x[i, j], y[i, j], scale[i, j]))
     turned = vmap(logsumexp, in_dims=(2, None, None))(x[0].movedim(0, 2), y[0, 0], scale[0, 0])
     torch.testing.assert_close(turned[1], logsumexp(x[0, 1], y[0, 0], scale[0, 0]))
-
-
-def test_backward_through_vmap() -> None:
-    x, y, scale = (a.requires_grad_() for a in inputs(3))
-    vmap(softplus_sum)(x, y, scale).sum().backward()
-    for k in range(3):
-        truth = by_autograd(softplus_sum, (x[k], y[k], scale[k]))
-        for leaf, expected in zip((x, y, scale), truth, strict=True):
-            assert leaf.grad is not None
-            torch.testing.assert_close(leaf.grad[k], expected)
 
 
 def test_vmap_over_an_empty_dimension() -> None:
@@ -199,11 +183,13 @@ def test_second_derivatives_are_refused(function: Callable[..., Tensor], leaf: i
 def test_rankings_refuse_transforms(call: str) -> None:
     x, y, _ = inputs(2)
     last: Any = torch.zeros(ROWS, dtype=torch.int64) if call == "ranks" else 2
-    function = getattr(similarity, call)
-    with pytest.raises(NotImplementedError, match=f"{call}: expected a call outside torch.func's"):
-        vmap(lambda x: function(x, y[0], last))(x)
-    with pytest.raises(NotImplementedError, match=f"{call}: expected a call outside torch.func's"):
-        grad(lambda x: function(x, y[0], last)[0].sum())(x[0])
+
+    def rank(x: Tensor) -> Tensor:
+        return getattr(similarity, call)(x, y[0], last)[0].sum()
+
+    for transformed in (lambda: vmap(rank)(x), lambda: grad(rank)(x[0])):
+        with pytest.raises(NotImplementedError, match=f"{call}: expected a call outside"):
+            transformed()
 
 
 @on_processes(2)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 def check_features(name: str, value: Any) -> None:
     """`value` must be a dense (n, d) floating-point tensor with d > 0."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a tensor of shape (n, d), got {type(value).__name__}")
+        _refuse_type(name, "a tensor of shape (n, d)", value)
     check_dense(name, value)
     if value.dtype not in FLOATS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
@@ -41,13 +42,13 @@ def check_features(name: str, value: Any) -> None:
 
 def check_dense(name: str, value: Tensor) -> None:
     """`value` must be neither sparse, nor nested, nor distributed."""
-    check_local(name, value)
+    _check_local(name, value)
     if value.is_nested or value.layout != torch.strided:
         came = "a nested tensor" if value.is_nested else f"layout {value.layout}"
         raise TypeError(f"{name}: expected a dense tensor, got {came}")
 
 
-def check_local(name: str, value: Tensor) -> None:
+def _check_local(name: str, value: Tensor) -> None:
     """`value` must be no DTensor: losses exchange rows between processes themselves."""
     if hasattr(value, "full_tensor"):
         raise TypeError(
@@ -72,8 +73,13 @@ def check_two(
         )
     if x.dtype != y.dtype and not (autocast and product_dtype(x) == product_dtype(y)):
         raise TypeError(f"{names[1]}: expected {x.dtype} as {names[0]} has, got {y.dtype}")
-    if x.device != y.device:
-        raise ValueError(f"{names[1]}: expected device {x.device} as {names[0]}, got {y.device}")
+    check_device(names[1], y, x)
+
+
+def check_device(name: str, value: Tensor, like: Tensor) -> None:
+    """`value` must be on the device of `like`."""
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
 
 
 def check_same_rows(x: Tensor, y: Tensor, names: tuple[str, str] = ("x", "y")) -> None:
@@ -98,32 +104,26 @@ def check_guide(
     """
     if isinstance(guide, Tensor) and y is None:
         guide = guide, guide
-    if not isinstance(guide, (tuple, list)) or len(guide) != 2:
-        came = f"{len(guide)} items" if isinstance(guide, (tuple, list)) else type(guide).__name__
-        raise TypeError(f"guide: expected (guide_x, guide_y), got {came}")
-    check_two(guide[0], guide[1], names, autocast=False)
-    check_same_rows(x, guide[0], (others[0], names[0]))
-    check_same_rows(x if y is None else y, guide[1], (others[0 if y is None else 1], names[1]))
-    for name, features in zip(names, guide, strict=True):
-        if features.device != x.device:
-            raise ValueError(f"{name}: expected device {x.device}, got {features.device}")
-        if (features.dtype == torch.float64) != (x.dtype == torch.float64):
-            expected = "float64" if x.dtype == torch.float64 else "no float64"
-            raise TypeError(
-                f"{name}: expected {expected} since {others[0]} has {x.dtype}, got {features.dtype}"
-            )
-    return guide[0].detach(), guide[1].detach()
+    guide_x, guide_y = _items("guide", guide, "(guide_x, guide_y)", 2)
+    check_two(guide_x, guide_y, names, autocast=False)
+    check_same_rows(x, guide_x, (others[0], names[0]))
+    check_same_rows(x if y is None else y, guide_y, (others[0 if y is None else 1], names[1]))
+    check_device(names[0], guide_x, x)
+    if (guide_x.dtype == torch.float64) != (x.dtype == torch.float64):
+        expected = "float64" if x.dtype == torch.float64 else "no float64"
+        raise TypeError(
+            f"{names[0]}: expected {expected} since {others[0]} has {x.dtype}, got {guide_x.dtype}"
+        )
+    return guide_x.detach(), guide_y.detach()
 
 
 def check_teacher(teacher: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     """Features as of `check_guide`, and a scale and a bias, all without a gradient."""
-    if not isinstance(teacher, (tuple, list)) or len(teacher) != 4:
-        items = isinstance(teacher, (tuple, list))
-        came = f"{len(teacher)} items" if items else type(teacher).__name__
-        raise TypeError(f"teacher: expected (features, features, scale, bias), got {came}")
-    features = check_guide(teacher[:2], x, y, ("teacher[0]", "teacher[1]"))
-    scale, bias = (check_scalar(f"teacher[{k}]", teacher[k], x).detach() for k in (2, 3))
-    return *features, scale, bias
+    expected = "(features, features, scale, bias)"
+    *features, scale, bias = _items("teacher", teacher, expected, 4)
+    both = check_guide(features, x, y, ("teacher[0]", "teacher[1]"))
+    numbers = check_scalar("teacher[2]", scale, x), check_scalar("teacher[3]", bias, x)
+    return *both, *(number.detach() for number in numbers)
 
 
 def as_number(value: Any) -> float | None:
@@ -149,38 +149,30 @@ def check_scalar(name: str, value: Any, like: Tensor) -> Tensor:
     if number is not None:
         return torch.full((), number, dtype=dtype, device=like.device)
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}")
-    check_local(name, value)
+        _refuse_type(name, "a number or a tensor", value)
+    _check_local(name, value)
     if value.shape not in ((), (1,)):
         raise ValueError(f"{name}: expected shape () or (1,), got {tuple(value.shape)}")
     if not value.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor, got {value.dtype}")
-    if value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+    check_device(name, value, like)
     return value.reshape(()).to(dtype)
 
 
 def check_vector(name: str, value: Any, length: int, like: Tensor) -> Tensor:
     """A floating-point vector of one number a row, in the accumulator's dtype."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        came = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(
-            f"{name}: expected a floating-point tensor of shape ({length},), got {came}"
-        )
-    _check_place(name, value, length, like)
-    return value.to(accumulator_dtype(like.dtype))
+        _refuse_type(name, f"a floating-point tensor of shape ({length},)", value)
+    return _vector(name, value, length, like).to(accumulator_dtype(like.dtype))
 
 
 def check_integers(name: str, value: Any, length: int, like: Tensor) -> Tensor:
     """One integer a row, in any integer dtype that int64 can hold, as int64."""
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{name}: expected an int64 tensor of shape ({length},), got {type(value).__name__}"
-        )
+        _refuse_type(name, f"an int64 tensor of shape ({length},)", value)
     if value.dtype not in INTEGERS:
-        raise TypeError(f"{name}: expected int64 or a smaller integer dtype, got {value.dtype}")
-    _check_place(name, value, length, like)
-    return value.to(torch.int64)
+        _refuse_type(name, "int64 or a smaller integer dtype", value)
+    return _vector(name, value, length, like).to(torch.int64)
 
 
 def check_ids(
@@ -194,23 +186,38 @@ def check_ids(
         if ids != "paired":
             raise ValueError(f"ids: expected 'paired' or int64 tensors, got {ids!r}")
         return None, None
-    if isinstance(ids, Tensor):
-        if not one:
-            raise TypeError("ids: expected 'paired' or (row_ids, column_ids), got one tensor")
+    if isinstance(ids, Tensor) and one:
         both = check_integers("ids", ids, x.shape[0], x)
         return both, both
-    if not isinstance(ids, (tuple, list)) or len(ids) != 2:
-        came = f"{len(ids)} items" if isinstance(ids, (tuple, list)) else type(ids).__name__
-        raise TypeError(f"ids: expected 'paired' or (row_ids, column_ids), got {came}")
-    row_ids = check_integers("ids[0]", ids[0], x.shape[0], x)
-    return row_ids, check_integers("ids[1]", ids[1], y.shape[0], x)
+    return check_id_pair(ids, x, y, "'paired' or (row_ids, column_ids)")
 
 
-def _check_place(name: str, value: Tensor, length: int, like: Tensor) -> None:
+def check_id_pair(ids: Any, x: Tensor, y: Tensor, expected: str) -> tuple[Tensor, Tensor]:
+    """Integers of the rows of x and of y. `expected`: a description of the argument."""
+    row_ids, col_ids = _items("ids", ids, expected, 2)
+    row_ids = check_integers("ids[0]", row_ids, x.shape[0], x)
+    return row_ids, check_integers("ids[1]", col_ids, y.shape[0], x)
+
+
+def _items(name: str, value: Any, expected: str, count: int) -> Sequence[Any]:
+    """A tuple or a list of so many items."""
+    if isinstance(value, (tuple, list)) and len(value) == count:
+        return value
+    came = "one tensor" if isinstance(value, Tensor) else type(value).__name__
+    came = f"{len(value)} items" if isinstance(value, (tuple, list)) else came
+    raise TypeError(f"{name}: expected {expected}, got {came}")
+
+
+def _vector(name: str, value: Tensor, length: int, like: Tensor) -> Tensor:
     if tuple(value.shape) != (length,):
         raise ValueError(f"{name}: expected shape ({length},), got {tuple(value.shape)}")
-    if value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+    check_device(name, value, like)
+    return value
+
+
+def _refuse_type(name: str, expected: str, value: Any) -> NoReturn:
+    came = value.dtype if isinstance(value, Tensor) else type(value).__name__
+    raise TypeError(f"{name}: expected {expected}, got {came}")
 
 
 def extremes(values: Tensor) -> tuple[float, float] | None:

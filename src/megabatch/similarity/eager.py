@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -20,29 +18,9 @@ BUFFERS = 6
 #: Rows that are widened at a time outside of the products.
 STRIP = 4096
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
 # --- products -------------------------------------------------------------------------------------
 
 
-def without_autocast(function: Callable[P, T]) -> Callable[P, T]:
-    """Disable autocast, which remains on inside custom operators, for a function."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        first = args[0]
-        assert isinstance(first, Tensor)
-        if not torch.is_autocast_enabled(first.device.type):  # entering costs 10 us
-            return function(*args, **kwargs)
-        with torch.autocast(first.device.type, enabled=False):
-            return function(*args, **kwargs)
-
-    return wrapped
-
-
-@without_autocast
 def logits(x: Tensor, y: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """scale * x @ y.T, with products and sums as accurate as the dtype's accumulator.
 
@@ -57,7 +35,6 @@ def logits(x: Tensor, y: Tensor, scale: Tensor, out: Tensor | None = None) -> Te
     return products(x.float().mul_(scale), y.float(), out)
 
 
-@without_autocast
 def products(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
     """x @ y.T, with products and sums as accurate as the dtype's accumulator.
 
@@ -75,7 +52,6 @@ def rounds_left(features: Tensor) -> bool:
     return features.dtype != accumulator_dtype(features.dtype) and features.device.type == "cuda"
 
 
-@without_autocast
 def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
     """total += left @ right in total's dtype; with `overwrite`, total = left @ right."""
     beta = 0 if overwrite else 1

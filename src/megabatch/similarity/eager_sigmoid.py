@@ -1,4 +1,4 @@
-"""Blocks of the sigmoid loss in torch operations: see `sigmoid`."""
+"""Blocks of the sigmoid loss in torch operations."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DeferredGrad(NamedTuple):
 
 
 class SigmoidTiles(EagerTiles):
-    """See `sweep.Tiles`; `gradient_block` also adds the block's losses to `sums`."""
+    """`sweep.Tiles` whose `gradient_block` also adds the block's losses to `sums`."""
 
     def __init__(self, matrix: Matrix, call: SigmoidCall, sums: Tensor) -> None:
         """`sums`: as `new_sums` makes it, for all blocks of the sweep."""
@@ -101,15 +101,18 @@ class SigmoidTiles(EagerTiles):
         s = eager.logits(self.x[i], self.y[j], call.scale, out=scratch).add_(call.bias)
         block = self.matrix.view(i, j)
         if call.teacher is None:
-            loss, ds = _loss_and_grad(s, block)
+            losses, ds = _losses_and_grad(s, block.masks(s)[0])
         else:
             scale, bias = call.teacher
             assert block.rows.guide is not None
             assert block.cols.guide is not None
             t = eager.logits(block.rows.guide, block.cols.guide, scale, out=other[0]).add_(bias)
-            loss, ds = _soft_loss_and_grad(s, t, block.rows.weight)
+            losses, ds = _soft_losses_and_grad(s, t)
+        weight = block.rows.weight
         sums = self._sums[bisect_right(call.bounds, i.start) - 1]
-        sums[0] += loss
+        sums[0] += losses.sum() if weight is None else (losses.sum(1) * weight).sum()
+        if weight is not None:
+            ds.mul_(weight[:, None])
         if need.bias:
             sums[1] += ds.sum()
         if need.features:
@@ -155,8 +158,8 @@ class SigmoidTiles(EagerTiles):
         return product
 
 
-def _soft_loss_and_grad(s: Tensor, t: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(sum of the losses, dS) of one block of logits `s`, labels sigmoid(t); destroys `s`."""
+def _soft_losses_and_grad(s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """(losses, dS) of one block of logits `s`, labels sigmoid(t); destroys both."""
     losses = F.logsigmoid(s).mul_(t.sigmoid())
     losses.addcmul_(F.logsigmoid(s.neg()), t.neg().sigmoid_()).neg_()
     # sigmoid(s) - sigmoid(t), whose difference cancels if both are near 1, as a product: of the
@@ -166,23 +169,14 @@ def _soft_loss_and_grad(s: Tensor, t: Tensor, weight: Tensor | None) -> tuple[Te
     high = torch.maximum(s, t, out=s)
     ds = torch.expm1(low - high)
     ds.mul_(high.sigmoid_()).mul_(low.neg_().sigmoid_())
-    ds = torch.where(negative, ds, ds.neg())
-    if weight is None:
-        return losses.sum(), ds
-    return (losses.sum(1) * weight).sum(), ds.mul_(weight[:, None])
+    return losses, torch.where(negative, ds, ds.neg())
 
 
-def _loss_and_grad(s: Tensor, block: Matrix) -> tuple[Tensor, Tensor]:
-    """(sum of the losses, dS) of one block of logits; destroys `s`."""
-    positive, _ = block.masks(s)
+def _losses_and_grad(s: Tensor, positive: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(losses, dS) of one block of logits; destroys `s`."""
     if positive is not None:
         s = torch.where(positive, s.neg(), s)
     # softplus(s) = -logsigmoid(-s): torch's softplus returns its argument above 20.
     losses = F.logsigmoid(s.neg()).neg_()
     ds = s.sigmoid_()  # of -z * logit, so that neither sign is a difference 1 - p
-    if positive is not None:
-        ds = torch.where(positive, ds.neg(), ds)
-    weight = block.rows.weight
-    if weight is None:
-        return losses.sum(), ds
-    return (losses.sum(1) * weight).sum(), ds.mul_(weight[:, None])
+    return losses, ds if positive is None else torch.where(positive, ds.neg(), ds)

@@ -1,4 +1,4 @@
-"""Blocks of log-sum-exps in torch operations: see `softmax`."""
+"""Blocks of log-sum-exps in torch operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megabatch.similarity import eager, states
-from megabatch.similarity.eager import EagerTiles, buffer_views, without_autocast
+from megabatch.similarity.eager import EagerTiles, buffer_views
 from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.states import SoftmaxStates
 
@@ -17,7 +17,7 @@ Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"
 
 
 class SoftmaxTiles(SoftmaxStates, EagerTiles):
-    """See `sweep.StateTiles`; an upstream is the tensor that is sent with the columns."""
+    """`sweep.StateTiles` whose upstream is the tensor that is sent with the columns."""
 
     def __init__(self, matrix: Matrix, scale: Tensor, saved: Tensor) -> None:
         """`saved`: a tensor for the logits of the first blocks, which the backward pass reads."""
@@ -25,8 +25,6 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
         self.scale = scale
         self._scratch = self._buffers(2)
         self._saved = self._saved_blocks(saved)
-
-    # --- forward ----------------------------------------------------------------------------
 
     def results(self, state: Tensor) -> Tensor:
         return states.to_logsumexp(state, self.new_results(state.shape[1]))
@@ -38,7 +36,9 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
         overwrite: tuple[bool, bool],
         to_results: bool = False,
     ) -> None:
-        states.clear_if(rows, cols, overwrite)
+        for state, new in zip((rows, cols), overwrite, strict=True):
+            if new and state is not None:
+                self.clear(state)
         for i in self.row_blocks():
             for j in self.col_blocks(i):
                 mirrored = self.symmetric and i != j
@@ -53,10 +53,7 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
     def write_results(self, parts: Tensor, out: Tensor) -> None:
         states.to_logsumexp(parts[0] if len(parts) == 1 else states.merge(parts), out)
 
-    # --- backward ---------------------------------------------------------------------------
-
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Tensor:
-        """A side's upstream from its results and their gradients."""
         return states.upstream(results, gradient)
 
     def unpack_upstream(self, packed: Tensor | None) -> Tensor | None:
@@ -114,7 +111,6 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
         return blocks
 
 
-@without_autocast
 def forward_tile(
     s: Tensor, masks: Masks, rows: Tensor, cols: Tensor | None, scratch: Tensor
 ) -> None:
@@ -125,8 +121,10 @@ def forward_tile(
         if cols is not None and not _merge_shared(cols[:2], scratch, shift):
             merge_sum(cols[:2], s, 0, scratch)
         return
-    excluded = either(positive, dropped)
-    negatives = s.masked_fill(excluded, -torch.inf)
+    negatives = s.clone()
+    for mask in masks:
+        if mask is not None:
+            negatives.masked_fill_(mask, -torch.inf)
     for state, dim in ((rows, 1), (cols, 0)):
         if state is None:
             continue
@@ -235,10 +233,3 @@ def _shareable(rows: Tensor, cols: Tensor) -> bool:
         return False
     low, high = torch.aminmax(torch.cat([rows[0], cols[0]]))
     return bool(high - low < 40)
-
-
-def either(first: Tensor | None, second: Tensor | None) -> Tensor:
-    """The union of two masks, of which one may be None."""
-    if first is None or second is None:
-        return second if first is None else first  # type: ignore[return-value]
-    return first | second

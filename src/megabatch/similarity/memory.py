@@ -49,7 +49,8 @@ class Run(NamedTuple):
         """The ranks whose columns a rank computes with: all, or those that share them."""
         if self.columns is not None:
             return self.ranks // max(1, self.columns)
-        most, columns = most_sharing(len(x), x.shape[1] * x.element_size()), settings.grid()
+        most = most_sharing(len(x), x.shape[1] * x.element_size())
+        columns = settings.current().grid
         if columns < 0:
             each, rest = divmod(self.ranks, self.hosts)
             columns = 0 if rest else columns_for(self.hosts, each, most)

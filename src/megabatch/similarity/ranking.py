@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megabatch.similarity import backends, eager
-from megabatch.similarity.arguments import accumulator_dtype, check_integers, check_two
+from megabatch.similarity import backends, eager, settings
+from megabatch.similarity.arguments import (
+    accumulator_dtype,
+    check_id_pair,
+    check_integers,
+    check_two,
+)
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks, terms
@@ -54,25 +60,25 @@ def ranks(
         IndexError: a target is out of range, on any process.
         CommunicationError: another process is gone, or did not make its call in time.
     """
-    _check_no_transform("ranks")
-    check_two(x, y, autocast=False)
-    backends.warn_of_float32(x)
+    rows, cols = _checked("ranks", x, y, ids)
     target = check_integers("target", target, x.shape[0], x)
-    row_ids, col_ids = _check_ids(ids, x, y)
     if x.is_meta:
         return torch.empty_like(target), torch.empty_like(target)
-    extremes = (int(target.min()), int(target.max())) if x.shape[0] else (0, -1)
-    columns = _Columns(y, col_ids, group, "ranks", extremes)
-    _check_targets(columns)
-    above = x.new_zeros(x.shape[0], dtype=torch.int64)
-    equal = torch.zeros_like(above)
-    score = x.new_empty(x.shape[0], dtype=accumulator_dtype(x.dtype))
-    scores = _scores_of(x, row_ids)
-    with torch.cuda.device_of(x):
-        for start, some, _ in columns.chunks():
-            scores.find(some, target - start, score)
-        for start, some, some_ids in columns.chunks():
-            scores.count(some, target - start, score, some_ids, above, equal)
+    extremes = (int(target.min()), int(target.max())) if len(x) else (0, -1)
+    columns = _Columns(cols, group, "ranks", extremes)
+    for rank, (low, high) in enumerate(columns.numbers):
+        if low < 0 or high >= columns.number:
+            where = f" on rank {rank} of the group" if columns.ranks is not None else ""
+            raise IndexError(
+                f"target: expected columns in [0, {columns.number}), got {low} to {high}{where}"
+            )
+    above, equal = (torch.zeros_like(target) for _ in range(2))
+    score = x.new_empty(len(x), dtype=accumulator_dtype(x.dtype))
+    with _scores_of(rows) as scores:
+        for start, some in columns.chunks():
+            scores.find(some.features, target - start, score)
+        for start, some in columns.chunks():
+            scores.count(some.features, target - start, score, some.ids, above, equal)
     return above, equal
 
 
@@ -99,63 +105,78 @@ def topk(
     Raises:
         TypeError, ValueError, CommunicationError: as `ranks`.
     """
-    _check_no_transform("topk")
-    check_two(x, y, autocast=False)
-    backends.warn_of_float32(x)
+    rows, cols = _checked("topk", x, y, ids)
     if not isinstance(k, numbers.Integral) or isinstance(k, bool):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")
     k = int(k)
-    row_ids, col_ids = _check_ids(ids, x, y)
-    columns = _Columns(y, col_ids, group, f"topk, k {k}")
+    columns = _Columns(cols, group, f"topk, k {k}")
     if not 1 <= k <= columns.number:
         raise ValueError(f"k: expected 1 to {columns.number}, the number of columns, got {k}")
-    scores = x.new_full((x.shape[0], k), -torch.inf, dtype=accumulator_dtype(x.dtype))
-    indices = torch.full_like(scores, -1, dtype=torch.int64)
+    best = x.new_full((len(x), k), -torch.inf, dtype=accumulator_dtype(x.dtype))
+    indices = torch.full_like(best, -1, dtype=torch.int64)
     if x.is_meta:
-        return scores, indices
-    blocks = _scores_of(x, row_ids)
-    with torch.cuda.device_of(x):
-        for start, some, some_ids in columns.chunks():
-            for i, value, column in blocks.best(some, some_ids, k):
-                scores[i], order = torch.cat([scores[i], value], dim=1).topk(k, dim=1)
+        return best, indices
+    with _scores_of(rows) as scores:
+        for start, some in columns.chunks():
+            for i, value, column in scores.best(some.features, some.ids, k):
+                best[i], order = torch.cat([best[i], value], dim=1).topk(k, dim=1)
                 indices[i] = torch.cat([indices[i], column + start], dim=1).gather(1, order)
-    return scores, indices.masked_fill_(scores == -torch.inf, -1)
+    return best, indices.masked_fill_(best == -torch.inf, -1)
+
+
+def _checked(
+    call: str, x: Tensor, y: Tensor, ids: tuple[Tensor, Tensor] | None
+) -> tuple[Side, Side]:
+    """Both sides of the matrix."""
+    if transforms_active():
+        raise NotImplementedError(
+            f"{call}: expected a call outside torch.func's transforms, as its control flow depends "
+            "on values; for several inputs, loop over them"
+        )
+    check_two(x, y, autocast=False)
+    backends.warn_of_float32(x)
+    if ids is None:
+        return Side(x), Side(y)
+    row_ids, col_ids = check_id_pair(ids, x, y, "(row_ids, col_ids)")
+    return Side(x, row_ids), Side(y, col_ids)
 
 
 class _Columns:
     """The columns of all processes, chunk by chunk as a schedule brings them."""
 
-    def __init__(
-        self,
-        y: Tensor,
-        ids: Tensor | None,
-        group: object,
-        call: str,
-        numbers: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, own: Side, group: object, call: str, numbers: Sequence[int] = ()) -> None:
         """`numbers`: integers that all processes exchange; the attribute has every process's."""
-        self.y, self.ids = y, ids
-        table, self.ranks = [[y.shape[0], *numbers]], None
-        name = group_name(group)
+        self.own, y, name = own, own.features, group_name(group)
+        table, self.ranks = [[len(y), *numbers]], None
         if name:
-            description = (
-                f"{call}, {backends.described(y)}, ids: {'none' if ids is None else 'given'}, "
-                f"{terms()}"
-            )
+            ids = "none" if own.ids is None else "given"
+            description = f"{call}, {backends.described(y)}, ids: {ids}, {terms()}"
             table = comm.agree(name, description, table[0], y.device)
             sizes = [size for size, *_ in table]
             self.ranks = Ranks(name, [sizes, sizes], call, y, grid=False)
         self.number = sum(size for size, *_ in table)
         self.numbers = [rest for _, *rest in table]
 
-    def chunks(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """(index of the first column, columns (n, d), their ids); the next are on their way."""
+    def chunks(self) -> Iterator[tuple[int, Side]]:
+        """(index of the first column, some columns); the next are on their way."""
         if self.ranks is None:
-            yield 0, self.y, self.ids
+            yield 0, self.own
             return
-        for each in self.ranks.rounds(Side(self.y, self.ids)):
-            for start, side in each.by_rank():
-                yield start, side.features, side.ids
+        for each in self.ranks.rounds(self.own):
+            yield from each.by_rank()
+
+
+@contextmanager
+def _scores_of(rows: Side) -> Iterator[Scores | FusedScores]:
+    """The rows' scores, by kernels or by torch operations, and the context that they need."""
+    x, ids = rows.features, rows.ids
+    with torch.cuda.device_of(x), settings.without_autocast(x):
+        if not backends.uses_kernels(x):
+            yield Scores(x, ids)
+            return
+        from megabatch.similarity.triton.ranking import FusedScores
+
+        yield FusedScores(x, ids)
 
 
 class Scores:
@@ -166,9 +187,18 @@ class Scores:
         self.rows, self.step = eager.block_shape(x)
 
     def find(self, y: Tensor, target: Tensor, score: Tensor) -> None:
-        """Write each row's target score to `score` if `target` (m,) is one of these columns."""
+        """Write each row's target score to `score` if `target` (m,) is one of these columns.
+
+        It is computed in the block in which `count` computes it again.
+        """
+        here = (target >= 0) & (target < len(y))
         for i in strips(len(self.x), self.rows):
-            _target_scores(self.x[i], y, target[i], self.step, score[i])
+            block = torch.where(here[i], target[i] // self.step, -1)
+            for number in block.unique().tolist():
+                if number >= 0:
+                    start, rows = number * self.step, (block == number).nonzero().squeeze(1)
+                    s = _products(self.x[i], y[start : start + self.step])
+                    score[i][rows] = s[rows, target[i][rows] - start]
 
     def count(
         self,
@@ -180,13 +210,12 @@ class Scores:
         equal: Tensor,
     ) -> None:
         """Add the counts of these columns to `above` and `equal`, int64 (m,); see `ranks`."""
-        matrix = Matrix(Side(self.x, self.ids), Side(y, ids))
-        for i in strips(len(self.x), self.rows):
-            for j, s in _scores(self.x[i], y, self.step):
-                own = torch.arange(j.start, j.stop, device=s.device) == target[i, None]
-                skip = own if ids is None else own | _same(matrix.view(i, j), s)
-                above[i] += _count(~(s <= score[i, None]) & ~skip)
-                equal[i] += _count((s == score[i, None]) & ~skip)
+        for i, j, s, same in self._blocks(y, ids):
+            skip = torch.arange(j.start, j.stop, device=s.device) == target[i, None]
+            skip = skip if same is None else skip | same
+            for total, counted in ((above, ~(s <= score[i, None])), (equal, s == score[i, None])):
+                # As bytes into int32: on the CPU 16 times as fast as the sum of a boolean mask.
+                total[i] += (counted & ~skip).view(torch.uint8).sum(1, dtype=torch.int32)
 
     def best(self, y: Tensor, ids: Tensor | None, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield blocks: a slice of rows, their best scores (rows, at most k), and the columns.
@@ -194,89 +223,30 @@ class Scores:
         A block need not cover all columns: the same rows may be yielded again. A pair of equal ids
         scores -inf, and its column index is meaningless.
         """
+        for i, j, s, same in self._blocks(y, ids):
+            if same is not None:
+                s.masked_fill_(same, -torch.inf)
+            value, column = s.topk(min(k, s.shape[1]), dim=1)
+            yield i, value, column + j.start
+
+    def _blocks(
+        self, y: Tensor, ids: Tensor | None
+    ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
+        """Rows, columns, their scores, and which pairs have equal ids, None if there are none."""
         matrix = Matrix(Side(self.x, self.ids), Side(y, ids))
         for i in strips(len(self.x), self.rows):
-            for j, s in _scores(self.x[i], y, self.step):
-                if self.ids is not None:
-                    s.masked_fill_(_same(matrix.view(i, j), s), -torch.inf)
-                value, column = s.topk(min(k, s.shape[1]), dim=1)
-                yield i, value, column + j.start
+            for j in strips(len(y), self.step):
+                s = _products(self.x[i], y[j])
+                yield i, j, s, matrix.view(i, j).masks(s)[0]
 
 
-def _scores_of(x: Tensor, ids: Tensor | None) -> Scores | FusedScores:
-    if not backends.uses_kernels(x):
-        return Scores(x, ids)
-    from megabatch.similarity.triton.ranking import FusedScores
-
-    return FusedScores(x, ids)
-
-
-def _check_targets(columns: _Columns) -> None:
-    for rank, (low, high) in enumerate(columns.numbers):
-        if low < 0 or high >= columns.number:
-            where = f" on rank {rank} of the group" if columns.ranks is not None else ""
-            raise IndexError(
-                f"target: expected columns in [0, {columns.number}), got {low} to {high}{where}"
-            )
-
-
-def _check_no_transform(call: str) -> None:
-    if transforms_active():
-        raise NotImplementedError(
-            f"{call}: expected a call outside torch.func's transforms, as its control flow depends "
-            "on values; for several inputs, loop over them"
-        )
-
-
-def _count(mask: Tensor) -> Tensor:
-    # As bytes into int32: on the CPU 16 times as fast as the sum of a boolean mask.
-    return mask.view(torch.uint8).sum(1, dtype=torch.int32)
-
-
-def _check_ids(
-    ids: tuple[Tensor, Tensor] | None, x: Tensor, y: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    if ids is None:
-        return None, None
-    if not isinstance(ids, (tuple, list)) or len(ids) != 2:
-        raise TypeError(f"ids: expected (row_ids, col_ids), got {type(ids).__name__}")
-    row_ids = check_integers("ids[0]", ids[0], x.shape[0], x)
-    return row_ids, check_integers("ids[1]", ids[1], y.shape[0], x)
-
-
-def _same(block: Matrix, scores: Tensor) -> Tensor:
-    positive, _ = block.masks(scores)
-    return torch.zeros_like(scores, dtype=torch.bool) if positive is None else positive
-
-
-def _scores(x: Tensor, y: Tensor, columns: int) -> Iterator[tuple[slice, Tensor]]:
-    for j in strips(y.shape[0], columns):
-        yield j, _block(x, y[j])
-
-
-def _block(x: Tensor, y: Tensor) -> Tensor:
+def _products(x: Tensor, y: Tensor) -> Tensor:
     """x @ y.T, in which equal columns score the same.
 
     For the columns left over from groups of 8, MKL uses other kernels, which round differently:
     among 1,027 equal columns, a query's own could score less than nearly all others.
     """
-    one = x.new_ones((), dtype=accumulator_dtype(x.dtype))
     n = len(y)
     if missing := -n % 16:
         y = torch.cat([y, y.new_zeros(missing, y.shape[1])])
-    return eager.logits(x, y, one)[:, :n]
-
-
-def _target_scores(x: Tensor, y: Tensor, target: Tensor, step: int, out: Tensor) -> None:
-    """Each row's score of its target, from the same block in which the sweep will compute it.
-
-    Rows whose target is none of these columns stay unchanged.
-    """
-    block = torch.where((target >= 0) & (target < y.shape[0]), target // step, -1)
-    for number in block.unique().tolist():
-        if number < 0:
-            continue
-        start = number * step
-        s = _block(x, y[start : start + step])
-        rows = (block == number).nonzero().squeeze(1)
-        out[rows] = s[rows, target[rows] - start]
+    return eager.products(x, y)[:, :n]

@@ -2,7 +2,7 @@
 
 A call reads the settings once (`of_call`) and passes them to its operators as integers. Its
 backward pass therefore uses the settings of its forward pass, even if they were changed in between
-(`AppliedSettings`).
+(`applied`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,102 +23,82 @@ from megabatch.torch_internals import constant_in_graphs
 #: faster.
 DEFAULT_WORKSPACE = {"cpu": 256 << 20, "cuda": 512 << 20}
 #: Bytes of features of all ranks that are gathered in one round: 262,144 rows of 768 bfloat16
-#: numbers (on 4 H200s 183.1 ms, 183.6 in two rounds, 184.1 in four, 185.8 in eight:
-#: benchmarks/results/hiding-4gpu.json). Their gradients in fp32 take twice as much.
+#: numbers. Their gradients in float32 take twice as much.
 DEFAULT_GATHER = 384 << 20
 
-#: Precisions of float32 products, and what torch before 2.9 calls them.
-PRECISIONS, LEGACY = ("ieee", "tf32", "bf16"), ("highest", "high", "medium")
-
+#: Precisions of float32 products.
+PRECISIONS = ("ieee", "tf32", "bf16")
 EXACT = PRECISIONS[0]
-
-_workspace: int | None = None
-_gather = DEFAULT_GATHER
-_overlap = True
-_grid = -1
 
 
 class Settings(NamedTuple):
-    """The settings of one call, as integers, since operators take these."""
+    """Settings as integers, since operators take these."""
 
-    workspace: int  #: bytes that a block of the matrix may take
-    precision: int  #: of float32 products, an index into `PRECISIONS`
+    workspace: int  #: bytes that a block of the matrix may take; 0: the device's default
+    precision: int  #: of float32 products, an index into `PRECISIONS`; of a call alone
     gather: int  #: bytes of features of all ranks that are gathered at once
     overlap: int  #: whether transfers overlap computation
     grid: int  #: ranks that share rows; 0: none do; -1: as the hosts suggest
 
 
 class _ThreadLocal(threading.local):
-    settings: Settings | None = None
+    settings: Settings | None = None  #: of the call that runs on this thread
 
 
 _thread = _ThreadLocal()
+_chosen = Settings(0, 0, DEFAULT_GATHER, 1, -1)  #: of the process
 
 
-def of_call(x: Tensor) -> Settings:
-    """The current settings, for a call with features like x."""
-    products = precision(x.device.type) if _has_float32_products(x) else 0
-    return Settings(_limit(x), products, _gather, int(_overlap), _grid)
-
-
-# The functions below return the settings of the call that runs on this thread, if there is one, or
-# else the current ones.
+def current() -> Settings:
+    """The settings of the call that runs on this thread, if there is one, or the process's."""
+    return _chosen if _thread.settings is None else _thread.settings
 
 
 def workspace(x: Tensor) -> int:
     """Bytes that a block of the matrix may take for features like x."""
-    return _limit(x) if _thread.settings is None else _thread.settings.workspace
-
-
-def _limit(x: Tensor) -> int:
-    if _workspace is not None:
-        return _workspace
-    return DEFAULT_WORKSPACE.get(x.device.type, DEFAULT_WORKSPACE["cuda"])
+    default = DEFAULT_WORKSPACE.get(x.device.type, DEFAULT_WORKSPACE["cuda"])
+    return current().workspace or default
 
 
 def products(x: Tensor) -> str:
     """Precision of products of features like x, one of `PRECISIONS`; "" if no setting applies."""
     if not _has_float32_products(x):
         return ""
-    applied = _thread.settings
-    return PRECISIONS[precision(x.device.type) if applied is None else applied.precision]
+    call = _thread.settings
+    return PRECISIONS[precision(x.device.type) if call is None else call.precision]
 
 
-def gather() -> int:
-    """Bytes of features of all ranks that may be gathered at once."""
-    return _gather if _thread.settings is None else _thread.settings.gather
+def of_call(x: Tensor) -> Settings:
+    """The current settings, for a call with features like x."""
+    products = precision(x.device.type) if _has_float32_products(x) else 0
+    chosen = current()
+    return Settings(workspace(x), products, chosen.gather, chosen.overlap, chosen.grid)
 
 
-def overlap() -> bool:
-    """Whether transfers overlap computation."""
-    return _overlap if _thread.settings is None else bool(_thread.settings.overlap)
+@contextmanager
+def applied(settings: Sequence[int], x: Tensor) -> Iterator[None]:
+    """Apply the settings that a call with features like x was made with, without autocast."""
+    call, outer, matmul = Settings(*settings), _thread.settings, _matmul(x.device.type)
+    before = precision(x.device.type)
+    changes = _has_float32_products(x) and before != call.precision
+    try:
+        _thread.settings = call
+        if changes:
+            matmul.fp32_precision = PRECISIONS[call.precision]
+        with without_autocast(x):
+            yield
+    finally:
+        _thread.settings = outer
+        if changes:
+            matmul.fp32_precision = PRECISIONS[before]
 
 
-def grid() -> int:
-    """Number of ranks that share rows, 0: none do, or -1: as the hosts suggest."""
-    return _grid if _thread.settings is None else _thread.settings.grid
-
-
-class AppliedSettings:
-    """Context manager: apply the settings that a call with features like x was made with."""
-
-    def __init__(self, settings: Sequence[int], x: Tensor) -> None:
-        own = settings if isinstance(settings, Settings) else Settings(*settings)
-        self.settings, self.kind = own, x.device.type
-        self.products = _has_float32_products(x)
-        self.outer: Settings | None = None
-        self.precision: int | None = None
-
-    def __enter__(self) -> None:
-        self.outer, _thread.settings = _thread.settings, self.settings
-        if self.products and (current := precision(self.kind)) != self.settings.precision:
-            self.precision = current
-            _set_precision(self.kind, self.settings.precision)
-
-    def __exit__(self, *_: object) -> None:
-        _thread.settings = self.outer
-        if self.precision is not None:
-            _set_precision(self.kind, self.precision)
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Disable autocast, which remains on inside operators, for features like x."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):  # entering costs 10 us
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 # --- float32 products -----------------------------------------------------------------------------
@@ -130,10 +111,8 @@ def _has_float32_products(x: Tensor) -> bool:
 
 @functools.cache  # every call needs it
 def _matmul(kind: str) -> Any:
-    """The object that holds the precision of a device's products; None before torch 2.9."""
-    backend = torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda
-    matmul = getattr(backend, "matmul", None)
-    return matmul if hasattr(matmul, "fp32_precision") else None
+    """The object that holds the precision of a device's products."""
+    return (torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda).matmul
 
 
 # A constant for torch.compile, which cannot trace it. Switching TF32 on or off recompiles a
@@ -141,20 +120,9 @@ def _matmul(kind: str) -> Any:
 @constant_in_graphs
 def precision(kind: str) -> int:
     """The precision of a device's float32 products: an index into `PRECISIONS`."""
-    matmul = _matmul(kind)
-    if matmul is None:
-        return LEGACY.index(torch.get_float32_matmul_precision())
     # torch.get_float32_matmul_precision raises if only this newer setting was used.
-    name = matmul.fp32_precision
+    name = _matmul(kind).fp32_precision
     return 0 if name == "none" else PRECISIONS.index(name)
-
-
-def _set_precision(kind: str, precision: int) -> None:
-    matmul = _matmul(kind)
-    if matmul is None:
-        torch.set_float32_matmul_precision(LEGACY[precision])
-    else:
-        matmul.fp32_precision = PRECISIONS[precision]
 
 
 # --- what users set -------------------------------------------------------------------------------
@@ -171,10 +139,7 @@ def set_workspace(size: int | None) -> int | None:
         TypeError: `size` is neither None nor an integer.
         ValueError: `size` is below 64 KiB.
     """
-    global _workspace
-    _check_bytes(size, 64 << 10)
-    before, _workspace = _workspace, size
-    return before
+    return _set("workspace", _number("size", size, 64 << 10, "bytes", 0)) or None
 
 
 def set_chunk(size: int | None) -> None:
@@ -200,10 +165,7 @@ def set_gather(size: int | None) -> int:
         TypeError: `size` is neither None nor an integer.
         ValueError: `size` is negative.
     """
-    global _gather
-    _check_bytes(size, 0)
-    before, _gather = _gather, DEFAULT_GATHER if size is None else size
-    return before
+    return _set("gather", _number("size", size, 0, "bytes", DEFAULT_GATHER))
 
 
 def set_overlap(on: bool) -> bool:
@@ -213,9 +175,7 @@ def set_overlap(on: bool) -> bool:
     before it computes. Results do not change. All ranks must set the same value. It applies to all
     later calls and their backward passes.
     """
-    global _overlap
-    before, _overlap = _overlap, bool(on)
-    return before
+    return bool(_set("overlap", int(bool(on))))
 
 
 def set_grid(columns: int | None) -> int | None:
@@ -234,19 +194,24 @@ def set_grid(columns: int | None) -> int | None:
         TypeError: `columns` is neither None nor an integer.
         ValueError: `columns` is negative.
     """
-    global _grid
-    if columns is not None and (not isinstance(columns, int) or isinstance(columns, bool)):
-        raise TypeError(f"columns: expected a number of ranks, got {type(columns).__name__}")
-    if columns is not None and columns < 0:
-        raise ValueError(f"columns: expected at least 0, got {columns}")
-    before, _grid = _grid, -1 if columns is None else columns
+    before = _set("grid", _number("columns", columns, 0, "ranks", -1))
     return None if before < 0 else before
 
 
-def _check_bytes(size: Any, least: int) -> None:
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-        raise TypeError(f"size: expected a number of bytes, got {type(size).__name__}")
-    if size is not None and size < least:
-        raise ValueError(
-            f"size: expected at least {least} {'byte' if least == 1 else 'bytes'}, got {size}"
-        )
+def _number(name: str, value: Any, least: int, unit: str, default: int) -> int:
+    """A whole number of at least `least`; the default for None."""
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number of {unit}, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least} {unit}, got {value}")
+    return value
+
+
+def _set(setting: str, value: int) -> int:
+    """Change a setting of the process; returns its previous value."""
+    global _chosen
+    before: int = getattr(_chosen, setting)
+    _chosen = _chosen._replace(**{setting: value})
+    return before

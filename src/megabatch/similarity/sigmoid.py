@@ -38,7 +38,7 @@ from megabatch.similarity.eager_sigmoid import DeferredGrad, Need, SigmoidCall, 
 from megabatch.similarity.matrix import PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
 from megabatch.similarity.memory import Run
 from megabatch.similarity.ops import Bundle, new_gradient, reduction
-from megabatch.similarity.settings import AppliedSettings
+from megabatch.similarity.settings import applied
 from megabatch.similarity.slices import strips
 from megabatch.similarity.sweep import Sweep, products
 from megabatch.torch_internals import transforms_active
@@ -166,7 +166,7 @@ BUNDLE = Bundle(Operands, Results, wanted=4, outputs=1)
 
 def _forward(*flat: Any) -> Results:
     o = Operands(*flat)
-    with AppliedSettings(o.settings, o.x), torch.cuda.device_of(o.x):
+    with applied(o.settings, o.x), torch.cuda.device_of(o.x):
         terms, own_sizes = _terms(o) if o.group else "", (len(o.x), len(o.y))
         ranks, _ = schedule.agree(o.group, "softplus_sum", terms, own_sizes, o.x, False)
         sweep = _sweep(o, ranks)

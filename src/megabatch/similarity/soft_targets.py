@@ -47,7 +47,7 @@ from megabatch.similarity.eager_softmax import (
 from megabatch.similarity.matrix import PAIRED, Matrix, Orders, Side
 from megabatch.similarity.memory import Run, gradient_bytes
 from megabatch.similarity.ops import Bundle, reduction
-from megabatch.similarity.settings import AppliedSettings
+from megabatch.similarity.settings import applied
 from megabatch.similarity.softmax import Stacks
 from megabatch.similarity.states import TargetStates
 from megabatch.similarity.sweep import SideGradient, Sweep, gradients, reduce
@@ -172,7 +172,7 @@ class Results(NamedTuple):
 
     rows: Tensor  #: (7, m)
     columns: Tensor  #: (7, n)
-    sizes: Tensor  #: of all ranks, see `schedule.Agreement`
+    sizes: Tensor  #: of all ranks, see `schedule.new_sizes`
 
 
 BUNDLE = Bundle(Operands, Results, wanted=3, outputs=2)
@@ -180,7 +180,7 @@ BUNDLE = Bundle(Operands, Results, wanted=3, outputs=2)
 
 def _forward(*flat: Any) -> Results:
     o = Operands(*flat)
-    with AppliedSettings(o.settings, o.x), torch.cuda.device_of(o.x):
+    with applied(o.settings, o.x), torch.cuda.device_of(o.x):
         own_sizes = len(o.x), len(o.y)
         terms = _terms(o) if o.group else ""
         ranks, sizes = schedule.agree(o.group, "soft_targets", terms, own_sizes, o.x, False)
@@ -197,7 +197,7 @@ def _forward(*flat: Any) -> Results:
 
 def _forward_fake(*flat: Any) -> Results:
     o = Operands(*flat)
-    rows, columns = (states.new_targets(states.TARGET_RESULTS, t.shape[0], o.x) for t in (o.x, o.y))
+    rows, columns = (states.empty(states.TARGET_RESULTS, t.shape[0], o.x) for t in (o.x, o.y))
     return Results(rows, columns, schedule.new_sizes(o.group, o.x))
 
 
@@ -208,7 +208,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
         if o.group and gradient is None:  # other ranks wait for this one's part
             gradient = torch.zeros_like(stack)
         sides.append(SideGradient(stack, gradient))
-    with AppliedSettings(o.settings, o.x), torch.cuda.device_of(o.x):
+    with applied(o.settings, o.x), torch.cuda.device_of(o.x):
         ranks = schedule.ranks_again(o.group, "soft_targets", results.sizes, o.x, False)
         need_x, need_y, need_scale = need
         rows, columns = sides
@@ -288,7 +288,7 @@ class SoftTargetTiles(TargetStates, SoftmaxTiles):
     ) -> None:
         for state, new in zip((rows, cols), overwrite, strict=True):
             if new and state is not None:
-                states.clear_targets(state)
+                self.clear(state)
         for i in self.row_blocks():
             for j in self.col_blocks(i):
                 s, scratch = self._logits(i, j)

@@ -33,7 +33,7 @@ from megabatch.similarity.eager_softmax import SoftmaxTiles
 from megabatch.similarity.matrix import DROPPED, PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
 from megabatch.similarity.memory import Run, gradient_bytes, padded_bytes
 from megabatch.similarity.ops import Bundle, reduction
-from megabatch.similarity.settings import AppliedSettings
+from megabatch.similarity.settings import applied
 from megabatch.similarity.sweep import SideGradient, Sweep, gradients, in_given_order, reduce
 from megabatch.torch_internals import transforms_active
 
@@ -272,7 +272,7 @@ class Results(NamedTuple):
 
     rows: Tensor  #: as of `Stacks`
     columns: Tensor  #: likewise; empty if they are not wanted
-    sizes: Tensor  #: of all ranks, see `schedule.Agreement`
+    sizes: Tensor  #: of all ranks, see `schedule.new_sizes`
     saved: Tensor  #: the first blocks' logits, or in a group all ranks' columns
 
 
@@ -281,7 +281,7 @@ BUNDLE = Bundle(Operands, Results, wanted=3, outputs=2)
 
 def _forward(*flat: Any) -> Results:
     o = Operands(*flat)
-    with AppliedSettings(o.settings, o.x), torch.cuda.device_of(o.x):
+    with applied(o.settings, o.x), torch.cuda.device_of(o.x):
         own_sizes = len(o.x), len(o.x if o.y is None else o.y)
         terms = _terms(o) if o.group else ""
         ranks, sizes = schedule.agree(o.group, o.call, terms, own_sizes, o.x, o.y is None)
@@ -322,7 +322,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
         SideGradient(results.rows, row_gradient),
         SideGradient(results.columns, col_gradient if o.cols else None),
     )
-    with AppliedSettings(o.settings, o.x), torch.cuda.device_of(o.x):
+    with applied(o.settings, o.x), torch.cuda.device_of(o.x):
         ranks = schedule.ranks_again(o.group, o.call, results.sizes, o.x, o.y is None)
         need_x, need_y, need_scale = need
         sweep = _sweep(o, ranks, results.saved)

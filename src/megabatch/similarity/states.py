@@ -10,7 +10,7 @@ positives]`, or the first alone.
 
 A packed *upstream* holds the numbers of a side that dS depends on: `[log-sum-exp over negatives,
 its upstream gradient, the same two over positives, upstream gradient of the sum of positive
-logits]`, or the first two.
+logits]`, or the first two. `soft_targets` says what the numbers of its states are.
 """
 
 from __future__ import annotations
@@ -29,29 +29,14 @@ from megabatch.similarity.matrix import Matrix
 LARGEST_UPSTREAM = 4096.0
 
 
-def new_state(size: int, has_positives: bool, like: Tensor) -> Tensor:
-    """A state for `size` rows, uninitialised."""
-    numbers = 6 if has_positives else 2
+def empty(numbers: int, size: int, like: Tensor) -> Tensor:
+    """(numbers, size) for the statistics of `size` rows of features like `like`, uninitialised."""
     return like.new_empty(numbers, size, dtype=accumulator_dtype(like.dtype))
-
-
-def clear(state: Tensor) -> Tensor:
-    """Set it to the state before any column; returns it."""
-    state.zero_()
-    state[0 : _sums_end(state) : 2] = -math.inf
-    return state
-
-
-def clear_if(rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool]) -> None:
-    """Clear the states that are uninitialised."""
-    for state, new in zip((rows, cols), overwrite, strict=True):
-        if new and state is not None:
-            clear(state)
 
 
 def new_results(size: int, has_positives: bool, like: Tensor) -> Tensor:
     """The results of `size` rows, uninitialised."""
-    return like.new_empty(4 if has_positives else 1, size, dtype=accumulator_dtype(like.dtype))
+    return empty(4 if has_positives else 1, size, like)
 
 
 def merge(states: Tensor) -> Tensor:
@@ -94,20 +79,9 @@ def upstream(results: Tensor, gradient: Tensor) -> Tensor:
 
 def upstream_divisor(sides: Sequence[Tensor]) -> Tensor | None:
     """() divisor with which the upstream gradients fit float16's dS; None: there are no rows."""
-    largest = []
-    for packed in sides:
-        if packed.numel():
-            gradient = packed[1::2].abs().amax()
-            if len(packed) == 5:
-                gradient = torch.maximum(gradient, packed[4].abs().amax())
-            largest.append(gradient)
+    gradients = [t for packed in sides for t in (packed[1::2], packed[4:]) if t.numel()]
+    largest = [gradient.abs().amax() for gradient in gradients]
     return torch.stack(largest).amax() / LARGEST_UPSTREAM if largest else None
-
-
-def divide_upstream(packed: Tensor, divisor: Tensor) -> None:
-    """Divide the upstream gradients in a packed upstream, in place."""
-    packed[1::2] /= divisor
-    packed[4:] /= divisor
 
 
 def _sums_end(state: Tensor) -> int:
@@ -122,34 +96,25 @@ class SoftmaxStates:
     matrix: Matrix
 
     def new_state(self, size: int) -> Tensor:
-        return new_state(size, self.matrix.has_positives, self.x)
+        return empty(6 if self.matrix.has_positives else 2, size, self.x)
 
     def clear(self, state: Tensor) -> Tensor:
-        return clear(state)
+        state.zero_()
+        state[0 : _sums_end(state) : 2] = -math.inf
+        return state
 
     def new_results(self, size: int) -> Tensor:
         return new_results(size, self.matrix.has_positives, self.x)
 
     def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
-        divide_upstream(packed, divisor)
+        packed[1::2] /= divisor
+        packed[4:] /= divisor
 
 
-# --- soft targets: see `soft_targets` --------------------------------------------------
+# --- soft targets ---------------------------------------------------------------------------------
 
 #: Numbers of a row in a state, in the results, in an upstream.
 TARGET_STATE, TARGET_RESULTS, TARGET_UPSTREAM = 10, 7, 5
-
-
-def new_targets(numbers: int, size: int, like: Tensor) -> Tensor:
-    """(numbers, size), uninitialised."""
-    return like.new_empty(numbers, size, dtype=accumulator_dtype(like.dtype))
-
-
-def clear_targets(state: Tensor) -> Tensor:
-    """Set it to the state before any column; returns it."""
-    state.zero_()
-    state[[0, 2, 6, 9]] = -math.inf
-    return state
 
 
 def student_largest(state: Tensor) -> Tensor:
@@ -217,25 +182,18 @@ def target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
     return out
 
 
-def divide_target_upstream(packed: Tensor, divisor: Tensor) -> None:
-    """Divide the upstream gradients in a packed upstream, in place."""
-    for k in (1, 3, 4):
-        packed[k] /= divisor
-
-
 class TargetStates:
     """The part of `sweep.StateTiles` that is the same for every backend's tiles of soft targets."""
 
     x: Tensor
 
     def new_state(self, size: int) -> Tensor:
-        return new_targets(TARGET_STATE, size, self.x)
+        return empty(TARGET_STATE, size, self.x)
 
     def clear(self, state: Tensor) -> Tensor:
-        return clear_targets(state)
+        state.zero_()
+        state[[0, 2, 6, 9]] = -math.inf
+        return state
 
     def new_results(self, size: int) -> Tensor:
-        return new_targets(TARGET_RESULTS, size, self.x)
-
-    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
-        divide_target_upstream(packed, divisor)
+        return empty(TARGET_RESULTS, size, self.x)

@@ -164,7 +164,7 @@ def reduce(sweep: Sweep, own: StateTiles, cols: bool) -> tuple[Tensor, Tensor | 
     assert ranks is not None
     saved_rows, saved_cols = _places(sweep)
     row_side, col_side = _sides(sweep, own)
-    arriving = ranks.gather_rows(row_side, saved_rows)
+    arriving = ranks.rows.gather(row_side, saved_rows)
     rounds = ranks.rounds(col_side, saved_cols)
     first, row_state = not symmetric, own.new_state(ranks.rows.size)
     if symmetric:
@@ -181,7 +181,7 @@ def reduce(sweep: Sweep, own: StateTiles, cols: bool) -> tuple[Tensor, Tensor | 
             first = False
         if state is None:
             continue
-        arrived = each.exchange(state)  # (ranks, numbers, rows of this rank)
+        arrived = each.layout.exchange(state)  # (ranks, numbers, rows of this rank)
         if symmetric:
             own_state = row_state[:, ranks.rows.own][:, each.own]
             own_state.copy_(own.merge(torch.cat([own_state[None], arrived])))
@@ -328,7 +328,7 @@ def _products_of_ranks(
     row_side, col_side = _sides(sweep, own)
     row_side = row_side._replace(upstream=own.pack_upstream(rows))
     col_side = col_side._replace(upstream=own.pack_upstream(cols))
-    arriving = ranks.gather_rows(row_side, saved_rows, filled)
+    arriving = ranks.rows.gather(row_side, saved_rows, filled)
     rounds = ranks.rounds(col_side, saved_cols, filled)
     dx = own.new_total(ranks.rows.size) if x else None
     if symmetric and dx is not None:
@@ -351,7 +351,7 @@ def _products_of_ranks(
         elif summing is not None and dx is not None:
             dx[ranks.rows.own][at] += summing.wait()
         if each is not None and dy is not None:
-            summing, at = each.sum(dy), each.own
+            summing, at = each.layout.sum(dy), each.own
     if dx is not None and symmetric:
         yield "x", slice(0, own.m), ranks.rows.sum(dx).wait()
 

@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ import torch.distributed as dist
 
 from megabatch import similarity
 from megabatch.errors import CommunicationError
+from megabatch.similarity.distributed import control
 from megabatch.similarity.eager_softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import join, start
 
-#: the group's timeout in seconds; a process that died is noticed at once
-TIMEOUTS = {"killed": 20, "raised and stays": 3}
+SIZE = 4
+#: The group's timeout in seconds, between hosts and on one; a process that died is noticed at once.
+BETWEEN, WITHIN, OF_KILLED = 3, 2, 20
 
 
 class Clock(threading.Thread):
@@ -38,90 +41,102 @@ class Clock(threading.Thread):
             self.seconds += self.TICK
 
 
-def group_of(rank: int, size: int, port: int, seconds: float) -> dist.ProcessGroup:
-    """A group of all processes with this timeout, once all have started."""
+def stay(folder: Path, answers: int) -> None:
+    """Keep the connections open until the others are done."""
+    until = time.monotonic() + 60
+    while len(list(folder.iterdir())) < answers and time.monotonic() < until:
+        time.sleep(0.05)
+    os._exit(0)
+
+
+def worker(
+    rank: int, size: int, port: int, folder: Path, failing: list[int], where: str, how: str
+) -> None:
+    """Some ranks fail; the others write their error, its time and its cause.
+
+    where: "call", before which they stay away; "forward" or "backward", in whose computation they
+    fail. how: "killed", "stays" or "hosts": as if each rank were on a host of its own.
+    """
     join(rank, size, port)
     dist.barrier()
+    if how == "hosts":
+        control.sockets = lambda *_: None  # type: ignore[assignment]
+    seconds = OF_KILLED if how == "killed" else BETWEEN if how == "hosts" else WITHIN
     group = dist.new_group(timeout=timedelta(seconds=seconds))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def fail(how: str) -> None:
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise KeyError("an error of its own")
-
-
-def worker(rank: int, size: int, port: int, folder: Path, how: str, where: str) -> None:
-    """Rank 1 fails in its computation; the others write their error and its time."""
-    group = group_of(rank, size, port, TIMEOUTS[how])
     x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
-    similarity.logsumexp(x, y, group=group)[0].sum().backward()  # opens all connections
+
+    def step() -> None:
+        similarity.logsumexp(x, y, group=group)[0].sum().backward()
+
+    step()  # opens all connections
+    if how == "hosts":
+        if rank in failing:
+            time.sleep(BETWEEN / 4)  # the others wait, and say so, and then go on
+        step()
     dist.barrier()
-    holder, name = (
-        (SoftmaxTiles, "forward") if where == "forward" else (SoftmaxTiles, "gradient_block")
-    )
-    original = getattr(holder, name)
 
-    def failing(self, *arguments):  # type: ignore[no-untyped-def]
-        if rank == 1:
-            fail(how)
-        return original(self, *arguments)
+    def fail(*_: Any) -> None:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        stay(folder, size - len(failing))
 
-    setattr(holder, name, failing)
+    if rank in failing and where == "call":
+        fail()
+    elif rank in failing:
+        name = "forward" if where == "forward" else "gradient_block"
+        setattr(SoftmaxTiles, name, fail)
     clock = Clock()
     try:
-        similarity.logsumexp(x, y, group=group)[0].sum().backward()
+        step()
     except CommunicationError as error:
         cause = type(error.__cause__).__name__
-        (folder / str(rank)).write_text(f"{clock.seconds}\n{cause}\n{error}")
-    except KeyError:
-        if how == "raised and stays":  # keeps its connections open until the others are done
-            until = time.monotonic() + 60
-            while len(list(folder.iterdir())) < size - 1 and time.monotonic() < until:
-                time.sleep(0.1)
+        (folder / f"{rank}.part").write_text(f"{clock.seconds}\n{cause}\n{error}")
+        (folder / f"{rank}.part").rename(folder / str(rank))
     os._exit(0)
 
 
-@pytest.mark.parametrize(
-    ("how", "where"),
-    [("killed", "forward"), ("killed", "backward"), ("raised and stays", "forward")],
-)
-def test_the_others_raise_in_time(tmp_path: Path, how: str, where: str) -> None:
-    size = 4
-    processes = start(size, worker, tmp_path, how, where)
-    for process in processes:
+CASES = {
+    ("killed", "forward"): [1],
+    ("killed", "backward"): [1],
+    ("stays", "call"): [1],
+    ("stays", "forward"): [1],
+    ("hosts", "call"): [1],
+    ("hosts", "forward"): [2, 3],
+}
+
+
+@pytest.mark.parametrize("kind", ["killed", "stays", "hosts"])
+def test_the_others_raise_in_time(tmp_path: Path, kind: str) -> None:
+    """Cases of one kind at once, as they wait for timeouts."""
+    cases = {case: failing for case, failing in CASES.items() if case[0] == kind}
+    started = []
+    for (how, where), failing in cases.items():
+        (folder := tmp_path / where).mkdir()
+        started += start(SIZE, worker, folder, failing, where, how)
+    for process in started:
         process.join(120)
         assert not process.is_alive()
-    call = "logsumexp" if where == "forward" else "logsumexp, backward"
-    for rank in (0, 2, 3):
-        seconds, cause, message = (tmp_path / str(rank)).read_text().split("\n", 2)
-        assert cause.endswith("Error")
-        assert float(seconds) < (2 if how == "killed" else TIMEOUTS[how] + 2)
-        doing = "exchanging" if where == "forward" else "adding up"
-        assert message.startswith(f"{call}: {doing} all ranks' results, rank {rank}: ")
+    for (how, where), failing in cases.items():
+        for rank in sorted(set(range(SIZE)) - set(failing)):
+            seconds, cause, message = (tmp_path / where / str(rank)).read_text().split("\n", 2)
+            check(how, where, failing, rank, float(seconds), cause, message)
 
 
-def absent_worker(rank: int, size: int, port: int, folder: Path) -> None:
-    """Rank 1 makes no call."""
-    group = group_of(rank, size, port, 2)
-    if rank == 1:
-        while not (folder / "0").exists():
-            time.sleep(0.1)
-        os._exit(0)
-    x = torch.randn(4, 3)
-    message = "no error"
-    try:
-        similarity.logsumexp(x, x, group=group)
-    except CommunicationError as error:
-        message = str(error)
-    (folder / "0").write_text(message)
-    os._exit(0)
-
-
-def test_a_process_that_makes_no_call(tmp_path: Path) -> None:
-    for process in start(2, absent_worker, tmp_path):
-        process.join(120)
-    message = (tmp_path / "0").read_text()
-    assert message.startswith("logsumexp: before the first transfer, rank 0: ")
+def check(
+    how: str, where: str, failing: list[int], rank: int, seconds: float, cause: str, message: str
+) -> None:
+    call = "logsumexp, backward" if where == "backward" else "logsumexp"
+    doing = {
+        "call": "before the first transfer",
+        "forward": "exchanging all ranks' results",
+        "backward": "adding up all ranks' results",
+    }[where]
+    assert message.startswith(f"{call}: {doing}, rank {rank}: ")
+    assert cause.endswith("Error")
+    limit = {"killed": 2, "stays": WITHIN + 2, "hosts": BETWEEN + 6}[how]
+    assert seconds < limit
+    if how == "hosts":
+        names = f"rank{'s' * (len(failing) > 1)} {', '.join(map(str, failing))}"
+        assert message.endswith(f"; missing in this call: {names} of the group")
+    if (how, where) == ("stays", "call"):
+        assert "rank 1 of the group sent nothing for 2 s" in message or "is gone" in message

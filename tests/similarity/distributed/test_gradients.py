@@ -132,21 +132,21 @@ def without_empty(sizes: Iterable[list[int]]) -> list[list[int]]:
     return [s for s in sizes if 0 not in s]
 
 
-@on_devices(1, 2, 3, 4)
+@on_devices(1, 2, 3)
 def test_one_graph(world: World) -> None:
     for wrap in WRAPPERS:
         for sizes in shard_sizes(world.size):
             compare(world, wrap, uncached, sizes)
 
 
-@on_devices(1, 2, 3, 4)
+@on_devices(1, 3)
 def test_gradient_caching(world: World) -> None:
     for wrap in WRAPPERS:
         for sizes in without_empty(shard_sizes(world.size)):
             compare(world, wrap, cached, sizes)
 
 
-@on_devices(2, 3)
+@on_devices(2)
 def test_a_frozen_tower(world: World) -> None:
     for sizes in shard_sizes(world.size):
         compare(world, under_ddp, uncached, sizes, frozen=True)

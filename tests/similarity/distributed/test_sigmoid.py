@@ -50,37 +50,32 @@ def compare(
             torch.testing.assert_close(a.grad, b.grad / world.size, rtol=0, atol=1e-11)
 
 
-@on_devices(2, 4)
-def test_gathering_in_rounds(world: World) -> None:
-    sizes = [7] * world.size
+def compare_options(world: World, sizes: list[int]) -> None:
+    """Compare with ids and weights, and without."""
     ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-    with gathered_in_rounds(world.size * 3 * D * 8):
-        compare(world, sizes, sizes)
-        compare(world, sizes, sizes, ids=ids, needs=(True, False, True, True))
+    compare(world, sizes, sizes)
+    compare(world, sizes, sizes, ids, torch.rand(sum(sizes), dtype=torch.float64))
+    compare(world, sizes, sizes, ids, needs=(True, False, True, True))
+    compare(world, sizes, sizes, needs=(False, False, True, True))
 
 
-@on_devices(2, 3, 4)
+@on_devices(2, 3)
 def test_sums_and_gradients(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-        weight = torch.rand(sum(sizes), dtype=torch.float64)
+    for sizes in ([7] * world.size, *shard_sizes(world.size)):
         for size in ROUNDS:
             with gathered_in_rounds(size):
-                compare(world, sizes, sizes)
-                compare(world, sizes, sizes, ids, weight)
+                compare_options(world, sizes)
 
 
 @on_devices(3)
 def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
-    rows, columns = [2, 0, 3], [4, 1, 0]
-    compare(world, rows, columns, (some_ids(5), some_ids(5)))
+    compare(world, [2, 0, 3], [4, 1, 0], (some_ids(5), some_ids(5)))
 
 
 @on_devices(2)
 def test_frozen_inputs(world: World) -> None:
     for number in range(1, 15):
-        needs = tuple(bool(number >> bit & 1) for bit in range(4))
-        compare(world, [3, 2], [3, 2], needs=needs)
+        compare(world, [3, 2], [3, 2], needs=tuple(bool(number >> bit & 1) for bit in range(4)))
 
 
 @on_devices(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,12 +29,12 @@ def leaf(tensor: Tensor, needs: bool = True) -> Tensor:
     return tensor.detach().clone().requires_grad_(needs)
 
 
-def combined(sides: Sides, weights: Tensor) -> Tensor:
-    """A number that depends on every part of every row differently; `weights` (8, rows)."""
+def combined(sides: Sides, weights: list[Tensor]) -> Tensor:
+    """A number that depends on every part of every row differently; `weights`: of each part."""
     total = torch.zeros((), dtype=torch.float64)
     for k, side in enumerate(sides):
         for part, weight in zip(side or (), weights[4 * k :], strict=False):
-            total = total + (part.masked_fill(part == -torch.inf, 0) * weight[: len(part)]).sum()
+            total = total + (part.masked_fill(part == -torch.inf, 0) * weight).sum()
     return total
 
 
@@ -58,7 +59,7 @@ def compare(
         leaf(world.shard(t, s), need) for t, s, need in zip(features, sizes, needs, strict=False)
     ]
     scales = [leaf(torch.tensor(1.7, dtype=torch.float64), needs[2]) for _ in range(2)]
-    weights = torch.randn(8, max(map(sum, sizes)), dtype=torch.float64)
+    weights = [torch.randn(sum(s), dtype=torch.float64) for s in sizes for _ in range(4)]
     own_ids, own_ceiling = ids, ceiling
     if not isinstance(ids, str):
         own_ids = tuple(world.shard(i, s) for i, s in zip(ids, sizes, strict=True))
@@ -93,9 +94,7 @@ def compare(
             torch.testing.assert_close(a, world.shard(b, s), rtol=0, atol=1e-12)
 
     both = [sizes[0]] * 4 + [sizes[1]] * 4
-    shares = [world.shard(w[: sum(s)], s) for w, s in zip(weights, both, strict=True)]
-    width = max(map(len, shares))
-    combined(results, torch.stack([F.pad(w, (0, width - len(w))) for w in shares])).backward()
+    combined(results, [world.shard(w, s) for w, s in zip(weights, both, strict=True)]).backward()
     combined(expected, weights).backward()
     for a, b, s in zip(local, whole, sizes, strict=False):
         if b.grad is None:
@@ -112,59 +111,63 @@ def some_ids(n: int) -> Tensor:
     return torch.randint(-1, 4, (n,))
 
 
-@on_devices(2, 3, 4)
-def test_paired(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        for size in ROUNDS:
+def compare_options(world: World, sizes: list[int], columns: list[int] | None = None) -> None:
+    """Compare with every kind of option, x against y and against itself."""
+    n, rows = sum(columns or sizes), sum(sizes)
+    ids, ceiling = (some_ids(rows), some_ids(n)), torch.randn(rows, dtype=torch.float64)
+    guided: dict[str, Any] = {"ceiling": ceiling, "guided": True}
+    if columns is not None:  # no row has a column of its own
+        return compare(world, sizes, columns, ids=ids, **guided)
+    for options in (
+        {},
+        {"ids": ids},
+        {"ids": ids, "sides": "rows"},
+        {"ids": ids, "ceiling": ceiling},
+        {"ids": ids, **guided},
+        {"sides": "rows", **guided},
+        {"sides": "rows", "needs": (True, False, True)},
+        {"needs": (False, True, True)},
+        {"needs": (False, False, True)},
+        {"needs": (True, False, False)},
+    ):
+        compare(world, sizes, sizes, **options)
+    both = ids[0], ids[0]
+    for options in (
+        {},
+        {"ids": both},
+        {"ids": both, "needs": (True, False, False)},
+        {"ceiling": ceiling},
+        guided,
+        {"needs": (False, False, True)},
+    ):
+        compare(world, sizes, **options)
+
+
+@on_devices(2, 3)
+def test_every_option(world: World) -> None:
+    for sizes, size in product(shard_sizes(world.size), ROUNDS):
+        with gathered_in_rounds(size):
+            compare_options(world, sizes)
+
+
+@on_devices(3)
+def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
+    for rows, columns in (([2, 0, 3], [4, 1, 0]), ([0, 0, 5], [3, 3, 0])):
+        compare_options(world, rows, columns)
+
+
+@on_devices(2, 4)
+def test_with_and_without_overlap(world: World) -> None:
+    for sizes, overlap in product(([5] * world.size, [8] * world.size), (True, False)):
+        before = settings.set_overlap(overlap)
+        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
+        for size in (None, world.size * 3 * D * 8):
             with gathered_in_rounds(size):
                 compare(world, sizes, sizes)
-
-
-@on_devices(2, 3, 4)
-def test_ids_across_processes(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        for size in ROUNDS:
-            ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-            with gathered_in_rounds(size):
                 compare(world, sizes, sizes, ids=ids)
-                compare(world, sizes, sizes, ids=ids, sides="rows")
-
-
-@on_devices(2, 3, 4)
-def test_x_against_itself(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        for size in ROUNDS:
-            ids = some_ids(sum(sizes))
-            with gathered_in_rounds(size):
-                compare(world, sizes)
-                compare(world, sizes, ids=(ids, ids))
-
-
-@on_devices(2, 3)
-def test_x_against_itself_with_a_ceiling_takes_all_blocks(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        compare(world, sizes, ceiling=torch.randn(sum(sizes), dtype=torch.float64))
-
-
-@on_devices(2, 3)
-def test_a_ceiling_belongs_to_its_row(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        ceiling = torch.randn(sum(sizes), dtype=torch.float64)
-        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-        compare(world, sizes, sizes, ceiling=ceiling)
-        compare(world, sizes, sizes, ids=ids, ceiling=ceiling)
-
-
-@on_devices(2, 3)
-def test_a_guide(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        ceiling = torch.randn(sum(sizes), dtype=torch.float64)
-        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-        for size in ROUNDS:
-            with gathered_in_rounds(size):
-                compare(world, sizes, sizes, ids=ids, ceiling=ceiling, guided=True)
-        compare(world, sizes, sizes, ceiling=ceiling, guided=True, sides="rows")
-        compare(world, sizes, ceiling=ceiling, guided=True)
+                compare(world, [3] * world.size, sizes, ids=(some_ids(3 * world.size), ids[1]))
+                compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
+        assert settings.set_overlap(before) is overlap
 
 
 @on_devices(2)
@@ -174,26 +177,6 @@ def test_guides_that_differ_are_an_error_on_every_process(world: World) -> None:
         similarity.split_logsumexp(x, x, ceiling=torch.zeros(3), guide=(guide, guide))
 
 
-@on_devices(3)
-def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
-    for rows, columns in (([2, 0, 3], [4, 1, 0]), ([0, 0, 5], [3, 3, 0])):
-        ids = (some_ids(sum(rows)), some_ids(sum(columns)))
-        compare(world, rows, columns, ids=ids)
-
-
-@on_devices(2, 3)
-def test_frozen_inputs(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        for needs in (
-            (True, False, True),
-            (False, True, True),
-            (False, False, True),
-            (True, False, False),
-        ):
-            compare(world, sizes, sizes, needs=needs)
-        compare(world, sizes, needs=(False, False, True))
-
-
 @on_devices(2)
 def test_every_shard_empty(world: World) -> None:
     x = torch.empty(0, D, requires_grad=True)
@@ -201,37 +184,6 @@ def test_every_shard_empty(world: World) -> None:
     assert rows.shape == columns.shape == (0,)
     (rows.sum() + columns.sum()).backward()
     assert x.grad.shape == (0, D)
-
-
-@on_devices(3)
-def test_logsumexp_without_overlap(world: World) -> None:
-    sizes = [2, 5, 3]
-    x, y = (torch.randn(10, D, dtype=torch.float64) for _ in range(2))
-    rows, columns = dense.logsumexp(x, y, 2.0)
-    results = []
-    for overlap in (True, False):
-        before = settings.set_overlap(overlap)
-        results.append(similarity.logsumexp(world.shard(x, sizes), world.shard(y, sizes), 2.0))
-        assert settings.set_overlap(before) is overlap
-    for mine in results:
-        torch.testing.assert_close(mine[0], world.shard(rows, sizes), rtol=0, atol=1e-12)
-        torch.testing.assert_close(mine[1], world.shard(columns, sizes), rtol=0, atol=1e-12)
-
-
-@on_devices(2, 3, 4)
-def test_gathering_in_rounds(world: World) -> None:
-    for size in (5, 8):
-        sizes = [size] * world.size
-        ids = (some_ids(sum(sizes)), some_ids(sum(sizes)))
-        for overlap in (True, False):
-            before = settings.set_overlap(overlap)
-            with gathered_in_rounds(world.size * 3 * D * 8):
-                compare(world, sizes, sizes)
-                compare(world, sizes, sizes, ids=ids)
-                compare(world, [3] * world.size, sizes, ids=(some_ids(3 * world.size), ids[1]))
-                compare(world, sizes, sizes, sides="rows", needs=(True, False, True))
-                compare(world, sizes, sizes, needs=(False, True, True))
-            settings.set_overlap(before)
 
 
 @on_devices(2, 3)
@@ -360,12 +312,3 @@ def test_compiles_as_one_node(world: World) -> None:
     eager.backward()
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
-
-
-@on_devices(2)
-def test_a_second_derivative_is_refused(world: World) -> None:
-    x, y = leaf(torch.randn(3, D)), leaf(torch.randn(3, D))
-    value = similarity.logsumexp(x, y)[0].sum()
-    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="at most first derivatives"):
-        gradient.square().sum().backward()

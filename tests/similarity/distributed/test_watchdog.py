@@ -54,7 +54,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def pair() -> tuple[SocketChannel, socket.socket]:
     """Rank 0's channel to rank 1, and rank 1's socket."""
     mine, theirs = socket.socketpair()
-    return SocketChannel([None, mine], timedelta(seconds=5)), theirs
+    return SocketChannel({1: mine}, timedelta(seconds=5)), theirs
 
 
 def wait_for(reports: list[str]) -> list[str]:
@@ -124,10 +124,8 @@ def test_a_forked_process_leaves_the_channel_open(reports: list[str]) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     theirs.sendall(b"words")
-    peer = channel.peers[1]
-    assert peer is not None
-    assert peer.recv(100) == b"words"
-    peer.sendall(b"answer")
+    assert channel.peers[1].recv(100) == b"words"
+    channel.peers[1].sendall(b"answer")
     assert theirs.recv(100) == b"answer"
 
 
@@ -142,21 +140,15 @@ def test_captured_transfers_are_not_watched(
     assert stays_empty(reports)
 
 
-def test_only_the_latest_transfers_are_remembered(reports: list[str]) -> None:
-    channel, theirs = pair()
+def test_one_report_of_the_latest_transfers_for_several_lost_ranks(reports: list[str]) -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    peers = {rank: mine for rank, (mine, _) in enumerate(pairs, start=1)}
+    channel = SocketChannel(peers, timedelta(seconds=5))
     for number in range(REMEMBERED + 3):
         channel.watch.track(str(number))
-    theirs.close()
-    assert wait_for(reports)[0].startswith("3: ")
-
-
-def test_one_report_for_several_lost_ranks(reports: list[str]) -> None:
-    pairs = [socket.socketpair() for _ in range(2)]
-    channel = SocketChannel([None, *(mine for mine, _ in pairs)], timedelta(seconds=5))
-    channel.watch.track("one")
     for _, theirs in pairs:
         theirs.close()
-    assert wait_for(reports)
+    assert wait_for(reports)[0].startswith("3: ")
     assert stays_empty(reports[1:])
 
 
@@ -169,19 +161,19 @@ def run(program: str, **environ: str) -> tuple[int, str]:
     return done.returncode, "".join(words).removeprefix("megabatch: CommunicationError: ")
 
 
-def test_the_process_goes_on_unless_it_was_asked_to_end() -> None:
+def test_whether_the_process_ends() -> None:
+    """It goes on unless it was asked to end, and where torch's own watchdog lets it."""
     later = "torch's watchdog acts when the group's timeout is over"
-    assert run("watchdog.report('why')\nexit(7)") == (7, f"why; {later}")
-    switched = "assert watchdog.set_abort_on_lost_rank(True) is False\n"
-    assert run(f"{switched}watchdog.report('why')\nexit(7)") == (1, "why; the process ends")
-    back = f"{switched}assert watchdog.set_abort_on_lost_rank(False)\n"
-    assert run(f"{back}watchdog.report('why')\nexit(7)") == (7, f"why; {later}")
-
-
-@pytest.mark.parametrize("how", ["0", "2"])
-def test_the_process_stays_where_torch_s_watchdog_is_told_so(how: str) -> None:
-    program = "watchdog.set_abort_on_lost_rank(True)\nwatchdog.report('why')\nexit(7)"
-    code, words = run(program, TORCH_NCCL_ASYNC_ERROR_HANDLING=how)
-    assert code == 7
-    assert words == "why; TORCH_NCCL_ASYNC_ERROR_HANDLING says that the process stays"
-    assert run(program, TORCH_NCCL_ASYNC_ERROR_HANDLING="3")[0] == 1
+    stays = "TORCH_NCCL_ASYNC_ERROR_HANDLING says that the process stays"
+    on = "assert watchdog.set_abort_on_lost_rank(True) is False\n"
+    off = "assert watchdog.set_abort_on_lost_rank(False)\n"
+    for switches, handling, code, then in (
+        ("", "3", 7, later),
+        (on, "3", 1, "the process ends"),
+        (on + off, "3", 7, later),
+        (on, "0", 7, stays),
+        (on, "2", 7, stays),
+    ):
+        program = f"{switches}watchdog.report('why')\nexit(7)"
+        found = run(program, TORCH_NCCL_ASYNC_ERROR_HANDLING=handling)
+        assert found == (code, f"why; {then}")

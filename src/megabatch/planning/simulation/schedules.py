@@ -327,7 +327,7 @@ def default(cluster: Cluster, work: Workload) -> Schedule:
     most = most_sharing(work.rows, work.row_bytes)
     cols = columns_for(cluster.nodes, cluster.local, most)
     shape = (cluster.gpus // cols, cols) if cols else (cluster.gpus, 1)
-    return Grid(shape, settings.gather())
+    return Grid(shape, settings.current().gather)
 
 
 def reduce_scale(timeline: Timeline) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,13 @@ if hasattr(dist, "all_gather_single"):  # torch 2.13 and newer, of which some de
 elif dist.is_available():
     _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
-LOCAL = "local"
-
 #: Bytes of a rank's terms in a handshake.
 TERMS = 1024
-
-
 #: Between the names of a grid of ranks and of the groups of this rank (`mesh_groups`).
 SEPARATOR = "|"
+
+
+# --- names ----------------------------------------------------------------------------------------
 
 
 def group_name(group: object) -> str:
@@ -48,7 +47,7 @@ def group_name(group: object) -> str:
         TypeError: `group` is none of these.
         ValueError: this process is no member of the group, or a mesh is none of these.
     """
-    if isinstance(group, str) and group == LOCAL:
+    if isinstance(group, str) and group == "local":
         return ""
     if not dist.is_available():
         if group is not None:
@@ -68,37 +67,6 @@ def group_name(group: object) -> str:
         group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     return group.group_name if group.size() > 1 else ""
-
-
-def rank_and_size(group: object) -> tuple[int, int]:
-    """This process's rank in a group, as `group_name` takes it, and the group's size."""
-    name = group_name(group)
-    if not name:
-        return 0, 1
-    if dist.is_available() and isinstance(group, DeviceMesh):
-        group = resolve(name)
-    assert group is None or isinstance(group, dist.ProcessGroup)
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def resolve(name: str) -> dist.ProcessGroup:
-    """The group of that name; if it is a grid, of all its ranks."""
-    return torch_internals.resolve_group(name.split(SEPARATOR)[0])
-
-
-def mesh_groups(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """For a mesh: the ranks that share this one's rows, and those that share its columns."""
-    _, *named = name.split(SEPARATOR)
-    if not named:
-        return None
-    rows, cols = map(torch_internals.resolve_group, named)
-    return rows, cols
-
-
-def shape(name: str) -> str:
-    """For a mesh, a description of its shape for the terms of a handshake; else ""."""
-    groups = mesh_groups(name)
-    return "" if groups is None else f", mesh: {groups[1].size()} x {groups[0].size()}"
 
 
 @constant_in_graphs
@@ -122,6 +90,31 @@ def _name_of_mesh(mesh: DeviceMesh) -> str:
     return SEPARATOR.join(group.group_name for group in groups)
 
 
+def resolve(name: str) -> dist.ProcessGroup:
+    """The group of that name; if it is a grid, of all its ranks."""
+    return torch_internals.resolve_group(name.split(SEPARATOR)[0])
+
+
+def mesh_groups(name: str) -> tuple[dist.ProcessGroup, ...]:
+    """For a mesh: the ranks that share this one's rows, and those that share its columns."""
+    return tuple(map(torch_internals.resolve_group, name.split(SEPARATOR)[1:]))
+
+
+def rank_and_size(group: object) -> tuple[int, int]:
+    """This process's rank in a group, as `group_name` takes it, and the group's size."""
+    name = group_name(group)
+    return _rank_and_size(name) if name else (0, 1)
+
+
+@constant_in_graphs
+def _rank_and_size(name: str) -> tuple[int, int]:
+    members = resolve(name)
+    return members.rank(), members.size()
+
+
+# --- the handshake --------------------------------------------------------------------------------
+
+
 def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """Exchange numbers between ranks with the same terms; if terms differ, an error on every rank.
 
@@ -137,24 +130,33 @@ def agree(name: str, terms: str, numbers: Sequence[int], device: torch.device) -
         ValueError: the ranks disagree; the message says what each had.
         CommunicationError: a rank is gone or sends nothing in time.
     """
-    group = resolve(name)
+    group, operation = resolve(name), terms.split(",", 1)[0]
     head = struct.Struct(f"{len(numbers)}q")
     text = terms.encode()[:TERMS].ljust(TERMS)
-    with failures_of(f"{_operation(terms)}: before the first transfer, rank {dist.get_rank()}"):
+    with failures_of(f"{operation}: before the first transfer, rank {dist.get_rank()}"):
         shown = control.channel(group, device).gather(text + head.pack(*numbers).ljust(64))
-    if any(row[:TERMS] != text for row in shown):
-        raise ValueError(_disagreement(group, [row[:TERMS].decode().strip() for row in shown]))
+    had: dict[str, list[str]] = {}  # the ranks with these terms
+    for rank, row in zip(dist.get_process_group_ranks(group), shown, strict=True):
+        had.setdefault(row[:TERMS].decode().strip(), []).append(str(rank))
+    if len(had) > 1:
+        each = (
+            f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(who)}: {what}"
+            for what, who in had.items()
+        )
+        raise ValueError("group: expected the same call on all ranks, got " + "; ".join(each))
     return [list(head.unpack_from(row, TERMS)) for row in shown]
 
 
-def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.ReduceOp.SUM) -> Tensor:
-    """`tensor` (changed in place) reduced over the group of that name."""
-    group, what = resolve(name), f"{operation}: all-reduce, rank {dist.get_rank()}"
-    with failures_of(what):
-        work = dist.all_reduce(tensor, how, group, async_op=not tensor.is_cuda)
-        _wait(work, group, tensor)
-    control.track(group, tensor, what)
-    return tensor
+@contextmanager
+def failures_of(what: str) -> Iterator[None]:
+    """Name the operation in errors of transfers, which become `CommunicationError`s."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(f"{what}: {error}") from error
+
+
+# --- transfers ------------------------------------------------------------------------------------
 
 
 class Pending:
@@ -167,18 +169,39 @@ class Pending:
         what: str = "",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`result` is filled at the end; `what` names the operation in errors."""
+        """`result` is filled at the end; `what` names the operation; group None: it has ended."""
         self.result, self._work, self._what, self._group = result, work, what, group
 
     def wait(self) -> Tensor:
         """The result, after its end: on the CPU in this thread, on a GPU in its stream."""
-        if self._work is not None:
-            assert self._group is not None
+        if self._group is not None:
             with failures_of(self._what):
-                control.wait(self._work, self._group, self.result)
-            control.track(self._group, self.result, self._what)
-        self._work = None
+                control.wait(self._work, self._group, self.result, self._what)
+        self._work = self._group = None
         return self.result
+
+
+def _begin(
+    collective: Callable[..., Any],
+    result: Tensor,
+    *given: Any,
+    group: dist.ProcessGroup,
+    what: str,
+    hidden: bool = True,
+) -> Pending:
+    """Begin a collective; `hidden`: something may be computed meanwhile."""
+    what = f"{what}, rank {dist.get_rank()}"
+    # A GPU's stream that waits at once needs no `Work`.
+    asynchronous = hidden or not result.is_cuda
+    with failures_of(what):
+        work = collective(result, *given, group=group, async_op=asynchronous)
+    return Pending(result, work, what, group)
+
+
+def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.ReduceOp.SUM) -> Tensor:
+    """`tensor` (changed in place) reduced over the group of that name."""
+    group, what = resolve(name), f"{operation}: all-reduce"
+    return _begin(dist.all_reduce, tensor, how, group=group, what=what, hidden=False).wait()
 
 
 def all_gather(
@@ -190,63 +213,21 @@ def all_gather(
     """
     if out is None:
         out = shard.new_empty((group.size() * len(shard), *shard.shape[1:]))
-    what = _collective(operation, "gathering")
-    with failures_of(what):
-        work = _all_gather(out, shard.contiguous(), group=group, async_op=True)
-    return Pending(out.view(group.size(), *shard.shape), work, what, group)
+    what = f"{operation}: gathering"
+    pending = _begin(_all_gather, out, shard.contiguous(), group=group, what=what)
+    pending.result = out.view(group.size(), *shard.shape)
+    return pending
 
 
 def reduce_scatter(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Pending:
     """This rank's (m, ...) of the sum over ranks of (n m, ...), in place."""
     size, rank = parts.shape[0] // group.size(), group.rank()
-    total = parts[rank * size : (rank + 1) * size]
-    what = _collective(operation, "adding up all ranks' results")
-    with failures_of(what):
-        work = _reduce_scatter(total, parts, group=group, async_op=True)
-    return Pending(total, work, what, group)
+    total, what = parts[rank * size :][:size], f"{operation}: adding up all ranks' results"
+    return _begin(_reduce_scatter, total, parts, group=group, what=what)
 
 
 def all_to_all(parts: Tensor, group: dist.ProcessGroup, operation: str) -> Tensor:
     """(n, ...): from every rank its part for this one, of (n, ...) each; waits for them."""
-    own = torch.empty_like(parts)
-    what = _collective(operation, "exchanging all ranks' results")
-    with failures_of(what):
-        work = dist.all_to_all_single(own, parts, group=group, async_op=not parts.is_cuda)
-        _wait(work, group, parts)
-    control.track(group, parts, what)
-    return own
-
-
-def _wait(work: dist.Work | None, group: dist.ProcessGroup, like: Tensor) -> None:
-    """Wait for a collective that the host waits for on the CPU alone."""
-    if work is not None:
-        control.wait(work, group, like)
-
-
-def _collective(operation: str, what: str) -> str:
-    return f"{operation}: {what}, rank {dist.get_rank()}"
-
-
-@contextmanager
-def failures_of(what: str) -> Iterator[None]:
-    """Name the operation in errors of transfers, which become `CommunicationError`s."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(f"{what}: {error}") from error
-
-
-def _operation(terms: str) -> str:
-    return terms.split(",", 1)[0]
-
-
-def _disagreement(group: dist.ProcessGroup, shown: list[str]) -> str:
-    ranks = dist.get_process_group_ranks(group)
-    had: dict[str, list[int]] = {}
-    for rank, terms in zip(ranks, shown, strict=True):
-        had.setdefault(terms, []).append(rank)
-    each = (
-        f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: {terms}"
-        for terms, who in had.items()
-    )
-    return "group: expected the same call on all ranks, got " + "; ".join(each)
+    own, what = torch.empty_like(parts), f"{operation}: exchanging all ranks' results"
+    exchange = dist.all_to_all_single
+    return _begin(exchange, own, parts, group=group, what=what, hidden=False).wait()

@@ -51,22 +51,23 @@ def grid_groups(
     """
     if min(map(min, sizes)) == 0:
         return None
-    group, of_mesh = comm.resolve(name), comm.mesh_groups(name)
+    group, mesh = comm.resolve(name), comm.mesh_groups(name)
     most = most_sharing(max(sizes[0]), row)
-    if of_mesh is not None:
-        found: GridGroups | None = GridGroups(*of_mesh)
-    elif group is dist.group.WORLD:
-        found = _of_all(group, settings.grid(), device, most)
-    else:  # the ranks of the world would all have to help make its groups
-        found = None
-    for part in found or ():
+    found = None
+    if mesh:
+        found = GridGroups(*mesh)
+    elif group is dist.group.WORLD:  # all ranks of the world have to help make its groups
+        found = _of_all(group, device, most)
+    if found is None or found.rows.size() > most:
+        return None
+    for part in found:
         control.watch_with(part, group)
-    return found if found is not None and found.rows.size() <= most else None
+    return found
 
 
 def most_sharing(rows: int, row: int) -> int:
     """The number of ranks whose shards of `rows` rows, of `row` bytes each, fit into memory."""
-    return settings.gather() // max(1, rows * row)
+    return settings.current().gather // max(1, rows * row)
 
 
 def columns_for(hosts: int, ranks: int, most: int) -> int:
@@ -101,7 +102,7 @@ def by_rank(group: dist.ProcessGroup, device: torch.device) -> list[str]:
 
 
 @functools.lru_cache(maxsize=8)
-def in_order(names: tuple[str, ...]) -> tuple[list[int], int]:
+def host_by_host(names: tuple[str, ...]) -> tuple[list[int], int]:
     """The ranks host by host, and the number of ranks of each host; 0 if they differ in it."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
@@ -110,35 +111,27 @@ def in_order(names: tuple[str, ...]) -> tuple[list[int], int]:
     return [rank for some in ranks.values() for rank in some], sizes.pop() if len(sizes) == 1 else 0
 
 
-def _of_all(
-    group: dist.ProcessGroup, columns: int, device: torch.device, most: int
-) -> GridGroups | None:
-    """The grid of all ranks with so many columns; -1: as the hosts suggest."""
-    setting, order = columns, list(range(group.size()))
+def _of_all(group: dist.ProcessGroup, device: torch.device, most: int) -> GridGroups | None:
+    """The grid of all ranks; its groups are made on first use."""
+    setting = columns = settings.current().grid
+    order = list(range(group.size()))
     if setting < 0:
-        order, on_each = in_order(tuple(by_rank(group, device)))
+        order, on_each = host_by_host(tuple(by_rank(group, device)))
         columns = columns_for(len(order) // on_each, on_each, most) if on_each else 0
-    known = _grids.setdefault(group, {})
-    if (setting, columns) not in known:
-        grid = columns > 0 and len(order) % columns == 0
-        known[setting, columns] = _new_groups(group, columns, order, device) if grid else None
-    return known[setting, columns]
-
-
-def _new_groups(
-    group: dist.ProcessGroup, columns: int, order: list[int], device: torch.device
-) -> GridGroups:
-    """New groups of the ranks in this order, row by row."""
-    table = [order[i : i + columns] for i in range(0, len(order), columns)]
-    # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
-    timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
-    rows, _ = dist.new_subgroups_by_enumeration(table, timeout)
-    cols, _ = dist.new_subgroups_by_enumeration(
-        [list(c) for c in zip(*table, strict=True)], timeout
-    )
-    assert isinstance(rows, dist.ProcessGroup)
-    assert isinstance(cols, dist.ProcessGroup)
-    return GridGroups(rows, cols)
+    known, key = _grids.setdefault(group, {}), (setting, columns)
+    if key not in known and (columns == 0 or len(order) % columns):
+        known[key] = None
+    elif key not in known:
+        table = [order[i : i + columns] for i in range(0, len(order), columns)]
+        # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
+        timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
+        rows, _ = dist.new_subgroups_by_enumeration(table, timeout)
+        turned = [list(column) for column in zip(*table, strict=True)]
+        cols, _ = dist.new_subgroups_by_enumeration(turned, timeout)
+        assert isinstance(rows, dist.ProcessGroup)
+        assert isinstance(cols, dist.ProcessGroup)
+        known[key] = GridGroups(rows, cols)
+    return known[key]
 
 
 def _host() -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megabatch.similarity import settings
 from megabatch.similarity.distributed.comm import Pending, all_gather, all_to_all, reduce_scatter
 from megabatch.similarity.matrix import Side
 
@@ -20,7 +21,8 @@ DIMS = (0, 0, 0, 0, 0, 1)
 class Layout:
     """The rows of some ranks, one rank after another; they may be those of this rank alone.
 
-    A transfer takes as many rows of each rank, so shorter shards are padded.
+    A transfer takes as many rows of each rank, so shorter shards are padded. Transfers that begin
+    here have ended at once if they are not to overlap computation (`set_overlap`).
     """
 
     def __init__(
@@ -30,19 +32,11 @@ class Layout:
         self.group, self.sizes, self.operation = group, list(sizes), operation
         self.rank = 0 if group is None else group.rank()
         self.starts = list(accumulate(sizes, initial=0))  #: of each rank's rows; the end of all
+        self.size = self.starts[-1]  #: number of rows
+        self.own = slice(*self.starts[self.rank : self.rank + 2])  #: this rank's rows
         self.padded = max(sizes)
-        self.even = min(sizes) == self.padded
+        self._even = min(sizes) == self.padded
         self._padded_rows: Tensor | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of rows."""
-        return self.starts[-1]
-
-    @property
-    def own(self) -> slice:
-        """This rank's rows."""
-        return slice(self.starts[self.rank], self.starts[self.rank + 1])
 
     def gather(self, side: Side, saved: Tensor | None = None, filled: bool = False) -> Gathering:
         """Begin to gather all ranks' tensors.
@@ -51,31 +45,32 @@ class Layout:
             side: this rank's. saved: (size, d) a place for the features; None: a new one. filled:
                 it has them already.
         """
-        if self.group is None or self.size == 0:
-            return Gathering(self, side, [None] * len(side))
-        filled = filled and saved is not None
-        pending: list[Pending | None] = []
-        for k, (tensor, dim) in enumerate(zip(side, DIMS, strict=True)):
-            if tensor is None or (k == 0 and filled):
-                pending.append(None)
-                continue
+        arriving: dict[int, Pending] = {}
+        if self.group is not None and self.size:
+            if filled and saved is not None:
+                side = side._replace(features=saved)
             missing = self.padded - self.sizes[self.rank]
-            if missing:
-                tensor = F.pad(tensor, [0, 0] * (tensor.dim() - dim - 1) + [0, missing])
-            place = saved if k == 0 else None
-            pending.append(all_gather(tensor, self.group, self.operation, place))
-        here = side._replace(features=saved) if saved is not None and filled else side
-        return Gathering(self, here, pending)
+            for k, (tensor, dim) in enumerate(zip(side, DIMS, strict=True)):
+                if tensor is None or tensor is saved:
+                    continue
+                if missing:
+                    tensor = F.pad(tensor, [0, 0] * (tensor.dim() - dim - 1) + [0, missing])
+                place = saved if k == 0 else None
+                arriving[k] = all_gather(tensor, self.group, self.operation, place)
+        gathering = Gathering(self, side, arriving)
+        if not settings.current().overlap:
+            gathering.wait()
+        return gathering
 
     def exchange(self, states: Tensor) -> Tensor:
-        """Every rank's states of this rank's rows, (ranks, ...); each gives states (k, size)."""
+        """Every rank's states of this rank's rows, (ranks, k, own); each gives states (k, size)."""
         if self.group is None:
             return states[None]
         if self.size == 0:
             return states.new_empty(len(self.sizes), *states.shape)
         by_rank = self._pad(states, 1).unflatten(1, (-1, self.padded)).movedim(1, 0)
         found = all_to_all(by_rank.contiguous(), self.group, self.operation)
-        return found if self.even else found[..., : self.sizes[self.rank]].contiguous()
+        return found if self._even else found[..., : self.sizes[self.rank]].contiguous()
 
     def sum(self, totals: Tensor) -> Pending:
         """Begin to sum all ranks' totals (size, ...), in place; the result: this rank's rows."""
@@ -83,6 +78,8 @@ class Layout:
             return Pending(totals)
         pending = reduce_scatter(self._pad(totals, 0), self.group, self.operation)
         pending.result = pending.result[: self.sizes[self.rank]]
+        if not settings.current().overlap:
+            pending.wait()
         return pending
 
     def sum_by_rank(self, parts: Tensor) -> Tensor:
@@ -94,11 +91,11 @@ class Layout:
     def join(self, gathered: Tensor, dim: int) -> Tensor:
         """All rows along `dim`, without padding, from those by rank (ranks, ...)."""
         joined = gathered.movedim(0, dim).flatten(dim, dim + 1)
-        return joined if self.even else joined.index_select(dim, self._rows(joined))
+        return joined if self._even else joined.index_select(dim, self._rows(joined))
 
     def _pad(self, joined: Tensor, dim: int) -> Tensor:
         """The inverse of `join`'s removal of padding, which is left uninitialised."""
-        if self.even:
+        if self._even:
             return joined
         shape = list(joined.shape)
         shape[dim] = len(self.sizes) * self.padded
@@ -118,22 +115,20 @@ class Layout:
 class Gathering:
     """A transfer that gathers all ranks' sides."""
 
-    def __init__(self, layout: Layout, own: Side, pending: Sequence[Pending | None]) -> None:
-        self._layout, self._own, self._pending = layout, own, pending
-        self._all: Side | None = None
+    def __init__(self, layout: Layout, side: Side, arriving: dict[int, Pending]) -> None:
+        """`arriving`: by index in a `Side`; the side's other tensors are there already."""
+        self._layout, self._side, self._arriving = layout, side, arriving
 
     @property
     def under_way(self) -> bool:
         """Whether something is still to be waited for."""
-        return any(arriving is not None for arriving in self._pending)
+        return bool(self._arriving)
 
     def wait(self) -> Side:
         """The sides of all ranks, one rank after another."""
-        if self._all is None:
-            tensors = [
-                tensor if arriving is None else self._layout.join(arriving.wait(), dim)
-                for tensor, arriving, dim in zip(self._own, self._pending, DIMS, strict=True)
-            ]
-            self._all = Side(*tensors)  # type: ignore[arg-type]
-            self._pending = ()
-        return self._all
+        if self._arriving:
+            tensors = list(self._side)
+            for k, pending in self._arriving.items():
+                tensors[k] = self._layout.join(pending.wait(), DIMS[k])
+            self._side, self._arriving = Side(*tensors), {}  # type: ignore[arg-type]
+        return self._side

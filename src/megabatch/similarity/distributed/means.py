@@ -7,6 +7,8 @@ functions only.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import Tensor
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name, rank_and_size
-from megabatch.similarity.ops import operator
+from megabatch.similarity.ops import Operator, operator
 
 
 def global_mean(
@@ -39,8 +41,8 @@ def global_mean(
         weights: (m,), non-negative; they get no gradient. Either all ranks pass weights or none
             does. If all weights are zero, the result and its gradients are 0, with or without rows.
         name: the argument that errors name.
-        batch: global number of rows, if a reduction has returned it (`functions`). Without weights
-            it saves the all-reduce of the row counts.
+        batch: global number of rows, if a reduction has returned it (`Stacks`). Without weights it
+            saves the all-reduce of the row counts.
 
     Raises:
         ValueError: no process has a row and there are no weights.
@@ -70,14 +72,12 @@ def share_of_mean(
             weights, name: as in `global_mean`.
     """
     name_of_group, (_, size) = group_name(group), rank_and_size(group)
-    if not name_of_group:
-        if weights is None:
-            _check_count(rows, name)
-            return total / rows
-        weight = weights.detach().sum()
-    else:
-        number = None if weights is None else weights.detach().sum()
-        weight = _global_weight(total.detach(), rows, number, name_of_group, name)
+    weight = None if weights is None else weights.detach().sum()
+    if name_of_group:
+        weight = _global_weight(total.detach(), rows, weight, name_of_group, name)
+    elif weight is None:
+        _check_count(rows, name)
+        return total / rows
     return total * size / weight.masked_fill(weight == 0, 1)
 
 
@@ -126,9 +126,7 @@ def replicated(parameter: Tensor, group: object) -> Tensor:
     terms of its own) applies it first.
     """
     name = group_name(group)
-    if not (name and parameter.requires_grad):
-        return parameter
-    return _replicated(parameter, name)
+    return _replicated(parameter, name) if name and parameter.requires_grad else parameter
 
 
 def sum_over_ranks(values: Tensor, group: object) -> Tensor:
@@ -145,15 +143,33 @@ def log_mean_exp(values: Tensor, group: object) -> Tensor:
 # --- the operators --------------------------------------------------------------------------------
 
 
-@operator("sum_over_ranks", group_argument=1)
-def _sum_over_ranks(values: Tensor, group: str) -> Tensor:
+def _elementwise(
+    name: str, function: Callable[..., Tensor], backward: Callable[[Tensor, str], Tensor]
+) -> Operator:
+    """An operator of values of any shape and a group's name; `backward`: of its gradient."""
+    made = Operator(name, function, 1)
+    made.register_fake(lambda values, group: torch.empty_like(values))
+
+    def keep_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        ctx.group = inputs[1]
+
+    made.register_autograd(lambda ctx, gradient: (backward(gradient, ctx.group), None), keep_group)
+    return made
+
+
+def _sum(values: Tensor, group: str) -> Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
     return comm.all_reduce(total, group, "sum over ranks")
 
 
-@operator("replicated", group_argument=1)
-def _replicated(parameter: Tensor, group: str) -> Tensor:
-    return parameter.clone()
+def _copy(values: Tensor, group: str) -> Tensor:
+    return values.clone()
+
+
+_sum_over_ranks = _elementwise("sum_over_ranks", _sum, lambda g, group: _sum_over_ranks(g, group))
+_replicated = _elementwise(
+    "replicated", _copy, lambda g, group: _sum_over_ranks(g, group) / comm.resolve(group).size()
+)
 
 
 @operator("global_weight", group_argument=3)
@@ -191,32 +207,5 @@ def _log_mean_exp(values: Tensor, group: str) -> Tensor:
     return (total[0] / total[1]).log() + peak
 
 
-@_log_mean_exp.register_fake
-def _(values: Tensor, group: str) -> Tensor:
-    return values.new_empty(())
-
-
-@_global_weight.register_fake
-def _(like: Tensor, rows: int, weight: Tensor | None, group: str, name: str) -> Tensor:
-    return like.new_empty(())
-
-
-for _operator in (_sum_over_ranks, _replicated):
-    _operator.register_fake(lambda values, group: torch.empty_like(values))
-
-
-def _keep_group(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.group = inputs[1]
-
-
-def _sum_of_gradients(ctx, gradient):  # type: ignore[no-untyped-def]
-    return _sum_over_ranks(gradient, ctx.group), None
-
-
-def _mean_of_gradients(ctx, gradient):  # type: ignore[no-untyped-def]
-    size = comm.resolve(ctx.group).size()
-    return _sum_over_ranks(gradient, ctx.group) / size, None
-
-
-_sum_over_ranks.register_autograd(_sum_of_gradients, setup_context=_keep_group)
-_replicated.register_autograd(_mean_of_gradients, setup_context=_keep_group)
+for _operator in (_global_weight, _log_mean_exp):
+    _operator.register_fake(lambda values, *_: values.new_empty(()))

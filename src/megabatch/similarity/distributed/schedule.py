@@ -9,8 +9,7 @@ which counts between hosts (docs/distributed.md).
 
 Rounds bound the memory of transfers for any shard size: while one is computed, the next one's
 columns arrive and the gradients of the previous one are summed. A collective per round is faster
-than passing chunks around a ring, where each rank waits for the slowest at each step (262,144 x 768
-on 4 H200s: 179 ms instead of 184; benchmarks/results/transfers-4gpu.json).
+than a ring of ranks, where each waits for the slowest at each step (docs/transfers.md).
 
 The matrix of x against itself is symmetric, so one of two ranks computes the block of their shards:
 rank (r, c) its rows against the columns of the ranks (r - s, c), s < R / 2, and if R is even a half
@@ -30,19 +29,16 @@ from torch import Tensor
 
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm
-from megabatch.similarity.distributed.comm import Pending
 from megabatch.similarity.distributed.grid import grid_groups
-from megabatch.similarity.distributed.layout import Gathering, Layout
+from megabatch.similarity.distributed.layout import Layout
 from megabatch.similarity.matrix import Side
 from megabatch.similarity.slices import strips
 
 #: With at least this many rows of a rank in a round, its own columns come first, while the others'
-#: arrive (65,536 rows on 4 H200s: 12.07 ms instead of 12.21; hiding-4gpu.json). With fewer,
-#: launches by the host decide the time.
+#: arrive. With fewer, launches by the host decide the time.
 LARGE = 16_384
 #: Shards above the bound are gathered in rounds of this part of it: features of three rounds and
-#: gradients of two are in memory at once, and smaller rounds are as fast where there are many
-#: (98.9% at 1,048,576 rows on 4 H200s; scaling.json).
+#: gradients of two are in memory at once, and smaller rounds are as fast where there are many.
 ROUND = 4
 #: Rows of a round are a multiple of this, as those of a GPU's tiles.
 TILE = 128
@@ -87,18 +83,16 @@ class Ranks:
         self._even = len(set(col_sizes)) == len(set(row_sizes)) == 1
         row_bytes = features.shape[1] * features.element_size()
         groups = grid_groups(name, sizes, row_bytes, features.device) if grid else None
-        self.in_order = groups is None  # the columns of a round are those of all ranks
+        self.is_grid = groups is not None
         if groups is None:
             self.rows = Layout(None, [row_sizes[self.rank]], operation)
             self.cols = Layout(group, col_sizes, operation)
         else:
-            members = dist.get_process_group_ranks(group)
-            for_each = [dist.get_process_group_ranks(part) for part in groups]
-            shared = [[members.index(rank) for rank in part] for part in for_each]
-            self.rows, self.cols = (
-                Layout(part if part.size() > 1 else None, [own[k] for k in ranks], operation)
-                for part, own, ranks in zip(groups, sizes, shared, strict=True)
-            )
+            members, layouts = dist.get_process_group_ranks(group), []
+            for part, own in zip(groups, sizes, strict=True):
+                shared = [own[members.index(k)] for k in dist.get_process_group_ranks(part)]
+                layouts.append(Layout(part if part.size() > 1 else None, shared, operation))
+            self.rows, self.cols = layouts
         #: index of this rank's first column, and row, among those of all ranks
         self.start = sum(col_sizes[: self.rank])
         self.row_start = self.start - self.rows.own.start
@@ -114,11 +108,9 @@ class Ranks:
 
         The forward pass fills them, the backward pass need not gather again.
         """
-        if not (self.one_round and self._even):
-            return None, None
         n = self.cols.size
         m = self.rows.size if self.rows.group is not None else 0
-        if not 0 < n + m <= len(features):
+        if not (self.one_round and self._even and 0 < n + m <= len(features)):
             return None, None
         return features[n : n + m] if m else None, features[:n]
 
@@ -136,19 +128,10 @@ class Ranks:
 
     def _rounds(self, now: Round, others: Sequence[slice], side: Side) -> Iterator[Round]:
         for part in others:
-            coming = Round(self, part, side) if settings.overlap() else None
+            coming = Round(self, part, side) if settings.current().overlap else None
             yield now
-            now = Round(self, part, side) if coming is None else coming
+            now = coming or Round(self, part, side)
         yield now
-
-    def gather_rows(
-        self, side: Side, saved: Tensor | None = None, filled: bool = False
-    ) -> Gathering:
-        """Begin to gather the rows that this rank computes."""
-        coming = self.rows.gather(side, saved, filled)
-        if not settings.overlap():
-            coming.wait()
-        return coming
 
 
 class Round:
@@ -168,25 +151,21 @@ class Round:
         self.own = pieces[ranks.cols.rank]  #: of this rank's shard
         self._side = side.narrow(self.own)
         self._coming = self.layout.gather(self._side, saved, filled)
-        if not settings.overlap():
-            self._coming.wait()
 
     def parts(self) -> Iterator[Part]:
         """The blocks to compute; own columns come first if the others' are on their way."""
         if self.ranks.symmetric:
             yield from self._half()
             return
-        ranks, own = self.ranks, self.layout.own
-        behind = ranks.row_start + ranks.rows.size
-        start = ranks.start + self.own.start
-        rows = slice(0, ranks.rows.size)
-        whole = ranks.in_order and ranks.one_round
-        if whole and not (self._coming.under_way and self.layout.sizes[self.layout.rank] >= LARGE):
-            every = slice(0, self.layout.size)
-            yield Part(rows, every, ranks.row_start, 0, self._coming.wait())
+        ranks, own, size = self.ranks, self.layout.own, self.layout.size
+        rows, behind = slice(0, ranks.rows.size), ranks.row_start + ranks.rows.size
+        hides = self._coming.under_way and own.stop - own.start >= LARGE
+        if ranks.one_round and not ranks.is_grid and not hides:
+            yield Part(rows, slice(0, size), ranks.row_start, 0, self._coming.wait())
             return
+        start = ranks.start + self.own.start
         yield Part(rows, own, ranks.row_start, start, self._side)
-        for cols in (slice(own.stop, self.layout.size), slice(0, own.start)):
+        for cols in (slice(own.stop, size), slice(0, own.start)):
             if cols.start < cols.stop:
                 side = self._coming.wait().narrow(cols)
                 yield Part(rows, cols, ranks.row_start, behind, side)
@@ -214,21 +193,9 @@ class Round:
         if self.ranks.one_round:
             yield 0, columns
             return
-        for start, first, last in zip(
-            self.ranks.cols.starts, layout.starts, layout.starts[1:], strict=False
-        ):
-            yield start + self._part.start, columns.narrow(slice(first, last))
-
-    def exchange(self, states: Tensor) -> Tensor:
-        """(ranks, k, own): every rank's states of this rank's columns; each gives (k, size)."""
-        return self.layout.exchange(states)
-
-    def sum(self, totals: Tensor) -> Pending:
-        """Begin to sum all ranks' totals (size, ...) of the columns; see `Layout.sum`."""
-        pending = self.layout.sum(totals)
-        if not settings.overlap():
-            pending.wait()
-        return pending
+        for rank, start in enumerate(self.ranks.cols.starts[:-1]):
+            some = slice(*layout.starts[rank : rank + 2])
+            yield start + self._part.start, columns.narrow(some)
 
 
 def half(
@@ -269,7 +236,7 @@ def round_rows(size: int, row: int) -> int:
 
     row: bytes of features of one row of each rank.
     """
-    limit = settings.gather()
+    limit = settings.current().gather
     if size * row <= limit:
         return max(1, size)
     most = max(1, limit // ROUND // row)
@@ -291,27 +258,17 @@ def saved_rows(features: Tensor, ranks: int, limit: int) -> int:
 
 def terms() -> str:
     """Description of the schedule's settings, on which all ranks must agree."""
-    columns = settings.grid()
+    chosen = settings.current()
+    columns = {-1: "by hosts", 0: "never"}.get(chosen.grid, f"{chosen.grid} columns")
     return (
-        f"gathered up to {settings.gather()} bytes, "
-        f"transfers {'overlap' if settings.overlap() else 'one by one'}, "
-        f"grid: {'by hosts' if columns < 0 else f'{columns} columns' if columns else 'never'}"
+        f"gathered up to {chosen.gather} bytes, "
+        f"transfers {'overlap' if chosen.overlap else 'one by one'}, grid: {columns}"
     )
-
-
-class Agreement(NamedTuple):
-    """The ranks of a call, and the numbers of rows and columns of each, (2, ranks) int64.
-
-    The sizes are on the CPU; for one process they are (2, 0), on the features' device.
-    """
-
-    ranks: Ranks | None  #: None: this process alone
-    sizes: Tensor
 
 
 def agree(
     group: str, call: str, description: str, sizes: tuple[int, int], x: Tensor, symmetric: bool
-) -> Agreement:
+) -> tuple[Ranks | None, Tensor]:
     """Let the ranks of a group agree on a call, before anything is sent.
 
     Args:
@@ -320,15 +277,21 @@ def agree(
         description: of the call's arguments, on which they must agree. sizes: this rank's numbers
             of rows and columns. symmetric: x against itself.
 
+    Returns:
+        The ranks, None for this process alone, and the numbers of rows and columns of each, as
+        of `new_sizes`.
+
     Raises:
         ValueError: the ranks disagree; the message says what each had.
         CommunicationError: a rank is gone or sends nothing in time.
     """
     if not group:
-        return Agreement(None, new_sizes(group, x))
-    common = f"{call}, {description}, {terms()}{comm.shape(group)}"
+        return None, new_sizes(group, x)
+    common, mesh = f"{call}, {description}, {terms()}", comm.mesh_groups(group)
+    if mesh:
+        common += f", mesh: {mesh[1].size()} x {mesh[0].size()}"
     table = torch.tensor(comm.agree(group, common, sizes, x.device), device="cpu").T
-    return Agreement(ranks_again(group, call, table, x, symmetric, ""), table)
+    return ranks_again(group, call, table, x, symmetric, ""), table
 
 
 def ranks_again(
@@ -341,7 +304,10 @@ def ranks_again(
 
 
 def new_sizes(group: str, x: Tensor) -> Tensor:
-    """Sizes as of an `Agreement`, uninitialised, also for fake tensors."""
-    # On the features' device: CUDA graphs of torch.compile hold no result on the CPU.
+    """Numbers of rows and columns of each rank, (2, ranks) int64, uninitialised, also fake ones.
+
+    They are on the CPU; for one process they are (2, 0) on the features' device, as CUDA graphs of
+    torch.compile hold no result on the CPU.
+    """
     ranks = comm.resolve(group).size() if group else 0
     return x.new_empty(2, ranks, dtype=torch.int64, device="cpu" if ranks else x.device)

@@ -1,10 +1,9 @@
 """A watchdog that reports a transfer stuck on a lost rank, and can end the process.
 
-NCCL waits on the GPU, where no Python code sees another rank die. torch's own watchdog reacts only
-when the group's timeout expires, names one of its own collectives, and ends the process a minute
-later (torch 2.11: four times `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC`). Ranks on one machine have
-sockets between them (`control`), which the operating system closes when a process dies, so this
-watchdog notices within seconds.
+NCCL waits on the GPU, where no Python code sees another rank die. torch's own watchdog acts only
+after the group's timeout (docs/distributed.md). Ranks on one machine have sockets between them
+(`control`), which the operating system closes when a process dies, so this watchdog notices within
+seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 
 import torch
 
@@ -48,9 +46,9 @@ def set_abort_on_lost_rank(on: bool) -> bool:
 class Watch:
     """Tracks the transfers that this process's GPU waits for, and the liveness of their ranks."""
 
-    def __init__(self, peers: Sequence[socket.socket | None]) -> None:
-        """`peers`: a socket to each other rank, None in this rank's own place."""
-        self._peers = list(peers)
+    def __init__(self, peers: dict[int, socket.socket]) -> None:
+        """`peers`: a socket to each other rank."""
+        self._peers = peers
         self._waits: deque[tuple[str, torch.cuda.Event]] = deque()
         self._process = os.getpid()
         self._begun = self._done = False
@@ -76,7 +74,7 @@ class Watch:
         self._done = True
         if os.getpid() != self._process:  # a forked child: the sockets belong to its parent
             return
-        for peer in filter(None, self._peers):
+        for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 if sys.exc_info()[0] is None:
                     peer.send(GOODBYE, socket.MSG_DONTWAIT)
@@ -85,13 +83,11 @@ class Watch:
 
     def _run(self) -> None:
         """Wait until a rank is lost, then check whether a transfer is stuck."""
-        poll = select.poll()
-        ranks = {}
+        poll, ranks = select.poll(), dict[int, int]()
         with contextlib.suppress(OSError, ValueError):  # the channel closed its sockets already
-            for rank, peer in enumerate(self._peers):
-                if peer is not None:
-                    ranks[peer.fileno()] = rank
-                    poll.register(peer, select.POLLRDHUP)
+            for rank, peer in self._peers.items():
+                ranks[peer.fileno()] = rank
+                poll.register(peer, select.POLLRDHUP)
         while ranks and not self._done:
             for file, _ in poll.poll():
                 rank = ranks.pop(file)
@@ -100,18 +96,18 @@ class Watch:
                     return  # reported; other ranks may be lost for the same reason
 
     def _said_goodbye(self, rank: int) -> bool:
-        peer = self._peers[rank]
-        assert peer is not None
         with contextlib.suppress(OSError):
             # Earlier messages may still be unread in front of it.
-            return peer.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT).endswith(GOODBYE)
+            unread = self._peers[rank].recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return unread.endswith(GOODBYE)
         return False
 
     def _is_stuck(self, rank: int) -> bool:
         """Whether a transfer is stuck. The host may still launch others meanwhile."""
         stuck, since = None, time.monotonic()
         while not self._done:
-            now = self._first_wait()
+            # The first transfer that has not ended.
+            now = next((wait for wait in tuple(self._waits) if not wait[1].query()), None)
             if now is None or now is not stuck:
                 stuck, since = now, time.monotonic()
             elif time.monotonic() - since > GRACE:
@@ -119,12 +115,6 @@ class Watch:
                 return True
             time.sleep(GRACE / 20)
         return False
-
-    def _first_wait(self) -> tuple[str, torch.cuda.Event] | None:
-        for wait in tuple(self._waits):
-            if not wait[1].query():
-                return wait
-        return None
 
 
 def report(why: str) -> None:
