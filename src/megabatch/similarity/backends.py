@@ -33,17 +33,12 @@ def uses_kernels(x: Tensor) -> bool:
     return x.element_size() == 2
 
 
-def arithmetic(x: Tensor) -> str:
-    """Description of the arithmetic for features like x, on which all ranks must agree."""
-    products = settings.products(x)
-    kernels = "fused" if uses_kernels(x) else "torch"
-    return f"{kernels} kernels" + (f", float32 products: {products}" if products else "")
-
-
 def described(x: Tensor) -> str:
     """Description of features like x and of their products, on which all ranks must agree."""
-    dtype = str(x.dtype).removeprefix("torch.")
-    return f"width {x.shape[1]}, {dtype}, {x.device.type}, {arithmetic(x)}"
+    dtype, products = str(x.dtype).removeprefix("torch."), settings.products(x)
+    kernels = f"{'fused' if uses_kernels(x) else 'torch'} kernels"
+    words = f"width {x.shape[1]}, {dtype}, {x.device.type}, {kernels}"
+    return f"{words}, float32 products: {products}" if products else words
 
 
 @functools.cache  # torch queries the driver each time, and a step needs it ten times
@@ -52,13 +47,10 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _kernels_on(device: torch.device) -> bool:
-    return device.type == "cuda" and _triton_installed() and capability(device) >= (8, 0)
-
-
 @functools.cache  # needed several times a step
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _kernels_on(device: torch.device) -> bool:
+    installed = importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and installed and capability(device) >= (8, 0)
 
 
 def warn_of_float32(x: Tensor) -> None:

@@ -1,9 +1,13 @@
-"""Gradients of whole models under DDP and FSDP2 against one process, in float64, to 1e-9."""
+"""Gradients of whole models under DDP and FSDP2 against one process, in float64, to 1e-9.
+
+The losses are called with all outputs of an OpenCLIP model, its unused bias included, and of a
+tower that none of the pairs needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -14,40 +18,49 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientCache
-from megabatch.losses import ClipLoss, NTXentLoss
+from megabatch.losses import ClipLoss, MultiModalLoss, NTXentLoss, SigLipLoss
+from tests.gradient_cache.parallel import gradients
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 
 WIDTH, D = 5, 4
 
 
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 6), nn.Linear(6, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(self.second(self.first(x).tanh()), dim=-1)
-
-
 class Model(nn.Module):
+    """Three towers, a scale, and a bias that cancels in a softmax."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.text = Tower(), Tower()
-        self.scale = nn.Parameter(torch.tensor([1.5]))  # FSDP2 takes no 0-d parameter
+        self.image, self.text, self.audio = (nn.Linear(WIDTH, D) for _ in range(3))
+        # FSDP2 takes no 0-d parameter.
+        self.scale, self.bias = (nn.Parameter(torch.tensor([v])) for v in (1.5, -1.0))
 
-    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.image(images), self.text(texts), self.scale.exp()
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, ...]:
+        towers = (self.image, images), (self.text, texts), (self.audio, images)
+        features = (F.normalize(tower(batch).tanh(), dim=-1) for tower, batch in towers)
+        return *features, self.scale.exp(), self.bias
 
 
 class Loss:
-    """Two losses in one step, one of them weighted."""
+    """Several losses in one step, one of them weighted."""
 
     def __init__(self, group: object) -> None:
-        self.clip, self.nt_xent = ClipLoss(group=group), NTXentLoss(0.5, group=group)
+        self.clip, self.sigmoid = ClipLoss(group=group), SigLipLoss(group=group)
+        self.nt_xent = NTXentLoss(0.5, group=group)
+        self.modalities = MultiModalLoss([("image", "text")], group=group)
 
-    def __call__(self, x: Tensor, y: Tensor, scale: Tensor, weights: Tensor) -> Tensor:
-        weighted = self.clip(x, y, scale, weights=weights)
-        return weighted + self.clip(x, y, scale) / 2 + self.nt_xent(x, y, temperature=1 / scale)
+    def __call__(
+        self, x: Tensor, y: Tensor, z: Tensor, scale: Tensor, bias: Tensor, weights: Tensor
+    ) -> Tensor:
+        total = self.clip(x, y, scale, bias, weights=weights)
+        total = total + self.nt_xent(x, y, temperature=1 / scale)
+        return total + self.modalities({"image": x, "text": y, "audio": z}, scale, bias)
+
+
+class LossWithBias(Loss):
+    """The bias of a sigmoid loss does not cancel."""
+
+    def __call__(self, x, y, z, scale, bias, weights):  # type: ignore[no-untyped-def]
+        return self.sigmoid(x, y, scale, bias, weights=weights) + 0 * z.sum()
 
 
 def new_model(frozen: bool) -> Model:
@@ -63,92 +76,69 @@ def under_ddp(model: Model) -> nn.Module:
 
 def under_fsdp(model: Model) -> nn.Module:
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    for module in (model.image, model.text, model):
+    for module in (model.image, model.text, model.audio, model):
         fully_shard(module, mesh=mesh)
     return model
 
 
-def under_ddp_but_for_the_scale(model: Model) -> nn.Module:
-    """Both towers are in DDP; the scale is a parameter whose gradient nothing averages."""
-    model.image = DistributedDataParallel(model.image)  # type: ignore[assignment]
-    if any(p.requires_grad for p in model.text.parameters()):
-        model.text = DistributedDataParallel(model.text)  # type: ignore[assignment]
+def under_ddp_but_for_the_numbers(model: Model) -> nn.Module:
+    """All towers are in DDP; nothing averages the gradients of the scale and the bias."""
+    for name in ("image", "text", "audio"):
+        if any(p.requires_grad for p in getattr(model, name).parameters()):
+            setattr(model, name, DistributedDataParallel(getattr(model, name)))
     return model
 
 
-WRAPPERS = (under_ddp, under_fsdp, under_ddp_but_for_the_scale)
+WRAPPERS = (under_ddp, under_fsdp, under_ddp_but_for_the_numbers)
 
 
-def uncached(
-    model: nn.Module, loss: Loss, images: Tensor, texts: Tensor, weights: Tensor
+def step(
+    model: nn.Module, loss: Loss, images: Tensor, texts: Tensor, weights: Tensor, cached: bool
 ) -> Tensor:
-    value = loss(*model(images, texts), weights)
+    if cached:
+        value = GradientCache(model, loss, 2)(images, texts, weights=weights)
+    else:
+        value = loss(*model(images, texts), weights)
     value.backward()
     return value.detach()
-
-
-def cached(model: nn.Module, loss: Loss, images: Tensor, texts: Tensor, weights: Tensor) -> Tensor:
-    value = GradientCache(model, loss, 2)(images, texts, weights=weights)
-    value.backward()
-    return value.detach()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient: Any = parameter.grad
-        if gradient is not None:
-            full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-            found[name.replace("module.", "")] = full
-    return found
 
 
 def compare(
     world: World,
     wrap: Callable[[Model], nn.Module],
-    step: Callable[..., Tensor],
     sizes: list[int],
+    kind: type[Loss] = Loss,
+    cached: bool = False,
     frozen: bool = False,
 ) -> None:
     torch.manual_seed(1)
-    n = sum(sizes)
-    batch = [torch.randn(n, WIDTH).double() for _ in range(2)]
-    batch.append(torch.rand(n).double())
-    truth = new_model(frozen)
-    expected = uncached(truth, Loss("local"), *batch)
-
-    model = wrap(new_model(frozen))
-    value = step(model, Loss(None), *(world.shard(t, sizes) for t in batch))
+    batch = [torch.randn(sum(sizes), WIDTH).double() for _ in range(2)]
+    batch.append(torch.rand(sum(sizes)).double())
+    truth, model = new_model(frozen), wrap(new_model(frozen))
+    expected = step(truth, kind("local"), *batch, cached=False)
+    value = step(model, kind(None), *(world.shard(t, sizes) for t in batch), cached=cached)
     dist.all_reduce(value)
     torch.testing.assert_close(value / world.size, expected, rtol=0, atol=1e-9)
     found, wanted = gradients(model), gradients(truth)
     assert found.keys() == wanted.keys()
     for name, gradient in found.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-9)
-
-
-def without_empty(sizes: Iterable[list[int]]) -> list[list[int]]:
-    """Gradient caching refuses a batch without rows."""
-    return [s for s in sizes if 0 not in s]
+        assert (gradient is None) == (wanted[name] is None) == (frozen and "text" in name)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-9)
+    assert (found["bias"] == 0) == (kind is Loss)
 
 
 @on_devices(1, 2, 3)
-def test_one_graph(world: World) -> None:
-    for wrap in WRAPPERS:
-        for sizes in shard_sizes(world.size):
-            compare(world, wrap, uncached, sizes)
-
-
-@on_devices(1, 3)
-def test_gradient_caching(world: World) -> None:
-    for wrap in WRAPPERS:
-        for sizes in without_empty(shard_sizes(world.size)):
-            compare(world, wrap, cached, sizes)
+def test_gradients_of_wrapped_models(world: World) -> None:
+    for wrap, sizes in product(WRAPPERS, shard_sizes(world.size)):
+        compare(world, wrap, sizes)
+        compare(world, wrap, sizes, LossWithBias)
+        if 0 not in sizes:  # gradient caching refuses a batch without rows
+            compare(world, wrap, sizes, cached=True)
 
 
 @on_devices(2)
 def test_a_frozen_tower(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        compare(world, under_ddp, uncached, sizes, frozen=True)
-        compare(world, under_ddp_but_for_the_scale, uncached, sizes, frozen=True)
-    compare(world, under_ddp, cached, [3] * world.size, frozen=True)
+    for wrap, sizes in product((under_ddp, under_ddp_but_for_the_numbers), shard_sizes(2)):
+        compare(world, wrap, sizes, frozen=True)
+    compare(world, under_ddp, [3] * world.size, cached=True, frozen=True)

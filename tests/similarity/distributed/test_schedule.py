@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partialmethod
 from itertools import accumulate, combinations, product
 from typing import Any
 
@@ -20,7 +21,6 @@ from megabatch.similarity.distributed.comm import Pending
 from megabatch.similarity.eager_sigmoid import SigmoidTiles
 from megabatch.similarity.eager_softmax import SoftmaxTiles
 from tests.gathering import gathering_up_to
-from tests.similarity.distributed import test_gradients
 from tests.similarity.distributed.processes import World, on_devices, on_processes
 from tests.similarity.distributed.test_statistics import D, compare, some_ids
 from tests.similarity.distributed.transfers import (
@@ -135,63 +135,36 @@ def test_x_against_itself(world: World) -> None:
                     compare(world, sizes, needs=(False, False, True))
 
 
-@on_processes(4)
-def test_gradient_caching_of_x_against_itself_on_a_grid(world: World) -> None:
-    with grid_of(2):
-        for sizes in ([3] * 4, [4, 1, 2, 3]):
-            compared = test_gradients.under_ddp, test_gradients.cached
-            test_gradients.compare(world, *compared, sizes)
-
-
 # --- which transfers ------------------------------------------------------------------------------
 
 
 @on_processes(3)
 def test_transfers(world: World) -> None:
-    x, y = (torch.randn(7, 10, requires_grad=True) for _ in range(2))
+    x, y, wide = (torch.randn(7, d, requires_grad=True) for d in (10, 10, 12))
     uneven = torch.randn(6 + (world.rank > 0), 10, requires_grad=True)
+    upstream = ["all_gather", "reduce_scatter"]
     with pytest.MonkeyPatch.context() as patch:
         done = recorded_transfers(patch)
-        for other in (y, uneven):
-            rows, columns = similarity.logsumexp(x, other)
-            assert columns is not None
+        for one, other, features in (
+            (x, y, ["all_gather"]),
+            (x, uneven, ["all_gather"]),
+            (wide, wide, []),  # whole lines: the gathered features are saved
+            (wide, None, []),
+        ):
+            if other is None:
+                total = similarity.split_logsumexp(one)[0].negative.sum()
+            else:
+                total = sum(map(torch.sum, similarity.logsumexp(one, other)))
             assert done == ["all_gather", "all_to_all"]
             done.clear()
-            (rows.sum() + columns.sum()).backward()
-            # The features, and the upstream of the columns.
-            assert done == ["all_gather", "all_gather", "reduce_scatter"]
+            total.backward()
+            assert done == [*features, *upstream]  # of the columns
             done.clear()
         similarity.softplus_sum(x, y, 1.0, 0.0).backward()
-        assert done == ["all_gather", "reduce_scatter"]
+        assert done == upstream
         done.clear()
         similarity.topk(x.detach(), y.detach(), 2)
         assert done == ["all_gather"]
-
-
-@on_processes(2)
-def test_the_backward_pass_uses_the_gathered_features(world: World) -> None:
-    x, y = (torch.randn(7, 12, requires_grad=True) for _ in range(2))
-    for other in (y, None):
-        with pytest.MonkeyPatch.context() as patch:
-            done = recorded_transfers(patch)
-            rows, _ = similarity.split_logsumexp(x, other)
-            rows.negative.sum().backward()
-            # The backward pass gathers the upstream of the columns alone.
-            assert done == ["all_gather", "all_to_all", "all_gather", "reduce_scatter"]
-
-
-@on_processes(2)
-def test_a_smaller_bound_before_the_backward_pass(world: World) -> None:
-    x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
-    found = []
-    for bound in (None, 2 * 2 * ROW, 0):
-        rows, columns = similarity.logsumexp(x, y)
-        assert columns is not None
-        with gathered_in_rounds(bound):
-            found.append(torch.autograd.grad(rows.sum() + columns.sum(), (x, y)))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            torch.testing.assert_close(a, b)
 
 
 @on_processes(2)
@@ -322,26 +295,22 @@ def test_memory_holds_features_of_three_rounds_and_gradients_of_two(world: World
         (SoftmaxTiles, 2, lambda: sum(map(torch.sum, similarity.logsumexp(x, y)))),
         (SigmoidTiles, 1, lambda: similarity.softplus_sum(x, y, one, one)),
     ):
-        at_write: list[tuple[int, int]] = []
+        at_write: list[list[int]] = []
         with gathered_in_rounds(2 * 2 * ROW) as patch:  # six
             transfer_copies(patch)
             features = Alive(patch, layout, "all_gather", 4 * 12)
             gradients = Alive(patch, tiles, "new_total", 4 * 12)
+            counts = [features.now, gradients.now]
 
-            def write(
-                self: Any,
-                total: Tensor,
-                side: str,
-                *others: Any,
-                alive: tuple[Alive, Alive] = (features, gradients),
-                at: list[tuple[int, int]] = at_write,
-            ) -> Any:
-                if side == "x":
-                    at.append((alive[0].now(), alive[1].now()))
-                return write_grad(self, total, side, *others)
+            def write(tiles: Any, total: Tensor, side: str, *rest: Any, log: Any) -> Any:
+                log(side)
+                return write_grad(tiles, total, side, *rest)
 
-            patch.setattr(SoftmaxTiles, "write_grad", write)
+            def log(side: str, at: Any = at_write, counts: Any = counts) -> None:
+                at.extend([[count() for count in counts]] if side == "x" else [])
+
+            patch.setattr(SoftmaxTiles, "write_grad", partialmethod(write, log=log))
             loss().backward()
         assert features.at_each == [0, 1, *[2] * 4] * sweeps
         assert gradients.at_each == [0, *[1] * 5]
-        assert at_write == [(0, 1)] * (sweeps - 1)
+        assert at_write == [[0, 1]] * (sweeps - 1)

@@ -166,7 +166,9 @@ def _copy(values: Tensor, group: str) -> Tensor:
     return values.clone()
 
 
-_sum_over_ranks = _elementwise("sum_over_ranks", _sum, lambda g, group: _sum_over_ranks(g, group))
+_sum_over_ranks: Operator = _elementwise(
+    "sum_over_ranks", _sum, lambda g, group: _sum_over_ranks(g, group)
+)
 _replicated = _elementwise(
     "replicated", _copy, lambda g, group: _sum_over_ranks(g, group) / comm.resolve(group).size()
 )
