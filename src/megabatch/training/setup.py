@@ -31,6 +31,7 @@ from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.objective import check_custom, create_objective
+from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids
 from megabatch.models.locking import lock
@@ -353,7 +354,11 @@ def _freeze_unused(config: TrainConfig, module: nn.Module) -> None:
 
     A bias cancels in a softmax.
     """
-    takes, bias = create_objective(config, group="local").takes, getattr(module, "logit_bias", None)
+    if is_reference(config.loss):
+        takes = create_objective(config, group="local").takes
+    else:  # not by the loss itself, which other settings, checked later, may not allow
+        takes = set(TRAINABLE[config.loss].takes)
+    bias = getattr(module, "logit_bias", None)
     if bias is not None and "logit_bias" not in takes:
         bias.requires_grad_(False)
     if not takes & {"logit_scale", "temperature"}:
