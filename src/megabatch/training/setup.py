@@ -357,7 +357,7 @@ def _freeze_unused(config: TrainConfig, module: nn.Module) -> None:
     if is_reference(config.loss):
         takes = create_objective(config, group="local").takes
     else:  # not by the loss itself, which other settings, checked later, may not allow
-        takes = set(TRAINABLE[config.loss].takes)
+        takes = frozenset(TRAINABLE[config.loss].takes)
     bias = getattr(module, "logit_bias", None)
     if bias is not None and "logit_bias" not in takes:
         bias.requires_grad_(False)
