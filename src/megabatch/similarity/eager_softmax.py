@@ -27,7 +27,9 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
         self._saved = self._saved_blocks(saved)
 
     def results(self, state: Tensor) -> Tensor:
-        return states.to_logsumexp(state, self.new_results(state.shape[1]))
+        out = self.new_results(state.shape[1])
+        self.write_results(state[None], out)
+        return out
 
     def forward(
         self,
@@ -36,9 +38,7 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
         overwrite: tuple[bool, bool],
         to_results: bool = False,
     ) -> None:
-        for state, new in zip((rows, cols), overwrite, strict=True):
-            if new and state is not None:
-                self.clear(state)
+        self._clear_new(rows, cols, overwrite)
         for i in self.row_blocks():
             for j in self.col_blocks(i):
                 mirrored = self.symmetric and i != j
@@ -46,6 +46,12 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
                 others = None if other is None else other[:, j]
                 s, scratch = self._logits(i, j, save=True)
                 forward_tile(s, self._masks(i, j, s, scratch), rows[:, i], others, scratch)
+
+    def _clear_new(self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool]) -> None:
+        """Clear the states that are uninitialised."""
+        for state, new in zip((rows, cols), overwrite, strict=True):
+            if new and state is not None:
+                self.clear(state)
 
     def merge(self, parts: Tensor) -> Tensor:
         return states.merge(parts)

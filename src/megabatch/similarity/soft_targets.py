@@ -276,9 +276,6 @@ class SoftTargetTiles(TargetStates, SoftmaxTiles):
         self.teacher_scale = teacher_scale
         self._teacher_scratch = self._buffers(TEACHER_BUFFERS)
 
-    def results(self, state: Tensor) -> Tensor:
-        return states.to_target_results(state, self.new_results(state.shape[1]))
-
     def forward(
         self,
         rows: Tensor,
@@ -286,9 +283,7 @@ class SoftTargetTiles(TargetStates, SoftmaxTiles):
         overwrite: tuple[bool, bool],
         to_results: bool = False,
     ) -> None:
-        for state, new in zip((rows, cols), overwrite, strict=True):
-            if new and state is not None:
-                self.clear(state)
+        self._clear_new(rows, cols, overwrite)
         for i in self.row_blocks():
             for j in self.col_blocks(i):
                 s, scratch = self._logits(i, j)
