@@ -6,35 +6,28 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity import settings
 from megabatch.similarity.matrix import PAIRED, Matrix
-from megabatch.similarity.triton.blocking import block_shape, cdiv, product_strips
-from megabatch.similarity.triton.operands import (
-    Ranges,
-    aligned,
-    new_descriptor,
-    ranges_of,
-)
+from megabatch.similarity.triton.blocking import TILE, block_shape, cdiv, product_strips
+from megabatch.similarity.triton.operands import Block, Features, ranges_of
 from megabatch.similarity.triton.tiles import DROPPED, NO_DIAGONAL, POSITIVE
 
 
 class KernelTiles:
     """The blocks of a matrix on one GPU; see `sweep.Tiles`."""
 
-    def __init__(self, matrix: Matrix) -> None:
+    def __init__(self, matrix: Matrix, scale: Tensor) -> None:
         x, y = matrix.rows.features, matrix.cols.features
-        self.matrix, self.symmetric = matrix, matrix.symmetric
+        self.matrix, self.scale, self.symmetric = matrix, scale, matrix.symmetric
         (self.m, self.width), self.n = x.shape, y.shape[0]
-        self.x = aligned(x)
-        self.y = self.x if y is x else aligned(y)
-        self.d = self.x.shape[1]
         self.features = x  #: as given, not padded
+        self._operands = Features(x, y)
+        self.x, self.y, self.d = self._operands.x, self._operands.y, self._operands.d
+        self._guide: Features | None = None
         shape = self.m, self.n, self.width, x.element_size()
         limit = settings.workspace(x)
         self.block_rows, self.block_cols = block_shape(*shape, self.symmetric, limit)
-        self._descriptor_pairs: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
         self._ranges = ranges_of(matrix.rows.ids), ranges_of(matrix.cols.ids)
         self._ds: Tensor | None = None
 
@@ -66,20 +59,39 @@ class KernelTiles:
             self._ds = self.x.new_empty(m * stride)
         return self._ds[: m * stride].view(m, stride)[:, :n]
 
-    def _descriptors(self, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-        # Made once, not per launch, and on demand: there are none of an empty shard.
-        if columns not in self._descriptor_pairs:
-            pair = new_descriptor(self.x, columns), new_descriptor(self.y, columns)
-            self._descriptor_pairs[columns] = pair
-        return self._descriptor_pairs[columns]
-
-    def _id_ranges(self, i: slice, j: slice) -> tuple[Ranges, Ranges]:
+    def _block(self, i: slice, j: slice, bk: int) -> Block:
+        """The block, for products of `bk` features a step."""
+        view = self.matrix.view(i, j)
+        diagonal = NO_DIAGONAL
+        if view.crosses_diagonal():
+            diagonal = POSITIVE if view.diagonal == PAIRED else DROPPED
+        x, y = self._operands.descriptors(bk)
+        guide_x = guide_y = guide_d = None
+        guide_bk = 0
+        if self._guide is not None:
+            # No more shared memory than the features take.
+            guide_bk = max(16, bk * self.x.element_size() // self._guide.y.element_size())
+            guide_x, guide_y = self._guide.descriptors(guide_bk)
+            guide_d = self._guide.d
         rows, cols = self._ranges
-        return rows.view(i), cols.view(j)
+        return Block(
+            self.scale, x, y, self.d, bk, guide_x, guide_y, guide_d, guide_bk,
+            row_start=i.start, col_start=j.start, m=i.stop - i.start, n=j.stop - j.start,
+            diagonal_offset=view.col_start - view.row_start, diagonal=diagonal,
+            paired=view.diagonal == PAIRED, has_positives=view.has_positives,
+            row_ids=view.rows.ids, row_ranges=None if rows is None else rows[:, i.start // TILE :],
+            row_range_stride=0 if rows is None else rows.stride(0),
+            col_ids=view.cols.ids, col_ranges=None if cols is None else cols[:, j.start // TILE :],
+            col_range_stride=0 if cols is None else cols.stride(0),
+            ceiling=view.rows.ceiling,
+        )  # fmt: skip
 
 
-def diagonal_in(block: Matrix) -> int:
-    """The kernels' DIAGONAL for a block: the kind of its pairs (i, i)."""
-    if not block.crosses_diagonal():
-        return NO_DIAGONAL
-    return POSITIVE if block.diagonal == PAIRED else DROPPED
+def by_last_tile(n: int) -> list[tuple[int, int, bool]]:
+    """The launches of a kernel of all column tiles: (first, number of tiles, whether all are full).
+
+    The last tile has a launch of its own if it reaches past the end: a mask in all tiles costs 4%.
+    """
+    whole = n // TILE
+    parts = (0, whole, True), (whole, cdiv(n, TILE) - whole, False)
+    return [part for part in parts if part[1]]

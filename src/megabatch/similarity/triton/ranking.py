@@ -20,7 +20,7 @@ from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.configs import forward_config
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.operands import aligned, new_descriptor
-from megabatch.similarity.triton.tiles import logits_tile, swizzle
+from megabatch.similarity.triton.tiles import B, add_product, swizzle
 
 #: Column tiles per program of `ranks`, and row tiles whose programs run together.
 COL_TILES, GROUP = 8, 16
@@ -64,8 +64,8 @@ class FusedScores:
             x=new_descriptor(self.x, config.bk), y=new_descriptor(y, config.bk),
             target=target, score=score, above=above, equal=equal,
             row_ids=None if ids is None else self.ids, col_ids=ids, m=m, n=n, d=d,
-            BM=TILE, BN=TILE, BK=config.bk, COL_TILES=COL_TILES, GROUP=GROUP, FIND=above is None,
-            IDS=ids is not None, num_warps=self.warps, num_stages=config.stages,
+            BK=config.bk, COL_TILES=COL_TILES, GROUP=GROUP,
+            num_warps=self.warps, num_stages=config.stages,
         )  # fmt: skip
 
     def best(self, y: Tensor, ids: Tensor | None, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -87,7 +87,7 @@ class FusedScores:
                     row_ids=None if ids is None else self.ids, col_ids=ids,
                     row_start=i.start, col_start=j.start, m=rows, n=columns, d=d,
                     out_stride=out.stride(0), tops_stride=tops.stride(0),
-                    BM=TILE, BN=TILE, BK=config.bk, GROUP=GROUP, IDS=ids is not None,
+                    BK=config.bk, GROUP=GROUP,
                     num_warps=8, num_stages=config.stages,  # 4 spill 1.4 kB by Triton 3.6
                 )  # fmt: skip
                 block = out[:rows, : tiles * TILE], tops[:rows, :tiles]
@@ -117,69 +117,68 @@ def _best(s: Tensor, tops: Tensor, k: int) -> tuple[Tensor, Tensor]:
 @kernel
 def ranks(
     x, y, target, score, above, equal, row_ids, col_ids, m, n, d,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, COL_TILES: tl.constexpr,
-    GROUP: tl.constexpr, FIND: tl.constexpr, IDS: tl.constexpr,
+    BK: tl.constexpr, COL_TILES: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """FIND: score[i] = x[i] @ y[target[i]], if that is a column; otherwise count the other columns.
+    """Add to `above` and `equal` the other columns with higher and with equal scores.
 
-    One kernel does both, so that a target's score is bit for bit the one in its tile when columns
-    are counted. Counts are integers: their sums do not depend on the order of the programs.
+    above None: instead, score[i] = x[i] @ y[target[i]], if that is a column. One kernel does both,
+    so that a target's score is bit for bit the one in its tile when columns are counted. Counts are
+    integers: their sums do not depend on the order of the programs.
     """
-    ti, part = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN * COL_TILES), GROUP)
-    i = ti * BM + tl.arange(0, BM)
+    ti, part = swizzle(tl.program_id(0), tl.cdiv(m, B), tl.cdiv(n, B * COL_TILES), GROUP)
+    i = ti * B + tl.arange(0, B)
     targets = tl.load(target + i, mask=i < m, other=-1)
     first = part * COL_TILES
-    last = tl.minimum(first + COL_TILES, tl.cdiv(n, BN))
-    if FIND:  # loop from the tile of the first to that of the last target of these rows
-        here = (targets >= first * BN) & (targets < tl.minimum(last * BN, n))
-        low = tl.min(tl.where(here, targets // BN, last), 0)
-        last = (tl.max(tl.where(here, targets // BN, first - 1), 0) + 1).to(tl.int32)
+    last = tl.minimum(first + COL_TILES, tl.cdiv(n, B))
+    if above is None:  # loop from the tile of the first to that of the last target of these rows
+        here = (targets >= first * B) & (targets < tl.minimum(last * B, n))
+        low = tl.min(tl.where(here, targets // B, last), 0)
+        last = (tl.max(tl.where(here, targets // B, first - 1), 0) + 1).to(tl.int32)
         first = low.to(tl.int32)
     else:
         own = tl.load(score + i, mask=i < m, other=0.0)
-        higher = tl.zeros((BM,), tl.int32)
-        ties = tl.zeros((BM,), tl.int32)
-    if IDS:
+        higher = tl.zeros((B,), tl.int32)
+        ties = tl.zeros((B,), tl.int32)
+    if row_ids is not None:
         ids = tl.load(row_ids + i, mask=i < m, other=-1)
     for tj in tl.range(first, last):
-        s = logits_tile(x, y, ti * BM, tj * BN, d, BM, BN, BK)
-        j = tj * BN + tl.arange(0, BN)
+        s = add_product(tl.zeros((B, B), tl.float32), x, y, 0, 0, ti, tj, d, BK)
+        j = tj * B + tl.arange(0, B)
         is_target = targets[:, None] == j[None, :]
-        if FIND:
+        if above is None:
             found = tl.sum(tl.where(is_target, s, 0.0), 1)
-            inside = (targets >= tj * BN) & (targets < tl.minimum(tj * BN + BN, n))
+            inside = (targets >= tj * B) & (targets < tl.minimum(tj * B + B, n))
             tl.store(score + i, found, mask=inside)
         else:
             counted = (j < n)[None, :] & ~is_target
-            if IDS:
+            if row_ids is not None:
                 others = tl.load(col_ids + j, mask=j < n, other=-1)
                 counted = counted & ~((ids[:, None] == others[None, :]) & (ids >= 0)[:, None])
             # Not s > own: a row whose target's score is NaN counts every column as above.
             higher += tl.sum((counted & ~(s <= own[:, None])).to(tl.int32), 1)
             ties += tl.sum((counted & (s == own[:, None])).to(tl.int32), 1)
-    if not FIND:
+    if above is not None:
         tl.atomic_add(above + i, higher.to(tl.int64), mask=i < m, sem="relaxed")
         tl.atomic_add(equal + i, ties.to(tl.int64), mask=i < m, sem="relaxed")
 
 
 @kernel
 def scores(
-    x, y, out, tops, row_ids, col_ids, row_start, col_start, m, n, d, out_stride,
-    tops_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    IDS: tl.constexpr,
+    x, y, out, tops, row_ids, col_ids, row_start, col_start, m, n, d, out_stride, tops_stride,
+    BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out = x @ y.T of a block of m rows and n columns; tops[i, tile] = largest of row i there.
 
     Pairs of equal ids get -inf, and so do columns past n, up to a whole tile. A NaN is inf in
     `tops`, so that a selection by them finds it.
     """
-    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
-    i = ti * BM + tl.arange(0, BM)
-    j = tj * BN + tl.arange(0, BN)
-    s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
+    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, B), tl.cdiv(n, B), GROUP)
+    i = ti * B + tl.arange(0, B)
+    j = tj * B + tl.arange(0, B)
+    s = tl.zeros((B, B), tl.float32)
+    s = add_product(s, x, y, row_start, col_start, ti, tj, d, BK)
     wanted = (i < m)[:, None] & (j < n)[None, :]
-    if IDS:
+    if row_ids is not None:
         own = tl.load(row_ids + row_start + i, mask=i < m, other=-1)
         others = tl.load(col_ids + col_start + j, mask=j < n, other=-1)
         wanted = wanted & ~((own[:, None] == others[None, :]) & (own >= 0)[:, None])

@@ -15,8 +15,9 @@ from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.slices import within
 from megabatch.similarity.triton import sigmoid
 from megabatch.similarity.triton.blocking import GROUP, TILE, block_shape, cdiv, product_strips
-from megabatch.similarity.triton.blocks import KernelTiles, diagonal_in
+from megabatch.similarity.triton.blocks import KernelTiles, by_last_tile
 from megabatch.similarity.triton.configs import sigmoid_config
+from megabatch.similarity.triton.gradients import scale_rows
 from megabatch.similarity.triton.operands import new_descriptor, ranges_of
 
 #: float16 holds numbers from 2^-24 to 2^16. dS, at most 1, is stored multiplied by this.
@@ -26,8 +27,6 @@ HALF_GAIN = 2.0**15
 #: diagonal.
 CHUNKS = 128, 32
 LARGE = 8192
-#: Rows and columns that a program of `sigmoid.defer_grad` takes at once.
-ROWS, COLS = 16, 128
 
 
 class SigmoidKernelTiles(KernelTiles):
@@ -35,11 +34,11 @@ class SigmoidKernelTiles(KernelTiles):
 
     def __init__(self, matrix: Matrix, call: SigmoidCall, sums: Tensor) -> None:
         """`sums`: as `new_sums` makes it, for all blocks of the sweep."""
-        super().__init__(matrix)
+        super().__init__(matrix, call.scale)
         self.call, self._sums = call, sums
-        # A rank's rows need not begin with a tile of all rows.
-        self._row_ranges, ids = [self._ranges[0]], matrix.rows.ids
+        ids, self._row_ranges = matrix.rows.ids, []
         if len(call.bounds) > 2 and ids is not None:
+            # A rank's rows need not begin with a tile of all rows.
             self._row_ranges = [ranges_of(ids[a:b]) for a, b in pairwise(call.bounds)]
         self.gain = HALF_GAIN if self.x.dtype == torch.float16 else 1.0
         weight = matrix.rows.weight
@@ -71,55 +70,34 @@ class SigmoidKernelTiles(KernelTiles):
 
     def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
         ds = self._workspace(i, j) if self.call.need.features else None
-        m, n = i.stop - i.start, j.stop - j.start
-        block, config = self.matrix.view(i, j), self.config
-        row_ids, col_ids = block.rows.ids, block.cols.ids
-        tiles, cols = cdiv(m, TILE), cdiv(n, TILE)
-        groups = cdiv(tiles, config.rows)
-        weight = None if self.weight is None else self.weight[i]
+        config = self.config
+        block = self._block(i, j, config.bk)
         rank = bisect_right(self.call.bounds, i.start) - 1
-        sums, start = self._sums[rank], self.call.bounds[rank]
-        row_ranges = self._row_ranges[rank if len(self._row_ranges) > 1 else 0]
-        row_ranges = row_ranges.view(slice(i.start - start, i.stop - start))
-        col_ranges = self._ranges[1].view(j)
-        offset = block.col_start - block.row_start
-        xd, yd = self._descriptors(config.bk)
-        diagonal = diagonal_in(block)
+        if len(self._row_ranges) > 1:
+            ranges = self._row_ranges[rank]
+            first = (i.start - self.call.bounds[rank]) // TILE
+            block.row_ranges, block.row_range_stride = ranges[:, first:], ranges.stride(0)
+        tiles, cols = cdiv(block.m, TILE), cdiv(block.n, TILE)
+        weight = None if self.weight is None else self.weight[i]
         # Sums of dS without a dS to store are rare: they have no fast kernel.
         all_masked = ds is None and (self.call.need.scale or self.call.need.bias)
-        out = None if ds is None else new_descriptor(ds, TILE // config.split)
-        # The last column tile has a launch of its own if it reaches past the end: the others need
-        # no mask.
-        whole = n // TILE
-        for first, count, even in ((0, whole, True), (whole, cols - whole, False)):
-            if count and not all_masked:
-                sigmoid.unmasked_tiles.launch(
-                    groups * count, x=xd, y=yd, ds=out, partials=self._partials,
-                    scale=self.call.scale, bias=self.call.bias, weight=weight,
-                    row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
-                    col_ranges=col_ranges.values, col_range_stride=col_ranges.stride,
-                    row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
-                    first_col_tile=first, col_tiles=count, diagonal_offset=offset,
-                    BM=TILE, BN=TILE, BK=config.bk, ROW_TILES=config.rows, GROUP=config.group,
-                    SPLIT=config.split, EVEN_N=even, DIAGONAL=diagonal,
-                    IDS=row_ids is not None, WEIGHT=weight is not None,
-                    GRADIENT=ds is not None, GAIN=self.gain,
-                    num_warps=config.warps, num_stages=config.stages,
-                )  # fmt: skip
-        if config.split != 1:
-            out = None if ds is None else new_descriptor(ds, TILE)
+        whole = pieces = None if ds is None else new_descriptor(ds, TILE)
+        if ds is not None and config.split != 1:
+            pieces = new_descriptor(ds, TILE // config.split)
+        for first, count, even in () if all_masked else by_last_tile(block.n):
+            sigmoid.unmasked_tiles.launch(
+                cdiv(tiles, config.rows) * count, block, ds=pieces, partials=self._partials,
+                bias=self.call.bias, weight=weight, first_col_tile=first, col_tiles=count,
+                ROW_TILES=config.rows, GROUP=config.group, SPLIT=config.split, EVEN_N=even,
+                GAIN=self.gain, num_warps=config.warps, num_stages=config.stages,
+            )  # fmt: skip
         chunk = CHUNKS[0] if tiles * cols >= LARGE else CHUNKS[1]
+        sums = self._sums[rank]
         sigmoid.masked_tiles.launch(
-            cdiv(tiles * cols, chunk), x=xd, y=yd, ds=out, partials=self._partials,
-            sums=sums, stride=sums.stride(0),
-            scale=self.call.scale, bias=self.call.bias, weight=weight,
-            row_ids=row_ids, row_ranges=row_ranges.values, row_range_stride=row_ranges.stride,
-            col_ids=col_ids, col_ranges=col_ranges.values,
-            col_range_stride=col_ranges.stride,
-            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d, diagonal_offset=offset,
-            BM=TILE, BN=TILE, BK=config.bk, ROW_TILES=config.rows, CHUNK=chunk, ALL=all_masked,
-            DIAGONAL=diagonal, IDS=row_ids is not None, WEIGHT=weight is not None,
-            GRADIENT=ds is not None, GAIN=self.gain, num_warps=16, num_stages=config.stages,
+            cdiv(tiles * cols, chunk), block, ds=whole, partials=self._partials,
+            sums=sums, stride=sums.stride(0), bias=self.call.bias, weight=weight,
+            ROW_TILES=config.rows, CHUNK=chunk, ALL=all_masked, GAIN=self.gain,
+            num_warps=16, num_stages=config.stages,
         )  # fmt: skip
         return ds
 
@@ -147,36 +125,25 @@ class SigmoidKernelTiles(KernelTiles):
 
         `total` belongs to `part` of the features of `side`, "x" or "y".
         """
-        features = (self.x if side == "x" else self.y)[part]
-        size, d = len(total), out.values.shape[1]
-        programs = cdiv(size, ROWS)
-        scale_grad_parts = self._empty(programs)
-        values, row_scale, order = out.values, out.row_scale, None
-        has_row_scale = len(row_scale) > 0
+        features = (self.x if side == "x" else self.y)[part] if scale_grad_part else None
+        values, order = out.values, None if isinstance(rows, slice) else rows
+        row_scale = out.row_scale if len(out.row_scale) else None
         if isinstance(rows, slice):
-            values, row_scale = values[rows], row_scale[rows]
-        else:
-            order = rows
-        if programs:
-            sigmoid.defer_grad.launch(
-                programs, total=total, features=features, order=order, out=values,
-                row_scale=row_scale, factor=factor, scale_grad_parts=scale_grad_parts,
-                rows=size, d=d, total_stride=total.stride(0), feature_stride=features.stride(0),
-                out_stride=values.stride(0), B=ROWS, BD=COLS, ORDER=order is not None,
-                ROW_SCALE=has_row_scale, SCALE_GRAD=scale_grad_part, GAIN=self.gain,
-            )  # fmt: skip
-        if not scale_grad_part:
+            values = values[rows]
+            row_scale = None if row_scale is None else row_scale[rows]
+        parts = scale_rows(
+            total, values, factor, values.shape[1], features=features, order=order,
+            row_scale=row_scale, choose=row_scale is not None, gain=self.gain,
+        )  # fmt: skip
+        if parts is None:
             return None
-        found = scale_grad_parts.sum(dtype=torch.float64)
+        found = parts.sum(dtype=torch.float64)
         return found if self.call.weight_divisor is None else found * self.call.weight_divisor
 
 
 def write_deferred(deferred_grad: DeferredGrad, out: Tensor, factor: Tensor, divisor: int) -> None:
     """out = deferred_grad * factor * divisor, with the scale of each row."""
-    size, d = out.shape
     values, row_scale = deferred_grad
-    sigmoid.write_deferred_grad.launch(
-        cdiv(size, ROWS), deferred=values, row_scale=row_scale, out=out, factor=factor,
-        divisor=divisor, rows=size, d=d, deferred_stride=values.stride(0),
-        out_stride=out.stride(0), B=ROWS, BD=COLS, ROW_SCALE=len(row_scale) > 0,
-    )  # fmt: skip
+    scale_rows(
+        values, out, factor, out.shape[1], divisor, row_scale=row_scale if len(row_scale) else None
+    )

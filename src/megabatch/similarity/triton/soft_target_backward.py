@@ -11,8 +11,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megabatch.similarity.triton.launch import kernel
-from megabatch.similarity.triton.tiles import LOG2E, logits_tile, needs_mask, swizzle
+from megabatch.similarity.triton.operands import Upstream, block_kernel
+from megabatch.similarity.triton.soft_target_forward import CHUNK
+from megabatch.similarity.triton.softmax_backward import needs_two_exponentials, softmax_grad
+from megabatch.similarity.triton.tiles import (
+    LOG2E,
+    B,
+    BlockSide,
+    guide_tile,
+    logits_tile,
+    needs_mask,
+    swizzle,
+)
 
 
 @triton.jit
@@ -51,115 +61,81 @@ def _shared_exponential(logits, rows, cols):
     return tl.exp2(logits - reference) * weights
 
 
-@kernel
+@block_kernel
 def unmasked_backward(
-    x, y, ds, scale, teacher_x, teacher_y, teacher_scale,
+    x, y, ds, scale, guide_x, guide_y, teacher_scale,
     row_upstream, row_stride, col_upstream, col_stride,
-    row_start, col_start, m, n, d, teacher_d,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    row_start, col_start, m, n, d, guide_d, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dS of all tiles, as if none needed a mask or two exponentials.
 
     One product after the other, which leaves registers for the results of the first.
     """
-    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
-    i = ti * BM + tl.arange(0, BM)
-    j = tj * BN + tl.arange(0, BN)
+    rows = BlockSide(x, guide_x, row_start, m, None, None, None, None)
+    cols = BlockSide(y, guide_y, col_start, n, None, None, None, None)
+    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, B), tl.cdiv(n, B), GROUP)
+    i = ti * B + tl.arange(0, B)
+    j = tj * B + tl.arange(0, B)
     # Loaded before the products, which take longer than this load.
-    rows = _load_upstream(row_upstream, row_stride, i, m, 0, float("-inf"))
-    cols = _load_upstream(col_upstream, col_stride, j, n, 0, float("inf"))
-    s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
-    s = s * (tl.load(scale) * LOG2E)
-    g = _shared_exponential(s, rows, cols)
-    rows = _load_upstream(row_upstream, row_stride, i, m, 2, float("-inf"))
-    cols = _load_upstream(col_upstream, col_stride, j, n, 2, float("inf"))
-    t = logits_tile(
-        teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d, BM, BN, BK
-    )
-    t = t * (tl.load(teacher_scale) * LOG2E)
-    g -= _shared_exponential(t, rows, cols)
-    ds.store([ti * BM, tj * BN], g.to(ds.dtype))
+    of_rows = _load_upstream(row_upstream, row_stride, i, m, 0, float("-inf"))
+    of_cols = _load_upstream(col_upstream, col_stride, j, n, 0, float("inf"))
+    s = logits_tile(rows, cols, ti, tj, d, BK) * (tl.load(scale) * LOG2E)
+    g = _shared_exponential(s, of_rows, of_cols)
+    of_rows = _load_upstream(row_upstream, row_stride, i, m, 2, float("-inf"))
+    of_cols = _load_upstream(col_upstream, col_stride, j, n, 2, float("inf"))
+    t = guide_tile(rows, cols, ti, tj, guide_d, BK) * (tl.load(teacher_scale) * LOG2E)
+    g -= _shared_exponential(t, of_rows, of_cols)
+    ds.store([ti * B, tj * B], g.to(ds.dtype))
 
 
 @triton.jit
-def _spread(
-    ti, tj, row_extremes, row_tiles, col_extremes, col_tiles, START: tl.constexpr,
-):  # fmt: skip
-    """Largest difference of a tile's log-sum-exps; ti and tj may be vectors."""
-    rows = row_extremes + START * row_tiles
-    cols = col_extremes + START * col_tiles
-    low = tl.minimum(tl.load(rows + ti), tl.load(cols + tj))
-    high = tl.maximum(tl.load(rows + row_tiles + ti), tl.load(cols + col_tiles + tj))
-    return high - low
+def _is_masked(ti, tj, rows, cols, of_rows, of_cols, diagonal_offset, DIAGONAL: tl.constexpr):
+    """Whether `masked_backward` must take a tile; ti and tj may be vectors."""
+    student = needs_two_exponentials(ti, tj, of_rows, of_cols, 0)
+    teacher = needs_two_exponentials(ti, tj, of_rows, of_cols, 2)
+    return needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL) | student | teacher
 
 
-@triton.jit
-def _is_masked(
-    ti, tj, row_extremes, row_tiles, col_extremes, col_tiles, diagonal_offset,
-    BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """Whether `masked_backward` must take a tile; infinite and NaN spreads count as too large."""
-    close = _spread(ti, tj, row_extremes, row_tiles, col_extremes, col_tiles, 0) <= LIMIT
-    teacher = _spread(ti, tj, row_extremes, row_tiles, col_extremes, col_tiles, 2) <= LIMIT
-    on_diagonal = needs_mask(ti, tj, None, 0, None, 0, diagonal_offset, BM, BN, DIAGONAL, False)
-    return on_diagonal | (close == 0) | (teacher == 0)
-
-
-@triton.jit
-def _exponential(logits, upstream, stride, index, size, LSE: tl.constexpr, AXIS: tl.constexpr):
-    """upstream gradient * e^(logit - log-sum-exp) of one side (AXIS 1: rows), logits in base e."""
-    inside = index < size
-    lse = tl.load(upstream + LSE * stride + index, mask=inside, other=float("inf"))
-    grad = tl.load(upstream + (LSE + 1) * stride + index, mask=inside, other=0.0)
-    e = tl.exp2((logits - tl.expand_dims(lse, AXIS)) * LOG2E)
-    return e * tl.expand_dims(grad, AXIS)
-
-
-@kernel
+@block_kernel
 def masked_backward(
-    x, y, ds, scale, teacher_x, teacher_y, teacher_scale,
+    x, y, ds, scale, guide_x, guide_y, teacher_scale,
     row_upstream, row_stride, col_upstream, col_stride,
-    row_extremes, row_tiles, col_extremes, col_tiles,
-    row_start, col_start, m, n, d, teacher_d, diagonal_offset,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
-    DIAGONAL: tl.constexpr, LIMIT: tl.constexpr,
+    row_extremes, row_extremes_stride, col_extremes,
+    col_extremes_stride,
+    row_start, col_start, m, n, d, guide_d, diagonal_offset,
+    BK: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """dS of the tiles that need masks or two exponentials; a program looks at CHUNK tiles."""
-    width = tl.cdiv(n, BN)
+    rows = BlockSide(x, guide_x, row_start, m, None, None, None, None)
+    cols = BlockSide(y, guide_y, col_start, n, None, None, None, None)
+    of_rows = Upstream(row_upstream, row_stride, row_extremes, row_extremes_stride)
+    of_cols = Upstream(col_upstream, col_stride, col_extremes, col_extremes_stride)
+    width = tl.cdiv(n, B)
     start = tl.program_id(0) * CHUNK
-    end = tl.minimum(start + CHUNK, tl.cdiv(m, BM) * width)
+    end = tl.minimum(start + CHUNK, tl.cdiv(m, B) * width)
     index = tl.minimum(start + tl.arange(0, CHUNK), end - 1)
     some = _is_masked(
-        index // width, index % width, row_extremes, row_tiles, col_extremes, col_tiles,
-        diagonal_offset, BM, BN, DIAGONAL, LIMIT,
+        index // width, index % width, rows, cols, of_rows, of_cols, diagonal_offset, DIAGONAL
     )  # fmt: skip
     if tl.max(some.to(tl.int32), 0) == 0:
         return
     for k in tl.range(start, end):
         ti = k // width
         tj = k % width
-        if _is_masked(
-            ti, tj, row_extremes, row_tiles, col_extremes, col_tiles,
-            diagonal_offset, BM, BN, DIAGONAL, LIMIT,
-        ):  # fmt: skip
-            i = ti * BM + tl.arange(0, BM)
-            j = tj * BN + tl.arange(0, BN)
+        if _is_masked(ti, tj, rows, cols, of_rows, of_cols, diagonal_offset, DIAGONAL):
+            i = ti * B + tl.arange(0, B)
+            j = tj * B + tl.arange(0, B)
             inside = (i < m)[:, None] & (j < n)[None, :]
-            s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
-            s = s * tl.load(scale)
-            g = _exponential(s, row_upstream, row_stride, i, m, 0, 1)
-            g += _exponential(s, col_upstream, col_stride, j, n, 0, 0)
-            t = logits_tile(
-                teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d,
-                BM, BN, BK,
-            )  # fmt: skip
-            t = t * tl.load(teacher_scale)
-            g -= _exponential(t, row_upstream, row_stride, i, m, 2, 1)
-            g -= _exponential(t, col_upstream, col_stride, j, n, 2, 0)
+            s = logits_tile(rows, cols, ti, tj, d, BK) * tl.load(scale)
+            g = softmax_grad(s, of_rows, i, m, 0, 1)
+            g += softmax_grad(s, of_cols, j, n, 0, 0)
+            t = guide_tile(rows, cols, ti, tj, guide_d, BK) * tl.load(teacher_scale)
+            g -= softmax_grad(t, of_rows, i, m, 2, 1)
+            g -= softmax_grad(t, of_cols, j, n, 2, 0)
             if DIAGONAL != 0:
                 own = tl.load(row_upstream + 4 * row_stride + i, mask=i < m, other=0.0)[:, None]
                 others = tl.load(col_upstream + 4 * col_stride + j, mask=j < n, other=0.0)[None, :]
                 same = i[:, None] == (j + diagonal_offset)[None, :]
                 g = tl.where(same, own + others, g)
             g = tl.where(inside, g, 0.0)
-            ds.store([ti * BM, tj * BN], g.to(ds.dtype))
+            ds.store([ti * B, tj * B], g.to(ds.dtype))

@@ -17,10 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megabatch.similarity.triton.launch import kernel
+from megabatch.similarity.triton.operands import State, block_kernel
 from megabatch.similarity.triton.tiles import (
     LN2,
     LOG2E,
+    B,
+    BlockSide,
+    guide_tile,
     logits_tile,
     needs_mask,
     swizzle,
@@ -33,27 +36,29 @@ PARTS = 5
 LOWEST = tl.constexpr(2.0**-20)
 #: The teacher's sums only have to stay in float32's range.
 TEACHER_LOWEST = tl.constexpr(2.0**-75)
+#: Tiles that a program of a masked kernel looks at, and partial sums that are added at once.
+CHUNK, P = tl.constexpr(32), tl.constexpr(16)
 
 
 @triton.jit
-def _both_logits(
-    x, y, teacher_x, teacher_y, i0, j0, d, teacher_d,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def _both_logits(rows, cols, ti, tj, d, guide_d, BK: tl.constexpr):
     """The same tile of both matrices, in float32, without their scales.
 
     One loop computes both products as far as both widths go: separate loops would each wait for
     their first features.
     """
-    s = tl.zeros((BM, BN), tl.float32)
-    t = tl.zeros((BM, BN), tl.float32)
-    shared = tl.cdiv(tl.minimum(d, teacher_d), BK) * BK
+    i0 = rows.start + ti * B
+    j0 = cols.start + tj * B
+    x, y, teacher_x, teacher_y = rows.features, cols.features, rows.guide, cols.guide
+    s = tl.zeros((B, B), tl.float32)
+    t = tl.zeros((B, B), tl.float32)
+    shared = tl.cdiv(tl.minimum(d, guide_d), BK) * BK
     for c in tl.range(0, shared, BK):
         s = tl.dot(x.load([i0, c]), y.load([j0, c]).T, s, input_precision="tf32")
         t = tl.dot(teacher_x.load([i0, c]), teacher_y.load([j0, c]).T, t, input_precision="tf32")
     for c in tl.range(shared, d, BK):
         s = tl.dot(x.load([i0, c]), y.load([j0, c]).T, s, input_precision="tf32")
-    for c in tl.range(shared, teacher_d, BK):
+    for c in tl.range(shared, guide_d, BK):
         t = tl.dot(teacher_x.load([i0, c]), teacher_y.load([j0, c]).T, t, input_precision="tf32")
     return s, t
 
@@ -66,9 +71,12 @@ def _finite(largest):
 
 @triton.jit
 def _store_partials(
-    out, stride, tile_stride, tile, i, inside, largest, total, teacher_largest, teacher_total, below
+    out, tile, tiles, i, size, largest, total, teacher_largest, teacher_total, below
 ):  # fmt: skip
-    place = out + tile.to(tl.int64) * tile_stride + i
+    """Write a tile's partial sums for rows i; `out` has PARTS numbers of each tile and row."""
+    inside = i < size
+    stride = tiles.to(tl.int64) * size
+    place = out + tile.to(tl.int64) * size + i
     tl.store(place, largest, mask=inside)
     tl.store(place + stride, total, mask=inside)
     tl.store(place + 2 * stride, teacher_largest, mask=inside)
@@ -76,22 +84,24 @@ def _store_partials(
     tl.store(place + 4 * stride, below, mask=inside)
 
 
-@kernel
+@block_kernel
 def unmasked_forward(
-    x, y, scale, teacher_x, teacher_y, teacher_scale, row_partials, col_partials, flags,
-    row_start, col_start, m, n, d, teacher_d,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    x, y, scale, guide_x, guide_y, teacher_scale, row_partials, col_partials, flags,
+    row_start, col_start, m, n, d, guide_d,
+    BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of all tiles, as if none needed a mask. EVEN: no tile reaches past m or n."""
-    row_tiles = tl.cdiv(m, BM)
-    col_tiles = tl.cdiv(n, BN)
+    """Partial sums of all tiles, as if none needed a mask. EVEN: no tile reaches past m or n.
+
+    The guide is the teacher, in all of these kernels.
+    """
+    rows = BlockSide(x, guide_x, row_start, m, None, None, None, None)
+    cols = BlockSide(y, guide_y, col_start, n, None, None, None, None)
+    row_tiles = tl.cdiv(m, B)
+    col_tiles = tl.cdiv(n, B)
     ti, tj = swizzle(tl.program_id(0), row_tiles, col_tiles, GROUP)
-    i = ti * BM + tl.arange(0, BM)
-    j = tj * BN + tl.arange(0, BN)
-    s, t = _both_logits(
-        x, y, teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, d, teacher_d,
-        BM, BN, BK,
-    )  # fmt: skip
+    i = ti * B + tl.arange(0, B)
+    j = tj * B + tl.arange(0, B)
+    s, t = _both_logits(rows, cols, ti, tj, d, guide_d, BK)
     s = s * (tl.load(scale) * LOG2E)
     t = t * (tl.load(teacher_scale) * LOG2E)
     if not EVEN:
@@ -118,56 +128,51 @@ def unmasked_forward(
     gap = weight * (top - largest)
     col_below = tl.sum(below * weight[:, None] + e * gap[:, None], 0)
     _store_partials(
-        row_partials, col_tiles.to(tl.int64) * m, m, tj, i, i < m,
-        largest, row_total, teacher_largest, teacher_row_total, row_below,
+        row_partials, tj, col_tiles, i, m, largest, row_total, teacher_largest, teacher_row_total,
+        row_below,
     )  # fmt: skip
-    tops = tl.zeros((BN,), tl.float32)
+    tops = tl.zeros((B,), tl.float32)
     _store_partials(
-        col_partials, row_tiles.to(tl.int64) * n, n, ti, j, j < n,
-        tops + top, col_total, tops + teacher_top, teacher_col_total, col_below,
+        col_partials, ti, row_tiles, j, n, tops + top, col_total, tops + teacher_top,
+        teacher_col_total, col_below,
     )  # fmt: skip
     good = (col_total >= LOWEST) & (teacher_col_total >= TEACHER_LOWEST)
     tl.store(flags + ti * col_tiles + tj, tl.max(((j < n) & ~good).to(tl.int32), 0))
 
 
-@kernel
+@block_kernel
 def masked_forward(
-    x, y, scale, teacher_x, teacher_y, teacher_scale, row_partials, col_partials, flags,
-    own, stride, row_start, col_start, m, n, d, teacher_d, diagonal_offset,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
+    x, y, scale, guide_x, guide_y, teacher_scale, row_partials, col_partials, flags, own, stride,
+    row_start, col_start, m, n, d, guide_d, diagonal_offset,
+    BK: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Partial sums of flagged tiles and of those on the diagonal; a program looks at CHUNK tiles.
 
     The pairs (i, i) count in none of them: own[0, i] and own[1, i] become their logits, the
     student's and the teacher's.
     """
-    row_tiles = tl.cdiv(m, BM)
-    col_tiles = tl.cdiv(n, BN)
+    rows = BlockSide(x, guide_x, row_start, m, None, None, None, None)
+    cols = BlockSide(y, guide_y, col_start, n, None, None, None, None)
+    row_tiles = tl.cdiv(m, B)
+    col_tiles = tl.cdiv(n, B)
     start = tl.program_id(0) * CHUNK
     end = tl.minimum(start + CHUNK, row_tiles * col_tiles)
     index = tl.minimum(start + tl.arange(0, CHUNK), end - 1)
     crossed = needs_mask(
-        index // col_tiles, index % col_tiles, None, 0, None, 0, diagonal_offset, BM, BN, DIAGONAL,
-        False,
+        index // col_tiles, index % col_tiles, rows, cols, diagonal_offset, DIAGONAL
     )  # fmt: skip
     if tl.max(tl.load(flags + index, mask=~crossed, other=1), 0) == 0:
         return
     for k in tl.range(start, end):
         ti = k // col_tiles
         tj = k % col_tiles
-        on_diagonal = needs_mask(ti, tj, None, 0, None, 0, diagonal_offset, BM, BN, DIAGONAL, False)
+        on_diagonal = needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL)
         if on_diagonal | (tl.load(flags + k) != 0):
-            i = ti * BM + tl.arange(0, BM)
-            j = tj * BN + tl.arange(0, BN)
+            i = ti * B + tl.arange(0, B)
+            j = tj * B + tl.arange(0, B)
             inside = (i < m)[:, None] & (j < n)[None, :]
-            s = logits_tile(x, y, row_start + ti * BM, col_start + tj * BN, d, BM, BN, BK)
-            s = s * (tl.load(scale) * LOG2E)
-            t = logits_tile(
-                teacher_x, teacher_y, row_start + ti * BM, col_start + tj * BN, teacher_d,
-                BM, BN, BK,
-            )  # fmt: skip
-            t = t * (tl.load(teacher_scale) * LOG2E)
+            s = logits_tile(rows, cols, ti, tj, d, BK) * (tl.load(scale) * LOG2E)
+            t = guide_tile(rows, cols, ti, tj, guide_d, BK) * (tl.load(teacher_scale) * LOG2E)
             if DIAGONAL != 0:
                 same = inside & (i[:, None] == (j + diagonal_offset)[None, :])
                 some = tl.max(same.to(tl.int32), 1) > 0
@@ -175,60 +180,53 @@ def masked_forward(
                 tl.store(own + stride + i, tl.sum(tl.where(same, t, 0.0), 1), mask=some)
                 inside = inside & ~same
             masked = tl.where(inside, s, float("-inf"))
-            teacher_masked = tl.where(inside, t, float("-inf"))
+            teacher = tl.where(inside, t, float("-inf"))
             s = tl.where(inside, s, 0.0)
-            largest = _finite(tl.max(masked, 1))
-            teacher_largest = _finite(tl.max(teacher_masked, 1))
-            e = tl.exp2(teacher_masked - teacher_largest[:, None])
-            _store_partials(
-                row_partials, col_tiles.to(tl.int64) * m, m, tj, i, i < m,
-                largest, tl.sum(tl.exp2(masked - largest[:, None]), 1),
-                teacher_largest, tl.sum(e, 1), tl.sum(e * (largest[:, None] - s), 1),
-            )  # fmt: skip
-            largest = _finite(tl.max(masked, 0))
-            teacher_largest = _finite(tl.max(teacher_masked, 0))
-            e = tl.exp2(teacher_masked - teacher_largest[None, :])
-            _store_partials(
-                col_partials, row_tiles.to(tl.int64) * n, n, ti, j, j < n,
-                largest, tl.sum(tl.exp2(masked - largest[None, :]), 0),
-                teacher_largest, tl.sum(e, 0), tl.sum(e * (largest[None, :] - s), 0),
-            )  # fmt: skip
+            _store_masked(row_partials, tj, col_tiles, i, m, masked, teacher, s, 1)
+            _store_masked(col_partials, ti, row_tiles, j, n, masked, teacher, s, 0)
 
 
-@kernel
+@triton.jit
+def _store_masked(out, tile, tiles, i, size, masked, teacher, s, AXIS: tl.constexpr):
+    """Write a tile's partial sums; masked, teacher: -inf, s: 0 for a pair that does not count."""
+    largest = _finite(tl.max(masked, AXIS))
+    teacher_largest = _finite(tl.max(teacher, AXIS))
+    e = tl.exp2(teacher - tl.expand_dims(teacher_largest, AXIS))
+    _store_partials(
+        out, tile, tiles, i, size,
+        largest, tl.sum(tl.exp2(masked - tl.expand_dims(largest, AXIS)), AXIS),
+        teacher_largest, tl.sum(e, AXIS), tl.sum(e * (tl.expand_dims(largest, AXIS) - s), AXIS),
+    )  # fmt: skip
+
+
+@block_kernel
 def combine_partials(
     row_partials, row_state, row_state_stride, row_is_first, row_is_last,
     col_partials, col_state, col_state_stride, col_is_first, col_is_last,
-    own, stride, m, n, diagonal_offset,
-    BM: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, P: tl.constexpr, DIAGONAL: tl.constexpr,
+    own, stride, m, n, diagonal_offset, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Merge a block's partial sums into the states of B of its rows, or of B of its columns.
 
     A side's first block finds an uninitialised state; its last one leaves the results.
     """
     k = tl.program_id(0)
-    row_programs = tl.cdiv(m, B)
-    row_tiles = tl.cdiv(m, BM)
-    col_tiles = tl.cdiv(n, BN)
-    if k < row_programs:
+    row_tiles = tl.cdiv(m, B)
+    col_tiles = tl.cdiv(n, B)
+    if k < row_tiles:
         i = k * B + tl.arange(0, B)
         own_s, own_t = _own(own, stride, i, i < m, DIAGONAL)
         if DIAGONAL != 0:
             j = i - diagonal_offset
             here = (j >= 0) & (j < n)
             own_s = tl.where(here, own_s, float("-inf"))
-        _combine(
-            row_partials, col_tiles, i, i < m, m, own_s, own_t,
-            row_state, row_state_stride, row_is_first, row_is_last, B, P,
-        )  # fmt: skip
+        state = State(row_state, row_state_stride, row_is_first, row_is_last)
+        _combine(row_partials, col_tiles, i, m, own_s, own_t, state)
     else:
-        j = (k - row_programs) * B + tl.arange(0, B)
+        j = (k - row_tiles) * B + tl.arange(0, B)
         i = j + diagonal_offset
         own_s, own_t = _own(own, stride, i, (j < n) & (i >= 0) & (i < m), DIAGONAL)
-        _combine(
-            col_partials, row_tiles, j, j < n, n, own_s, own_t,
-            col_state, col_state_stride, col_is_first, col_is_last, B, P,
-        )  # fmt: skip
+        state = State(col_state, col_state_stride, col_is_first, col_is_last)
+        _combine(col_partials, row_tiles, j, n, own_s, own_t, state)
 
 
 @triton.jit
@@ -242,22 +240,21 @@ def _own(own, stride, i, here, DIAGONAL: tl.constexpr):
 
 
 @triton.jit
-def _combine(
-    partials, tiles, i, inside, size, own_s, own_t, state, stride, is_first, is_last,
-    B: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    old = inside.to(tl.int32) > is_first
+def _combine(partials, tiles, i, size, own_s, own_t, state):
+    inside = i < size
+    old = inside.to(tl.int32) > state.is_first
+    place, stride = state.numbers + i, state.stride
     low = float("-inf")
-    negative = tl.load(state + i, mask=old, other=low)
-    negative_total = tl.load(state + stride + i, mask=old, other=0.0)
-    positive = tl.load(state + 2 * stride + i, mask=old, other=low)
-    positive_total = tl.load(state + 3 * stride + i, mask=old, other=0.0)
-    positive_sum = tl.load(state + 4 * stride + i, mask=old, other=0.0)
-    positive_count = tl.load(state + 5 * stride + i, mask=old, other=0.0)
-    teacher = tl.load(state + 6 * stride + i, mask=old, other=low)
-    teacher_total = tl.load(state + 7 * stride + i, mask=old, other=0.0)
-    below = tl.load(state + 8 * stride + i, mask=old, other=0.0)
-    teacher_own = tl.load(state + 9 * stride + i, mask=old, other=low)
+    negative = tl.load(place, mask=old, other=low)
+    negative_total = tl.load(place + stride, mask=old, other=0.0)
+    positive = tl.load(place + 2 * stride, mask=old, other=low)
+    positive_total = tl.load(place + 3 * stride, mask=old, other=0.0)
+    positive_sum = tl.load(place + 4 * stride, mask=old, other=0.0)
+    positive_count = tl.load(place + 5 * stride, mask=old, other=0.0)
+    teacher = tl.load(place + 6 * stride, mask=old, other=low)
+    teacher_total = tl.load(place + 7 * stride, mask=old, other=0.0)
+    below = tl.load(place + 8 * stride, mask=old, other=0.0)
+    teacher_own = tl.load(place + 9 * stride, mask=old, other=low)
     before = tl.maximum(negative, positive)
 
     has_own = own_s > low
@@ -266,12 +263,12 @@ def _combine(
     new, new_teacher = negative, teacher
     for start in range(0, tiles, P):
         p = start + tl.arange(0, P)
-        place = partials + p.to(tl.int64)[:, None] * size + i[None, :]
+        at = partials + p.to(tl.int64)[:, None] * size + i[None, :]
         mask = (p < tiles)[:, None] & inside[None, :]
-        some = tl.load(place + step, mask=mask, other=0.0) != 0.0  # else the tile has no such pair
-        largest = tl.load(place, mask=mask, other=low)
+        some = tl.load(at + step, mask=mask, other=0.0) != 0.0  # else the tile has no such pair
+        largest = tl.load(at, mask=mask, other=low)
         new = tl.maximum(new, tl.max(tl.where(some, largest, low), 0))
-        largest = tl.load(place + 2 * step, mask=mask, other=low)
+        largest = tl.load(at + 2 * step, mask=mask, other=low)
         new_teacher = tl.maximum(new_teacher, tl.max(tl.where(some, largest, low), 0))
     new_positive = tl.maximum(positive, own_s)
     teacher_own = tl.where(has_own, own_t, teacher_own)
@@ -287,13 +284,13 @@ def _combine(
     negative_total = negative_total * tl.exp2(negative - shift)
     for start in range(0, tiles, P):
         p = start + tl.arange(0, P)
-        place = partials + p.to(tl.int64)[:, None] * size + i[None, :]
+        at = partials + p.to(tl.int64)[:, None] * size + i[None, :]
         mask = (p < tiles)[:, None] & inside[None, :]
-        largest = tl.load(place, mask=mask, other=0.0)
-        total = tl.load(place + step, mask=mask, other=0.0)
-        of_teacher = tl.load(place + 2 * step, mask=mask, other=0.0)
-        of_teacher_total = tl.load(place + 3 * step, mask=mask, other=0.0)
-        of_below = tl.load(place + 4 * step, mask=mask, other=0.0)
+        largest = tl.load(at, mask=mask, other=0.0)
+        total = tl.load(at + step, mask=mask, other=0.0)
+        of_teacher = tl.load(at + 2 * step, mask=mask, other=0.0)
+        of_teacher_total = tl.load(at + 3 * step, mask=mask, other=0.0)
+        of_below = tl.load(at + 4 * step, mask=mask, other=0.0)
         some = total != 0.0
         total = tl.where(some, total * tl.exp2(largest - shift[None, :]), 0.0)
         negative_total += tl.sum(total, 0)
@@ -305,7 +302,7 @@ def _combine(
     positive_sum += tl.where(has_own, own_s * LN2, 0.0)
     positive_count += tl.where(has_own, 1.0, 0.0)
 
-    if is_last != 0:
+    if state.is_last != 0:
         sums = negative_total * tl.exp2(new - top) + positive_total * tl.exp2(new_positive - top)
         reference = _finite(tl.maximum(new_teacher, teacher_own))
         others = tl.exp2(new_teacher - reference)
@@ -315,21 +312,21 @@ def _combine(
         mean = others * below + tl.where(own_weight == 0.0, 0.0, own_weight * (top - new_positive))
         mean = mean / tl.where(empty, 1.0, total)
         cross_entropy = tl.where(empty, 0.0, tl.log(sums) + mean * LN2)
-        tl.store(state + i, tl.log(negative_total) + new * LN2, mask=inside)
-        tl.store(state + stride + i, tl.log(positive_total) + new_positive * LN2, mask=inside)
-        tl.store(state + 2 * stride + i, positive_sum, mask=inside)
-        tl.store(state + 3 * stride + i, positive_count, mask=inside)
-        tl.store(state + 4 * stride + i, cross_entropy, mask=inside)
-        tl.store(state + 5 * stride + i, tl.log(teacher_total) + new_teacher * LN2, mask=inside)
-        tl.store(state + 6 * stride + i, teacher_own * LN2, mask=inside)
+        tl.store(place, tl.log(negative_total) + new * LN2, mask=inside)
+        tl.store(place + stride, tl.log(positive_total) + new_positive * LN2, mask=inside)
+        tl.store(place + 2 * stride, positive_sum, mask=inside)
+        tl.store(place + 3 * stride, positive_count, mask=inside)
+        tl.store(place + 4 * stride, cross_entropy, mask=inside)
+        tl.store(place + 5 * stride, tl.log(teacher_total) + new_teacher * LN2, mask=inside)
+        tl.store(place + 6 * stride, teacher_own * LN2, mask=inside)
     else:
-        tl.store(state + i, new, mask=inside)
-        tl.store(state + stride + i, negative_total, mask=inside)
-        tl.store(state + 2 * stride + i, new_positive, mask=inside)
-        tl.store(state + 3 * stride + i, positive_total, mask=inside)
-        tl.store(state + 4 * stride + i, positive_sum, mask=inside)
-        tl.store(state + 5 * stride + i, positive_count, mask=inside)
-        tl.store(state + 6 * stride + i, new_teacher, mask=inside)
-        tl.store(state + 7 * stride + i, teacher_total, mask=inside)
-        tl.store(state + 8 * stride + i, below, mask=inside)
-        tl.store(state + 9 * stride + i, teacher_own, mask=inside)
+        tl.store(place, new, mask=inside)
+        tl.store(place + stride, negative_total, mask=inside)
+        tl.store(place + 2 * stride, new_positive, mask=inside)
+        tl.store(place + 3 * stride, positive_total, mask=inside)
+        tl.store(place + 4 * stride, positive_sum, mask=inside)
+        tl.store(place + 5 * stride, positive_count, mask=inside)
+        tl.store(place + 6 * stride, new_teacher, mask=inside)
+        tl.store(place + 7 * stride, teacher_total, mask=inside)
+        tl.store(place + 8 * stride, below, mask=inside)
+        tl.store(place + 9 * stride, teacher_own, mask=inside)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity import states
 from megabatch.similarity.backends import capability
@@ -12,9 +11,8 @@ from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.states import TargetStates
 from megabatch.similarity.triton import soft_target_backward, soft_target_forward
 from megabatch.similarity.triton.blocking import TILE, cdiv
-from megabatch.similarity.triton.blocks import diagonal_in
-from megabatch.similarity.triton.operands import Upstream, aligned, new_descriptor
-from megabatch.similarity.triton.softmax import SPREAD, SoftmaxKernelTiles, State
+from megabatch.similarity.triton.operands import Features, State, Upstream, new_descriptor
+from megabatch.similarity.triton.softmax import SoftmaxKernelTiles
 from megabatch.similarity.triton.tiles import LN2, LOG2E, NO_DIAGONAL
 
 #: Launch of the kernels: the accumulators of two tiles take the registers of eight warps.
@@ -26,8 +24,7 @@ BYTES, STAGES, BACKWARD_STAGES = 128, 3, 4
 BYTES_ELSEWHERE, STAGES_ELSEWHERE = 64, 2
 #: Numbers of an upstream that are log-sum-exps, whose spread in a tile counts.
 SPREAD_LSES = (0, 2)
-#: Tiles that a program of a masked kernel looks at, and partial sums that are added at once.
-CHUNK, P = 32, 16
+CHUNK = soft_target_forward.CHUNK.value
 
 
 class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
@@ -38,8 +35,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         assert teacher_x is not None
         assert teacher_y is not None
         super().__init__(matrix._replace(rows=matrix.rows._replace(guide=None)), scale)
-        self.teacher = aligned(teacher_x), aligned(teacher_y)
-        self.teacher_scale = teacher_scale
+        self.teacher_scale, self._guide = teacher_scale, Features(teacher_x, teacher_y)
         hopper = self.x.is_cuda and capability(self.x.device)[0] == 9
         self._stages = (STAGES, BACKWARD_STAGES) if hopper else (STAGES_ELSEWHERE,) * 2
         item = max(self.x.element_size(), teacher_y.element_size())
@@ -50,47 +46,30 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         return states.TARGET_RESULTS
 
     def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
-        m, n = i.stop - i.start, j.stop - j.start
-        block = self.matrix.view(i, j)
+        block = self._block(i, j, self._bk)
+        block.set_states(rows, cols)
+        m, n = block.m, block.n
         row_tiles, col_tiles = cdiv(m, TILE), cdiv(n, TILE)
         row_partials = self._empty(soft_target_forward.PARTS, col_tiles, m)
         col_partials = self._empty(soft_target_forward.PARTS, row_tiles, n)
         flags = self.x.new_empty(row_tiles * col_tiles, dtype=torch.int32)
-        diagonal, offset = diagonal_in(block), block.col_start - block.row_start
         own = self._empty(2, m)
-        if diagonal != NO_DIAGONAL:
+        if block.diagonal != NO_DIAGONAL:
             own.fill_(-torch.inf)
-        xd, yd = self._descriptors(self._bk)
-        teacher_xd, teacher_yd = self._teacher_descriptors()
         soft_target_forward.unmasked_forward.launch(
-            row_tiles * col_tiles, x=xd, y=yd, scale=self.scale,
-            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher_scale,
+            row_tiles * col_tiles, block, teacher_scale=self.teacher_scale,
             row_partials=row_partials, col_partials=col_partials, flags=flags,
-            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
-            teacher_d=self.teacher[0].shape[1],
-            BM=TILE, BN=TILE, BK=self._bk, GROUP=GROUP, EVEN=m % TILE == 0 and n % TILE == 0,
+            GROUP=GROUP, EVEN=m % TILE == 0 and n % TILE == 0,
             num_warps=WARPS, num_stages=self._stages[0],
         )  # fmt: skip
         soft_target_forward.masked_forward.launch(
-            cdiv(row_tiles * col_tiles, CHUNK), x=xd, y=yd, scale=self.scale,
-            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher_scale,
+            cdiv(row_tiles * col_tiles, CHUNK), block, teacher_scale=self.teacher_scale,
             row_partials=row_partials, col_partials=col_partials, flags=flags,
-            own=own, stride=own.stride(0), row_start=i.start, col_start=j.start, m=m, n=n,
-            d=self.d, teacher_d=self.teacher[0].shape[1], diagonal_offset=offset,
-            BM=TILE, BN=TILE, BK=self._bk, CHUNK=CHUNK, DIAGONAL=diagonal,
-            num_warps=WARPS, num_stages=self._stages[0],
+            own=own, stride=own.stride(0), num_warps=WARPS, num_stages=self._stages[0],
         )  # fmt: skip
-        row_state, row_is_first, row_is_last = rows
-        col_state, col_is_first, col_is_last = rows if cols is None else cols
-        programs = row_tiles + (0 if cols is None else col_tiles)
         soft_target_forward.combine_partials.launch(
-            programs, row_partials=row_partials, row_state=row_state,
-            row_state_stride=row_state.stride(0), row_is_first=int(row_is_first),
-            row_is_last=int(row_is_last),
-            col_partials=col_partials, col_state=col_state,
-            col_state_stride=col_state.stride(0), col_is_first=int(col_is_first),
-            col_is_last=int(col_is_last), own=own, stride=own.stride(0), m=m, n=n,
-            diagonal_offset=offset, BM=TILE, BN=TILE, B=TILE, P=P, DIAGONAL=diagonal, num_warps=4,
+            row_tiles + (0 if cols is None else col_tiles), block, row_partials=row_partials,
+            col_partials=col_partials, own=own, stride=own.stride(0),
         )  # fmt: skip
 
     def merge(self, parts: Tensor) -> Tensor:
@@ -108,34 +87,19 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
     ) -> Tensor:
-        m, n = i.stop - i.start, j.stop - j.start
-        block, ds = self.matrix.view(i, j), self._workspace(i, j)
-        rows = self._without_gradient(m) if rows is None else rows.view(i)
-        cols = self._without_gradient(n) if cols is None else cols.view(j)
-        xd, yd = self._descriptors(self._bk)
-        teacher_xd, teacher_yd = self._teacher_descriptors()
-        tiles, out = cdiv(m, TILE) * cdiv(n, TILE), new_descriptor(ds, TILE)
+        block, ds = self._block(i, j, self._bk), self._workspace(i, j)
+        block.set_upstreams(
+            self._without_gradient(block.m) if rows is None else rows.view(i),
+            self._without_gradient(block.n) if cols is None else cols.view(j),
+        )
+        tiles, out = cdiv(block.m, TILE) * cdiv(block.n, TILE), new_descriptor(ds, TILE)
         soft_target_backward.unmasked_backward.launch(
-            tiles, x=xd, y=yd, ds=out, scale=self.scale,
-            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher_scale,
-            row_upstream=rows.packed, row_stride=rows.stride,
-            col_upstream=cols.packed, col_stride=cols.stride,
-            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
-            teacher_d=self.teacher[0].shape[1],
-            BM=TILE, BN=TILE, BK=self._bk, GROUP=GROUP, num_warps=WARPS, num_stages=self._stages[1],
+            tiles, block, ds=out, teacher_scale=self.teacher_scale, GROUP=GROUP,
+            num_warps=WARPS, num_stages=self._stages[1],
         )  # fmt: skip
         soft_target_backward.masked_backward.launch(
-            cdiv(tiles, CHUNK), x=xd, y=yd, ds=out, scale=self.scale,
-            teacher_x=teacher_xd, teacher_y=teacher_yd, teacher_scale=self.teacher_scale,
-            row_upstream=rows.packed, row_stride=rows.stride,
-            col_upstream=cols.packed, col_stride=cols.stride,
-            row_extremes=rows.extremes, row_tiles=rows.tiles,
-            col_extremes=cols.extremes, col_tiles=cols.tiles,
-            row_start=i.start, col_start=j.start, m=m, n=n, d=self.d,
-            teacher_d=self.teacher[0].shape[1],
-            diagonal_offset=block.col_start - block.row_start,
-            BM=TILE, BN=TILE, BK=self._bk, CHUNK=CHUNK, DIAGONAL=diagonal_in(block),
-            LIMIT=SPREAD, num_warps=WARPS, num_stages=self._stages[0],
+            cdiv(tiles, CHUNK), block, ds=out, teacher_scale=self.teacher_scale,
+            num_warps=WARPS, num_stages=self._stages[0],
         )  # fmt: skip
         return ds
 
@@ -148,10 +112,6 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         for lse in SPREAD_LSES:
             packed[lse] = torch.inf
         return Upstream.of(packed, SPREAD_LSES)
-
-    def _teacher_descriptors(self) -> tuple[TensorDescriptor, TensorDescriptor]:
-        x, y = self.teacher
-        return new_descriptor(x, self._bk), new_descriptor(y, self._bk)
 
 
 def _to_base_e(state: Tensor) -> Tensor:

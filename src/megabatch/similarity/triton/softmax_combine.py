@@ -1,11 +1,9 @@
 """Kernels that combine log-sum-exps: partial sums of `softmax_forward` and states of several GPUs.
 
 `combine_partials` adds the tiles' sums to the running state. It computes the tiles left out, with a
-running maximum, and recomputes the rows whose sums left float32's range.
-
-A state is laid out as `states` documents, with references in base 2: for pairs of
-different ids, then for pairs of equal ids, (reference, sum of 2^(logit - reference)); the sum of
-positive logits; their number. `merge_states` joins states of the same rows from several GPUs.
+running maximum, and recomputes the rows whose sums left float32's range. `merge_states` joins
+states of the same rows from several GPUs. States are laid out as `states` documents, with
+references in base 2.
 """
 
 from __future__ import annotations
@@ -16,10 +14,13 @@ from torch import Tensor
 
 from megabatch.similarity.triton.blocking import cdiv
 from megabatch.similarity.triton.launch import kernel
+from megabatch.similarity.triton.operands import State, block_kernel
 from megabatch.similarity.triton.softmax_forward import clamped_references
 from megabatch.similarity.triton.tiles import (
     LN2,
     LOG2E,
+    B,
+    BlockSide,
     logits_tile,
     mask_tile,
     needs_mask,
@@ -28,11 +29,13 @@ from megabatch.similarity.triton.tiles import (
 #: Sums outside are recomputed. Below LOWEST, terms lost under 2^-126 would matter (4M: 2^-29).
 LOWEST = tl.constexpr(2.0**-75)
 HIGHEST = tl.constexpr(2.0**126)
+#: Partial sums that are added at once.
+P = tl.constexpr(64)
 #: Rows per program of `merge_states`.
 MERGED_ROWS = 256
 
 
-@kernel
+@block_kernel
 def combine_partials(
     x, y, scale,
     row_sums, references, row_partials, row_state, row_state_stride, row_is_first, row_is_last,
@@ -40,72 +43,54 @@ def combine_partials(
     col_is_last,
     row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride, ceiling,
     guide_x, guide_y, guide_d, row_start, col_start, m, n, d, diagonal_offset,
-    GROUP_ROWS: tl.constexpr, P: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
-    DIAGONAL: tl.constexpr, IDS: tl.constexpr, PAIRED: tl.constexpr, CEILING: tl.constexpr,
-    GUIDE: tl.constexpr, GUIDE_BK: tl.constexpr, HAS_POSITIVES: tl.constexpr,
-    TRIANGLE: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, BK: tl.constexpr, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr,
+    GUIDE_BK: tl.constexpr, HAS_POSITIVES: tl.constexpr, TRIANGLE: tl.constexpr,
 ):  # fmt: skip
     """Add a block to the running states of both sides, B rows or B columns per program.
 
-    A row has `row_partials` sums, a column `col_partials`, which are added P at a time; GROUP_ROWS
-    rows are a row group. Before a side's first block, its state holds nothing; after its last one,
-    the state holds the results, as of `states.to_logsumexp`. TRIANGLE: a row's sums begin at its
-    group's first tile on the diagonal; the columns' sums of the groups above give the tiles left of
-    it.
+    A row has `row_partials` sums, a column `col_partials`; GROUP_ROWS rows are a row group. Before
+    a side's first block, its state holds nothing; after its last one, the state holds the results,
+    as of `states.to_logsumexp`. TRIANGLE: a row's sums begin at its group's first tile on the
+    diagonal; the columns' sums of the groups above give the tiles left of it.
     """
+    rows = BlockSide(x, guide_x, row_start, m, row_ids, row_ranges, row_range_stride, ceiling)
+    cols = BlockSide(y, guide_y, col_start, n, col_ids, col_ranges, col_range_stride, None)
     t = tl.program_id(0)
     tiles = tl.cdiv(m, B)
+    above_reference = tl.full((B,), float("-inf"), tl.float32)
+    above_total = tl.zeros((B,), tl.float32)
     if t < tiles:
         i = t * B + tl.arange(0, B)
         group = t * B // GROUP_ROWS
         block_reference = clamped_references(references, i, tl.load(group_references + group))
         block_total = tl.zeros((B,), tl.float32)
         for start in range(group * (GROUP_ROWS // B) if TRIANGLE else 0, row_partials, P):
-            block_total += tl.sum(_load_partials(row_sums, start, row_partials, i, m, P), 0)
-        above_reference = tl.full((B,), float("-inf"), tl.float32)
-        above_total = tl.zeros((B,), tl.float32)
+            block_total += tl.sum(_load_partials(row_sums, start, row_partials, i, m), 0)
         if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
             if group > 0:
-                largest = _largest_of_groups(group_references, group, P)
-                above_total = _col_total(col_sums, group_references, largest, group, i, m, B, P)
+                largest = _largest_of_groups(group_references, group)
+                above_total = _col_total(col_sums, group_references, largest, group, i, m)
                 above_reference = tl.zeros((B,), tl.float32) + largest
         _combine_side(
-            x, y, scale, t,
-            block_reference=block_reference, block_total=block_total,
-            above_reference=above_reference, above_total=above_total,
-            state=row_state, stride=row_state_stride, is_first=row_is_first, is_last=row_is_last,
-            row_ids=row_ids, row_ranges=row_ranges, row_range_stride=row_range_stride,
-            col_ids=col_ids, col_ranges=col_ranges, col_range_stride=col_range_stride,
-            ceiling=ceiling, guide_x=guide_x, guide_y=guide_y, guide_d=guide_d,
-            row_start=row_start, col_start=col_start, m=m, n=n, d=d,
-            diagonal_offset=diagonal_offset, B=B, BK=BK, DIAGONAL=DIAGONAL, IDS=IDS,
-            PAIRED=PAIRED, CEILING=1 if CEILING else 0, GUIDE=GUIDE, GUIDE_BK=GUIDE_BK,
-            HAS_POSITIVES=HAS_POSITIVES,
+            rows, cols, t, State(row_state, row_state_stride, row_is_first, row_is_last), scale,
+            block_reference, block_total, above_reference, above_total, d, guide_d,
+            diagonal_offset, BK, DIAGONAL, PAIRED, GUIDE_BK, HAS_POSITIVES,
         )  # fmt: skip
-    else:  # the same with rows and columns swapped
+    else:
         t = t - tiles
         j = t * B + tl.arange(0, B)
-        largest = _largest_of_groups(group_references, col_partials, P)
-        block_total = _col_total(col_sums, group_references, largest, col_partials, j, n, B, P)
+        largest = _largest_of_groups(group_references, col_partials)
+        block_total = _col_total(col_sums, group_references, largest, col_partials, j, n)
         block_reference = tl.zeros((B,), tl.float32) + largest
-        above_reference = tl.full((B,), float("-inf"), tl.float32)
         _combine_side(
-            y, x, scale, t,
-            block_reference=block_reference, block_total=block_total,
-            above_reference=above_reference, above_total=tl.zeros((B,), tl.float32),
-            state=col_state, stride=col_state_stride, is_first=col_is_first, is_last=col_is_last,
-            row_ids=col_ids, row_ranges=col_ranges, row_range_stride=col_range_stride,
-            col_ids=row_ids, col_ranges=row_ranges, col_range_stride=row_range_stride,
-            ceiling=ceiling, guide_x=guide_y, guide_y=guide_x, guide_d=guide_d,
-            row_start=col_start, col_start=row_start, m=n, n=m, d=d,
-            diagonal_offset=-diagonal_offset, B=B, BK=BK, DIAGONAL=DIAGONAL, IDS=IDS,
-            PAIRED=PAIRED, CEILING=2 if CEILING else 0, GUIDE=GUIDE, GUIDE_BK=GUIDE_BK,
-            HAS_POSITIVES=HAS_POSITIVES,
+            cols, rows, t, State(col_state, col_state_stride, col_is_first, col_is_last), scale,
+            block_reference, block_total, above_reference, above_total, d, guide_d,
+            -diagonal_offset, BK, DIAGONAL, PAIRED, GUIDE_BK, HAS_POSITIVES,
         )  # fmt: skip
 
 
 @triton.jit
-def _largest_of_groups(group_references, groups, P: tl.constexpr):
+def _largest_of_groups(group_references, groups):
     largest = tl.full((P,), float("-inf"), tl.float32)
     for start in range(0, groups, P):
         p = start + tl.arange(0, P)
@@ -115,21 +100,19 @@ def _largest_of_groups(group_references, groups, P: tl.constexpr):
 
 
 @triton.jit
-def _col_total(
-    sums, group_references, largest, groups, j, n, B: tl.constexpr, P: tl.constexpr
-):  # fmt: skip
+def _col_total(sums, group_references, largest, groups, j, n):
     """Sums of columns j over the first groups of rows, relative to `largest`."""
     total = tl.zeros((B,), tl.float32)
     for start in range(0, groups, P):
         p = start + tl.arange(0, P)
         own = tl.load(group_references + p, mask=p < groups, other=float("-inf"))
-        partials = _load_partials(sums, start, groups, j, n, P)
+        partials = _load_partials(sums, start, groups, j, n)
         total += tl.sum(partials * tl.exp2(own - largest)[:, None], 0)
     return total
 
 
 @triton.jit
-def _load_partials(sums, start, partials, i, size, P: tl.constexpr):
+def _load_partials(sums, start, partials, i, size):
     p = start + tl.arange(0, P)
     mask = (p < partials)[:, None] & (i < size)[None, :]
     return tl.load(sums + p.to(tl.int64)[:, None] * size + i[None, :], mask=mask, other=0.0)
@@ -137,34 +120,30 @@ def _load_partials(sums, start, partials, i, size, P: tl.constexpr):
 
 @triton.jit
 def _combine_side(
-    x, y, scale, ti, block_reference, block_total, above_reference, above_total,
-    state, stride, is_first, is_last,
-    row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride, ceiling,
-    guide_x, guide_y, guide_d, row_start, col_start, m, n, d, diagonal_offset,
-    B: tl.constexpr, BK: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr,
-    PAIRED: tl.constexpr, CEILING: tl.constexpr, GUIDE: tl.constexpr, GUIDE_BK: tl.constexpr,
-    HAS_POSITIVES: tl.constexpr,
+    rows, cols, ti, state, scale, block_reference, block_total, above_reference, above_total,
+    d, guide_d, diagonal_offset, BK: tl.constexpr, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr,
+    GUIDE_BK: tl.constexpr, HAS_POSITIVES: tl.constexpr,
 ):  # fmt: skip
     """Merge the block's sums of row tile ti and the tiles that need masks into the rows' state.
 
     If any row's sum left float32's range, the block's sums of this tile are dropped and all its
     column tiles recomputed.
     """
-    i0 = ti * B
-    i = i0 + tl.arange(0, B)
-    inside = i < m
-    begun = inside.to(tl.int32) > is_first
-    largest = tl.load(state + i, mask=begun, other=float("-inf"))
-    total = tl.load(state + stride + i, mask=begun, other=0.0)
+    i = ti * B + tl.arange(0, B)
+    inside = i < rows.size
+    begun = inside.to(tl.int32) > state.is_first
+    place, stride = state.numbers + i, state.stride
+    largest = tl.load(place, mask=begun, other=float("-inf"))
+    total = tl.load(place + stride, mask=begun, other=0.0)
     p_largest = tl.full((B,), float("-inf"), tl.float32)
     p_total = tl.zeros((B,), tl.float32)
     p_sum = tl.zeros((B,), tl.float32)
     p_count = tl.zeros((B,), tl.float32)
     if HAS_POSITIVES:
-        p_largest = tl.load(state + 2 * stride + i, mask=begun, other=float("-inf"))
-        p_total = tl.load(state + 3 * stride + i, mask=begun, other=0.0)
-        p_sum = tl.load(state + 4 * stride + i, mask=begun, other=0.0)
-        p_count = tl.load(state + 5 * stride + i, mask=begun, other=0.0)
+        p_largest = tl.load(place + 2 * stride, mask=begun, other=float("-inf"))
+        p_total = tl.load(place + 3 * stride, mask=begun, other=0.0)
+        p_sum = tl.load(place + 4 * stride, mask=begun, other=0.0)
+        p_count = tl.load(place + 5 * stride, mask=begun, other=0.0)
     bad = inside & ~((block_total >= LOWEST) & (block_total <= HIGHEST))
     some = above_reference > float("-inf")
     bad = bad | (inside & some & ~((above_total >= LOWEST) & (above_total <= HIGHEST)))
@@ -177,51 +156,38 @@ def _combine_side(
     largest = tl.where(recompute, largest, merged)
     total = tl.where(recompute, total, merged_total)
     k = tl.load(scale)
-    tiles = tl.cdiv(n, B)
+    tiles = tl.cdiv(cols.size, B)
     for start in tl.range(0, tiles, 64):
         # Check 64 tiles at once, then loop from the first to the last that is wanted.
         index = start + tl.arange(0, 64)
-        wanted = (index < tiles) & (recompute | needs_mask(
-            ti, tl.minimum(index, tiles - 1), row_ranges=row_ranges, row_stride=row_range_stride,
-            col_ranges=col_ranges, col_stride=col_range_stride, diagonal_offset=diagonal_offset,
-            BM=B, BN=B, DIAGONAL=DIAGONAL, IDS=IDS,
-        ))  # fmt: skip
+        masked = needs_mask(
+            ti, tl.minimum(index, tiles - 1), rows, cols, diagonal_offset, DIAGONAL
+        )  # fmt: skip
+        wanted = (index < tiles) & (recompute | masked)
         first = tl.min(tl.where(wanted, index, tiles), 0)
         last = tl.max(tl.where(wanted, index, -1), 0)
         for tj in tl.range(first, last + 1):
-            if recompute | needs_mask(
-                ti, tj, row_ranges=row_ranges, row_stride=row_range_stride, col_ranges=col_ranges,
-                col_stride=col_range_stride, diagonal_offset=diagonal_offset,
-                BM=B, BN=B, DIAGONAL=DIAGONAL, IDS=IDS,
-            ):  # fmt: skip
-                s = logits_tile(x, y, row_start + i0, col_start + tj * B, d, B, B, BK) * k
-                compared = s
-                if GUIDE:
-                    compared = logits_tile(
-                        guide_x, guide_y, row_start + i0, col_start + tj * B, guide_d, B, B,
-                        GUIDE_BK,
-                    )  # fmt: skip
+            if recompute | needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL):
+                s = logits_tile(rows, cols, ti, tj, d, BK) * k
                 negative, positive = mask_tile(
-                    compared, i0, tj * B, m=m, n=n, diagonal_offset=diagonal_offset,
-                    row_ids=row_ids, col_ids=col_ids, ceiling=ceiling, BM=B, BN=B,
-                    DIAGONAL=DIAGONAL, IDS=IDS, PAIRED=PAIRED, CEILING=CEILING,
+                    s, rows, cols, ti, tj, diagonal_offset, guide_d, DIAGONAL, PAIRED, GUIDE_BK
                 )  # fmt: skip
                 largest, total = _running_sum(largest, total, s * LOG2E, negative)
                 if HAS_POSITIVES:
                     p_largest, p_total = _running_sum(p_largest, p_total, s * LOG2E, positive)
                     p_sum += tl.sum(tl.where(positive, s, 0.0), 1)
                     p_count += tl.sum(positive.to(tl.float32), 1)
-    done = is_last != 0
-    tl.store(state + i, tl.where(done, _to_logsumexp(largest, total), largest), mask=inside)
+    done = state.is_last != 0
+    tl.store(place, tl.where(done, _to_logsumexp(largest, total), largest), mask=inside)
     if HAS_POSITIVES:
         second = tl.where(done, _to_logsumexp(p_largest, p_total), total)
-        tl.store(state + stride + i, second, mask=inside)
-        tl.store(state + 2 * stride + i, tl.where(done, p_sum, p_largest), mask=inside)
-        tl.store(state + 3 * stride + i, tl.where(done, p_count, p_total), mask=inside)
-        tl.store(state + 4 * stride + i, p_sum, mask=inside)
-        tl.store(state + 5 * stride + i, p_count, mask=inside)
+        tl.store(place + stride, second, mask=inside)
+        tl.store(place + 2 * stride, tl.where(done, p_sum, p_largest), mask=inside)
+        tl.store(place + 3 * stride, tl.where(done, p_count, p_total), mask=inside)
+        tl.store(place + 4 * stride, p_sum, mask=inside)
+        tl.store(place + 5 * stride, p_count, mask=inside)
     else:
-        tl.store(state + stride + i, total, mask=inside)
+        tl.store(place + stride, total, mask=inside)
 
 
 @triton.jit
@@ -247,46 +213,35 @@ def _running_sum(largest, total, s, mask):
     return new, total
 
 
-def merged(states: Tensor) -> Tensor:
-    """Several states (k, 2 or 6, size) of the same rows as one, (2 or 6, size)."""
-    out = states.new_empty(states.shape[1:])
-    _merge_states(states, out, False)
-    return out
-
-
-def merged_logsumexp(states: Tensor, out: Tensor) -> None:
-    """out = the results of several states (k, 2 or 6, size) of the same rows."""
-    _merge_states(states, out, True)
-
-
-def _merge_states(states: Tensor, out: Tensor, to_logsumexp: bool) -> None:
+def merge(states: Tensor, out: Tensor, to_logsumexp: bool) -> None:
+    """out = several states (k, 2 or 6, size) of the same rows as one, or its results."""
     count, rows, size = states.shape
     if size:
         merge_states.launch(
             cdiv(size, MERGED_ROWS), states=states, part_stride=states.stride(0),
             stride=states.stride(1), result=out, result_stride=out.stride(0), count=count,
-            size=size, HAS_POSITIVES=rows == 6, TO_LOGSUMEXP=to_logsumexp, B=MERGED_ROWS,
+            size=size, HAS_POSITIVES=rows == 6, TO_LOGSUMEXP=to_logsumexp, ROWS=MERGED_ROWS,
         )  # fmt: skip
 
 
 @kernel
 def merge_states(
     states, part_stride, stride, result, result_stride, count, size,
-    HAS_POSITIVES: tl.constexpr, TO_LOGSUMEXP: tl.constexpr, B: tl.constexpr,
+    HAS_POSITIVES: tl.constexpr, TO_LOGSUMEXP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """result = `count` states as one, or the results of that one."""
-    i = tl.program_id(0) * B + tl.arange(0, B)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < size
     part_stride = part_stride.to(tl.int64)
     for kind in tl.static_range(2 if HAS_POSITIVES else 1):  # negatives, positives
         own = states + 2 * kind * stride + i
-        largest = tl.full((B,), float("-inf"), tl.float32)
+        largest = tl.full((ROWS,), float("-inf"), tl.float32)
         for part in range(count):
             one = tl.load(own + part * part_stride, mask=inside, other=float("-inf"))
             largest = tl.maximum(largest, one)
         # A state without any pair has -inf; -inf - -inf would be NaN.
         shift = tl.where(largest == float("-inf"), 0.0, largest)
-        total = tl.zeros((B,), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
         for part in range(count):
             one = tl.load(own + part * part_stride, mask=inside, other=float("-inf"))
             of_one = tl.load(own + part * part_stride + stride, mask=inside, other=0.0)
@@ -298,7 +253,7 @@ def merge_states(
             tl.store(result + (2 * kind + 1) * result_stride + i, total, mask=inside)
     if HAS_POSITIVES:
         for number in tl.static_range(2):  # sum of logits, count
-            total = tl.zeros((B,), tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
             for part in range(count):
                 place = states + part * part_stride + (4 + number) * stride + i
                 total += tl.load(place, mask=inside, other=0.0)

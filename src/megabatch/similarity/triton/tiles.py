@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from megabatch.similarity.triton.blocking import TILE
 from megabatch.similarity.triton.launch import kernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+#: Rows and columns of a tile.
+B = tl.constexpr(TILE)
 #: Values of DIAGONAL in the kernels: the kind of the pairs (i, i).
 NO_DIAGONAL, POSITIVE, DROPPED = 0, 1, 2
+
+
+class BlockSide(NamedTuple):
+    """The rows or the columns of a block inside a kernel; an absent operand is None.
+
+    Device functions take two of them, so that a kernel may swap rows and columns.
+    """
+
+    features: Any  #: descriptor
+    guide: Any  #: descriptor of another model's features
+    start: Any  #: the block's first row in the features
+    size: Any
+    ids: Any
+    ranges: Any  #: see `id_ranges`
+    range_stride: Any
+    ceiling: Any
 
 
 @triton.jit
@@ -23,35 +44,54 @@ def swizzle(pid, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def logits_tile(x, y, i0, j0, d, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """x[i0:i0+BM] @ y[j0:j0+BN].T in float32; rows past the end are 0."""
-    acc = tl.zeros((BM, BN), tl.float32)
+def add_product(acc, x, y, row_start, col_start, ti, tj, d, BK: tl.constexpr):
+    """acc (B, B) + tile (ti, tj) of x[row_start:] @ y[col_start:].T; rows past the end are 0."""
     for c in tl.range(0, d, BK):
-        acc = tl.dot(x.load([i0, c]), y.load([j0, c]).T, acc, input_precision="tf32")
+        # Places computed here: across a flattened loop, Triton would carry them in registers.
+        a = x.load([row_start + ti * B, c])
+        acc = tl.dot(a, y.load([col_start + tj * B, c]).T, acc, input_precision="tf32")
     return acc
 
 
 @triton.jit
-def first_sums(
-    guide_x, guide_y, ceiling, i, i0, j0, m, guide_d,
-    BM: tl.constexpr, BN: tl.constexpr, GUIDE_BK: tl.constexpr, GUIDE: tl.constexpr,
-):  # fmt: skip
-    """The sums that a tile's logits start from: 0, or -inf where a guide leaves the pair out.
+def logits_tile(rows, cols, ti, tj, d, BK: tl.constexpr):
+    """Tile (ti, tj) of the logits in float32, without the scale."""
+    acc = tl.zeros((B, B), tl.float32)
+    return add_product(
+        acc, rows.features, cols.features, rows.start, cols.start, ti, tj, d, BK
+    )  # fmt: skip
 
-    An accumulator of -inf stays there, so that the guide's decision takes no registers besides the
-    logits. `i`: rows of the ceiling.
+
+@triton.jit
+def guide_tile(rows, cols, ti, tj, guide_d, BK: tl.constexpr):
+    """The same tile of the similarities of the guide's features."""
+    acc = tl.zeros((B, B), tl.float32)
+    return add_product(
+        acc, rows.guide, cols.guide, rows.start, cols.start, ti, tj, guide_d, BK
+    )  # fmt: skip
+
+
+@triton.jit
+def unmasked_logits(rows, cols, ti, tj, d, guide_d, BK: tl.constexpr, GUIDE_BK: tl.constexpr):
+    """`logits_tile`, with -inf where a guide leaves the pair out.
+
+    The sums begin at -inf there and stay so: the guide's decision takes no registers besides them.
     """
-    if GUIDE:
-        similarity = logits_tile(guide_x, guide_y, i0, j0, guide_d, BM, BN, GUIDE_BK)
-        highest = tl.load(ceiling + i, mask=i < m, other=0.0)
-        return tl.where(similarity > highest[:, None], float("-inf"), 0.0)
+    if rows.guide is not None:
+        similarity = guide_tile(rows, cols, ti, tj, guide_d, GUIDE_BK)
+        i = ti * B + tl.arange(0, B)
+        highest = tl.load(rows.ceiling + i, mask=i < rows.size, other=0.0)
+        acc = tl.where(similarity > highest[:, None], float("-inf"), 0.0)
     else:
-        return tl.zeros((BM, BN), tl.float32)
+        acc = tl.zeros((B, B), tl.float32)
+    return add_product(
+        acc, rows.features, cols.features, rows.start, cols.start, ti, tj, d, BK
+    )  # fmt: skip
 
 
 @kernel
-def id_ranges(ids, out, size, tiles, B: tl.constexpr):
-    """Smallest and largest id of each tile of B rows: out[0], out[1]; negative ids do not count."""
+def id_ranges(ids, out, size, tiles):
+    """Smallest and largest id of each tile of rows: out[0], out[1]; negative ids do not count."""
     t = tl.program_id(0)
     i = t * B + tl.arange(0, B)
     value = tl.load(ids + i, mask=i < size, other=-1)
@@ -60,44 +100,43 @@ def id_ranges(ids, out, size, tiles, B: tl.constexpr):
 
 
 @triton.jit
-def needs_mask(
-    ti, tj, row_ranges, row_stride, col_ranges, col_stride, diagonal_offset,
-    BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr,
-):  # fmt: skip
+def needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL: tl.constexpr):
     """Whether tile (ti, tj) may hold pairs that are not negatives; ti or tj may be a vector.
 
     Such pairs lie on the diagonal, or where the tiles' ranges of ids overlap.
     """
     result = tj < 0
     if DIAGONAL != 0:
-        j0 = tj * BN + diagonal_offset
-        result = result | ((ti * BM < j0 + BN) & (j0 < ti * BM + BM))
-    if IDS:
-        disjoint = tl.load(row_ranges + ti) > tl.load(col_ranges + col_stride + tj)
-        disjoint = disjoint | (tl.load(col_ranges + tj) > tl.load(row_ranges + row_stride + ti))
+        j0 = tj * B + diagonal_offset
+        result = result | ((ti * B < j0 + B) & (j0 < ti * B + B))
+    if rows.ranges is not None:
+        disjoint = tl.load(rows.ranges + ti) > tl.load(cols.ranges + cols.range_stride + tj)
+        disjoint = disjoint | (
+            tl.load(cols.ranges + tj) > tl.load(rows.ranges + rows.range_stride + ti)
+        )
         result = result | ~disjoint
     return result
 
 
 @triton.jit
 def mask_tile(
-    s, i0, j0, m, n, diagonal_offset, row_ids, col_ids, ceiling,
-    BM: tl.constexpr, BN: tl.constexpr, DIAGONAL: tl.constexpr, IDS: tl.constexpr,
-    PAIRED: tl.constexpr, CEILING: tl.constexpr,
+    s, rows, cols, ti, tj, diagonal_offset, guide_d, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr,
+    GUIDE_BK: tl.constexpr,
 ):  # fmt: skip
-    """(negative, positive) masks of a tile; pairs in neither are dropped, or past the end.
+    """(negative, positive) masks of a tile of logits; pairs in neither are dropped or past the end.
 
-    s: the logits, or with a guide its similarities; only the ceiling is about them. PAIRED: the
-    positives are the pairs (i, i), other pairs of equal ids are dropped. CEILING: 0 for none, 1 for
-    one per row, 2 for one per column (if the sides are swapped).
+    A ceiling is about the logits, or about a guide's similarities. PAIRED: the positives are the
+    pairs (i, i), other pairs of equal ids are dropped.
     """
-    i = i0 + tl.arange(0, BM)
-    j = j0 + tl.arange(0, BN)
-    inside = (i < m)[:, None] & (j < n)[None, :]
-    if IDS:
-        rows = tl.load(row_ids + i, mask=i < m, other=-1)
-        cols = tl.load(col_ids + j, mask=j < n, other=-1)
-        positive = inside & (rows[:, None] == cols[None, :]) & (rows >= 0)[:, None]
+    if rows.guide is not None:
+        s = guide_tile(rows, cols, ti, tj, guide_d, GUIDE_BK)
+    i = ti * B + tl.arange(0, B)
+    j = tj * B + tl.arange(0, B)
+    inside = (i < rows.size)[:, None] & (j < cols.size)[None, :]
+    if rows.ids is not None:
+        row_ids = tl.load(rows.ids + i, mask=i < rows.size, other=-1)
+        col_ids = tl.load(cols.ids + j, mask=j < cols.size, other=-1)
+        positive = inside & (row_ids[:, None] == col_ids[None, :]) & (row_ids >= 0)[:, None]
     else:
         positive = inside & (i < 0)[:, None]
     negative = inside & ~positive
@@ -107,8 +146,10 @@ def mask_tile(
         own = i[:, None] == (j + diagonal_offset)[None, :]
         negative = negative & ~own
         positive = (positive | (inside & own)) if DIAGONAL == 1 else (positive & ~own)
-    if CEILING == 1:
-        negative = negative & ~(s > tl.load(ceiling + i, mask=i < m, other=0.0)[:, None])
-    if CEILING == 2:
-        negative = negative & ~(s > tl.load(ceiling + j, mask=j < n, other=0.0)[None, :])
+    if rows.ceiling is not None:
+        highest = tl.load(rows.ceiling + i, mask=i < rows.size, other=0.0)
+        negative = negative & ~(s > highest[:, None])
+    if cols.ceiling is not None:
+        highest = tl.load(cols.ceiling + j, mask=j < cols.size, other=0.0)
+        negative = negative & ~(s > highest[None, :])
     return negative, positive
