@@ -109,9 +109,7 @@ class Target:
 
     def packaged(self) -> Config:
         """The packaged launch configuration."""
-        x = self._features(1 if self.few else FEW_ROWS)[0]
-        choose = {"forward": configs.packaged_forward, "backward": configs.packaged_backward}
-        return choose[self.kernel](x)
+        return configs.packaged(self.kernel, self._features(1 if self.few else FEW_ROWS)[0])
 
     def options(self) -> dict[str, tuple[int, ...]]:
         """The values to try for each field."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,29 +49,29 @@ def _on_some_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_on_some_gpu")
 def test_a_tuned_config_takes_precedence_for_its_own_key_only() -> None:
     x = Features(10_000, 768)
-    packaged = configs.forward_config(x)  # type: ignore[arg-type]
+    packaged = configs.launch_config("forward", x)  # type: ignore[arg-type]
     assert packaged != BEST
     configs.write(configs.path(), {KEY: BEST})
-    assert configs.forward_config(x) == BEST  # type: ignore[arg-type]
-    assert configs.packaged_forward(x) == packaged  # type: ignore[arg-type]
+    assert configs.launch_config("forward", x) == BEST  # type: ignore[arg-type]
+    assert configs.packaged("forward", x) == packaged  # type: ignore[arg-type]
     for other in (Features(10_000, 512), Features(100, 768)):
-        assert configs.forward_config(other) == configs.packaged_forward(other)  # type: ignore[arg-type]
-    assert configs.backward_config(x) == configs.packaged_backward(x)  # type: ignore[arg-type]
+        assert configs.launch_config("forward", other) == configs.packaged("forward", other)  # type: ignore[arg-type]
+    assert configs.launch_config("backward", x) == configs.packaged("backward", x)  # type: ignore[arg-type]
 
 
 def test_cpu_tensors_have_no_tuned_config() -> None:
     configs.write(configs.path(), {KEY: BEST})
     x = torch.empty(10_000, 768, dtype=torch.bfloat16)
-    assert configs.forward_config(x) == configs.packaged_forward(x)
+    assert configs.launch_config("forward", x) == configs.packaged("forward", x)
 
 
 def test_a_config_on_trial_takes_precedence() -> None:
     x = torch.empty(10, 768)
-    before = configs.forward_config(x), configs.backward_config(x)
+    before = configs.launch_config("forward", x), configs.launch_config("backward", x)
     with configs.override({"forward": BEST}):
-        assert configs.forward_config(x) == BEST
-        assert configs.backward_config(x) == before[1]
-    assert configs.forward_config(x) == before[0]
+        assert configs.launch_config("forward", x) == BEST
+        assert configs.launch_config("backward", x) == before[1]
+    assert configs.launch_config("forward", x) == before[0]
 
 
 def test_entries_are_added_and_replaced() -> None:
@@ -115,6 +116,7 @@ def test_the_file_is_json_with_every_field_of_the_key() -> None:
 @pytest.mark.parametrize(("generation", "warps"), [(8, 8), (9, 4), (10, 4)])
 def test_warps_by_generation(generation: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`compiling` assumes these numbers; before sm_90, 4 warps would spill registers."""
-    monkeypatch.setattr(configs, "_generation", lambda x: generation)
-    x = torch.empty(4, 768, dtype=torch.bfloat16)
-    assert configs.packaged_forward(x).warps == configs.packaged_backward(x).warps == warps
+    monkeypatch.setattr(configs, "capability", lambda device: (generation, 0))
+    x: Any = Features(4, 768)
+    for kernel in ("forward", "backward"):
+        assert configs.packaged(kernel, x).warps == warps

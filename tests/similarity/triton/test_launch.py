@@ -29,7 +29,6 @@ from megabatch.similarity.triton import (
     ranking,
     sigmoid,
     softmax_backward,
-    softmax_combine,
     softmax_forward,
     tiles,
 )
@@ -139,7 +138,7 @@ def test_numbers_that_vary_are_not_specialised(monkeypatch: pytest.MonkeyPatch) 
 
 def test_numbers_that_vary_are_some_kernels_arguments() -> None:
     """A number renamed in a kernel but not in `VARYING` would be specialised and recompiled."""
-    modules = (paired, ranking, sigmoid, softmax_backward, softmax_combine, softmax_forward, tiles)
+    modules = (paired, ranking, sigmoid, softmax_backward, softmax_forward, tiles)
     kernels = [k for m in modules for k in vars(m).values() if isinstance(k, Kernel)]
     assert set(VARYING) <= {name for k in kernels for name in k.jitted.arg_names}
 

@@ -309,7 +309,7 @@ def test_size_of_the_stored_gradients() -> None:
 
 def test_a_small_batch_takes_one_row_tile_per_program() -> None:
     x = torch.empty(20, 8, dtype=torch.float16)
-    assert configs.sigmoid_config(x).rows == 1
+    assert configs.launch_config("sigmoid", x).rows == 1
 
 
 # --- on a GPU only -------------------------------------------------------------------------------

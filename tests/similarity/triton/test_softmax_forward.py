@@ -10,7 +10,7 @@ import torch
 from megabatch.similarity import states
 
 pytest.importorskip("triton")
-from megabatch.similarity.triton import softmax_combine
+from megabatch.similarity.triton import softmax_forward
 
 # The logarithm of an empty sum is -inf by design; the interpreter's NumPy warns of it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -42,8 +42,8 @@ def test_merged_states(sums: int, count: int, size: int) -> None:
 
     theirs = results(states.merge(in_base_e(given)))
     out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[:numbers]
-    softmax_combine.merge(given, out, to_logsumexp=False)
+    softmax_forward.merge(given, out, to_logsumexp=False)
     torch.testing.assert_close(results(in_base_e(out)), theirs, rtol=1e-5, atol=1e-5)
     out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[: len(theirs)]
-    softmax_combine.merge(given, out, to_logsumexp=True)
+    softmax_forward.merge(given, out, to_logsumexp=True)
     torch.testing.assert_close(out.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -1,34 +1,47 @@
-"""The blocks of one device's matrix for Triton kernels: geometry, workspace, accumulators."""
+"""The blocks of one device's matrix for Triton kernels: operands, geometry, workspace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity import settings
 from megabatch.similarity.matrix import PAIRED, Matrix
-from megabatch.similarity.triton.blocking import TILE, block_shape, cdiv, product_strips
-from megabatch.similarity.triton.operands import Block, Features, ranges_of
-from megabatch.similarity.triton.tiles import DROPPED, NO_DIAGONAL, POSITIVE
+from megabatch.similarity.triton.blocking import TILE, block_shape, cdiv, padded, product_strips
+from megabatch.similarity.triton.launch import Kernel
+from megabatch.similarity.triton.tiles import (
+    DROPPED,
+    NO_DIAGONAL,
+    POSITIVE,
+    id_ranges,
+    lse_extremes,
+)
 
 
 class KernelTiles:
     """The blocks of a matrix on one GPU; see `sweep.Tiles`."""
 
     def __init__(self, matrix: Matrix, scale: Tensor) -> None:
-        x, y = matrix.rows.features, matrix.cols.features
+        rows, cols = matrix.rows, matrix.cols
+        x, y = rows.features, cols.features
         self.matrix, self.scale, self.symmetric = matrix, scale, matrix.symmetric
         (self.m, self.width), self.n = x.shape, y.shape[0]
         self.features = x  #: as given, not padded
         self._operands = Features(x, y)
         self.x, self.y, self.d = self._operands.x, self._operands.y, self._operands.d
         self._guide: Features | None = None
+        if rows.guide is not None and cols.guide is not None:
+            self._guide = Features(rows.guide, cols.guide)
         shape = self.m, self.n, self.width, x.element_size()
         limit = settings.workspace(x)
         self.block_rows, self.block_cols = block_shape(*shape, self.symmetric, limit)
-        self._ranges = ranges_of(matrix.rows.ids), ranges_of(matrix.cols.ids)
+        self._ranges = ranges_of(rows.ids), ranges_of(cols.ids)
         self._ds: Tensor | None = None
 
     def row_blocks(self) -> Iterator[slice]:
@@ -70,21 +83,27 @@ class KernelTiles:
         guide_bk = 0
         if self._guide is not None:
             # No more shared memory than the features take.
-            guide_bk = max(16, bk * self.x.element_size() // self._guide.y.element_size())
+            guide_bk = max(16, bk * self.x.element_size() // self._guide.x.element_size())
             guide_x, guide_y = self._guide.descriptors(guide_bk)
             guide_d = self._guide.d
-        rows, cols = self._ranges
+        row_ranges, col_ranges = self._ranges
         return Block(
-            self.scale, x, y, self.d, bk, guide_x, guide_y, guide_d, guide_bk,
+            scale=self.scale, x=x, y=y, d=self.d, bk=bk,
+            guide_x=guide_x, guide_y=guide_y, guide_d=guide_d, guide_bk=guide_bk,
             row_start=i.start, col_start=j.start, m=i.stop - i.start, n=j.stop - j.start,
             diagonal_offset=view.col_start - view.row_start, diagonal=diagonal,
             paired=view.diagonal == PAIRED, has_positives=view.has_positives,
-            row_ids=view.rows.ids, row_ranges=None if rows is None else rows[:, i.start // TILE :],
-            row_range_stride=0 if rows is None else rows.stride(0),
-            col_ids=view.cols.ids, col_ranges=None if cols is None else cols[:, j.start // TILE :],
-            col_range_stride=0 if cols is None else cols.stride(0),
+            row_ids=view.rows.ids, row_ranges=from_tile(row_ranges, i.start),
+            row_range_stride=0 if row_ranges is None else row_ranges.stride(0),
+            col_ids=view.cols.ids, col_ranges=from_tile(col_ranges, j.start),
+            col_range_stride=0 if col_ranges is None else col_ranges.stride(0),
             ceiling=view.rows.ceiling,
         )  # fmt: skip
+
+
+def from_tile(values: Tensor | None, start: int) -> Tensor | None:
+    """`values` (k, tiles) from the tile on that begins with row `start`."""
+    return None if values is None else values[:, start // TILE :]
 
 
 def by_last_tile(n: int) -> list[tuple[int, int, bool]]:
@@ -95,3 +114,129 @@ def by_last_tile(n: int) -> list[tuple[int, int, bool]]:
     whole = n // TILE
     parts = (0, whole, True), (whole, cdiv(n, TILE) - whole, False)
     return [part for part in parts if part[1]]
+
+
+class Block(SimpleNamespace):
+    """A block of one device's matrix, as launches of `block_kernel`s read it."""
+
+    #: The kernels' parameters that are attributes of a block; constants have capitals there.
+    NAMES = (
+        "scale", "x", "y", "d", "bk",  # descriptors of all features, their width, that of a step
+        "guide_x", "guide_y", "guide_d", "guide_bk",  # likewise of a guide; None if there is none
+        "row_start", "col_start", "m", "n",  # where the block begins in these features; its shape
+        # The whole matrix's diagonal has the pairs (i, j) with i = j + diagonal_offset; their kind,
+        # of `tiles`; whether they are the only positives; whether any pair can be positive.
+        "diagonal_offset", "diagonal", "paired", "has_positives",
+        "row_ids", "row_ranges", "row_range_stride",  # of the block; see `ranges_of`
+        "col_ids", "col_ranges", "col_range_stride", "ceiling",
+        "row_state", "row_state_stride", "row_is_first", "row_is_last",  # in the forward pass
+        "col_state", "col_state_stride", "col_is_first", "col_is_last",
+        "row_upstream", "row_stride", "row_extremes", "row_extremes_stride",  # in the backward pass
+        "col_upstream", "col_stride", "col_extremes", "col_extremes_stride",
+    )  # fmt: skip
+
+    def set_states(self, rows: State, cols: State | None) -> None:
+        """Set the sides' states; without that of the columns, kernels leave them out."""
+        self.row_state, self.row_state_stride, self.row_is_first, self.row_is_last = rows
+        self.col_state, self.col_state_stride, self.col_is_first, self.col_is_last = cols or rows
+
+    def set_upstreams(self, rows: Upstream | None, cols: Upstream | None) -> None:
+        """Set the sides' upstreams; None: the side has none."""
+        absent = Upstream(None, 0, None, 0)
+        rows, cols = rows or absent, cols or absent
+        self.row_upstream, self.row_stride, self.row_extremes, self.row_extremes_stride = rows
+        self.col_upstream, self.col_stride, self.col_extremes, self.col_extremes_stride = cols
+
+
+def block_kernel(function: Callable[..., None]) -> Kernel:
+    """`kernel` for kernels of a block: `launch(programs, block, *, ...)`.
+
+    It takes less time to read arguments from a block than to pass them by keyword.
+    """
+    return Kernel(function, Block.NAMES)
+
+
+class State(NamedTuple):
+    """The running state of one side of a block, on the host and inside kernels: see `states`."""
+
+    numbers: Any
+    stride: Any
+    is_first: Any  #: whether the block is the side's first one: `numbers` is uninitialised
+    is_last: Any  #: whether it is the last one, which leaves the results
+
+
+class Upstream(NamedTuple):
+    """The upstream of one side, on the host and inside kernels: see `states`."""
+
+    packed: Any  #: (2 or 5, size) log-sum-exps and their gradients; None if the side has none
+    stride: Any  #: of `packed`
+    extremes: Any  #: (2, tiles) smallest and largest log-sum-exp of each tile, in log2
+    extremes_stride: Any
+
+    @classmethod
+    def of(cls, packed: Tensor, lses: tuple[int, ...] = (0,)) -> Upstream:
+        """A side with these numbers; `lses`: the log-sum-exps among them whose extremes count."""
+        size, tiles = packed.shape[1], cdiv(packed.shape[1], TILE)
+        extremes = packed.new_empty(2 * len(lses), tiles)
+        for k, lse in enumerate(lses):
+            if tiles:
+                lse_extremes.launch(
+                    tiles, lse=packed[lse], out=extremes[2 * k :], size=size, tiles=tiles
+                )
+        return cls(packed, packed.stride(0), extremes, tiles)
+
+    def view(self, part: slice) -> Upstream:
+        """These rows or columns, which must begin with a tile and end with one or with the side."""
+        if part.stop - part.start == self.packed.shape[1]:
+            return self
+        first = part.start // TILE
+        return self._replace(packed=self.packed[:, part], extremes=self.extremes[:, first:])
+
+
+def ranges_of(ids: Tensor | None) -> Tensor | None:
+    """Smallest and largest id of each tile of ids (m,), (2, tiles)."""
+    if ids is None:
+        return None
+    tiles = cdiv(len(ids), TILE)
+    ranges = ids.new_empty(2, tiles)
+    if tiles:
+        id_ranges.launch(tiles, ids=ids, out=ranges, size=len(ids), tiles=tiles)
+    return ranges
+
+
+class Features:
+    """Features of both sides as descriptors can take them: see `aligned`."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x = aligned(x)
+        self.y = self.x if y is x else aligned(y)
+        self.d = self.x.shape[1]
+        self._descriptors: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
+
+    def descriptors(self, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """For products of so many features a step."""
+        # Made once, not per launch, and on demand: there are none of an empty shard.
+        if columns not in self._descriptors:
+            pair = new_descriptor(self.x, columns), new_descriptor(self.y, columns)
+            self._descriptors[columns] = pair
+        return self._descriptors[columns]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x (m, d) itself if a descriptor can take it, else a copy, padded with zeros if need be.
+
+    A descriptor takes rows of whole 16 bytes, one after another, at addresses that divide by 16.
+    """
+    unit = 16 // x.element_size()
+    if x.shape[1] % unit:
+        return F.pad(x, (0, padded(x.shape[1], x.element_size()) - x.shape[1]))
+    # Rows that share memory are expanded ones: no descriptor has a stride of 0.
+    overlap = x.stride(0) < x.shape[1]
+    if x.stride(1) != 1 or x.stride(0) % unit or x.data_ptr() % 16 or overlap:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def new_descriptor(x: Tensor, columns: int) -> TensorDescriptor:
+    """TILE rows by so many columns of a matrix at a time, for the GPU's copy engine (TMA)."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [TILE, columns])

@@ -1,12 +1,8 @@
 """Launch configurations of the kernels, by GPU, dtype and width of the features.
 
 In this order: the configuration that `megabatch tune` found on this machine and wrote to the tuning
-cache; the one measured on such a GPU, which is written here; one that runs everywhere. No call
-tunes anything.
-
-The cache is a JSON file with one entry for each kernel, GPU, Triton version, dtype, width and class
-of sizes. Entries for other GPUs are ignored. If the file cannot be read, a warning says so, and it
-is not used.
+cache, a JSON file; the one measured on such a GPU, which is written here; one that runs everywhere.
+No call tunes anything.
 """
 
 from __future__ import annotations
@@ -14,9 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -24,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megabatch.files import default_cache_dir
+from megabatch.files import default_cache_dir, replacing
 from megabatch.similarity.backends import capability
 
 FORMAT = 1
@@ -82,64 +77,33 @@ MANY, FEW = Config(rows=8, group=2), Config(rows=4, group=4)
 WIDE, NARROW = Config(group=32), Config(rows=8, group=2, split=2)
 
 
-def forward_config(x: torch.Tensor) -> Config:
-    """Configuration of the forward kernels for features like x (m, d)."""
-    return lookup("forward", x) or packaged_forward(x)
+def launch_config(kernel: str, x: torch.Tensor) -> Config:
+    """Configuration of a kernel, as `Key` names it, for features like x (m, d)."""
+    if kernel in _overrides:
+        return _overrides[kernel]
+    table = _table() if x.is_cuda else {}
+    return (table.get(Key.of(kernel, x)) if table else None) or packaged(kernel, x)
 
 
-def backward_config(x: torch.Tensor) -> Config:
-    """Configuration of the backward kernels for features like x (m, d)."""
-    return lookup("backward", x) or packaged_backward(x)
-
-
-def packaged_forward(x: torch.Tensor) -> Config:
-    """Configuration of the forward kernels without the tuning cache."""
-    config = MANY if x.shape[0] >= FEW_ROWS else FEW
-    if _generation(x) == 9:
-        return _narrow(config, x)
-    return _narrow(_elsewhere(config, x), x)
-
-
-def packaged_backward(x: torch.Tensor) -> Config:
-    """Configuration of the backward kernels without the tuning cache."""
-    if _generation(x) == 9:
-        return _narrow(WIDE if x.shape[1] > 640 else NARROW, x)
-    return _narrow(_elsewhere(Config(), x), x)
-
-
-def sigmoid_config(x: torch.Tensor) -> Config:
-    """Configuration of the sigmoid loss's kernels for features like x; `tune` searches for none."""
-    found = lookup("sigmoid", x)
-    if found is not None:
-        return found
-    # One row tile per program: with more, registers spill.
-    base = packaged_backward(x)
-    return base if base.rows == 1 else replace(base, rows=1, split=1, group=32)
-
-
-def _elsewhere(config: Config, x: torch.Tensor) -> Config:
-    """For GPUs not measured: compiled for sm_80 and sm_89, 4 warps spill 0.5 to 1 kB a thread."""
-    return replace(config, stages=2, warps=8 if _generation(x) < 9 else config.warps)
-
-
-def _generation(x: torch.Tensor) -> int:
-    return capability(x.device)[0] if x.is_cuda else 0
-
-
-def _narrow(config: Config, x: torch.Tensor) -> Config:
-    """float32 takes twice the shared memory per feature."""
+def packaged(kernel: str, x: torch.Tensor) -> Config:
+    """`launch_config` without the tuning cache."""
+    generation = capability(x.device)[0] if x.is_cuda else 0
+    if kernel == "forward":
+        config = MANY if x.shape[0] >= FEW_ROWS else FEW
+    elif generation == 9:
+        config = WIDE if x.shape[1] > 640 else NARROW
+    else:
+        config = Config()
+    if kernel == "sigmoid" and config.rows > 1:  # with more row tiles, registers spill
+        config = replace(config, rows=1, split=1, group=32)
+    if generation != 9:
+        # Not measured. Compiled for sm_80 and sm_89, 4 warps spill 0.5 to 1 kB a thread.
+        config = replace(config, stages=2, warps=8 if generation < 9 else config.warps)
+    # float32 takes twice the shared memory per feature.
     return config if x.element_size() < 4 else replace(config, bk=config.bk // 2)
 
 
 _overrides: dict[str, Config] = {}
-
-
-def lookup(kernel: str, x: torch.Tensor) -> Config | None:
-    """The tuned configuration for features like x, if there is one."""
-    if kernel in _overrides:
-        return _overrides[kernel]
-    table = _table() if x.is_cuda else {}
-    return table.get(Key.of(kernel, x)) if table else None
 
 
 @contextmanager
@@ -188,14 +152,8 @@ def write(file: Path, found: Mapping[Key, Config]) -> None:
     table = {**read(file), **found}
     entries = [{**asdict(key), "config": asdict(config)} for key, config in table.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".partial")
-    try:
-        with os.fdopen(handle, "w") as out:
-            json.dump({"format": FORMAT, "kernels": entries}, out, indent=1)
-        os.replace(partial, file)
-    except OSError:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    with replacing(file, file.with_name(f"{file.name}.{os.getpid()}.partial")) as partial:
+        partial.write_text(json.dumps({"format": FORMAT, "kernels": entries}, indent=1))
     _table.cache_clear()
 
 
@@ -204,12 +162,10 @@ def _entry(entry: dict[str, Any]) -> tuple[Key, Config]:
     for name, allowed in VALUES.items():
         value = getattr(config, name)
         if value not in allowed:
-            raise ValueError(f"{name}: expected {_either(allowed)}, got {value!r}")
+            *others, last = allowed
+            expected = f"{', '.join(map(str, others))} or {last}"
+            raise ValueError(f"{name}: expected {expected}, got {value!r}")
     return Key(**{field.name: entry[field.name] for field in fields(Key)}), config
-
-
-def _either(values: Sequence[int]) -> str:
-    return f"{', '.join(map(str, values[:-1]))} or {values[-1]}"
 
 
 @functools.cache

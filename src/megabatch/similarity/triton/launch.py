@@ -68,26 +68,17 @@ class Kernel:
         self.launch: Callable[..., None] = _launch_by_name(function, shared, self._launch)
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
-    def _launch(
-        self,
-        programs: int,
-        arguments: tuple[Any, ...],
-        constants: tuple[Any, ...],
-        num_warps: int,
-        num_stages: int,
-    ) -> None:
-        """Launch with arguments and constants in the signature's order."""
+    def _launch(self, programs: int, arguments: tuple[Any, ...], *rest: Any) -> None:
+        """Launch with arguments in the signature's order; `rest` as `_bind` takes it."""
         if not (past_binding and isinstance(self.jitted, JITFunction)):  # or it is interpreted
-            self._bind(programs, arguments, constants, num_warps, num_stages)
+            self._bind(programs, arguments, *rest)
             return
-        device = torch.cuda.current_device()
-        key = device, num_warps, num_stages, constants, tuple(kinds(arguments))
+        key = torch.cuda.current_device(), rest, tuple(kinds(arguments))
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._bind(programs, arguments, constants, num_warps, num_stages)
-            self._compiled[key] = compiled
+            self._compiled[key] = self._bind(programs, arguments, *rest)
         else:
-            compiled[(programs, 1, 1)](*arguments, *constants)
+            compiled[(programs, 1, 1)](*arguments, *rest[0])
 
     def _bind(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megabatch.similarity.triton.blocking import cdiv
 from megabatch.similarity.triton.launch import kernel
+from megabatch.similarity.triton.tiles import store_rows
 
 #: Pairs per program.
 BLOCK = 256
@@ -56,22 +57,17 @@ def gradients(
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
     g = 0.5 * tl.load(gradient + i.to(tl.int64) * gradient_stride, mask=inside, other=0.0)
-    _store(drows, size, i, inside, g * _sigmoid(_margin(rows, row_stride, i, inside)))
-    _store(dcols, size, i, inside, g * _sigmoid(_margin(cols, col_stride, i, inside)))
+    zero = tl.zeros((B,), tl.float32)
+    of_row = g * _sigmoid(_margin(rows, row_stride, i, inside))
+    store_rows(drows, size, i, (of_row, zero, -of_row, zero), inside)
+    of_col = g * _sigmoid(_margin(cols, col_stride, i, inside))
+    store_rows(dcols, size, i, (of_col, zero, -of_col, zero), inside)
 
 
 @triton.jit
 def _margin(stack, stride, i, inside):
     negative = tl.load(stack + i, mask=inside, other=0.0)
     return negative - tl.load(stack + 2 * stride + i, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store(out, size, i, inside, value):
-    tl.store(out + i, value, mask=inside)
-    tl.store(out + size + i, 0.0, mask=inside)
-    tl.store(out + 2 * size + i, -value, mask=inside)
-    tl.store(out + 3 * size + i, 0.0, mask=inside)
 
 
 @triton.jit
@@ -84,13 +80,8 @@ def _softplus(z):
     t = e / (2.0 + e)
     u = t * t
     series = 1.0 / 15
-    series = series * u + 1.0 / 13
-    series = series * u + 1.0 / 11
-    series = series * u + 1.0 / 9
-    series = series * u + 1.0 / 7
-    series = series * u + 1.0 / 5
-    series = series * u + 1.0 / 3
-    series = series * u + 1.0
+    for denominator in tl.static_range(13, 0, -2):
+        series = series * u + 1.0 / denominator
     return tl.maximum(z, 0.0) + 2.0 * t * series
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from megabatch.similarity import settings
 from megabatch.similarity.slices import strips
 from megabatch.similarity.triton.blocking import TILE, cdiv
-from megabatch.similarity.triton.configs import forward_config
+from megabatch.similarity.triton.blocks import aligned, new_descriptor
+from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.launch import kernel
-from megabatch.similarity.triton.operands import aligned, new_descriptor
 from megabatch.similarity.triton.tiles import B, add_product, swizzle
 
 #: Column tiles per program of `ranks`, and row tiles whose programs run together.
@@ -33,7 +33,7 @@ class FusedScores:
 
     def __init__(self, x: Tensor, ids: Tensor | None) -> None:
         self.x, self.ids = aligned(x), None if ids is None else ids.contiguous()
-        self.config = forward_config(x)
+        self.config = launch_config("forward", x)
         # Masks of a tile's ids spill from 4 warps' registers (sm_90: 150 bytes a thread).
         self.warps = self.config.warps if ids is None else 8
 

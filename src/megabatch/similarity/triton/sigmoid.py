@@ -16,12 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megabatch.similarity.triton.operands import block_kernel
+from megabatch.similarity.triton.blocks import block_kernel
 from megabatch.similarity.triton.tiles import (
     LN2,
     LOG2E,
     B,
     BlockSide,
+    halves,
     logits_tile,
     mask_tile,
     needs_mask,
@@ -35,14 +36,8 @@ PARTS = tl.constexpr(4)
 
 
 @triton.jit
-def _halves(v):
-    """The left and the right half of (B, width); each thread keeps its own values."""
-    return tl.split(tl.permute(tl.reshape(v, (B, 2, v.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
 def _join_halves(left, right):
-    """The inverse of `_halves`."""
+    """The inverse of `halves`."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (B, 2 * left.shape[1]))
 
 
@@ -54,7 +49,7 @@ def _product(a, b):
 
 @triton.jit
 def _sum_of_halves(v):
-    left, right = _halves(v)
+    left, right = halves(v)
     return left + right
 
 
@@ -124,13 +119,13 @@ def unmasked_tiles(
             last = tl.cdiv(m, B) - 1  # the last group may reach past the last row tile
             skipped = needs_mask(tl.minimum(ti, last), tj, rows, cols, diagonal_offset, DIAGONAL)
             counted = counted & ~skipped
-        a, b = _halves(tl.exp2(tl.fma(acc, k, shift)))
+        a, b = halves(tl.exp2(tl.fma(acc, k, shift)))
         of_2 = _product(a, b)
-        c, e = _halves(of_2)
+        c, e = halves(of_2)
         of_4 = _product(c, e)
-        f, g = _halves(of_4)
+        f, g = halves(of_4)
         of_8 = _product(f, g)
-        left, right = _halves(of_8)
+        left, right = halves(of_8)
         of_16 = _product(left, right)
         loss = tl.where(of_16 <= LARGEST, _log2_1p(of_16), float("inf"))
         if weight is not None:

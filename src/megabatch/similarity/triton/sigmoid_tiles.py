@@ -15,10 +15,9 @@ from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.slices import within
 from megabatch.similarity.triton import sigmoid
 from megabatch.similarity.triton.blocking import GROUP, TILE, block_shape, cdiv, product_strips
-from megabatch.similarity.triton.blocks import KernelTiles, by_last_tile
-from megabatch.similarity.triton.configs import sigmoid_config
+from megabatch.similarity.triton.blocks import KernelTiles, by_last_tile, new_descriptor, ranges_of
+from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.gradients import scale_rows
-from megabatch.similarity.triton.operands import new_descriptor, ranges_of
 
 #: float16 holds numbers from 2^-24 to 2^16. dS, at most 1, is stored multiplied by this.
 HALF_GAIN = 2.0**15
@@ -45,7 +44,7 @@ class SigmoidKernelTiles(KernelTiles):
         self.weight = None if weight is None else weight.contiguous()
         if self.weight is not None and call.weight_divisor is not None:
             self.weight = self.weight / call.weight_divisor
-        self.config = sigmoid_config(self.features)
+        self.config = launch_config("sigmoid", self.features)
         tiles = cdiv(min(self.block_rows, self.m), TILE) * cdiv(min(self.block_cols, self.n), TILE)
         #: by program of `sigmoid.unmasked_tiles`: losses, dS
         self._partials = self._empty(2 * sigmoid.PARTS.value * tiles)

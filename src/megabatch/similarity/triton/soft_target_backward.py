@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megabatch.similarity.triton.operands import Upstream, block_kernel
+from megabatch.similarity.triton.blocks import Upstream, block_kernel
 from megabatch.similarity.triton.soft_target_forward import CHUNK
 from megabatch.similarity.triton.softmax_backward import needs_two_exponentials, softmax_grad
 from megabatch.similarity.triton.tiles import (

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megabatch.similarity.triton.operands import State, block_kernel
+from megabatch.similarity.triton.blocks import State, block_kernel
 from megabatch.similarity.triton.tiles import (
     LN2,
     LOG2E,
@@ -26,6 +26,7 @@ from megabatch.similarity.triton.tiles import (
     guide_tile,
     logits_tile,
     needs_mask,
+    store_rows,
     swizzle,
 )
 
@@ -70,18 +71,10 @@ def _finite(largest):
 
 
 @triton.jit
-def _store_partials(
-    out, tile, tiles, i, size, largest, total, teacher_largest, teacher_total, below
-):  # fmt: skip
+def _store_partials(out, tile, tiles, i, size, partials):
     """Write a tile's partial sums for rows i; `out` has PARTS numbers of each tile and row."""
-    inside = i < size
-    stride = tiles.to(tl.int64) * size
     place = out + tile.to(tl.int64) * size + i
-    tl.store(place, largest, mask=inside)
-    tl.store(place + stride, total, mask=inside)
-    tl.store(place + 2 * stride, teacher_largest, mask=inside)
-    tl.store(place + 3 * stride, teacher_total, mask=inside)
-    tl.store(place + 4 * stride, below, mask=inside)
+    store_rows(place, tiles.to(tl.int64) * size, 0, partials, i < size)
 
 
 @block_kernel
@@ -127,15 +120,11 @@ def unmasked_forward(
     teacher_col_total = tl.sum(e * weight[:, None], 0)
     gap = weight * (top - largest)
     col_below = tl.sum(below * weight[:, None] + e * gap[:, None], 0)
-    _store_partials(
-        row_partials, tj, col_tiles, i, m, largest, row_total, teacher_largest, teacher_row_total,
-        row_below,
-    )  # fmt: skip
+    partials = (largest, row_total, teacher_largest, teacher_row_total, row_below)
+    _store_partials(row_partials, tj, col_tiles, i, m, partials)
     tops = tl.zeros((B,), tl.float32)
-    _store_partials(
-        col_partials, ti, row_tiles, j, n, tops + top, col_total, tops + teacher_top,
-        teacher_col_total, col_below,
-    )  # fmt: skip
+    partials = (tops + top, col_total, tops + teacher_top, teacher_col_total, col_below)
+    _store_partials(col_partials, ti, row_tiles, j, n, partials)
     good = (col_total >= LOWEST) & (teacher_col_total >= TEACHER_LOWEST)
     tl.store(flags + ti * col_tiles + tj, tl.max(((j < n) & ~good).to(tl.int32), 0))
 
@@ -192,11 +181,11 @@ def _store_masked(out, tile, tiles, i, size, masked, teacher, s, AXIS: tl.conste
     largest = _finite(tl.max(masked, AXIS))
     teacher_largest = _finite(tl.max(teacher, AXIS))
     e = tl.exp2(teacher - tl.expand_dims(teacher_largest, AXIS))
-    _store_partials(
-        out, tile, tiles, i, size,
-        largest, tl.sum(tl.exp2(masked - tl.expand_dims(largest, AXIS)), AXIS),
-        teacher_largest, tl.sum(e, AXIS), tl.sum(e * (tl.expand_dims(largest, AXIS) - s), AXIS),
-    )  # fmt: skip
+    total = tl.sum(tl.exp2(masked - tl.expand_dims(largest, AXIS)), AXIS)
+    teacher_total = tl.sum(e, AXIS)
+    below = tl.sum(e * (tl.expand_dims(largest, AXIS) - s), AXIS)
+    partials = (largest, total, teacher_largest, teacher_total, below)
+    _store_partials(out, tile, tiles, i, size, partials)
 
 
 @block_kernel
@@ -240,21 +229,29 @@ def _own(own, stride, i, here, DIAGONAL: tl.constexpr):
 
 
 @triton.jit
+def _some_partials(partials, start, tiles, i, size):
+    """(place, mask) of the first numbers of P tiles."""
+    p = start + tl.arange(0, P)
+    mask = (p < tiles)[:, None] & (i < size)[None, :]
+    return partials + p.to(tl.int64)[:, None] * size + i[None, :], mask
+
+
+@triton.jit
 def _combine(partials, tiles, i, size, own_s, own_t, state):
     inside = i < size
     old = inside.to(tl.int32) > state.is_first
-    place, stride = state.numbers + i, state.stride
+    numbers, stride = state.numbers, state.stride
     low = float("-inf")
-    negative = tl.load(place, mask=old, other=low)
-    negative_total = tl.load(place + stride, mask=old, other=0.0)
-    positive = tl.load(place + 2 * stride, mask=old, other=low)
-    positive_total = tl.load(place + 3 * stride, mask=old, other=0.0)
-    positive_sum = tl.load(place + 4 * stride, mask=old, other=0.0)
-    positive_count = tl.load(place + 5 * stride, mask=old, other=0.0)
-    teacher = tl.load(place + 6 * stride, mask=old, other=low)
-    teacher_total = tl.load(place + 7 * stride, mask=old, other=0.0)
-    below = tl.load(place + 8 * stride, mask=old, other=0.0)
-    teacher_own = tl.load(place + 9 * stride, mask=old, other=low)
+    negative = tl.load(numbers + i, mask=old, other=low)
+    negative_total = tl.load(numbers + stride + i, mask=old, other=0.0)
+    positive = tl.load(numbers + 2 * stride + i, mask=old, other=low)
+    positive_total = tl.load(numbers + 3 * stride + i, mask=old, other=0.0)
+    positive_sum = tl.load(numbers + 4 * stride + i, mask=old, other=0.0)
+    positive_count = tl.load(numbers + 5 * stride + i, mask=old, other=0.0)
+    teacher = tl.load(numbers + 6 * stride + i, mask=old, other=low)
+    teacher_total = tl.load(numbers + 7 * stride + i, mask=old, other=0.0)
+    below = tl.load(numbers + 8 * stride + i, mask=old, other=0.0)
+    teacher_own = tl.load(numbers + 9 * stride + i, mask=old, other=low)
     before = tl.maximum(negative, positive)
 
     has_own = own_s > low
@@ -262,9 +259,7 @@ def _combine(partials, tiles, i, size, own_s, own_t, state):
     step = tiles.to(tl.int64) * size
     new, new_teacher = negative, teacher
     for start in range(0, tiles, P):
-        p = start + tl.arange(0, P)
-        at = partials + p.to(tl.int64)[:, None] * size + i[None, :]
-        mask = (p < tiles)[:, None] & inside[None, :]
+        at, mask = _some_partials(partials, start, tiles, i, size)
         some = tl.load(at + step, mask=mask, other=0.0) != 0.0  # else the tile has no such pair
         largest = tl.load(at, mask=mask, other=low)
         new = tl.maximum(new, tl.max(tl.where(some, largest, low), 0))
@@ -283,9 +278,7 @@ def _combine(partials, tiles, i, size, own_s, own_t, state):
     teacher_total = weight * teacher_total
     negative_total = negative_total * tl.exp2(negative - shift)
     for start in range(0, tiles, P):
-        p = start + tl.arange(0, P)
-        at = partials + p.to(tl.int64)[:, None] * size + i[None, :]
-        mask = (p < tiles)[:, None] & inside[None, :]
+        at, mask = _some_partials(partials, start, tiles, i, size)
         largest = tl.load(at, mask=mask, other=0.0)
         total = tl.load(at + step, mask=mask, other=0.0)
         of_teacher = tl.load(at + 2 * step, mask=mask, other=0.0)
@@ -312,21 +305,17 @@ def _combine(partials, tiles, i, size, own_s, own_t, state):
         mean = others * below + tl.where(own_weight == 0.0, 0.0, own_weight * (top - new_positive))
         mean = mean / tl.where(empty, 1.0, total)
         cross_entropy = tl.where(empty, 0.0, tl.log(sums) + mean * LN2)
-        tl.store(place, tl.log(negative_total) + new * LN2, mask=inside)
-        tl.store(place + stride, tl.log(positive_total) + new_positive * LN2, mask=inside)
-        tl.store(place + 2 * stride, positive_sum, mask=inside)
-        tl.store(place + 3 * stride, positive_count, mask=inside)
-        tl.store(place + 4 * stride, cross_entropy, mask=inside)
-        tl.store(place + 5 * stride, tl.log(teacher_total) + new_teacher * LN2, mask=inside)
-        tl.store(place + 6 * stride, teacher_own * LN2, mask=inside)
+        negatives = tl.log(negative_total) + new * LN2
+        positives = tl.log(positive_total) + new_positive * LN2
+        teachers = tl.log(teacher_total) + new_teacher * LN2
+        results = (
+            negatives, positives, positive_sum, positive_count, cross_entropy, teachers,
+            teacher_own * LN2,
+        )  # fmt: skip
+        store_rows(numbers, stride, i, results, inside)
     else:
-        tl.store(place, new, mask=inside)
-        tl.store(place + stride, negative_total, mask=inside)
-        tl.store(place + 2 * stride, new_positive, mask=inside)
-        tl.store(place + 3 * stride, positive_total, mask=inside)
-        tl.store(place + 4 * stride, positive_sum, mask=inside)
-        tl.store(place + 5 * stride, positive_count, mask=inside)
-        tl.store(place + 6 * stride, new_teacher, mask=inside)
-        tl.store(place + 7 * stride, teacher_total, mask=inside)
-        tl.store(place + 8 * stride, below, mask=inside)
-        tl.store(place + 9 * stride, teacher_own, mask=inside)
+        new_state = (
+            new, negative_total, new_positive, positive_total, positive_sum, positive_count,
+            new_teacher, teacher_total, below, teacher_own,
+        )  # fmt: skip
+        store_rows(numbers, stride, i, new_state, inside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import states
@@ -11,7 +12,7 @@ from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.states import TargetStates
 from megabatch.similarity.triton import soft_target_backward, soft_target_forward
 from megabatch.similarity.triton.blocking import TILE, cdiv
-from megabatch.similarity.triton.operands import Features, State, Upstream, new_descriptor
+from megabatch.similarity.triton.blocks import State, Upstream, new_descriptor
 from megabatch.similarity.triton.softmax import SoftmaxKernelTiles
 from megabatch.similarity.triton.tiles import LN2, LOG2E, NO_DIAGONAL
 
@@ -31,15 +32,11 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
     """See `sweep.StateTiles`; an upstream is an `Upstream`."""
 
     def __init__(self, matrix: Matrix, scale: Tensor, teacher_scale: Tensor) -> None:
-        teacher_x, teacher_y = matrix.rows.guide, matrix.cols.guide
-        assert teacher_x is not None
-        assert teacher_y is not None
-        super().__init__(matrix._replace(rows=matrix.rows._replace(guide=None)), scale)
-        self.teacher_scale, self._guide = teacher_scale, Features(teacher_x, teacher_y)
+        super().__init__(matrix, scale)
+        self.teacher_scale = teacher_scale
         hopper = self.x.is_cuda and capability(self.x.device)[0] == 9
         self._stages = (STAGES, BACKWARD_STAGES) if hopper else (STAGES_ELSEWHERE,) * 2
-        item = max(self.x.element_size(), teacher_y.element_size())
-        self._bk = (BYTES if hopper else BYTES_ELSEWHERE) // item
+        self._bk = (BYTES if hopper else BYTES_ELSEWHERE) // self.x.element_size()
 
     @property
     def _results(self) -> int:
@@ -73,10 +70,10 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         )  # fmt: skip
 
     def merge(self, parts: Tensor) -> Tensor:
-        return _to_base_2(states.merge_targets(_to_base_e(parts)))
+        return _in_base(states.merge_targets(_in_base(parts, LN2)), LOG2E)
 
     def write_results(self, parts: Tensor, out: Tensor) -> None:
-        states.to_target_results(states.merge_targets(_to_base_e(parts)), out)
+        states.to_target_results(states.merge_targets(_in_base(parts, LN2)), out)
 
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Upstream:
         return Upstream.of(states.target_upstream(results, gradient), SPREAD_LSES)
@@ -114,14 +111,11 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         return Upstream.of(packed, SPREAD_LSES)
 
 
-def _to_base_e(state: Tensor) -> Tensor:
-    """A copy of a state, or of several, with references and terms in base e."""
-    factors = state.new_ones(states.TARGET_STATE, 1)
-    factors[[0, 2, 6, 8, 9]] = LN2.value
-    return state * factors
+def _in_base(state: Tensor, factor: tl.constexpr) -> Tensor:
+    """A copy of a state, or of several, with references and terms in another base.
 
-
-def _to_base_2(state: Tensor) -> Tensor:
+    `factor`: LN2 for base e, LOG2E for base 2.
+    """
     factors = state.new_ones(states.TARGET_STATE, 1)
-    factors[[0, 2, 6, 8, 9]] = LOG2E.value
+    factors[[0, 2, 6, 8, 9]] = factor.value
     return state * factors

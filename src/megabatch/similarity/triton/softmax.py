@@ -5,8 +5,6 @@ States are laid out as `states` documents, with references in base 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -14,24 +12,27 @@ from megabatch.similarity import states
 from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.slices import strips
 from megabatch.similarity.states import SoftmaxStates
-from megabatch.similarity.triton import softmax_backward, softmax_combine, softmax_forward
+from megabatch.similarity.triton import softmax_backward, softmax_forward
 from megabatch.similarity.triton.blocking import TILE, cdiv
-from megabatch.similarity.triton.blocks import KernelTiles, by_last_tile
-from megabatch.similarity.triton.configs import backward_config, forward_config
+from megabatch.similarity.triton.blocks import (
+    KernelTiles,
+    State,
+    Upstream,
+    by_last_tile,
+    new_descriptor,
+)
+from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.gradients import scale_rows
-from megabatch.similarity.triton.operands import Features, State, Upstream, new_descriptor
 
 
 class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
     """See `sweep.StateTiles`; an upstream is an `Upstream`."""
 
     def __init__(self, matrix: Matrix, scale: Tensor) -> None:
-        rows, cols = matrix.rows, matrix.cols
+        rows = matrix.rows
         if rows.ceiling is not None:
             matrix = matrix._replace(rows=rows._replace(ceiling=rows.ceiling.contiguous()))
         super().__init__(matrix, scale)
-        if rows.guide is not None and cols.guide is not None:
-            self._guide = Features(rows.guide, cols.guide)
 
     # --- forward ----------------------------------------------------------------------------
 
@@ -50,48 +51,37 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
         overwrite: tuple[bool, bool],
         to_results: bool = False,
     ) -> None:
-        for i, j, row_state, col_state in self._blocks(rows, cols, overwrite, to_results):
-            self._forward_block(i, j, row_state, col_state)
-        if self.m == 0 or self.n == 0:
+        m, n, symmetric = self.m, self.n, self.symmetric
+        if m == 0 or n == 0:
             self._without_pairs(rows, cols, overwrite, to_results)
+        # The forward pass's workspace is one sum per tile and row: larger blocks fit.
+        step = self.block_rows if symmetric else 2 * self.block_rows
+        for i, j in ((i, j) for i in strips(m, step) for j in strips(n, step)):
+            if symmetric and j.start < i.start:
+                continue
+            # Above the diagonal, a block's columns are rows further down.
+            mirrored = symmetric and i != j
+            first, last = overwrite[0] and j.start == 0, to_results and j.stop == n
+            row_state = State(rows[:, i], rows.stride(0), int(first), int(last))
+            col_state, other = None, rows if mirrored else cols
+            if other is not None:
+                first = overwrite[0 if symmetric else 1] and i.start == 0
+                last = to_results and not mirrored and i.stop == m
+                col_state = State(other[:, j], other.stride(0), int(first), int(last))
+            self._forward_block(i, j, row_state, col_state)
 
     def _without_pairs(
         self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool], to_results: bool
     ) -> None:
-        """The states that no block writes."""
+        """Write the states that no block writes."""
         for state, new in zip((rows, cols), overwrite, strict=True):
             if new and state is not None:
                 self.clear(state)
             if to_results and state is not None:
                 self.write_results(state[None].clone(), self.results(state))
 
-    def _blocks(
-        self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool], to_results: bool
-    ) -> Iterator[tuple[slice, slice, State, State | None]]:
-        """The blocks, and the states that each adds to.
-
-        With `to_results` the last block turns a state into results, in place.
-        """
-        m, n = self.m, self.n
-        # The forward pass's workspace is one sum per tile and row: larger blocks fit.
-        step = self.block_rows if self.symmetric else 2 * self.block_rows
-        for i, j in ((i, j) for i in strips(m, step) for j in strips(n, step)):
-            if self.symmetric and j.start < i.start:
-                continue
-            # Above the diagonal, a block's columns are rows further down.
-            mirrored = self.symmetric and i != j
-            other = rows if mirrored else cols
-            overwrite_other = overwrite[0 if self.symmetric else 1]
-            first = overwrite[0] and j.start == 0, overwrite_other and i.start == 0
-            last = to_results and j.stop == n, to_results and not mirrored and i.stop == m
-            row_state = State(rows[:, i], rows.stride(0), int(first[0]), int(last[0]))
-            col_state = None
-            if other is not None:
-                col_state = State(other[:, j], other.stride(0), int(first[1]), int(last[1]))
-            yield i, j, row_state, col_state
-
     def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
-        config = forward_config(self.features)
+        config = launch_config("forward", self.features)
         block = self._block(i, j, config.bk)
         block.set_states(rows, cols)
         m, n = block.m, block.n
@@ -102,9 +92,9 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
         row_sums, col_sums = self._empty(tiles, m), self._empty(groups, n)
         guide_cols = None if self._guide is None else self._guide.y
         softmax_forward.reference.launch(
-            groups * config.rows, block, cols=self.y, cols_stride=self.y.stride(0), out=references,
+            groups * config.rows, block, out=references, cols=self.y, cols_stride=self.y.stride(0),
             guide_cols=guide_cols,
-            guide_cols_stride=None if guide_cols is None else guide_cols.stride(0),
+            guide_cols_stride=0 if guide_cols is None else guide_cols.stride(0),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         for first, count, even in by_last_tile(n):
@@ -114,7 +104,7 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
                 ROW_TILES=config.rows, GROUP=config.group, COLS=triangle or cols is not None,
                 EVEN_N=even, TRIANGLE=triangle, num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
-        softmax_combine.combine_partials.launch(
+        softmax_forward.combine_partials.launch(
             cdiv(m, TILE) + (0 if cols is None else tiles), block, row_sums=row_sums,
             references=references, row_partials=tiles, col_sums=col_sums,
             group_references=group_references, col_partials=groups, GROUP_ROWS=group_rows,
@@ -123,11 +113,11 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
 
     def merge(self, parts: Tensor) -> Tensor:
         out = parts.new_empty(parts.shape[1:])
-        softmax_combine.merge(parts, out, to_logsumexp=False)
+        softmax_forward.merge(parts, out, to_logsumexp=False)
         return out
 
     def write_results(self, parts: Tensor, out: Tensor) -> None:
-        softmax_combine.merge(parts, out, to_logsumexp=True)
+        softmax_forward.merge(parts, out, to_logsumexp=True)
 
     # --- backward ---------------------------------------------------------------------------
 
@@ -160,7 +150,7 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
     ) -> Tensor:
-        config, ds = backward_config(self.features), self._workspace(i, j)
+        config, ds = launch_config("backward", self.features), self._workspace(i, j)
         block = self._block(i, j, config.bk)
         block.set_upstreams(rows and rows.view(i), cols and cols.view(j))
         tiles, col_tiles = cdiv(block.m, TILE), cdiv(block.n, TILE)

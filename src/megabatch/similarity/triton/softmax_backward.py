@@ -17,15 +17,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megabatch.similarity.triton.blocks import Upstream, block_kernel
 from megabatch.similarity.triton.launch import kernel
-from megabatch.similarity.triton.operands import Upstream, block_kernel, store_extremes
 from megabatch.similarity.triton.tiles import (
     LOG2E,
     B,
     BlockSide,
+    halves,
     logits_tile,
     mask_tile,
     needs_mask,
+    store_extremes,
     swizzle,
     unmasked_logits,
 )
@@ -132,10 +134,9 @@ def _store_ds(ds, i0, j0, e, SPLIT: tl.constexpr):
     if SPLIT == 1:
         ds.store([i0, j0], e)
     else:
-        halves = tl.reshape(e, (e.shape[0], 2, e.shape[1] // 2))
-        left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+        left, right = halves(e)
         ds.store([i0, j0], left)
-        ds.store([i0, j0 + e.shape[1] // 2], right)
+        ds.store([i0, j0 + B // 2], right)
 
 
 @block_kernel

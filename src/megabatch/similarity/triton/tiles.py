@@ -1,4 +1,4 @@
-"""Device functions that several kernels share: order of tiles, logits and masks of a tile."""
+"""Device functions that several kernels share, and kernels of the extremes of each tile's rows."""
 
 from __future__ import annotations
 
@@ -41,6 +41,19 @@ def swizzle(pid, row_tiles, col_tiles, GROUP: tl.constexpr):
     first = pid // per_group * GROUP
     size = tl.minimum(row_tiles - first, GROUP)
     return first + pid % per_group % size, pid % per_group // size
+
+
+@triton.jit
+def store_rows(out, stride, i, rows, mask):
+    """out[k * stride + i] = rows[k] for a tuple of vectors."""
+    for k in tl.static_range(len(rows)):
+        tl.store(out + k * stride + i, rows[k], mask=mask)
+
+
+@triton.jit
+def halves(v):
+    """The left and the right half of (B, width); each thread keeps its own values."""
+    return tl.split(tl.permute(tl.reshape(v, (B, 2, v.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -97,6 +110,22 @@ def id_ranges(ids, out, size, tiles):
     value = tl.load(ids + i, mask=i < size, other=-1)
     tl.store(out + t, tl.min(tl.where(value >= 0, value, 1 << 62), 0))
     tl.store(out + tiles + t, tl.max(value, 0))
+
+
+@kernel
+def lse_extremes(lse, out, size, tiles):
+    """Smallest and largest log-sum-exp of each tile of rows in log2: out[0], out[1]."""
+    t = tl.program_id(0)
+    i = t * B + tl.arange(0, B)
+    store_extremes(tl.load(lse + i, mask=i < size, other=0.0), i < size, out + t, tiles)
+
+
+@triton.jit
+def store_extremes(lse, inside, out, tiles):
+    """Write the smallest and the largest log-sum-exp of a tile, in log2, to out[0], out[tiles]."""
+    lse = lse * LOG2E
+    tl.store(out, tl.min(tl.where(inside, lse, float("inf")), 0))
+    tl.store(out + tiles, tl.max(tl.where(inside, lse, float("-inf")), 0))
 
 
 @triton.jit
