@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,23 +11,12 @@ import torch
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import backends
 from megabatch.similarity.matrix import Matrix, Side, sort_by_id
+from tests.similarity.triton import DEVICE, MARKS
 
 pytest.importorskip("triton")
-# Kernels compute infinities that they mask or recompute; the interpreter's NumPy warns of each.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = MARKS
 ROWS, WIDTH = 100, 16
-
-
-@pytest.fixture(autouse=True)
-def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
-    before = similarity.set_workspace(1 << 20)
-    yield
-    similarity.set_workspace(before)
 
 
 def features(dtype: torch.dtype = torch.float16) -> Tensor:
@@ -46,7 +35,8 @@ def expanded() -> Tensor:
 def results(call: Callable[..., Any], *leaves: Tensor) -> list[Tensor]:
     mine = [leaf.detach().requires_grad_() for leaf in leaves]
     out = call(*mine)
-    parts = [out] if isinstance(out, Tensor) else [part for side in out for part in side]
+    sides = [[out]] if isinstance(out, Tensor) else out
+    parts = [part for side in sides for part in ([side] if isinstance(side, Tensor) else side)]
     total = torch.stack([p.nan_to_num(0, 0, 0).sum() for p in parts]).sum()
     return [*(p.detach() for p in parts), *torch.autograd.grad(total, mine)]
 
@@ -56,26 +46,23 @@ def same(ours: list[Tensor], plain: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("make", [lambda: strided(torch.randn(ROWS, device=DEVICE)), expanded])
-def test_ceilings(make: Callable[[], Tensor]) -> None:
-    ceiling, inputs = make(), (features(), features())
+@pytest.mark.parametrize("make", [lambda: strided(torch.rand(ROWS, device=DEVICE)), expanded])
+def test_ceilings_and_weights(make: Callable[[], Tensor]) -> None:
+    vector, inputs = make(), (features(), features())
+    copy = vector.clone(memory_format=torch.contiguous_format)
     for ids in ("paired", (torch.arange(ROWS, device=DEVICE) % 9,) * 2):
+        split = functools.partial(similarity.split_logsumexp, ids=ids)
         ours, plain = (
-            results(functools.partial(similarity.split_logsumexp, ids=ids, ceiling=c), *inputs)
-            for c in (ceiling, ceiling.clone(memory_format=torch.contiguous_format))
+            results(functools.partial(split, ceiling=c), *inputs) for c in (vector, copy)
         )
         same(ours, plain)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("make", [lambda: strided(torch.rand(ROWS, device=DEVICE)), expanded])
-def test_weights(make: Callable[[], Tensor], dtype: torch.dtype) -> None:
-    weight, inputs = make(), (features(dtype), features(dtype))
-    ours, plain = (
-        results(lambda x, y, w=w: similarity.softplus_sum(x, y, 0.5, -2.0, weight=w), *inputs)
-        for w in (weight, weight.clone(memory_format=torch.contiguous_format))
-    )
-    same(ours, plain)
+    for dtype in (torch.float16, torch.float32):
+        inputs = features(dtype), features(dtype)
+        ours, plain = (
+            results(lambda x, y, w=w: similarity.softplus_sum(x, y, 0.5, -2.0, weight=w), *inputs)
+            for w in (vector, copy)
+        )
+        same(ours, plain)
 
 
 @pytest.mark.parametrize("call", ["softmax", "sigmoid"])
@@ -112,24 +99,21 @@ def test_both_sides_share_one_sorted_copy_if_their_ids_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_features(dtype: torch.dtype) -> None:
-    """Column-major, misaligned, expanded and strided rows."""
-    y, wide = features(dtype), torch.randn(2 * ROWS, 2 * WIDTH, device=DEVICE).to(dtype)
-    for x in (
-        wide[:ROWS, :WIDTH].T.contiguous().T,
-        wide[:ROWS, 1 : WIDTH + 1],
-        wide[:1, :WIDTH].expand(ROWS, WIDTH),
-        wide[::2, :WIDTH],
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda wide: wide[:ROWS, :WIDTH].T.contiguous().T,
+        lambda wide: wide[:ROWS, 1 : WIDTH + 1],
+        lambda wide: wide[:1, :WIDTH].expand(ROWS, WIDTH),
+        lambda wide: wide[::2, :WIDTH],
+    ],
+    ids=["column-major", "misaligned", "expanded", "strided"],
+)
+def test_features(view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    x, y = view(torch.randn(2 * ROWS, 2 * WIDTH, device=DEVICE).to(dtype)), features(dtype)
+    plain = x.clone(memory_format=torch.contiguous_format)
+    for function in (
+        lambda x, y: similarity.logsumexp(x, y, 0.5),
+        lambda x, y: similarity.softplus_sum(x, y, 0.5, -2.0),
     ):
-        plain = x.clone(memory_format=torch.contiguous_format)
-        for function in (
-            lambda x, y: similarity.logsumexp(x, y, 0.5),
-            lambda x, y: [[similarity.softplus_sum(x, y, 0.5, -2.0)]],
-        ):
-            ours, theirs = results(wrapped(function), x, y), results(wrapped(function), plain, y)
-            same(ours, theirs)
-
-
-def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a list of sides, each a list of parts."""
-    return lambda x, y: [[p] if isinstance(p, Tensor) else p for p in function(x, y)]
+        same(results(function, x, y), results(function, plain, y))

@@ -1,16 +1,16 @@
-"""The kernels of CLIP's losses against float64, on a GPU or in Triton's interpreter."""
+"""The kernels of CLIP's losses against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from tests.similarity.triton import DEVICE, MARKS
+
 pytest.importorskip("triton")
 from megabatch.similarity.triton import paired
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = MARKS
 
 
 def stacks(margins: torch.Tensor, wide: int) -> torch.Tensor:

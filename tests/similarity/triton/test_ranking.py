@@ -1,4 +1,4 @@
-"""The kernels of `ranks` and `topk`, on a GPU or in Triton's interpreter."""
+"""The kernels of `ranks` and `topk`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import backends, dense
+from megabatch.similarity import dense
 from megabatch.similarity import settings as call_settings
 from tests.similarity.features import MAKERS
+from tests.similarity.triton import DEVICE, HALVES, MARKS
 
 pytest.importorskip("triton")
 from megabatch.similarity.triton import ranking
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
+pytestmark = MARKS
 
 
 def whole_numbers(maker: str, m: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -31,7 +26,7 @@ def whole_numbers(maker: str, m: int, n: int, d: int, dtype: torch.dtype) -> tup
     return x, y
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize(
     ("maker", "m", "n", "d"),
@@ -53,7 +48,7 @@ def test_ranks_equal_the_dense_counts(
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("d", [37, 200])
 def test_a_target_neither_beats_nor_equals_itself(d: int, dtype: torch.dtype) -> None:
     x, y = (t.to(DEVICE, dtype) for t in MAKERS["random"](300, 1500, d))
@@ -99,7 +94,7 @@ def test_no_rows() -> None:
     assert above.shape == equal.shape == (0,)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize(
     ("m", "n", "d", "k", "widest", "rows"),

@@ -1,8 +1,7 @@
-"""The sigmoid loss's kernels against float64: on a GPU, else in Triton's interpreter."""
+"""The sigmoid loss's kernels against float64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,30 +11,20 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import similarity
-from megabatch.similarity import backends, settings
+from megabatch.similarity import settings
 from tests.similarity.features import MAKERS
+from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS
 
 pytest.importorskip("triton")
 from megabatch.similarity.triton import configs
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 #: TF32 cuts both factors to 11 bits: a logit of 10 may be off by 10 * 2^-9; most are smaller.
 TF32 = 6e-3
-HALVES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
 EPS = torch.finfo(torch.float32).eps
 #: Error of a logit in float32's ulps: a tensor core adds less exactly than float32.
 ULPS = 8 if GPU else 4
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
-    before = similarity.set_workspace(1 << 20)  # blocks of 512
-    yield
-    similarity.set_workspace(before)
+pytestmark = MARKS
 
 
 class Exact(NamedTuple):
@@ -120,23 +109,17 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [140, pytest.param(2501, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    ("scale", "bias"), [(0.01, -10.0), (10.0, -10.0), (10.0, 0.0), (100.0, 5.0), (200.0, -30.0)]
+    ("maker", "scale", "bias"),
+    [(maker, *numbers) for maker in MAKERS for numbers in ((10.0, -10.0), (200.0, -30.0))]
+    + [("random", 0.01, -10.0), ("clustered", 10.0, 0.0), ("learnt", 100.0, 5.0)]
+    + [("outliers", 100.0, 30.0)],
 )
-@pytest.mark.parametrize("maker", MAKERS)
-def test_every_kind_of_features(maker: str, scale: float, bias: float, dtype: torch.dtype) -> None:
-    x, y = MAKERS[maker](140, 140, 24)
-    check(x.to(dtype), y.to(dtype), scale, bias)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("scale", "bias"), [(10.0, -10.0), (100.0, -10.0), (100.0, 30.0)])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_every_kind_of_features_over_many_blocks(
-    maker: str, scale: float, bias: float, dtype: torch.dtype
+def test_every_kind_of_features(
+    maker: str, scale: float, bias: float, size: int, dtype: torch.dtype
 ) -> None:
-    x, y = MAKERS[maker](2501, 2501, 200)
+    x, y = MAKERS[maker](size, size, 24 if size == 140 else 200)
     check(x.to(dtype), y.to(dtype), scale, bias)
 
 
@@ -312,78 +295,14 @@ def test_a_small_batch_takes_one_row_tile_per_program() -> None:
     assert configs.launch_config("sigmoid", x).rows == 1
 
 
-# --- on a GPU only -------------------------------------------------------------------------------
-
-
-def made(b: int = 1000, d: int = 96) -> list[Tensor]:
-    x, y = (F.normalize(torch.randn(b, d, device="cuda"), dim=1).bfloat16() for _ in range(2))
-    return [x, y, torch.tensor(10.0, device="cuda"), torch.tensor(-10.0, device="cuda")]
-
-
-def gradients_of(call: Any, inputs: list[Tensor]) -> list[Tensor]:
-    mine = [t.detach().clone().requires_grad_() for t in inputs]
-    loss = call(*mine)
-    loss.backward()
-    return [loss.detach(), *(t.grad for t in mine)]
-
-
-@pytest.mark.gpu
-def test_compiles_without_a_graph_break() -> None:
-    loss, inputs = mb.SigLipLoss(), made()
-    compiled = torch.compile(lambda *a: loss(*a), fullgraph=True)
-    for a, b in zip(gradients_of(compiled, inputs), gradients_of(loss, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.gpu
-def test_opcheck() -> None:
-    x, y, scale, bias = made(300)
-    ids = torch.arange(300, device="cuda") % 50
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for sides, diagonal in (((None, None), "paired"), ((ids, ids), "plain")):
-        for features in ((x, y), (x.half(), y.half())):
-            plain = (diagonal, *[True] * 4, "", [*settings.of_call(x)])
-            arguments = (*features, scale, bias, *sides, *[None] * 5, *plain)
-            with torch.no_grad():
-                torch.library.opcheck(
-                    torch.ops.megabatch.softplus_sum.default, arguments, test_utils=tests
-                )
-
-
-@pytest.mark.gpu
-def test_a_cuda_graph_replays_forward_and_backward() -> None:
-    loss, inputs = mb.SigLipLoss(), made()
-    static = [t.detach().clone().requires_grad_() for t in inputs]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            for t in static:
-                t.grad = None
-            loss(*static).backward()
-    torch.cuda.current_stream().wait_stream(stream)
-    for t in static:
-        t.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        value = loss(*static)
-        value.backward()
-    replayed = made()
-    with torch.no_grad():
-        for t, other in zip(static, replayed, strict=True):
-            t.copy_(other)
-    graph.replay()
-    ours = [value.detach(), *(t.grad for t in static)]
-    for a, b in zip(ours, gradients_of(loss, replayed), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.gpu
 def test_memory() -> None:
     """A step takes 4 b d bytes and 640 MiB beside inputs and gradients; 512 MiB are workspace."""
     similarity.set_workspace(None)
     b, d = 70_000, 512
-    inputs = [t.requires_grad_() for t in made(b, d)]
+    inputs = [F.normalize(torch.randn(b, d, device="cuda"), dim=1).bfloat16() for _ in range(2)]
+    inputs += [torch.tensor(v, device="cuda") for v in (10.0, -10.0)]
+    inputs = [t.requires_grad_() for t in inputs]
     mb.SigLipLoss()(*inputs).backward()
     for t in inputs:
         t.grad = None

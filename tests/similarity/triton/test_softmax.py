@@ -1,40 +1,27 @@
-"""The fused softmax kernels against dense float64, on a GPU or in Triton's interpreter.
-
-The interpreter has no bfloat16 products, so bfloat16 is tested on a GPU only.
-"""
+"""The kernels of log-sum-exp against dense float64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import megabatch as mb
 from megabatch import similarity
-from megabatch.similarity import backends, dense
-from megabatch.similarity.triton import softmax
-from megabatch.similarity.triton.configs import Config
+from megabatch.similarity import dense, states
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, careful_dense, float32_noise, truth
 from tests.similarity.test_statistics import some_ids, weighted_sum
-
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-HALVES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]
+from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS
 
 pytest.importorskip("triton")
-# Kernels compute infinities that they mask or recompute; the interpreter's NumPy warns of each.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+from megabatch.similarity.triton import configs, softmax_forward
+from megabatch.similarity.triton.configs import Config
 
-
-@pytest.fixture(autouse=True)
-def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
-    before = similarity.set_workspace(1 << 20)  # blocks of 512: several per side on the GPU
-    yield
-    similarity.set_workspace(before)
+pytestmark = MARKS
 
 
 def make(maker: str, m: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -71,26 +58,16 @@ def check(ours, truth, mine: list[Tensor], theirs: list[Tensor]) -> None:  # typ
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("scale", [0.01, 14.3, 100.0, 200.0])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_clip_meets_the_per_row_criterion(maker: str, scale: float, dtype: torch.dtype) -> None:
-    x, y = make(maker, 300 if GPU else 150, 300 if GPU else 150, 40, dtype)
-    _check_clip(x, y, scale)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("scale", [1.0, 14.3, 100.0, 200.0])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_clip_meets_the_per_row_criterion_over_many_blocks(
-    maker: str, scale: float, dtype: torch.dtype
+@pytest.mark.parametrize("size", [150, pytest.param(2501, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("maker", "scale"),
+    [(maker, scale) for maker in MAKERS for scale in (14.3, 200.0)]
+    + [("random", 0.01), ("clustered", 0.01), ("learnt", 100.0), ("outliers", 100.0)],
+)
+def test_clip_meets_the_per_row_criterion(
+    maker: str, scale: float, size: int, dtype: torch.dtype
 ) -> None:
-    _check_clip(*make(maker, 2501, 2501, 200, dtype), scale)
-
-
-def _check_clip(x: Tensor, y: Tensor, scale: float) -> None:
-    import megabatch as mb
-
+    x, y = make(maker, size, size, 40 if size == 150 else 200, dtype)
     exact, peer = truth(x, y, scale), careful_dense(x, y, scale)
     noises = float32_noise(x, y, scale)
     a, b = leaves(x, y)
@@ -202,9 +179,8 @@ def test_upper_triangle_of_a_block_on_the_diagonal(
     maker: str, rows: int, split: int, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lower triangle mirrors it: sums of rows serve columns, and dS is stored twice."""
-    for side in ("forward", "backward"):
-        one = Config(rows=rows, group=2, split=split, stages=2)
-        monkeypatch.setattr(softmax, f"{side}_config", lambda x, one=one: one)
+    one = Config(rows=rows, group=2, split=split, stages=2)
+    monkeypatch.setattr(configs, "_overrides", {"forward": one, "backward": one})
     similarity.set_workspace(workspace)
     m = 2300 if GPU else 530 if workspace < 512 << 20 else 400
     x, _ = make("random" if maker == "spread" else maker, m, 1, 8, torch.float16)
@@ -309,3 +285,34 @@ def test_the_same_inputs_give_the_same_bits() -> None:
         results.append([rows.negative, columns.negative, *(leaf.grad for leaf in mine)])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sums", [1, 2])
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 300), (5, 257), (3, 0)])
+def test_merged_states(sums: int, count: int, size: int) -> None:
+    numbers = 2 if sums == 1 else 6
+    generator = torch.Generator().manual_seed(count)
+    found = torch.randn(count, numbers, size + 3, generator=generator) * 40
+    found[:, 1 : 2 * sums : 2].abs_()
+    empty = torch.rand(count, size + 3, generator=generator) < 0.3
+    empty[:, : size // 4] = True  # no state has a pair
+    for k in range(sums):
+        found[:, 2 * k].masked_fill_(empty, -math.inf)
+        found[:, 2 * k + 1].masked_fill_(empty, 0)
+    given = found.to(DEVICE)[..., :size]  # not contiguous
+
+    def results(state: torch.Tensor) -> torch.Tensor:
+        return states.to_logsumexp(state, state.new_empty(1 if sums == 1 else 4, size))
+
+    def in_base_e(state: torch.Tensor) -> torch.Tensor:
+        state = state.double()
+        state[..., 0 : 2 * sums : 2, :] *= math.log(2)
+        return state
+
+    theirs = results(states.merge(in_base_e(given)))
+    out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[:numbers]
+    softmax_forward.merge(given, out, to_logsumexp=False)
+    torch.testing.assert_close(results(in_base_e(out)), theirs, rtol=1e-5, atol=1e-5)
+    out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[: len(theirs)]
+    softmax_forward.merge(given, out, to_logsumexp=True)
+    torch.testing.assert_close(out.double(), theirs, rtol=1e-5, atol=1e-5)
