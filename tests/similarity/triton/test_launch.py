@@ -7,6 +7,7 @@ import re
 import runpy
 from collections.abc import Callable
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from megabatch.similarity.triton import (
     softmax_forward,
     tiles,
 )
+from megabatch.similarity.triton.blocks import Block
 from megabatch.similarity.triton.launch import VARYING, Kernel, kernel, kinds
 
 WIDE = torch.zeros(8, 64, dtype=torch.float16)
@@ -82,44 +84,40 @@ def how_launched(made: Kernel) -> list[str]:
 
 def test_the_second_launch_is_of_the_compiled_kernel(made: Kernel) -> None:
     made.launch(7, **USUAL, num_warps=8)
-    made.launch(9, **USUAL | {"x": WIDE[2:], "n": 48}, num_warps=8)
+    others = USUAL | {"x": WIDE[2:], "n": 48}
+    made.launch(9, **{name: others[name] for name in reversed(others)}, num_warps=8)
     first, second = made.jitted.launches
-    assert first[:2] == ("bound", (7,))
-    assert first[2][1:] == (None, 32, 0, 128, True)
-    assert first[3] == {"num_warps": 8, "num_stages": 3}
+    assert first == ("bound", (7,), tuple(USUAL.values()), {"num_warps": 8, "num_stages": 3})
     assert second[:2] == ("directly", (9, 1, 1))
     assert second[2][0].data_ptr() == WIDE[2:].data_ptr()
     assert second[2][1:] == (None, 48, 0, 128, True)
 
 
-def test_arguments_are_passed_in_the_order_of_the_signature(
-    made: Kernel,
-) -> None:
-    for names in (USUAL, reversed(USUAL)):
-        made.launch(1, **{name: USUAL[name] for name in names})
-    bound, directly = (arguments for _, _, arguments, *_ in made.jitted.launches)
-    assert bound == directly == tuple(USUAL.values())
+def test_a_block_gives_the_arguments_that_are_named_as_its_attributes(made: Kernel) -> None:
+    shared = Kernel(example, ("y", "n", "row_start", "flag", "other"))
+    shared.jitted = made.jitted
+    block = SimpleNamespace(y=None, n=32, row_start=0, flag=True, other=5)
+    shared.launch(3, block, x=WIDE, B=128)
+    assert made.jitted.launches[0][2] == tuple(USUAL.values())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'n'"):
+        shared.launch(3, block, x=WIDE, n=5, B=128)
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("positional", "changed", "message"),
     [
-        ({"x": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'x'"),
-        ({"FLAG": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'FLAG'"),
-        ({"z": 1}, r"example.launch\(\) got an unexpected keyword argument 'z'"),
+        ((), {"x": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'x'"),
+        ((), {"FLAG": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'FLAG'"),
+        ((), {"z": 1}, r"example.launch\(\) got an unexpected keyword argument 'z'"),
+        ((WIDE,), {"x": ...}, "takes 1 positional argument but 2"),
     ],
 )
 def test_arguments_that_are_missing_or_unknown(
-    made: Kernel, changed: dict[str, Any], message: str
+    made: Kernel, positional: tuple[Any, ...], changed: dict[str, Any], message: str
 ) -> None:
     arguments = {k: v for k, v in (USUAL | changed).items() if v is not ...}
     with pytest.raises(TypeError, match=message):
-        made.launch(1, **arguments)
-
-
-def test_arguments_go_by_name_only(made: Kernel) -> None:
-    with pytest.raises(TypeError, match="takes 1 positional argument but 2"):
-        made.launch(1, WIDE, **{k: v for k, v in USUAL.items() if k != "x"})
+        made.launch(1, *positional, **arguments)
 
 
 def test_constants_come_last_in_a_signature() -> None:
@@ -136,11 +134,13 @@ def test_numbers_that_vary_are_not_specialised(monkeypatch: pytest.MonkeyPatch) 
     assert [p.name for p in jitted.params if p.do_not_specialize] == ["n", "row_start"]
 
 
-def test_numbers_that_vary_are_some_kernels_arguments() -> None:
+def test_names_of_arguments_are_those_of_some_kernel() -> None:
     """A number renamed in a kernel but not in `VARYING` would be specialised and recompiled."""
     modules = (paired, ranking, sigmoid, softmax_backward, softmax_forward, tiles)
     kernels = [k for m in modules for k in vars(m).values() if isinstance(k, Kernel)]
-    assert set(VARYING) <= {name for k in kernels for name in k.jitted.arg_names}
+    names = {name for k in kernels for name in k.jitted.arg_names}
+    assert set(VARYING) <= names
+    assert set(Block.NAMES) <= {name.lower() for name in names}
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,15 @@ def test_numbers_that_vary_are_some_kernels_arguments() -> None:
         {"B": 64},
         {"num_warps": 8},
         {"num_stages": 2},
+        {"device": 1},
     ],
 )
 def test_arguments_that_need_another_kernel_go_through_triton(
-    made: Kernel, changed: dict[str, Any]
+    made: Kernel, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made.launch(1, **USUAL)
+    device = changed.pop("device", 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     made.launch(1, **USUAL | changed)
     made.launch(1, **USUAL | changed)
     assert how_launched(made) == ["bound", "bound", "directly"]
@@ -176,28 +179,16 @@ def test_descriptors_of_other_tiles_need_another_kernel(made: Kernel) -> None:
     assert how_launched(made) == ["bound", "bound", "directly"]
 
 
-def test_every_device_has_a_compiled_kernel_of_its_own(
+def test_direct_launches_are_for_tested_versions(
     made: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for device in (0, 1, 0):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
-        made.launch(1, **USUAL)
-    assert how_launched(made) == ["bound", "bound", "directly"]
-
-
-def test_untested_versions_of_triton_launch_through_it(
-    made: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    for version, expected in (("3.6.0", True), ("3.6.1+git0", True), ("3.60.0", False)):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert runpy.run_path(module.__file__)["past_binding"] is expected
     monkeypatch.setattr(module, "past_binding", False)
     for _ in range(3):
         made.launch(1, **USUAL)
     assert how_launched(made) == ["bound"] * 3
-
-
-def test_direct_launches_are_for_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, expected in (("3.6.0", True), ("3.6.1+git0", True), ("3.60.0", False)):
-        monkeypatch.setattr(triton, "__version__", version)
-        assert runpy.run_path(module.__file__)["past_binding"] is expected
 
 
 @pytest.mark.parametrize("name", module.PURPOSES)

@@ -36,6 +36,12 @@ def leaves(*values: Tensor | float, dtype: torch.dtype | None = None) -> list[Te
     ]
 
 
+def both(*features: Tensor, scale: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves for the kernels, with the scale in float32, and for the dense expression."""
+    mine = leaves(*features) + leaves(scale, dtype=torch.float32)
+    return mine, leaves(*features, scale, dtype=torch.float64)
+
+
 def flat(sides) -> list[Tensor]:  # type: ignore[no-untyped-def]
     return [part.cpu().double() for side in sides for part in side]
 
@@ -58,16 +64,16 @@ def check(ours, truth, mine: list[Tensor], theirs: list[Tensor]) -> None:  # typ
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("size", [150, pytest.param(2501, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("m", [150, pytest.param(2501, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("maker", "scale"),
     [(maker, scale) for maker in MAKERS for scale in (14.3, 200.0)]
     + [("random", 0.01), ("clustered", 0.01), ("learnt", 100.0), ("outliers", 100.0)],
 )
 def test_clip_meets_the_per_row_criterion(
-    maker: str, scale: float, size: int, dtype: torch.dtype
+    maker: str, scale: float, m: int, dtype: torch.dtype
 ) -> None:
-    x, y = make(maker, size, size, 40 if size == 150 else 200, dtype)
+    x, y = make(maker, m, m, 40 if m == 150 else 200, dtype)
     exact, peer = truth(x, y, scale), careful_dense(x, y, scale)
     noises = float32_noise(x, y, scale)
     a, b = leaves(x, y)
@@ -103,9 +109,7 @@ def test_split_logsumexp(maker: str, ids: str, ceiling: bool, dtype: torch.dtype
     chosen = ids if ids == "paired" else tuple(t.to(DEVICE) for t in some_ids(m, n, 20))
     options = {"ids": chosen, "positives": "ids" if ids == "some" else "paired"}
     limit = torch.full((m,), 0.1234 * 20, device=DEVICE) if ceiling else None
-    mine, theirs = leaves(x, y), leaves(x, y, dtype=torch.float64)
-    mine += leaves(20.0, dtype=torch.float32)
-    theirs += leaves(20.0, dtype=torch.float64)
+    mine, theirs = both(x, y, scale=20.0)
     ours = similarity.split_logsumexp(*mine, ceiling=limit, **options)
     wide = None if limit is None else limit.double()
     check(ours, dense.split_logsumexp(*theirs, ceiling=wide, **options), mine, theirs)
@@ -134,11 +138,9 @@ def test_a_guide(case: str, dtype: torch.dtype) -> None:
     limit[:2] = torch.tensor([9.0, -9.0])
     # Logits spread widely: a reference taken from pairs left out would underflow the others.
     scale = -60.0 if case == "float32" else 60.0
-    mine, theirs = leaves(x, y), leaves(x, y, dtype=torch.float64)
+    mine, theirs = both(x, y, scale=scale)
     if case == "itself":
         mine[1], theirs[1] = None, None
-    mine += leaves(scale, dtype=torch.float32)
-    theirs += leaves(scale, dtype=torch.float64)
     guide = guide_x, guide_y
     sides = "rows" if case == "rows" else "both"
     ours = similarity.split_logsumexp(*mine, ceiling=limit, guide=guide, sides=sides, **options)
@@ -149,38 +151,22 @@ def test_a_guide(case: str, dtype: torch.dtype) -> None:
     check(ours, truth, [t for t in mine if t is not None], [t for t in theirs if t is not None])
 
 
-@pytest.mark.parametrize("ids", ["paired", "some"])
-@pytest.mark.parametrize("maker", ["random", "clustered"])
-def test_self_similarity(maker: str, ids: str) -> None:
-    m = 1300 if GPU else 270
-    x, _ = make(maker, m, 1, 24, torch.float16)
-    rows = some_ids(m, m, 15)[0].to(DEVICE)
-    eye = torch.arange(m, device=DEVICE)
-    mine = leaves(x) + leaves(14.3, dtype=torch.float32)
-    theirs = leaves(x, 14.3, dtype=torch.float64)
-    ours = similarity.split_logsumexp(
-        mine[0], None, mine[1], ids="paired" if ids == "paired" else rows
-    )
-    truth = dense.split_logsumexp(
-        theirs[0], None, theirs[1], ids=(eye, eye) if ids == "paired" else (rows, rows)
-    )
-    check(ours, truth, mine, theirs)
-
-
 @pytest.mark.parametrize(
     ("maker", "rows", "split", "workspace"),
     [  # blocks of 512, or one block
         ("clustered", 2, 1, 512 << 10),
         ("random", 1, 2, 512 << 20),
         ("spread", 4, 1, 512 << 20),
+        ("random", None, 1, 512 << 20),
     ],
 )
-def test_upper_triangle_of_a_block_on_the_diagonal(
-    maker: str, rows: int, split: int, workspace: int, monkeypatch: pytest.MonkeyPatch
+def test_self_similarity(
+    maker: str, rows: int | None, split: int, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lower triangle mirrors it: sums of rows serve columns, and dS is stored twice."""
-    one = Config(rows=rows, group=2, split=split, stages=2)
-    monkeypatch.setattr(configs, "_overrides", {"forward": one, "backward": one})
+    """The lower triangle mirrors the upper: sums of rows serve columns, dS is stored twice."""
+    if rows is not None:
+        one = Config(rows=rows, group=2, split=split, stages=2)
+        monkeypatch.setattr(configs, "_overrides", {"forward": one, "backward": one})
     similarity.set_workspace(workspace)
     m = 2300 if GPU else 530 if workspace < 512 << 20 else 400
     x, _ = make("random" if maker == "spread" else maker, m, 1, 8, torch.float16)
@@ -189,8 +175,7 @@ def test_upper_triangle_of_a_block_on_the_diagonal(
         x[200:320] *= 0
     ids = torch.arange(m, device=DEVICE) // 40
     for own in ("paired", ids):
-        mine = leaves(x) + leaves(14.3, dtype=torch.float32)
-        theirs = leaves(x, 14.3, dtype=torch.float64)
+        mine, theirs = both(x, scale=14.3)
         eye = torch.arange(m, device=DEVICE) if isinstance(own, str) else own
         ours = similarity.split_logsumexp(mine[0], None, mine[1], ids=own)
         truth = dense.split_logsumexp(theirs[0], None, theirs[1], ids=(eye, eye))
@@ -204,8 +189,7 @@ def test_upper_triangle_of_a_block_on_the_diagonal(
 )
 def test_any_sizes(m: int, n: int, d: int, dtype: torch.dtype) -> None:
     x, y = make("random", m, n, d, dtype)
-    mine = leaves(x, y) + leaves(30.0, dtype=torch.float32)
-    theirs = leaves(x, y, 30.0, dtype=torch.float64)
+    mine, theirs = both(x, y, scale=30.0)
     ours = similarity.logsumexp(*mine)
     check([ours], [dense.logsumexp(*theirs)], mine, theirs)
 
@@ -225,16 +209,12 @@ def test_a_side_without_rows(m: int, n: int, dtype: torch.dtype) -> None:
     assert all(value.grad is not None and not value.grad.any() for value in mine)
 
 
-@pytest.mark.parametrize("sides", ["rows", "columns"])
-def test_one_side_only(sides: str) -> None:
+@pytest.mark.parametrize("side", [0, 1])
+def test_one_side_only(side: int) -> None:
     x, y = make("random", 200, 150, 24, torch.float16)
-    mine = leaves(x, y) + leaves(30.0, dtype=torch.float32)
-    theirs = leaves(x, y, 30.0, dtype=torch.float64)
-    truth = dense.logsumexp(*theirs)
-    if sides == "rows":
-        check([[similarity.logsumexp(*mine, sides="rows")[0]]], [[truth[0]]], mine, theirs)
-    else:
-        check([[similarity.logsumexp(*mine)[1]]], [[truth[1]]], mine, theirs)
+    mine, theirs = both(x, y, scale=30.0)
+    ours = similarity.logsumexp(*mine, sides=("rows", "both")[side])[side]
+    check([[ours]], [[dense.logsumexp(*theirs)[side]]], mine, theirs)
 
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
