@@ -34,7 +34,8 @@ class KernelTiles:
         (self.m, self.width), self.n = x.shape, y.shape[0]
         self.features = x  #: as given, not padded
         self._operands = Features(x, y)
-        self.x, self.y, self.d = self._operands.x, self._operands.y, self._operands.d
+        self.x: Tensor = self._operands.x
+        self.y, self.d = self._operands.y, self._operands.d
         self._guide: Features | None = None
         if rows.guide is not None and cols.guide is not None:
             self._guide = Features(rows.guide, cols.guide)
@@ -86,24 +87,18 @@ class KernelTiles:
             guide_bk = max(16, bk * self.x.element_size() // self._guide.x.element_size())
             guide_x, guide_y = self._guide.descriptors(guide_bk)
             guide_d = self._guide.d
-        row_ranges, col_ranges = self._ranges
+        row_ranges, row_range_stride = ranges_from(self._ranges[0], i.start)
+        col_ranges, col_range_stride = ranges_from(self._ranges[1], j.start)
         return Block(
             scale=self.scale, x=x, y=y, d=self.d, bk=bk,
             guide_x=guide_x, guide_y=guide_y, guide_d=guide_d, guide_bk=guide_bk,
             row_start=i.start, col_start=j.start, m=i.stop - i.start, n=j.stop - j.start,
             diagonal_offset=view.col_start - view.row_start, diagonal=diagonal,
             paired=view.diagonal == PAIRED, has_positives=view.has_positives,
-            row_ids=view.rows.ids, row_ranges=from_tile(row_ranges, i.start),
-            row_range_stride=0 if row_ranges is None else row_ranges.stride(0),
-            col_ids=view.cols.ids, col_ranges=from_tile(col_ranges, j.start),
-            col_range_stride=0 if col_ranges is None else col_ranges.stride(0),
+            row_ids=view.rows.ids, row_ranges=row_ranges, row_range_stride=row_range_stride,
+            col_ids=view.cols.ids, col_ranges=col_ranges, col_range_stride=col_range_stride,
             ceiling=view.rows.ceiling,
         )  # fmt: skip
-
-
-def from_tile(values: Tensor | None, start: int) -> Tensor | None:
-    """`values` (k, tiles) from the tile on that begins with row `start`."""
-    return None if values is None else values[:, start // TILE :]
 
 
 def by_last_tile(n: int) -> list[tuple[int, int, bool]]:
@@ -202,6 +197,11 @@ def ranges_of(ids: Tensor | None) -> Tensor | None:
     if tiles:
         id_ranges.launch(tiles, ids=ids, out=ranges, size=len(ids), tiles=tiles)
     return ranges
+
+
+def ranges_from(ranges: Tensor | None, start: int) -> tuple[Tensor | None, int]:
+    """The ranges from the tile on that begins with row `start`, and their stride."""
+    return (None, 0) if ranges is None else (ranges[:, start // TILE :], ranges.stride(0))
 
 
 class Features:

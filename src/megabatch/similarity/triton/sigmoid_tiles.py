@@ -15,7 +15,13 @@ from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.slices import within
 from megabatch.similarity.triton import sigmoid
 from megabatch.similarity.triton.blocking import GROUP, TILE, block_shape, cdiv, product_strips
-from megabatch.similarity.triton.blocks import KernelTiles, by_last_tile, new_descriptor, ranges_of
+from megabatch.similarity.triton.blocks import (
+    KernelTiles,
+    by_last_tile,
+    new_descriptor,
+    ranges_from,
+    ranges_of,
+)
 from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.gradients import scale_rows
 
@@ -35,7 +41,8 @@ class SigmoidKernelTiles(KernelTiles):
         """`sums`: as `new_sums` makes it, for all blocks of the sweep."""
         super().__init__(matrix, call.scale)
         self.call, self._sums = call, sums
-        ids, self._row_ranges = matrix.rows.ids, []
+        self._row_ranges: list[Tensor | None] = []
+        ids = matrix.rows.ids
         if len(call.bounds) > 2 and ids is not None:
             # A rank's rows need not begin with a tile of all rows.
             self._row_ranges = [ranges_of(ids[a:b]) for a, b in pairwise(call.bounds)]
@@ -72,10 +79,9 @@ class SigmoidKernelTiles(KernelTiles):
         config = self.config
         block = self._block(i, j, config.bk)
         rank = bisect_right(self.call.bounds, i.start) - 1
-        if len(self._row_ranges) > 1:
-            ranges = self._row_ranges[rank]
-            first = (i.start - self.call.bounds[rank]) // TILE
-            block.row_ranges, block.row_range_stride = ranges[:, first:], ranges.stride(0)
+        if self._row_ranges:
+            start = i.start - self.call.bounds[rank]
+            block.row_ranges, block.row_range_stride = ranges_from(self._row_ranges[rank], start)
         tiles, cols = cdiv(block.m, TILE), cdiv(block.n, TILE)
         weight = None if self.weight is None else self.weight[i]
         # Sums of dS without a dS to store are rare: they have no fast kernel.
