@@ -37,7 +37,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from machinery import study_figures
 from machinery.family import FAMILY
-from megabatch.benchmarking.report.record_files import place
+from page import place
 
 #: contender -> colour, marker; megabatch's stand out.
 STYLES = {

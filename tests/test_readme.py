@@ -59,7 +59,7 @@ def _paragraphs() -> list[str]:
 
 
 def test_measured_figures_are_those_of_the_results() -> None:
-    results = (ROOT / "docs/results.md").read_text("utf-8")
+    results = "".join((ROOT / f"docs/{p}.md").read_text("utf-8") for p in ("results", "appendix"))
     shown = [paragraph for paragraph in _paragraphs() if "(docs/results.md#" in paragraph]
     assert len(shown) >= 5
     for paragraph in shown:

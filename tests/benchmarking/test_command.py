@@ -116,17 +116,3 @@ def test_cuda_where_there_is_none(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cli.main(["bench", "loss", "--device", "cuda"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
-
-
-def test_the_report_says_what_it_read_and_wrote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "strange.json").write_text("{}")
-    words = ["bench", "report", "--results", str(tmp_path), "--output"]
-    assert cli.main([*words, str(tmp_path / "new/page.md")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/new/page.md: files of records: 1\n"
-    assert "[strange.json](../strange.json)" in (tmp_path / "new/page.md").read_text()
-    assert cli.main([*words, str(tmp_path)]) == 2
-    assert "--output" in capsys.readouterr().err
-    assert cli.main(["bench", "report", "--results", str(tmp_path / "none")]) == 2
-    assert f"--results {tmp_path}/none: has no JSON file" in capsys.readouterr().err

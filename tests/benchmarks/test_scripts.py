@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megabatch.benchmarking import command
 from tests import programs
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -33,14 +32,6 @@ def run_here(script: str, *words: str) -> None:
         patch.setattr(subprocess, "run", programs.completed)
         with pytest.raises(SystemExit, match=r"^0$"):
             runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def page(output: Path) -> str:
-    """The page of results of the records in this file's folder."""
-    made = output.parent / "results.md"
-    words = "--results", str(output.parent), "--output", str(made)
-    assert command.main(["report", *words]) == 0
-    return made.read_text("utf-8")
 
 
 def test_single_gpu_measures_records_and_is_plotted(tmp_path: Path) -> None:
@@ -87,7 +78,6 @@ def test_blocks_of_several_sizes_are_measured(tmp_path: Path) -> None:
     assert found.pop("dense-compiled") == "skipped"
     assert len(found) == 6
     assert set(found.values()) == {"ok"}
-    assert "| 64, d = 96: blocks of 2,048 rows |" in page(output)
 
 
 def test_the_plan_covers_what_is_promised() -> None:
@@ -240,13 +230,6 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
     ]
     assert records[3]["settings"] == {**first[0]["settings"], "trim_texts": False}
 
-    shown = page(output)
-    best = max(r["pairs_a_second"] for r in records if r["b"] == 24 and r["parts"])
-    best = max(best, records[3]["pairs_a_second"])
-    assert f"| tiny-clip, 24 pairs, one device | {best:,.0f} pairs/s (8) | - |" in shown
-    heads = "megabatch-eager, tiny-clip, 8 pairs in 8 | megabatch-eager, tiny-clip, 24 pairs in 8"
-    assert f"| part | {heads} |" in shown
-
 
 def test_the_papers_tables(tmp_path: Path) -> None:
     output = tmp_path / "paper-tables.json"
@@ -269,14 +252,11 @@ def test_the_papers_tables(tmp_path: Path) -> None:
         "('step', 'openclip', 'device', 'tiny-clip', 1, 64)",
         "('loss', 'openclip', 'device', 'tiny-clip', 1, 64)",
     ]
-    shown = page(output)
-    assert "| tiny-clip, one GPU, micro-batches of 2 | 8 pairs | 32 pairs |" in shown
-    assert shown.count("(extrapolated)") == 3
     for record in found:
         record["peak_bytes"] = record["peak_bytes"] or 2**30  # no allocator counts on the CPU
     output.write_text(json.dumps({"machine": {"cpu": "a", "cores": 2}, "records": found}))
     run("plots.py", str(output))
-    assert "![Peak memory over the batch size](paper-tables.png)" in page(output)
+    assert (tmp_path / "paper-tables.png").exists()
 
 
 def test_towers_alone(tmp_path: Path) -> None:
@@ -287,8 +267,6 @@ def test_towers_alone(tmp_path: Path) -> None:
     assert (twice["contender"], once["contender"]) == ("twice", "once")
     assert (once["b"], once["tokens"], once["compiled"]) == (4, 16, False)
     assert min(twice["pairs_a_second"], once["pairs_a_second"]) > 0
-    rate = f"{once['pairs_a_second']:,.0f} pairs/s"
-    assert f"| tiny-clip, 4 rows, texts of 16, once | {rate} | - |" in page(output)
 
 
 @pytest.mark.concurrency
@@ -318,4 +296,3 @@ def test_retriever(tmp_path: Path) -> None:
     assert ours["recall_before"] == theirs["recall_before"]
     assert ours["recall_after"] == pytest.approx(theirs["recall_after"], abs=0.01)
     assert 0 < ours["seconds"] < ours["loop_seconds"]
-    assert "| tiny, 256 pairs: megabatch's trainer |" in page(output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AT_LEAST_1, ABOVE_0 = Interval(at_least=1), Interval(above=0)
 
-_DESCRIPTION = "Compare megabatch with other implementations, or show what was measured."
+_DESCRIPTION = "Compare megabatch with other implementations."
 
 
 @dataclass(frozen=True)
@@ -62,41 +62,11 @@ class LossOptions:
     """JSON file for the records."""
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """A page of results from the records of benchmarks, each figure with its command."""
-
-    results: Path = Path("benchmarks/results")
-    """Folder of records, as the benchmarks of a checkout name them, with the figures that
-    benchmarks/plots.py draws from them. Records that have no table are listed at the end."""
-    output: Path = Path("docs/results.md")
-    """Markdown file for the page."""
-
-
 def main(argv: list[str]) -> int:
     """Run `megabatch bench ...`; returns the exit code: 1 if a contender failed or was wrong."""
-    commands: dict[str, Callable[..., LossOptions | ReportOptions]] = {
-        "loss": LossOptions,
-        "report": ReportOptions,
-    }
+    commands = {"loss": LossOptions}
     options = parse_one_of(commands, argv, prog="megabatch bench", description=_DESCRIPTION)
-    if isinstance(options, ReportOptions):
-        return bench_report(options)
     return bench_loss(options, command=shlex.join(["megabatch", "bench", *argv]))
-
-
-def bench_report(options: ReportOptions) -> int:
-    """Render the page."""
-    from megabatch import files
-    from megabatch.benchmarking.report import contents, page, record_files
-
-    found = record_files.read(options.results)
-    _check_output(options.output)
-    folder = options.output.parent
-    text = page.render(found, folder, contents.SECTIONS, contents.INTRODUCTION)
-    files.write_text(options.output, text)
-    print(f"{options.output}: files of records: {len(found)}")
-    return 0
 
 
 def bench_loss(options: LossOptions, command: str) -> int:
